@@ -1,4 +1,4 @@
-"""A router whose model says what a test wants it to."""
+"""A router whose model says what a test wants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 class Scripted:
-    """A router whose model says `says`, whatever it is asked, three tokens a step."""
+    """A router whose model says `says` to every request, three tokens per step."""
 
     def __init__(self, folder, template: str | list | None, **options) -> None:
         folder.mkdir()
@@ -64,7 +64,7 @@ class Scripted:
         )
 
     def message(self, says: str, stream: bool, **options):
-        """The only choice's fields and its finish reason; those of a stream are put together."""
+        """Return the only choice's fields and its finish reason, put together from events if it streams."""
         answer = self.ask(says, stream=stream, **options)
         if not stream:
             return answer.choices[0].message.to_dict(), answer.choices[0].finish_reason

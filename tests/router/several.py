@@ -52,11 +52,11 @@ class TwoRouters:
         return worker
 
     def each(self, done: Callable[[RunningRouter], Any]) -> None:
-        """Wait until this is so for both."""
+        """Wait until `done` holds for both routers."""
         eventually(lambda: all(done(router) for router in self.routers))
 
     def restart(self, index: int) -> RunningRouter:
-        """As a new incarnation, at the same place; the old one's connections break."""
+        """Restart a router as a new incarnation in the same place. The old one's connections break."""
         self.routers[index].close()
         self.routers[index] = self._make(index)
         return self.routers[index]

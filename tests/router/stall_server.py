@@ -1,8 +1,8 @@
-"""`python stall_server.py CONFIG FILE`: a router that tells in a file how long its event loop stood still.
+"""`python stall_server.py CONFIG FILE`: a router that records in a file how long its event loop stood still.
 
-Its keys come on stdin, and its URL and its workers' endpoint go to stdout. A stall is the time between two
-turns of the loop, as far as the process used CPU time meanwhile: a busy host stalls no loop, but a thread
-that holds the interpreter lock does.
+Its keys come on stdin; its URL and its workers' endpoint go to stdout. A stall is the CPU time that the
+process used between two turns of the loop. So a busy host causes no stall, but a thread that holds the
+interpreter lock does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TICK_S = 0.002
 
 
 class StallMonitor:
-    """Keeps the longest stall in the file's first eight bytes, until that is overwritten."""
+    """Keeps the longest stall in the file's first eight bytes, until the test overwrites it."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""LoRA adapters at the router: what requests may name, and what all workers are told."""
+"""LoRA adapters at the router: names in requests, and loads on all workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_loop(router, function, *arguments) -> None:
     router.server._loop.call_soon_threadsafe(function, *arguments)
 
 
-def test_models_and_requests_know_what_workers_have(router):
+def test_models_and_requests_know_the_workers_adapters(router):
     worker = router.add_worker(adapters=[SQL])
     base, card = router.http.get("/v1/models").json()["data"]
     assert (base["id"], base["parent"]) == ("test-model", None)
@@ -74,7 +74,7 @@ def test_all_workers_load_and_unload_it(router):
 
 
 @pytest.mark.parametrize("fault", ["error", "digest"])
-def test_what_one_worker_cannot_load_none_keeps(router, fault):
+def test_an_adapter_that_one_worker_cannot_load_is_unloaded_everywhere(router, fault):
     prefill, decode = make_pair(router)
     if fault == "error":
         decode.adapter_error = "adapter_config.json: r: must be from 1 to 64"
@@ -90,7 +90,7 @@ def test_what_one_worker_cannot_load_none_keeps(router, fault):
     assert router.http.post(LOAD, json=BODY).status_code == 200
 
 
-def test_a_disk_that_does_not_answer_is_no_fault_of_the_path(router):
+def test_a_hanging_disk_is_not_blamed_on_the_path(router):
     worker = router.add_worker()
     worker.adapter_error, worker.adapter_error_kind = "/adapters/new: nothing came for 10 s", "timeout"
     answer = router.http.post(LOAD, json=BODY)
@@ -99,7 +99,7 @@ def test_a_disk_that_does_not_answer_is_no_fault_of_the_path(router):
     assert names(router) == ["test-model"]
 
 
-def test_a_worker_that_dies_meanwhile_gets_it_when_it_comes_back(router, pool):
+def test_a_worker_that_dies_during_a_load_gets_the_adapter_when_it_returns(router, pool):
     prefill, decode = make_pair(router)
     decode.adapter_error = None
     answer = pool.submit(router.http.post, LOAD, json=BODY)
@@ -110,7 +110,7 @@ def test_a_worker_that_dies_meanwhile_gets_it_when_it_comes_back(router, pool):
     eventually(lambda: successor.adapters == {"new": "a" * 32})
 
 
-def test_a_worker_that_comes_back_is_told_what_holds_by_now(make_router):
+def test_a_returning_worker_gets_the_present_adapters(make_router):
     router = make_router(lora_modules={"sql": "/adapters/sql"})
     worker = router.add_worker(adapters=[SQL])
     router.http.post(UNLOAD, json={"lora_name": "sql"}).raise_for_status()
@@ -137,7 +137,7 @@ def test_draft_workers_have_no_adapters(router):
     assert draft.adapters == {}
 
 
-def test_of_one_prompt_each_adapter_has_blocks_of_its_own(router):
+def test_each_adapter_has_its_own_blocks_of_a_prompt(router):
     router.add_worker(adapters=[SQL])
     prompt = "the quick brown fox " * 30
     state, keys = router.server.state, []
@@ -181,8 +181,10 @@ def test_before_any_worker_nothing_is_loaded(router):
     assert router.http.post(LOAD, json=BODY).status_code == 503
 
 
-def test_of_several_routers_one_is_told_what_another_changes(model_folder):
-    """The launcher carries it. What a worker has beyond that, a router that is gone has not ended to load."""
+def test_routers_learn_of_each_others_adapters(model_folder):
+    """The launcher passes changes on. An adapter that only the worker has is left of a dead router's
+    unfinished load.
+    """
     begun = Adapter(name="begun", path="/adapters/begun", digest="2" * 32)
     with TwoRouters(model_folder, lora_modules={"sql": "/adapters/sql"}, worker_timeout=10) as two:
         one, other = (router.server.state.adapters for router in two.routers)
@@ -196,7 +198,7 @@ def test_of_several_routers_one_is_told_what_another_changes(model_folder):
         eventually(lambda: worker.adapters == {"new": "a" * 32})
 
 
-def test_what_was_told_before_a_worker_comes_holds(make_router):
+def test_changes_before_a_worker_registers_apply_to_it(make_router):
     router = make_router(lora_modules={"sql": "/adapters/sql"}, router_replicas=2)
     new = Adapter(name="new", path="/adapters/new", digest="a" * 32)
     for adapter in (new, None):

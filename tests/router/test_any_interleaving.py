@@ -1,7 +1,7 @@
-"""Whatever happens in whatever order, no token is lost or doubled, and no load is counted for ever.
+"""In any order of events, no token is lost or doubled, and no load stays counted.
 
-The router's own parts, as `RouterState` wires them, against workers in miniature. Messages wait on their way
-in both directions until the test delivers them, so that those of the dead come late; some get lost.
+The router's own parts, connected as by `RouterState`, run against miniature workers. The test delivers
+messages of both directions, so a dead worker's messages may come late, and some get lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from router.text.choice import Choice, Prompt
 
 IDS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 LOSABLE = (Generate, Abort, CallRoll, Redirect, StepOutput, HandoverFailed, Absent)
-"""What a request's fate depends on."""
+"""Messages that decide a request's fate."""
 KINDS = ("worker_lost", "transfer", "overloaded", "timeout")
 SETTLING_ROUNDS = 400
 
@@ -65,7 +65,7 @@ class Job:
     message: Generate
     sent: int = 0
     is_held: bool = False
-    """Its hand-over failed, and the router is to say what becomes of it."""
+    """Its hand-over failed, and the worker waits for the router's decision."""
 
     @property
     def is_done(self) -> bool:
@@ -171,7 +171,7 @@ class World:
             self.run(lambda: registry.mark_dead(worker.worker_id, worker.incarnation, "it was killed"))
 
     def deliver(self, worker: MiniWorker, complete: bool = True) -> None:
-        """One message of the router's arrives."""
+        """Deliver one message of the router."""
         message = worker.inbox.popleft()
         match message:
             case Generate():
@@ -217,7 +217,7 @@ class World:
             self.hand_over(worker, job, None)
 
     def step(self, worker: MiniWorker, count: int, refusal: str | None = None) -> None:
-        """Each of its requests gets so many tokens; prompts that are done are handed over, or refused."""
+        """Give each of the worker's requests `count` tokens. Finished prompts are handed over, or refused."""
         for request_id, job in list(worker.jobs.items()):
             if job.is_held:
                 continue
@@ -252,7 +252,7 @@ class World:
         )
 
     def give_up_what_is_held(self, worker: MiniWorker) -> None:
-        """The router says nothing of it: the news of it got lost, or the answer."""
+        """Let held requests expire without the router's decision, as if a message were lost."""
         for request_id in [request_id for request_id, job in worker.jobs.items() if job.is_held]:
             del worker.jobs[request_id]
             worker.fail(request_id, "transfer")
@@ -262,7 +262,7 @@ class World:
         later = 2 * ASK_AFTER_S * self.num_roll_calls
         self.run(lambda: self.state.roll_call.sweep(time.monotonic() + later))
 
-    # --- what must always hold --------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------------
 
     def check(self) -> None:
         for generation in self.generations:
@@ -284,7 +284,7 @@ class World:
             assert worker.outstanding_prefill_tokens == sum(at.num_uncached for at in prompts)
 
     def settle(self) -> None:
-        """Nothing more happens to the workers: all that was begun comes to its end, and leaves nothing."""
+        """Deliver everything without further faults. All requests end and nothing is left."""
         for worker_id in IDS:
             worker = self.workers.get(worker_id)
             if worker is None:
@@ -369,7 +369,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 9), number=st.integers(1, 4))
     def hear(self, index: int, number: int) -> None:
-        """Also what the dead had said."""
+        """Deliver a worker's message, even if the worker is dead."""
         speakers = [worker for worker in [*self.world.workers.values(), *self.world.dead] if worker.outbox]
         for _ in range(number):
             if speakers and speakers[index % len(speakers)].outbox:
@@ -388,7 +388,7 @@ class Interleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.world.workers)
     @rule(index=st.integers(0, 4), freezes=st.booleans())
     def fall_silent(self, index: int, freezes: bool) -> None:
-        """Long enough to be taken for dead; or only its connection is lost."""
+        """Let a worker be silent until it counts as dead. Without `freezes`, only its connection is lost."""
         worker = self._worker(index)
         known = self.world.state.registry.current(worker.worker_id, worker.incarnation)
         if not freezes:
@@ -425,7 +425,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @rule(late=st.booleans())
     def sweep(self, late: bool) -> None:
-        """`late`: every drain is past its deadline."""
+        """Let the router sweep. With `late`, every drain is past its deadline."""
         drainer = self.world.state.drainer
         for drain in drainer._drains.values():
             drain.began -= 1000.0 * late
@@ -449,7 +449,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 9), sent=st.booleans())
     def lose(self, index: int, sent: bool) -> None:
-        """A message goes with its connection."""
+        """Lose a message together with its connection."""
         ways = [w.inbox if sent else w.outbox for w in [*self.world.workers.values(), *self.world.dead]]
         ways = [way for way in ways if way and isinstance(way[0], LOSABLE)]
         if ways:
@@ -471,7 +471,7 @@ class Interleaving(RuleBasedStateMachine):
 
 
 class _NoText:
-    """A detokenizer for a test that looks at tokens alone."""
+    """A detokenizer without text, since the test only checks tokens."""
 
     def push(self, token_id: int) -> str:
         return ""

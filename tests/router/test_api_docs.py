@@ -1,4 +1,4 @@
-"""`/`, `/docs` and `/openapi.json`: complete, valid, and without anything from the network."""
+"""`/`, `/docs` and `/openapi.json` are complete, valid, and load nothing from the network."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PATHS = {
 }
 STORED = "/v1/responses/{response_id}"
 NEED_NO_BODY = {"/workers/{worker_id}/drain": 404, "/restart": 409}
-"""But a worker of that name, and a launcher that makes successors."""
+"""Endpoints that need no body, with the status without such a worker or without a launcher."""
 BASES = (
     openai_types.GenerationBody,
     openai_types.SamplingBody,
@@ -77,7 +77,7 @@ def references(value: Any) -> list[str]:
     return [each for item in value for each in references(item)] if isinstance(value, list) else []
 
 
-def test_every_endpoint_is_described_and_there(router, document):
+def test_every_endpoint_is_described_and_exists(router, document):
     assert document["openapi"] == "3.1.0"
     assert {path: [*methods] for path, methods in document["paths"].items()} == {
         **{path: [method] for path, method in PATHS.items()},
@@ -116,7 +116,7 @@ def test_every_field_of_the_typed_bodies_is_described(document, body):
         assert all("description" in field for field in schema["properties"].values())
 
 
-def test_only_what_needs_the_key_says_so(make_router, document):
+def test_only_endpoints_that_need_the_key_say_so(make_router, document):
     assert "security" not in document["paths"]["/v1/completions"]["post"]
     paths = make_router(api_key="secret").http.get("/openapi.json").json()["paths"]
     protected = {path for path, method in PATHS.items() if "security" in paths[path][method]}
@@ -136,7 +136,7 @@ def test_only_what_needs_the_key_says_so(make_router, document):
     assert protected == {path for path in PATHS if path.startswith(with_key)}
 
 
-def test_the_pages_name_everything_and_load_nothing(router):
+def test_the_pages_list_every_endpoint_and_load_nothing(router):
     docs, index = (router.http.get(path, headers=HTML) for path in ("/docs", "/"))
     for page in (docs, index):
         assert page.headers["content-type"].startswith("text/html")
@@ -156,8 +156,8 @@ def test_the_pages_name_everything_and_load_nothing(router):
     assert links and set(links) <= anchors
 
 
-def test_what_the_page_loads_is_there_and_loads_nothing_from_elsewhere(router):
-    """Its modules import only each other, and what is no part of it cannot be asked for."""
+def test_the_pages_modules_exist_and_load_nothing_from_elsewhere(router):
+    """Its modules import only each other, and other files are not served."""
     index = router.http.get("/", headers=HTML).text
     left = [path.removeprefix("/page/") for path in re.findall(r'(?:src|href)="(/page/[^"]+)"', index)]
     kinds = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -179,7 +179,7 @@ def test_what_the_page_loads_is_there_and_loads_nothing_from_elsewhere(router):
         assert router.http.get(f"/page/{name}").status_code == 404, name
 
 
-def test_the_root_says_what_this_is(router):
+def test_the_root_describes_the_server(router):
     answer = router.http.get("/").json()
     assert (answer["name"], answer["model"]) == ("tandem", "test-model")
     for name in ("docs", "openapi", "workers", "metrics"):

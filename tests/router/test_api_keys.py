@@ -1,4 +1,4 @@
-"""Keys of --api-key-file: who gets in, how much each may use, and a change without a restart."""
+"""Keys of --api-key-file: access, limits of each key, and changes without a restart."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_only_keys_of_the_file_get_in_and_only_operators_operate(make_router, pa
     assert client not in shown and "sk-given" not in shown
 
 
-def test_a_change_of_the_file_needs_no_restart(make_router, path, caplog):
+def test_a_changed_file_needs_no_restart(make_router, path, caplog):
     first = add_key(path, name="first")
     router = start(make_router, path)
     second = add_key(path, name="second")
@@ -84,11 +84,11 @@ def test_a_change_of_the_file_needs_no_restart(make_router, path, caplog):
     Path(path).touch(0o600)
     eventually(lambda: ask(router, second).status_code == 401)
     for _ in range(3):
-        router.server.state.keys.check_file()  # once more than it changes is too often
+        router.server.state.keys.check_file()  # one check more than there are changes
     assert router.metric("tandem_api_key_reloads_total", outcome="ok") == reloads + 1
 
 
-def test_a_disk_that_hangs_holds_up_nobody(make_router, path, monkeypatch):
+def test_a_hanging_disk_blocks_nobody(make_router, path, monkeypatch):
     key = add_key(path, name="first")
     router = start(make_router, path)
     hangs, goes_on = threading.Event(), threading.Event()
@@ -122,7 +122,7 @@ def test_requests_per_minute(make_router, path):
     assert "alice may use 3 requests a minute" in refused(answer, "key_requests", router)
     assert 15 <= int(answer.headers["retry-after"]) <= 20
     assert ask(router, other).status_code == 200
-    assert ask(router, key, n=2, max_tokens="wrong").status_code == 429  # before its body is looked at
+    assert ask(router, key, n=2, max_tokens="wrong").status_code == 429  # refused before its body is read
 
 
 def test_each_sequence_is_a_request(make_router, path):
@@ -132,7 +132,7 @@ def test_each_sequence_is_a_request(make_router, path):
     assert int(ask(router, key).headers["retry-after"]) > 20
 
 
-def test_a_new_limit_counts_from_what_was_used(make_router, path):
+def test_a_new_limit_counts_earlier_use(make_router, path):
     key = add_key(path, name="alice", requests_per_minute=2)
     router = start(make_router, path)
     assert [ask(router, key).status_code for _ in range(3)] == [200, 200, 429]
@@ -147,7 +147,7 @@ def test_tokens_per_minute(make_router, path):
     router = start(make_router, path)
     usage = ask(router, key, max_tokens=12).json()["usage"]
     assert usage["total_tokens"] < 20
-    assert ask(router, key, max_tokens=100).status_code == 200  # what is left may be overdrawn
+    assert ask(router, key, max_tokens=100).status_code == 200  # the rest may be overdrawn
     answer = ask(router, key)
     assert "may use 20 tokens a minute" in refused(answer, "key_tokens", router)
     assert int(answer.headers["retry-after"]) > 200
@@ -168,7 +168,7 @@ def test_concurrent_requests(make_router, path, pool):
     assert ask(router, key, n=3).status_code == 429
 
 
-def test_who_goes_away_is_no_longer_under_way(make_router, path):
+def test_a_disconnected_client_frees_its_place(make_router, path):
     key = add_key(path, name="alice", concurrent_requests=1)
     router = make_router(api_key_file=path)
     router.add_worker(stall_after=1)
@@ -204,7 +204,7 @@ def test_a_key_has_a_priority_and_clients_can_only_lower_theirs(make_router, pat
 OPEN = {"/", "/docs", "/openapi.json", "/health", "/ready", "/version", "/metrics", "/page/{name}"}
 
 
-def test_every_endpoint_takes_a_request_from_the_key_before_it_looks_at_it(make_router, path):
+def test_every_endpoint_counts_a_request_before_it_reads_the_body(make_router, path):
     key = add_key(path, name="boss", operator=True, requests_per_minute=1)
     router = start(make_router, path)
     assert ask(router, key).status_code == 200
@@ -233,7 +233,7 @@ def test_requests_at_once_cannot_pass_the_limit(make_router, path, pool, where, 
     assert sorted(pool.map(send, range(20))) == [status] * 3 + [429] * 17
 
 
-def test_a_request_is_under_way_while_its_body_comes(make_router, path):
+def test_a_request_counts_while_its_body_arrives(make_router, path):
     key = add_key(path, name="alice", concurrent_requests=1)
     router = start(make_router, path)
     with socket.create_connection(("127.0.0.1", router.server.port)) as client:
@@ -246,7 +246,7 @@ def test_a_request_is_under_way_while_its_body_comes(make_router, path):
 
 
 def test_tokens_at_once_cannot_pass_the_limit(make_router, path, pool):
-    """They are reserved as requests come, so that the last one alone may use more than is left."""
+    """Tokens are reserved as requests come, so only the last one may exceed the rest."""
     key = add_key(path, name="alice", tokens_per_minute=500)
     router = start(make_router, path)
     (worker,) = router.workers
@@ -258,7 +258,7 @@ def test_tokens_at_once_cannot_pass_the_limit(make_router, path, pool):
     assert sorted(each.result(20).status_code for each in running) == [200] * 2 + [429] * 6
 
 
-def test_reserved_tokens_that_do_not_come_are_given_back(make_router, path):
+def test_unused_reserved_tokens_are_returned(make_router, path):
     key = add_key(path, name="alice", tokens_per_minute=150)
     router = make_router(api_key_file=path)
     router.add_worker(script=lambda request: request.prompt_token_ids[:2], finish_reason="stop")
@@ -277,7 +277,7 @@ def test_reserved_tokens_that_do_not_come_are_given_back(make_router, path):
             )
 
 
-def test_tokens_of_a_client_that_goes_away_are_given_back(make_router, path):
+def test_a_disconnected_clients_tokens_are_returned(make_router, path):
     key = add_key(path, name="alice", tokens_per_minute=50)
     router = make_router(api_key_file=path)
     router.add_worker(stall_after=1)
@@ -304,21 +304,21 @@ def test_a_request_that_is_not_started_uses_no_tokens(make_router, path, pool):
     assert ask(router, key).status_code == 200
 
 
-def test_a_minute_forgets_what_was_used_before_there_was_a_limit(monkeypatch):
+def test_use_before_there_was_a_limit_is_forgotten(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(api_keys.time, "monotonic", lambda: now)
     minute = api_keys.LeakyBucket()
     minute.fill(10_000, None)
     assert minute.wait_s(60) == 0
     now += 3600
-    minute.fill(61, 60)  # what comes after an hour of silence does not leak for that hour
+    minute.fill(61, 60)  # an hour of silence earns no credit for that hour
     assert minute.wait_s(60) == 2
     minute.fill(-100, 60)
     minute.fill(59, 60)
     assert minute.wait_s(60) == 0
 
 
-def test_several_routers_say_that_limits_are_those_of_each(path, caplog):
+def test_several_routers_say_that_limits_hold_for_each(path, caplog):
     add_key(path, name="alice", tokens_per_minute=10)
     config = ServeConfig(model="m", api_key_file=path, router_replicas=3)
     api_keys.ApiKeys(config, Metrics("m", Registry(1.0, 16)))

@@ -1,4 +1,4 @@
-"""Bad input: each gets its status, names its field, and changes nothing."""
+"""Each bad input gets its status, names its field, and changes nothing."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ OPENAIS = {
     ("path", "body"), [completion(), chat(), (MESSAGES, {"messages": HELLO, "max_tokens": 2})]
 )
 def test_unknown_fields_are_named(router, path, body, size):
-    """They are in a header, cut, and without what no header may have; OpenAI's own are known."""
+    """A header lists them, cut and without invalid characters. OpenAI's own fields are known."""
     unknown = {"mirostat": 2, "a b\r\n": "x" * size, "y" * 3000: None}
     for fields, named in ((OPENAIS, None), (unknown, f"mirostat, a?b??, {'y' * 64}")):
         answer = router.http.post(path, json={**body, **fields})
@@ -383,14 +383,14 @@ def test_harmless_fields(router, case):
     assert response.status_code == 200, response.text
 
 
-def test_what_the_client_chose_is_cut_in_answers(router):
+def test_names_that_the_client_chose_are_cut_in_answers(router):
     for body in ({"model": "x" * 1_000_000}, {"prompt": "x", "y" * 50_000: float("nan")}):
         answer = router.http.post(TEXT, content=json.dumps(body))
         assert answer.status_code in (400, 404)
         assert len(answer.content) < 3000
 
 
-def test_duplicates_of_allowed_tokens_stay_here(router):
+def test_duplicates_of_allowed_tokens_are_removed(router):
     worker = next(worker for worker in router.workers if worker.role == "prefill")
     worker.generated.clear()
     path, body = completion(allowed_token_ids=[6, 5] * 1000, n=2)

@@ -1,4 +1,4 @@
-"""A web page of somebody else's cannot use a server that asks for no key, whatever name it finds it under."""
+"""Another site's page cannot use a server without an API key, whatever host name it uses."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def ask(router, method: str = "POST", path: str = "/v1/completions", **headers: 
 
 
 @pytest.mark.parametrize("origin", FOREIGN)
-def test_pages_of_others_start_nothing(router, origin):
+def test_pages_of_other_sites_start_nothing(router, origin):
     assert ask(router, origin=origin) == 403
     assert ask(router, path="/workers/decode-0/drain", origin=origin) == 403
     assert ask(router, origin=SAME) == 200
     assert ask(router) == 200
 
 
-def test_a_form_is_no_way_around(router):
-    """A browser sends a form's text without asking the server first, but always with its origin."""
+def test_a_form_does_not_avoid_the_check(router):
+    """A browser sends a form without asking the server first, but always with its origin."""
     headers = {"content-type": "text/plain", "origin": "http://evil.example"}
     content = b'{"prompt": "x", "max_tokens": 1}'
     answer = router.http.post("/v1/completions", content=content, headers=headers)
@@ -37,7 +37,7 @@ def test_a_form_is_no_way_around(router):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::1", "1.2.3"]
 )
-def test_a_name_that_was_made_to_point_here_shows_nothing(router, host):
+def test_a_foreign_name_that_resolves_here_is_refused(router, host):
     for path in ("/v1/models", "/requests", "/workers", "/"):
         assert ask(router, "GET", path, host=host) == 403
     assert ask(router, host=host, origin=f"http://{host}") == 403
@@ -50,7 +50,7 @@ def test_local_names_and_addresses_pass(router, host):
     assert ask(router, "GET", "/v1/models", host=host) == 200
 
 
-def test_with_a_key_any_name_and_page_will_do(make_router):
+def test_with_a_key_any_name_and_page_is_allowed(make_router):
     router = make_router(api_key="secret")
     router.add_worker()
     key = {"authorization": "Bearer secret"}
@@ -58,7 +58,7 @@ def test_with_a_key_any_name_and_page_will_do(make_router):
     assert ask(router, host="llm.example", origin="https://app.example") == 401
 
 
-def test_who_listens_on_all_addresses_is_asked_by_any_name(make_router):
+def test_a_server_on_all_addresses_accepts_any_name(make_router):
     router = make_router(host="0.0.0.0")
     router.add_worker()
     assert ask(router, "GET", "/v1/models", host="llm.example") == 200

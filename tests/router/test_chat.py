@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, and the chat templates."""
+"""`/v1/chat/completions` and the chat templates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_stream(chat):
     assert last.usage.completion_tokens == 9
 
 
-def test_default_max_tokens_is_all_the_room(chat, tokenizer):
+def test_default_max_tokens_fills_the_context(chat, tokenizer):
     usage = chat(stop="never").usage
     assert usage.total_tokens == 512
 
@@ -145,7 +145,7 @@ BARE = {
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """A model without a chat template."""
+    """Write a model without a chat template."""
     scripted = Scripted(tmp_path_factory.mktemp("models") / "bare", None)
     yield scripted
     scripted.close()
@@ -153,7 +153,7 @@ def bare(tmp_path_factory):
 
 @pytest.mark.parametrize("more", [{}, {"tools": [{"type": "function", "function": {"name": "f"}}]}], ids=str)
 @pytest.mark.parametrize("path", BARE)
-def test_without_a_template_it_says_so(bare, path, more):
+def test_a_missing_template_is_named(bare, path, more):
     body, field = BARE[path]
     if path == "/v1/responses" and more:
         more = {"tools": [{"type": "function", "name": "f"}]}
@@ -165,7 +165,7 @@ def test_without_a_template_it_says_so(bare, path, more):
     assert "no chat template" in error["message"] and "--chat-template" in error["message"]
 
 
-def test_without_a_template_the_rest_is_served(bare):
+def test_without_a_template_other_endpoints_work(bare):
     assert bare.client.completions.create(model="bare", prompt="x", max_tokens=2).choices
     assert bare.router.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
     (card,) = bare.client.models.list().data
@@ -188,15 +188,15 @@ def test_content_of_parts_where_the_template_wants_them(tmp_path):
     scripted.close()
 
 
-def test_a_thought_alone_is_taken_back(chat, tokenizer):
-    """As a stream that was cut off while it thought is put together."""
+def test_a_message_with_only_reasoning_is_accepted(chat, tokenizer):
+    """A client puts it together from a stream that was cut off during the reasoning."""
     thought = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
     answer = chat([*MESSAGES, thought, MESSAGES[1]], max_tokens=1)
     assert answer.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("refused", range(4))
-def test_what_a_template_refuses_is_named(refused):
+def test_a_templates_refusal_is_named(refused):
     source = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
     chat = [{"role": "tool" if index >= refused else "user", "content": "Hi"} for index in range(5)]
     with pytest.raises(InvalidRequestError, match=rf"messages\[{refused}\]: .*no tools"):
@@ -213,7 +213,7 @@ def test_template_sandbox(expression):
 
 
 def test_templates_render_as_in_transformers():
-    """Loop controls, tojson, generation blocks, trimming and special tokens behave as everywhere else."""
+    """Loop controls, tojson, generation blocks, trimming and special tokens behave as in Transformers."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = """{{ bos_token }}{% for m in messages %}

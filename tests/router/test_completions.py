@@ -33,7 +33,7 @@ def complete(client):
 
 
 def repeated(tokenizer, text: str, count: int) -> list[int]:
-    """What the fake workers answer."""
+    """Return the fake workers' answer."""
     token_ids = tokenizer.encode(text)
     return (token_ids * (count // len(token_ids) + 1))[:count]
 
@@ -191,7 +191,7 @@ def test_stop_strings(complete, tokenizer, router, stream, include):
         used = repeated(tokenizer, PROMPT, answer.usage.completion_tokens)
         assert stop in tokenizer.decode(used)
         assert stop not in tokenizer.decode(used[:-1])
-    # What the worker had sent before it heard of the abort has it told once more.
+    # The worker reports once more the output that it had sent before it heard of the abort.
     assert _soon(lambda: len({*decode.aborted}) == before + 1)
 
 
@@ -297,7 +297,7 @@ def test_echo_with_logprobs(complete, tokenizer, max_tokens):
 
 
 def offsets_fit(choice) -> bool:
-    """Whether the answer has each token at the place that is told of it."""
+    """Tell whether each token is found in the text at its offset."""
     told = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
     return all(choice.text[offset:].startswith(token) for token, offset in told)
 
@@ -320,7 +320,7 @@ def test_offsets_of_a_prompt_with_special_tokens(complete, tokenizer, skips):
 def test_echo_of_tokens_that_end_within_a_character(complete, tokenizer):
     token_ids = tokenizer.encode("x 日")
     assert tokenizer.decode(token_ids[:-1]).endswith("\ufffd")
-    prompt = [*token_ids[-1:], *token_ids[:-1]]  # the worker says its first token after it
+    prompt = [*token_ids[-1:], *token_ids[:-1]]  # the worker repeats from the prompt's first token
     answer = complete(prompt, max_tokens=1, echo=True, logprobs=1)
     assert answer.choices[0].text.endswith("x 日")
 

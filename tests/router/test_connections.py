@@ -1,4 +1,4 @@
-"""Clients that connect and then say nothing, too little or too much."""
+"""Clients that connect and then send nothing, too little or too much."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def connect(router) -> socket.socket:
 
 
 def received(client: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Receive until the server closes."""
     return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
 
 def answer(client: socket.socket) -> tuple[int, dict]:
-    """Status and error."""
+    """Return status and error."""
     head, _, body = received(client).partition(b"\r\n\r\n")
     assert b"content-type: application/json" in head
     return int(head.split()[1]), json.loads(body)["error"]
@@ -47,7 +47,7 @@ def test_headers_have_a_deadline(make_router, monkeypatch, begun):
 
 
 @pytest.mark.parametrize("begun", [b"\r\n", HEAD])
-def test_the_next_request_of_a_connection_has_a_deadline_too(make_router, monkeypatch, begun):
+def test_a_connections_next_request_has_a_deadline_too(make_router, monkeypatch, begun):
     router = make_router()
     with connect(router) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -57,7 +57,7 @@ def test_the_next_request_of_a_connection_has_a_deadline_too(make_router, monkey
         assert answer(client)[0] == 408
 
 
-def test_a_slow_body_is_no_slow_header(make_router, monkeypatch):
+def test_a_slow_body_is_not_a_slow_header(make_router, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     router = make_router()
     worker = router.add_worker()
@@ -103,7 +103,7 @@ def test_usual_headers_pass(router):
     assert router.http.get("/health", headers=headers).status_code == 200
 
 
-def test_what_is_no_http_gets_an_error_in_openais_shape(router):
+def test_other_protocols_get_an_error_in_openais_shape(router):
     with connect(router) as client:
         client.sendall(b"hello there\r\n\r\n")
         status, error = answer(client)
@@ -154,7 +154,7 @@ def test_the_soft_limit_of_open_files_is_raised() -> None:
 
 
 def test_http_1_0_gets_its_stream_without_chunks(make_router):
-    """As nginx asks by default."""
+    """nginx uses HTTP/1.0 by default."""
     router = make_router()
     worker = router.add_worker(stall_after=1)
     body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
@@ -162,7 +162,7 @@ def test_http_1_0_gets_its_stream_without_chunks(make_router):
         head = HEAD.replace(b"1.1", b"1.0")
         client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         answered = b""
-        for number in (1, 2, 3):  # a token that is not read yet would be sent with the next one
+        for number in (1, 2, 3):  # an unread token would be sent together with the next one
             worker.stall_after = number
             while answered.count(b"data: {") < number:
                 answered += (data := client.recv(1 << 16))
@@ -178,7 +178,7 @@ def test_http_1_0_gets_its_stream_without_chunks(make_router):
     assert b"content-length: 15" in answered and answered.endswith(b'{"status":"ok"}')
 
 
-def test_who_ends_its_side_gets_what_is_at_hand(router):
+def test_a_client_that_half_closes_gets_the_finished_answer(router):
     with connect(router) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         client.shutdown(socket.SHUT_WR)
@@ -186,7 +186,7 @@ def test_who_ends_its_side_gets_what_is_at_hand(router):
     assert answered.startswith(b"HTTP/1.1 200 OK") and answered.endswith(b'{"status":"ok"}')
 
 
-def test_who_ends_its_side_is_taken_to_be_gone_by_a_generation(make_router):
+def test_a_client_that_half_closes_ends_its_generation(make_router):
     router = make_router()
     worker = router.add_worker()
     worker.hold.set()
@@ -214,7 +214,7 @@ def head_and_error(client: socket.socket) -> tuple[bytes, dict]:
         ({"api_key": "x"}, b"transfer-encoding: chunked\r\n", 401),
     ],
 )
-def test_who_waits_for_leave_to_send_its_body_is_refused_at_once(make_router, options, headers, status):
+def test_a_client_that_expects_100_continue_is_refused_at_once(make_router, options, headers, status):
     router = make_router(**options)
     with connect(router) as client:
         client.sendall(HEAD + headers + b"\r\n")
@@ -230,7 +230,7 @@ BIG = 8_000_000
 @pytest.mark.parametrize(
     "framing", [b"content-length: %d\r\n\r\n" % BIG, b"transfer-encoding: chunked\r\n\r\n"]
 )
-def test_who_sends_a_body_over_the_limit_to_its_end_can_read_why_it_is_refused(make_router, framing):
+def test_a_client_can_read_why_its_large_body_is_refused(make_router, framing):
     router = make_router(max_body_bytes=1000)
     router.add_worker()
     with connect(router) as client:
@@ -242,7 +242,7 @@ def test_who_sends_a_body_over_the_limit_to_its_end_can_read_why_it_is_refused(m
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_who_goes_on_sending_after_its_answer_is_cut_off_in_the_end(make_router, monkeypatch, sends):
+def test_a_client_that_keeps_sending_after_its_answer_is_disconnected(make_router, monkeypatch, sends):
     monkeypatch.setattr(connection, "DISCARD_S", 0.05)
     monkeypatch.setattr(connection, "MAX_DISCARD_S", 0.2)
     router = make_router(max_body_bytes=1000)
@@ -277,8 +277,8 @@ def test_malformed_chunks_after_a_begun_body_are_answered(router):
     eventually(lambda: router.server.state.bodies._held == 0)
 
 
-def test_what_is_no_http_after_a_running_request_ends_that_too(make_router):
-    """An answer to it would come before that of the request."""
+def test_garbage_after_a_running_request_ends_the_request(make_router):
+    """An answer to the garbage would come before the request's own answer."""
     router = make_router()
     worker = router.add_worker()
     worker.hold.set()
@@ -293,7 +293,7 @@ def test_what_is_no_http_after_a_running_request_ends_that_too(make_router):
     eventually(lambda: worker.aborted and is_idle(router))
 
 
-def test_a_connection_is_kept_where_the_body_came_in_parts(router):
+def test_a_connection_is_kept_if_the_body_came_in_parts(router):
     body = b'{"prompt": "x", "max_tokens": 1}'
     with connect(router) as client:
         for _ in range(2):

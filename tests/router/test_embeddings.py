@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/score`, `/v1/rerank`, asked of workers that give each text a vector of two values."""
+"""`/v1/embeddings`, `/score` and `/v1/rerank`, with workers that return vectors of two values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def client(embedder):
 
 
 def vector(token_ids: list[int]) -> list[float]:
-    """As the fake worker gives it."""
+    """Return the fake worker's vector."""
     length = math.hypot(token_ids[0], token_ids[-1])
     return [token_ids[0] / length, token_ids[-1] / length]
 
@@ -40,7 +40,7 @@ def ids(embedder, text: str) -> list[int]:
 
 @pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])
 def test_texts_and_tokens(embedder, client, encoding):
-    """Without a format the client asks for base64 and decodes it."""
+    """By default the client asks for base64 and decodes it."""
     for given in (TEXTS, [ids(embedder, text) for text in TEXTS]):
         answer = client.embeddings.create(model="test-model", input=given, **encoding)
         assert [each.index for each in answer.data] == [0, 1, 2] and answer.model == "test-model"
@@ -128,7 +128,7 @@ def test_bad_input_names_the_field(embedder, path, body, field):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
-def test_a_server_that_gives_none_says_so(router):
+def test_a_server_without_embeddings_says_so(router):
     ranking = ("/v1/rerank", {"query": "x", "documents": ["y"]})
     scores = ("/score", {"text_1": "x", "text_2": "y"})
     for path, body in (("/v1/embeddings", {"input": "x"}), scores, ranking):
@@ -143,7 +143,7 @@ def test_a_server_that_gives_none_says_so(router):
         ("/score", {"text_1": "a", "text_2": ["b", "c"]}, "text_2"),
     ],
 )
-def test_more_texts_than_the_queue_can_ever_hold(make_router, path, fields, param):
+def test_more_texts_than_the_queue_holds_are_refused(make_router, path, fields, param):
     router = make_router(enable_embeddings=True, max_queued_requests=2)
     router.add_worker()
     answer = router.http.post(path, json=fields)

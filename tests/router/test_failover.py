@@ -1,4 +1,4 @@
-"""Requests go on where a dead worker ended; hand-offs that fail go elsewhere without a new prefill."""
+"""Requests continue where a dead worker stopped; failed hand-offs go elsewhere without another prefill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_TOKENS = 60
 
 @pytest.fixture
 def expected(make_router):
-    """Token ids and text of an answer, as a worker gives it that nothing happens to."""
+    """Return token ids and text of an undisturbed worker's answer."""
     router = make_router()
     router.add_worker(cached_tokens=5)
 
@@ -27,7 +27,7 @@ def expected(make_router):
 
 
 def stalled(router, pool, after: int, **fields):
-    """A request at a worker that stops after some tokens, and the second worker that may go on."""
+    """Start a request on a worker that stops after some tokens, and a second worker that may continue."""
     first = router.add_worker("decode-0", cached_tokens=5)
     first.stall_after = after
     future = pool.submit(post, router, **fields)
@@ -37,7 +37,7 @@ def stalled(router, pool, after: int, **fields):
 
 
 def answer(response) -> dict:
-    """What must not depend on failures: all but the answer's id and time."""
+    """Return the parts of an answer that must not depend on failures, without id and time."""
     assert response.status_code == 200, response.text
     return {key: value for key, value in response.json().items() if key not in ("id", "created")}
 
@@ -50,7 +50,7 @@ def placed_again(router, reason: str = "worker_lost") -> float:
     return router.metric("tandem_requests_placed_again_total", reason=reason)
 
 
-# --- placed anew from the journal ---
+# --- placed again from the journal ---
 
 
 @pytest.mark.parametrize("after", [1, 2, 5, 11, 59])
@@ -69,7 +69,7 @@ def test_the_answer_is_the_same_wherever_its_worker_dies(make_router, pool, expe
     eventually(lambda: is_idle(router))
 
 
-def test_a_stream_goes_on(make_router, expected):
+def test_a_stream_continues(make_router, expected):
     router = make_router()
     first = router.add_worker("decode-0", stall_after=7)
 
@@ -95,7 +95,7 @@ def test_a_stream_goes_on(make_router, expected):
     assert placed_again(router) == 1
 
 
-def test_silence_is_enough(make_router, pool, expected):
+def test_a_silent_worker_is_replaced(make_router, pool, expected):
     router = make_router(worker_timeout=0.5)
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     future, first, _ = stalled(router, pool, 7, **fields)
@@ -109,7 +109,7 @@ def test_silence_is_enough(make_router, pool, expected):
 
 
 @pytest.mark.parametrize("kind", ["worker_lost", "transfer"])
-def test_an_error_that_another_worker_may_not_have(make_router, pool, expected, kind):
+def test_an_error_of_one_worker_is_retried_on_another(make_router, pool, expected, kind):
     router = make_router()
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     future, first, _ = stalled(router, pool, 7, **fields)
@@ -173,7 +173,7 @@ def test_prompt_logprobs_come_once(make_router, pool, expected):
 
 
 @pytest.mark.parametrize("how", ["length", "eos", "stop token"])
-def test_what_is_already_at_its_end_is_finished(make_router, pool, how):
+def test_an_answer_that_is_already_complete_is_finished(make_router, pool, how):
     router = make_router()
     worker = router.add_worker()
     last = {"length": 9, "eos": worker.eos_token_id, "stop token": 7}[how]
@@ -199,7 +199,7 @@ def test_what_is_already_at_its_end_is_finished(make_router, pool, how):
     eventually(lambda: is_idle(router))
 
 
-def test_each_of_several_sequences_goes_on(make_router, pool):
+def test_each_of_several_sequences_continues(make_router, pool):
     router = make_router()
     first = router.add_worker("decode-0")
     first.stall_after = 4
@@ -214,7 +214,7 @@ def test_each_of_several_sequences_goes_on(make_router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_it_dies_again_and_again(make_router, pool, expected):
+def test_repeated_deaths(make_router, pool, expected):
     router = make_router()
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     future, first, second = stalled(router, pool, 3, **fields)
@@ -228,7 +228,7 @@ def test_it_dies_again_and_again(make_router, pool, expected):
 
 
 def test_the_third_death_without_a_token_is_an_error(make_router, pool):
-    """The request may be what kills them."""
+    """The request itself may be the cause."""
     router = make_router()
     future, worker, other = stalled(router, pool, 3)
     for deaths in range(1, 5):
@@ -244,7 +244,7 @@ def test_the_third_death_without_a_token_is_an_error(make_router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_a_request_that_gets_on_outlives_any_number_of_deaths(make_router, pool, expected):
+def test_a_request_that_progresses_survives_any_number_of_deaths(make_router, pool, expected):
     router = make_router()
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     future, worker, other = stalled(router, pool, 3, **fields)
@@ -258,8 +258,8 @@ def test_a_request_that_gets_on_outlives_any_number_of_deaths(make_router, pool,
     assert placed_again(router) == 5
 
 
-def test_deaths_are_forgotten_once_it_gets_on(make_router, pool, expected):
-    """Between any two of those that bring no token there is one that does."""
+def test_deaths_are_forgotten_after_a_token(make_router, pool, expected):
+    """Each death without a token is followed by a death with one."""
     router = make_router()
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     future, worker, other = stalled(router, pool, 3, **fields)
@@ -273,7 +273,7 @@ def test_deaths_are_forgotten_once_it_gets_on(make_router, pool, expected):
     assert answer(future.result(5)) == without_id(expected())
 
 
-def test_workers_that_are_stopped_are_not_its_fault(make_router, pool, expected):
+def test_stopped_workers_are_not_blamed_on_the_request(make_router, pool, expected):
     router = make_router(worker_timeout=10.0)
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     future, worker, other = stalled(router, pool, 3, **fields)
@@ -288,11 +288,11 @@ def test_workers_that_are_stopped_are_not_its_fault(make_router, pool, expected)
     assert placed_again(router) == 5
 
 
-def test_workers_whose_loops_get_stuck_may_be_its_fault(make_router, pool):
-    """Their heartbeats go on, and so would the request, from one worker to the next."""
+def test_stuck_loops_may_be_blamed_on_the_request(make_router, pool):
+    """A stuck worker still sends heartbeats, and the request would go from one worker to the next."""
     router = make_router(worker_timeout=10.0)
     future, worker, other = stalled(router, pool, 3, prompt=PROMPT, max_tokens=NUM_TOKENS)
-    for stalls in range(1, 5):  # the first one has brought tokens
+    for stalls in range(1, 5):  # the first worker has sent tokens
         other.stall_after = 3
         worker.stalled_s = 12.5
         state = router.server.state.registry.named(worker.worker_id)
@@ -322,7 +322,7 @@ def test_late_tokens_of_a_lost_worker_change_nothing(make_router, pool, expected
     assert answer(future.result(5)) == without_id(expected())
 
 
-def test_a_worker_that_cannot_be_reached_is_passed_over(make_router):
+def test_an_unreachable_worker_is_passed_over(make_router):
     router = make_router()
     first, second = router.add_worker("decode-0"), router.add_worker("decode-1")
     placer = router.server.state.placer
@@ -341,7 +341,7 @@ def test_a_worker_that_cannot_be_reached_is_passed_over(make_router):
 
 
 def in_hand_off(router, pool, **fields):
-    """A request whose prompt is computed and whose decode worker has not taken it."""
+    """Start a request whose prompt is computed, and which no decode worker has taken yet."""
     prefill, decode = make_pair(router)
     prefill.keep.set()
     future = pool.submit(post, router, prompt=PROMPT, max_tokens=NUM_TOKENS, return_token_ids=True, **fields)
@@ -365,8 +365,8 @@ def test_a_failed_hand_off_goes_to_another_worker(make_router, pool, expected, k
     eventually(lambda: is_idle(router))
 
 
-def test_what_is_placed_anew_avoids_who_has_failed_it(make_router, pool, expected):
-    """The one that did would be the next one's turn."""
+def test_a_request_placed_again_avoids_workers_that_failed_it(make_router, pool, expected):
+    """Otherwise the failed worker would be next in turn."""
     router = make_router(placement="least_loaded")
     future, prefill, decode, request_id = in_hand_off(router, pool)
     other = router.add_worker("decode-1")
@@ -403,7 +403,7 @@ def test_the_router_redirects_when_a_decode_worker_dies(make_router, pool, expec
 @pytest.mark.parametrize(
     ("kind", "manifest_sent"), [("overloaded", False), ("timeout", False), ("transfer", True)]
 )
-def test_the_prefill_worker_decodes_where_nobody_else_is(make_router, pool, expected, kind, manifest_sent):
+def test_the_prefill_worker_decodes_if_nobody_else_can(make_router, pool, expected, kind, manifest_sent):
     router = make_router()
     future, prefill, decode, request_id = in_hand_off(router, pool)
     prefill.fail_handover(request_id, kind, manifest_sent=manifest_sent)
@@ -415,7 +415,7 @@ def test_the_prefill_worker_decodes_where_nobody_else_is(make_router, pool, expe
 
 
 def test_the_only_decode_worker_is_asked_again_once(make_router, pool, expected):
-    """After a broken wire, that is, and when it cannot have begun with the request."""
+    """After a broken connection, if the decode worker cannot have begun with the request."""
     router = make_router()
     future, prefill, decode, request_id = in_hand_off(router, pool)
     prefill.fail_handover(request_id, "transfer")
@@ -428,7 +428,7 @@ def test_the_only_decode_worker_is_asked_again_once(make_router, pool, expected)
     eventually(lambda: is_idle(router))
 
 
-def test_no_decode_worker_is_asked_twice_while_others_are_left(make_router, pool, expected):
+def test_no_decode_worker_is_asked_twice_while_others_remain(make_router, pool, expected):
     router = make_router()
     future, prefill, _, request_id = in_hand_off(router, pool)
     others = [router.add_worker(f"decode-{index}") for index in range(1, 3)]
@@ -441,7 +441,7 @@ def test_no_decode_worker_is_asked_twice_while_others_are_left(make_router, pool
     eventually(lambda: is_idle(router))
 
 
-def test_redirects_have_an_end(make_router, pool, expected):
+def test_redirects_are_limited(make_router, pool, expected):
     router = make_router()
     future, prefill, _, request_id = in_hand_off(router, pool)
     for index in range(1, 9):
@@ -455,7 +455,7 @@ def test_redirects_have_an_end(make_router, pool, expected):
 
 
 def test_tokens_of_a_worker_that_was_passed_over_are_dropped(make_router, pool, expected):
-    """It had begun, and the prefill worker gave up waiting for its word."""
+    """The decode worker had begun, but the prefill worker gave up waiting for its answer."""
     router = make_router()
     future, prefill, decode, request_id = in_hand_off(router, pool)
     other = prefill.peers["decode-1"] = router.add_worker("decode-1")
@@ -473,7 +473,7 @@ def test_tokens_of_a_worker_that_was_passed_over_are_dropped(make_router, pool, 
 
 
 def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expected):
-    """The decode worker's answer was lost: it has begun, and the prefill worker has called it off."""
+    """The decode worker had begun, but its answer was lost and the prefill worker called the hand-off off."""
     router = make_router()
     prefill, decode = make_pair(router)
     decode.stall_after = 4
@@ -491,8 +491,8 @@ def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expecte
     eventually(lambda: is_idle(router))
 
 
-def test_a_prompt_that_is_no_longer_held_is_placed_anew(make_router, pool, expected):
-    """The decode worker died after it had acknowledged, and before its first token."""
+def test_a_prompt_that_is_no_longer_held_is_placed_again(make_router, pool, expected):
+    """The decode worker died after its acknowledgement and before its first token."""
     router = make_router()
     prefill, decode = make_pair(router)
     decode.hold.set()
@@ -507,7 +507,7 @@ def test_a_prompt_that_is_no_longer_held_is_placed_anew(make_router, pool, expec
     eventually(lambda: is_idle(router))
 
 
-def test_news_of_a_hand_off_that_nobody_waits_for(make_router, pool):
+def test_late_news_of_a_hand_off_is_ignored(make_router, pool):
     router = make_router()
     future, prefill, decode, request_id = in_hand_off(router, pool)
 
@@ -529,7 +529,7 @@ def test_news_of_a_hand_off_that_nobody_waits_for(make_router, pool):
     assert future.result(5).status_code == 200
 
 
-def test_a_dead_prefill_worker_in_the_hand_off(make_router, pool, expected):
+def test_a_prefill_worker_that_dies_in_the_hand_off(make_router, pool, expected):
     router = make_router()
     future, prefill, decode, request_id = in_hand_off(router, pool)
     other = router.add_worker("prefill-1", "prefill", peers={"decode-0": decode})
@@ -540,7 +540,7 @@ def test_a_dead_prefill_worker_in_the_hand_off(make_router, pool, expected):
     eventually(lambda: is_idle(router))
 
 
-def test_tokens_that_overtake_after_a_failover_wait_too(make_router, pool):
+def test_overtaking_tokens_after_a_failover_wait_too(make_router, pool):
     router = make_router()
     prefill, decode = make_pair(router)
     decode.stall_after = 3
@@ -571,7 +571,7 @@ def test_tokens_that_overtake_after_a_failover_wait_too(make_router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_the_prefill_worker_that_has_the_prompt_gets_it_again(make_router, pool):
+def test_the_prefill_worker_that_holds_the_prompt_gets_it_again(make_router, pool):
     router = make_router()
     prefill, decode = make_pair(router)
     decode.stall_after = 3
@@ -610,15 +610,15 @@ def test_either_role_serves_alone(make_router, expected, missing):
     assert router.metric("tandem_role_fallbacks_total", missing=missing) == 1
 
 
-def test_a_role_that_never_was_is_no_fallback(make_router):
+def test_a_role_without_any_worker_is_no_fallback(make_router):
     router = make_router()
     router.add_worker()
     assert post(router, max_tokens=2).status_code == 200
     assert router.metric("tandem_role_fallbacks_total", missing="prefill") == 0
 
 
-def test_what_a_worker_runs_that_nobody_asked_for_is_aborted(make_router):
-    """An abort got lost with a connection."""
+def test_requests_that_nobody_asked_for_are_aborted(make_router):
+    """An abort was lost with its connection."""
     worker = make_router().add_worker("decode-0")
     running = TokenOutput(request_id="lost", token_ids=[5])
     over = TokenOutput(request_id="over", token_ids=[5], finish_reason="length")

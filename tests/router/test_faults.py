@@ -38,7 +38,7 @@ def test_disconnect_aborts_a_stream(make_router):
 
 @pytest.mark.parametrize("held", ["prefill", "decode"])
 def test_disconnect_aborts_a_plain_request(make_router, held):
-    """Wherever the request is, each worker that may hold it hears of it."""
+    """Each worker that may hold the request hears of it, at every stage."""
     router = make_router()
     prefill, decode = make_pair(router)
     (prefill if held == "prefill" else decode).hold.set()
@@ -127,7 +127,7 @@ def test_silence_is_death(make_router, pool):
     assert router.http.get("/workers").json()["workers"][0]["lifecycle"] == "silent"
 
 
-def test_a_silent_worker_that_speaks_again_is_taken_back(make_router):
+def test_a_silent_worker_that_speaks_again_is_used_again(make_router):
     router = make_router(worker_timeout=0.4)
     worker = router.add_worker()
     worker.mute.set()
@@ -137,7 +137,7 @@ def test_a_silent_worker_that_speaks_again_is_taken_back(make_router):
     assert post(router, max_tokens=2).status_code == 200
 
 
-def test_placed_anew_when_no_token_was_emitted(make_router, pool):
+def test_a_request_without_tokens_is_placed_again(make_router, pool):
     router = make_router()
     first = router.add_worker("decode-0")
     first.hold.set()
@@ -154,7 +154,7 @@ def test_placed_anew_when_no_token_was_emitted(make_router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_no_worker_left_to_place_anew(make_router, pool):
+def test_no_worker_left_for_another_placement(make_router, pool):
     router = make_router()
     worker = router.add_worker()
     worker.hold.set()
@@ -178,7 +178,7 @@ def test_prefill_death_after_the_hand_off_is_harmless(make_router):
     assert post(router, max_tokens=3).status_code == 200, "the decode worker serves alone"
 
 
-def test_tokens_that_overtake_the_first_one_wait_for_it(make_router, pool):
+def test_tokens_that_overtake_the_first_one_wait(make_router, pool):
     router = make_router()
     prefill, decode = make_pair(router)
     prefill.hold.set()
@@ -288,8 +288,8 @@ def test_malformed_messages_are_dropped(router, raw):
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_tokens_that_do_not_follow_are_computed_anew(make_router, shift):
-    """A message with tokens got lost with its connection, or came twice."""
+def test_tokens_that_do_not_follow_are_computed_again(make_router, shift):
+    """A message with tokens was lost with its connection, or came twice."""
     router = make_router()
     worker = router.add_worker()
     whole = post(router, max_tokens=6, return_token_ids=True).json()["choices"][0]["token_ids"]
@@ -307,8 +307,8 @@ def test_tokens_that_do_not_follow_are_computed_anew(make_router, shift):
     eventually(lambda: is_idle(router) and not worker.jobs)
 
 
-def test_a_first_token_that_got_lost_is_not_waited_for(make_router, pool, monkeypatch):
-    """Its decode worker goes on, but nothing of what it sends can be used."""
+def test_a_lost_first_token_is_not_waited_for(make_router, pool, monkeypatch):
+    """Its decode worker continues, but its tokens cannot be used."""
     monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.2)
     router = make_router()
     prefill, decode = make_pair(router)
@@ -325,7 +325,7 @@ def test_a_first_token_that_got_lost_is_not_waited_for(make_router, pool, monkey
     eventually(lambda: is_idle(router))
 
 
-def test_a_request_that_waits_where_it_was_sent_is_not_lost(make_router, pool, monkeypatch):
+def test_a_request_that_waits_at_its_worker_is_not_lost(make_router, pool, monkeypatch):
     monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.1)
     router = make_router()
     prefill, decode = make_pair(router)
@@ -414,7 +414,7 @@ def test_failure_in_a_batch_fails_all_of_it(make_router):
     eventually(lambda: is_idle(router))
 
 
-def test_lost_transfer_before_a_token_is_placed_anew(make_router):
+def test_a_transfer_lost_before_a_token_is_placed_again(make_router):
     router = make_router()
     worker = router.add_worker()
     usual = worker._step
@@ -424,7 +424,7 @@ def test_lost_transfer_before_a_token_is_placed_anew(make_router):
     assert len(worker.generated) == 2
 
 
-def test_placing_anew_has_an_end(make_router):
+def test_placements_are_limited(make_router):
     router = make_router()
     worker = router.add_worker()
     worker._step = lambda: [failure(worker, "worker_lost")]
@@ -468,7 +468,7 @@ def test_queue_limit(make_router, pool):
     assert router.metric("tandem_request_failures_total", kind="abort") == 0
 
 
-def test_at_the_queue_limit_the_least_urgent_that_waits_gives_way(make_router, pool):
+def test_at_the_queue_limit_the_least_urgent_waiting_request_gives_way(make_router, pool):
     router = make_router(max_queued_requests=4)
     worker = router.add_worker()
     worker.stall_after = 1
@@ -495,7 +495,7 @@ def test_at_the_queue_limit_the_least_urgent_that_waits_gives_way(make_router, p
     eventually(lambda: is_idle(router))
 
 
-def test_only_who_should_have_a_request_can_say_that_it_is_lost(make_router, pool):
+def test_only_a_requests_own_worker_can_report_it_lost(make_router, pool):
     router = make_router()
     workers = [router.add_worker(f"decode-{index}") for index in range(2)]
     for worker in workers:
@@ -513,8 +513,8 @@ def test_only_who_should_have_a_request_can_say_that_it_is_lost(make_router, poo
     assert router.metric("tandem_requests_lost_total") == 0 and not other.generated
 
 
-def test_no_more_give_way_than_must(make_router, pool):
-    """The one that goes brings room for three."""
+def test_no_more_requests_give_way_than_necessary(make_router, pool):
+    """The one that gives way makes room for three."""
     router = make_router(max_queued_requests=4)
     worker = router.add_worker()
     worker.hold.set()

@@ -1,4 +1,4 @@
-"""Any bytes at the HTTP port, and any JSON in any field: an answer below 500, and nothing is left."""
+"""Fuzzes the HTTP port with bytes, and every field with JSON: answers stay below 500, and nothing is left."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REQUESTS = [
 
 
 def talk(router, raw: bytes) -> bytes:
-    """Send, look for a moment what comes, close our side, and read the rest."""
+    """Send bytes, wait a moment for an answer, close our side, and read the rest."""
     with socket.create_connection(("127.0.0.1", router.server.port), timeout=10) as client:
         received = b""
         try:
@@ -95,7 +95,7 @@ def test_any_bytes(router) -> None:
 
 
 def check_error(answer: httpx.Response) -> None:
-    """It is OpenAI's, fits its status, and is short, whatever it cites."""
+    """Check that the error has OpenAI's shape, fits its status, and is short whatever it quotes."""
     error = answer.json()["error"]
     assert list(error) == ["message", "type", "param", "code"]
     assert error["type"] == {404: "not_found_error"}.get(answer.status_code, "invalid_request_error")
@@ -103,7 +103,7 @@ def check_error(answer: httpx.Response) -> None:
     assert 0 < len(error["message"]) < 1100 and len(error["param"] or "") < 1100
 
 
-def test_what_errors_cite_of_a_request_is_cut(router) -> None:
+def test_quotes_of_a_request_in_errors_are_cut(router) -> None:
     for fields in ({"model": "x" * 3000}, {"speculative": {"x" * 3000: 1}}):
         check_error(router.http.post("/v1/completions", json={"prompt": "hello", **fields}))
 

@@ -1,4 +1,4 @@
-"""Any bytes at the port that workers connect to, from strangers, and from a worker that has the keys."""
+"""Fuzzes the port that workers connect to, as strangers, and as a worker with the keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_fuzz_strangers(router, caplog):
 
 
 def messages(router) -> list[bytes]:
-    """Of a worker `decode-9`, whose registration comes first."""
+    """Draw messages of a worker `decode-9`, beginning with its registration."""
     like = router.workers[0].register_message()
     names = {"worker_id": "decode-9", "incarnation": "x"}
     pair = PairState(peer="decode-0", transport="tcp", counters={"kv_transfer_bytes_total": 5.0})
@@ -55,8 +55,8 @@ def messages(router) -> list[bytes]:
 
 
 def test_fuzz_a_member(router, caplog):
-    """It speaks for itself alone: what it says harms nobody else's requests, nor who looks on."""
-    caplog.set_level(logging.ERROR)  # a line for each is not kept
+    """A worker's messages affect only its own requests, and never the operators' pages."""
+    caplog.set_level(logging.ERROR)  # do not keep a line for each
     sent = 0
 
     def check(raw: bytes) -> None:

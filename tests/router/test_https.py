@@ -1,4 +1,4 @@
-"""HTTPS: the same limits and streams as without, and certificates that are wrong are refused at the start."""
+"""HTTPS: the same limits and streams as HTTP; wrong certificates are refused at the start."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_completions_and_streams(https, files):
         assert http.post("/v1/completions", content=b"x" * 1000).status_code == 400
 
 
-def test_who_does_not_trust_the_authority_is_told(https):
+def test_a_client_that_does_not_trust_the_authority_gets_an_error(https):
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(https.url + "/health")
 
 
 def test_refused_heads_get_their_answer(https, files, caplog):
-    """A TLS connection cannot be closed on one side alone."""
+    """A TLS connection cannot be closed in one direction only."""
     plain = socket.create_connection(("127.0.0.1", https.server.port), timeout=10)
     with trusting(files).wrap_socket(plain, server_hostname="127.0.0.1") as client:
         client.sendall(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 200 + b"\r\n")
@@ -89,7 +89,7 @@ def test_handshakes_have_a_deadline(make_router, files, monkeypatch):
         assert silent.recv(1) == b""
 
 
-def test_commands_speak_to_it(https, files):
+def test_commands_use_https(https, files):
     command = [sys.executable, "-m", "deploy", "status", "--once", "--url", https.url]
     trusted = {**os.environ, "SSL_CERT_FILE": files.ca}
     done = subprocess.run(command, env=trusted, capture_output=True, text=True, timeout=60)
@@ -105,7 +105,7 @@ def refusal(**given: str | None) -> str:
     return str(caught.value)
 
 
-def test_files_of_no_use_are_named(files, authority, tmp_path):
+def test_unusable_files_are_named(files, authority, tmp_path):
     cert, key = files.cert, files.key
     assert refusal(tls_cert=cert) == "--tls-key: must be given together with --tls-cert"
     assert refusal(tls_key=key) == "--tls-cert: must be given together with --tls-key"
@@ -122,7 +122,7 @@ def test_files_of_no_use_are_named(files, authority, tmp_path):
     assert refusal(tls_cert=cert, tls_key=other.key) == f"--tls-key: {other.key} is not the key of {cert}"
 
 
-def test_a_certificate_of_another_time_is_refused(authority):
+def test_an_expired_or_future_certificate_is_refused(authority):
     old = authority.issue("old", "-days", "-1")
     said = refusal(tls_cert=old.cert, tls_key=old.key)
     assert said == f"--tls-cert: {old.cert} is of no use: certificate has expired: renew it"

@@ -1,4 +1,4 @@
-"""The file of API keys: what is wrong with it is told by flag, file and line, before anything starts."""
+"""Faults of the file of API keys are reported by flag, file and line before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refusal(path: str) -> str:
     return str(caught.value)
 
 
-def test_what_is_added_can_be_read_and_is_not_the_key(tmp_path):
+def test_an_added_key_is_accepted_and_stored_as_a_hash(tmp_path):
     path = str(tmp_path / "keys")
     first = add_key(path, name="alice", requests_per_minute=60, priority=-1)
     second = add_key(path, name="bob", operator=True, tokens_per_minute=None)
@@ -45,7 +45,7 @@ def test_what_is_added_can_be_read_and_is_not_the_key(tmp_path):
     assert load_config({"api_key_file": path}, {}).needs_api_key
 
 
-def test_a_file_that_was_edited_by_hand_gets_its_line_end(tmp_path):
+def test_a_missing_line_end_is_added(tmp_path):
     path = write(tmp_path / "keys", GOOD)
     add_key(path, name="b")
     assert [entry.name for entry in read_key_file(path)] == ["a", "b"]
@@ -74,7 +74,7 @@ def test_wrong_lines_are_named(tmp_path, entry, said):
     assert message.startswith(f"--api-key-file: {path}") and said in message
 
 
-def test_files_that_cannot_serve_are_named(tmp_path):
+def test_unusable_files_are_named(tmp_path):
     path = str(tmp_path / "keys")
     assert refusal(path) == f"--api-key-file: cannot read {path}: No such file or directory"
     assert "Is a directory" in refusal(str(tmp_path)) or "is no file" in refusal(str(tmp_path))
@@ -106,8 +106,8 @@ def test_files_that_others_may_read_or_change_are_refused(tmp_path, monkeypatch,
     assert "belongs to user 1000" in refusal(path)
 
 
-def test_roots_secrets_may_be_a_groups_to_read(tmp_path, monkeypatch):
-    """As Kubernetes mounts them."""
+def test_roots_secrets_may_be_group_readable(tmp_path, monkeypatch):
+    """Kubernetes mounts secrets this way."""
     owned = os.fstat
     monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result([*owned(fd)[:4], 0, *owned(fd)[5:]]))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -118,14 +118,14 @@ def test_roots_secrets_may_be_a_groups_to_read(tmp_path, monkeypatch):
 
 
 def test_a_key_is_not_added_through_a_link(tmp_path):
-    """Which another user may have put there."""
+    """Another user may have put the link there."""
     (tmp_path / "keys").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"--api-key-file: .* is a symbolic link"):
         add_key(str(tmp_path / "keys"), name="alice")
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_adding_refuses_what_it_could_not_read(tmp_path):
+def test_adding_refuses_keys_that_could_not_be_read_back(tmp_path):
     path = str(tmp_path / "keys")
     add_key(path, name="alice")
     before = Path(path).read_text()
@@ -145,12 +145,12 @@ def test_adding_refuses_what_it_could_not_read(tmp_path):
         ({"priority": 1001}, "--priority: must be an integer from -1000 to 1000, got 1001"),
     ],
 )
-def test_what_a_key_cannot_have_is_named(tmp_path, fields, said):
+def test_invalid_properties_of_a_key_are_named(tmp_path, fields, said):
     with pytest.raises(ConfigError, match=f"^{said}"):
         add_key(str(tmp_path / "keys"), **{"name": "a", **fields})
     assert not (tmp_path / "keys").exists()
 
 
-def test_a_line_is_what_the_docs_show():
+def test_the_documented_line_is_valid():
     line = msgspec.json.encode(KeyEntry(name="alice", sha256="0" * 64, requests_per_minute=60)).decode()
     assert line == '{"name":"alice","sha256":"' + "0" * 64 + '","requests_per_minute":60}'

@@ -1,4 +1,4 @@
-"""Faults of other servers when several tokens come in one message. The number is the reference's."""
+"""Faults of other servers when one message has several tokens. Numbers follow our reference list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDPOINTS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 
 
 def answer(make_router, path: str, tokens_per_step: int, stream: bool, stop: str) -> dict[str, Any]:
-    """Text, token ids, log-probabilities, reasons and usage, put together if they were streamed."""
+    """Return text, token ids, log-probabilities, reasons and usage, put together if they were streamed."""
     router = make_router()
     router.add_worker(tokens_per_step=tokens_per_step)
     body = {**ENDPOINTS[path], "max_tokens": 40, "stop": stop, "stream": stream}
@@ -59,7 +59,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", ["fox", "own fox ju", " over the"])
-def test_bug_10_a_stop_string_cuts_everything_alike_within_a_run(make_router, path, stream, stop):
+def test_bug_10_a_stop_string_cuts_all_parts_of_an_answer_alike(make_router, path, stream, stop):
     one_by_one = answer(make_router, path, 1, stream, stop)
     at_once = answer(make_router, path, 40, stream, stop)
     assert at_once == one_by_one

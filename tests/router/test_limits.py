@@ -1,4 +1,4 @@
-"""What one client can take of the router: time of the event loop, memory, threads."""
+"""Limits of what one client can use of the router: time of the event loop, memory, threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOSTILE = {
     ),
     "messages": ("/v1/chat/completions", lambda: b'{"messages":[' + b",".join([USER] * 480_000) + b"]}"),
 }
-"""Made when they are needed: they take a second and 100 MB."""
+"""Hostile bodies, made on demand since they take a second and 100 MB."""
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
@@ -66,7 +66,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize(("body", "leaves"), BODIES.values(), ids=BODIES)
-def test_a_body_that_takes_long_to_read_is_read_in_the_preprocessor(router, monkeypatch, body, leaves):
+def test_a_body_that_takes_long_to_parse_is_parsed_in_the_preprocessor(router, monkeypatch, body, leaves):
     preprocessor, tasks = router.server.state.preprocessor, []
     run = preprocessor.run
 
@@ -79,8 +79,8 @@ def test_a_body_that_takes_long_to_read_is_read_in_the_preprocessor(router, monk
     assert tasks == ["completion"] * leaves
 
 
-def test_both_ways_of_reading_lead_to_the_same_request(router, monkeypatch):
-    """What is read in another process comes back as it was: prompts, sampling, options, adapters."""
+def test_bodies_parsed_here_and_in_the_preprocessor_give_the_same_request(router, monkeypatch):
+    """Prompts, sampling, options and adapters come back unchanged."""
     fields = {"max_tokens": 3, "n": 2, "seed": 5, "stop": ["zz"], "logit_bias": {"7": 1.5}, "echo": True}
     fields |= {"bad_words": ["quick"], "allowed_token_ids": list(range(300)), "logprobs": 1}
     requests = {
@@ -114,7 +114,7 @@ def test_both_ways_of_reading_lead_to_the_same_request(router, monkeypatch):
 
 
 def _without_names(value):
-    """Without ids and times, which no two answers share."""
+    """Remove ids and times, which differ between answers."""
     if isinstance(value, list):
         return [_without_names(each) for each in value]
     if not isinstance(value, dict):
@@ -164,7 +164,7 @@ def test_bodies_are_limited_in_sum(make_router):
 
 
 def _answers(client: socket.socket) -> bool:
-    """Whether anything comes back soon."""
+    """Tell whether an answer comes soon."""
     client.settimeout(0.3)
     try:
         return bool(client.recv(1, socket.MSG_PEEK))
@@ -172,8 +172,8 @@ def _answers(client: socket.socket) -> bool:
         return False
 
 
-def test_a_body_over_the_limit_is_refused_however_it_is_announced(router):
-    """With the product's default."""
+def test_a_body_over_the_limit_is_refused_whatever_its_headers_say(router):
+    """Uses the product's default limit."""
     limit = router.server.config.max_body_bytes
     assert limit == 16 * 1024 * 1024
     with send_part(router.server.port, limit) as client:
@@ -186,7 +186,7 @@ def test_a_body_over_the_limit_is_refused_however_it_is_announced(router):
 
 
 def test_sequences_are_limited_in_sum(make_router):
-    """With the product's defaults."""
+    """Uses the product's default limits."""
     router = make_router()
     router.add_worker().hold.set()
     limit, most = router.server.config.max_queued_requests, router.server.config.max_n

@@ -1,4 +1,4 @@
-"""`/v1/messages`, asked for by the `anthropic` client, which checks every field and event by its types."""
+"""`/v1/messages`, called by the `anthropic` client, which checks every field and event by its types."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client(hermes):
 
 
 def client_of(scripted: Scripted, **options) -> anthropic.Anthropic:
-    """Which refuses what does not fit Anthropic's types."""
+    """Return a client that refuses whatever does not fit Anthropic's types."""
     options = {"api_key": "any", "max_retries": 0, **options}
     return anthropic.Anthropic(base_url=scripted.router.url, _strict_response_validation=True, **options)
 
@@ -82,7 +82,7 @@ def test_reasoning_text_and_tools_whole_and_streamed(client, hermes):
         ("No. Yes.", {"stop_sequences": ["Yes"]}, "stop_sequence", "No. "),
     ],
 )
-def test_why_it_stopped(client, hermes, stream, says, options, reason, text):
+def test_stop_reasons(client, hermes, stream, says, options, reason, text):
     options = asked(hermes, says, **options)
     if stream:
         with client.messages.stream(**options) as events:
@@ -94,7 +94,7 @@ def test_why_it_stopped(client, hermes, stream, says, options, reason, text):
 
 
 def test_a_conversation_with_tools(client, hermes):
-    """The answer's blocks are taken back as they came, with the results of its tools."""
+    """The answer's blocks are sent back unchanged, with the tools' results."""
     first = client.messages.create(**asked(hermes, SAYS, tools=TOOLS))
     uses = [block.id for block in first.content if block.type == "tool_use"]
     results = [
@@ -129,8 +129,8 @@ def test_a_tools_error_reaches_the_model(hermes, content, shown):
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
-def test_ignored_fields_within_others_are_named(hermes, path):
-    """Each once, without those that no model sees or that say nothing."""
+def test_ignored_nested_fields_are_named(hermes, path):
+    """Each is named once. Fields that no model sees, or without a value, are left out."""
     unseen = {"cache_control": {"type": "ephemeral"}, "citations": [1], "note": None, "parts": []}
     kind = "input_text" if path == "/v1/responses" else "text"
     message = {"role": "user", "content": [{"type": kind, "text": "x", "mood": "sad", **unseen}], "weight": 2}
@@ -149,13 +149,13 @@ def test_ignored_fields_within_others_are_named(hermes, path):
     assert answer.headers["x-tandem-ignored-fields"].split(", ") == named
 
 
-def test_a_begun_answer_is_continued(client, hermes):
+def test_a_partial_answer_is_continued(client, hermes):
     messages = [ASK, {"role": "assistant", "content": "It"}]
     assert client.messages.create(**asked(hermes, " is.", messages)).content[0].text == " is."
     assert hermes.prompt == f"<user>{QUESTION}\n<assistant>It"
 
 
-def test_a_client_that_bills_leaves_the_prefix_as_it_is(client, hermes):
+def test_a_clients_billing_header_keeps_the_prefix(client, hermes):
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: a=1"},
         {"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}},
@@ -185,7 +185,7 @@ def test_thinking(client, hermes, monkeypatch, thinking, end, budget):
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}, True),
     ],
 )
-def test_what_must_be_is_a_grammar(client, hermes, options, has_grammar):
+def test_a_required_tool_is_a_grammar(client, hermes, options, has_grammar):
     answer = client.messages.create(**asked(hermes, f"{NOW}\n{NOW}", **options))
     assert bool(hermes.worker.generated[-1].sampling.grammar) == has_grammar
     if "tools" in options:
@@ -193,7 +193,7 @@ def test_what_must_be_is_a_grammar(client, hermes, options, has_grammar):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_arguments_that_are_cut_off_are_closed(client, hermes, stream):
+def test_truncated_arguments_are_closed(client, hermes, stream):
     room = len(hermes.tokenizer.encode(WEATHER[: WEATHER.index("ris")], add_special_tokens=False))
     options = asked(hermes, WEATHER, tools=TOOLS, max_tokens=room)
     if stream:
@@ -274,7 +274,7 @@ def test_bad_input_names_the_field(hermes, body, message):
     assert answer.headers["request-id"] == found["request_id"]
 
 
-def test_a_stream_that_fails_says_so(tmp_path):
+def test_a_failed_stream_ends_with_an_error(tmp_path):
     scripted = Scripted(tmp_path / "model", HERMES, request_timeout=1.0)
     try:
         scripted.worker.stall_after = 6

@@ -1,4 +1,4 @@
-"""What operators ask for and don't get changes nothing."""
+"""Refused requests of operators change nothing."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_refusals_change_nothing(router, path, body, headers, status, reason):
     assert (len(prefill.generated), len(decode.aborted)) == (1, 0)
 
 
-def test_without_any_worker_an_unknown_one_is_unknown(router):
+def test_without_any_worker_every_name_is_unknown(router):
     answer = router.http.post("/workers/decode-0/drain", json={})
     assert (answer.status_code, "there is none" in answer.text) == (404, True)
 
 
-def test_who_changes_its_role_is_not_drained(router, pool):
-    """Else its operator would wait for it to leave in vain."""
+def test_a_worker_that_changes_its_role_is_not_drained(router, pool):
+    """Otherwise its operator would wait in vain for it to leave."""
     decodes = {f"decode-{index}": router.add_worker(f"decode-{index}") for index in range(2)}
     prefill = router.add_worker("prefill-0", "prefill", peers=decodes)
     prefill.hold.set()
@@ -68,8 +68,8 @@ def test_who_changes_its_role_is_not_drained(router, pool):
     prefill.hold.clear()
 
 
-def test_a_number_of_workers_that_cannot_be_changes_nothing(router):
-    """The launcher refuses it, or there is none to ask."""
+def test_an_impossible_number_of_workers_changes_nothing(router):
+    """The launcher refuses it, or there is no launcher."""
     make_pair(router)
     for body, status, reason in (
         ({"decode": 2}, 409, "decode: these workers were not started by a launcher"),
@@ -84,7 +84,7 @@ def test_a_number_of_workers_that_cannot_be_changes_nothing(router):
     assert router.http.post("/scale", json={"decode": 2}, headers={"authorization": ""}).status_code == 401
 
 
-def test_a_worker_that_cannot_be_started_is_told_and_the_others_go_on(router, pool):
+def test_a_worker_that_cannot_be_started_is_reported_and_the_others_continue(router, pool):
     decode = router.add_worker("decode-0")
     eventually(lambda: len(router.server.state.registry.live()) == 1)
 
@@ -101,8 +101,8 @@ def test_a_worker_that_cannot_be_started_is_told_and_the_others_go_on(router, po
     assert post(router, max_tokens=3).status_code == 200 and decode is not None
 
 
-def test_those_of_least_worth_are_named_first(router, pool):
-    """With the fewest requests, of these the youngest."""
+def test_the_least_valuable_workers_are_listed_first(router, pool):
+    """They have the fewest requests, and of these are the youngest."""
     workers = [router.add_worker(f"decode-{index}") for index in range(3)]
     eventually(lambda: len(router.server.state.registry.live()) == 3)
     for worker in workers:

@@ -1,4 +1,4 @@
-"""The page at `/` in Chromium, where something is wrong: keys, refusals, broken streams, hostile text."""
+"""The page at `/` in Chromium with problems: keys, refusals, broken streams, hostile text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Visits that end with the test."""
+    """Yield a function that opens visits, which end with the test."""
     visits = []
 
     def visit(router, **options) -> Visit:
@@ -63,7 +63,7 @@ def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(make_router, open_pag
     visit.shows("#problem", "The server asks for an API key.")
 
 
-def test_a_bad_parameter_is_shown_as_the_server_says_it(router, open_page):
+def test_a_bad_parameter_shows_the_servers_message(router, open_page):
     visit = open_page(router)
     visit.page.evaluate("document.querySelector('#ask details').open = true")
     visit.page.fill("[name=temperature]", "-3")
@@ -133,7 +133,7 @@ def test_stop_ends_the_request(make_router, open_page):
     assert visit.page.evaluate("document.activeElement.id") == "go"
 
 
-def test_nothing_that_comes_from_outside_becomes_markup(make_router, open_page):
+def test_outside_text_never_becomes_markup(make_router, open_page):
     name = '<img src=x onerror="window.hacked=3">'
     router = make_router(served_model_name=HOSTILE, placement="cost")
     for number in range(2):
@@ -155,7 +155,7 @@ def test_nothing_that_comes_from_outside_becomes_markup(make_router, open_page):
     assert visit.page.evaluate("window.hacked") is None
 
 
-def test_all_can_be_done_from_the_keyboard(router, open_page):
+def test_everything_works_by_keyboard(router, open_page):
     visit = open_page(router)
     page = visit.page
     order, named = [], "(({ id, name, textContent }) => id || name || textContent)(document.activeElement)"
@@ -183,7 +183,7 @@ def test_all_can_be_done_from_the_keyboard(router, open_page):
 
 
 def test_the_api_is_never_covered(router, open_page):
-    """Wherever it is scrolled to, with an answer on the page."""
+    """At every scroll position, with an answer on the page."""
     visit = open_page(router, width=1300, height=800)
     visit.generate("the quick brown fox", 8)
     visit.shows("#facts", "8 tokens in")
@@ -211,8 +211,8 @@ def test_the_documentation_needs_no_sideways_scrolling(router, browser, width):
     page.close()
 
 
-def test_what_is_said_while_an_answer_comes(make_router, open_page):
-    """What waits is told, and no more once text is there; the legend stands where something is tinted."""
+def test_progress_messages_while_an_answer_comes(make_router, open_page):
+    """A waiting stage is shown until text is there. The legend appears with the first tint."""
     router = make_router()
     worker = router.add_worker(stall_after=0)
     visit = open_page(router)
@@ -227,7 +227,7 @@ def test_what_is_said_while_an_answer_comes(make_router, open_page):
     assert visit.page.locator("#legend").is_hidden()
 
 
-def test_the_legend_stands_where_drafts_were_accepted(make_router, open_page):
+def test_the_legend_appears_with_accepted_drafts(make_router, open_page):
     router = make_router(speculative_config=SpeculativeConfig(method="ngram"))
     router.add_worker(tokens_per_step=4, rejected_per_step=1)
     visit = open_page(router)
@@ -265,7 +265,7 @@ def test_the_samples(make_router, open_page):
     assert visit.page.locator("#about").is_hidden()
 
 
-def test_a_schema_that_is_not_json_is_told(router, open_page):
+def test_a_schema_that_is_not_json_is_reported(router, open_page):
     visit = open_page(router)
     visit.page.evaluate("document.querySelector('#ask details').open = true")
     visit.page.fill("[name=schema]", '{"type": ')
@@ -276,8 +276,8 @@ def test_a_schema_that_is_not_json_is_told(router, open_page):
     visit.shows("#problem", re.compile(r"response_format.*\(400\)"))
 
 
-def test_only_what_the_server_can_is_offered(make_router, tmp_path, fast_tokenizer, open_page):
-    """Without a chat template no chat, without prefill workers nothing that splits."""
+def test_only_supported_choices_are_offered(make_router, tmp_path, fast_tokenizer, open_page):
+    """Chat needs a chat template, and splitting needs prefill workers."""
     fast_tokenizer.save(str(tmp_path / "tokenizer.json"))
     router = make_router(model=str(tmp_path), disaggregation=False)
     router.add_worker()
@@ -287,7 +287,7 @@ def test_only_what_the_server_can_is_offered(make_router, tmp_path, fast_tokeniz
     visit.shows("#facts", " tokens in ")
 
 
-def test_new_placements_move_unless_motion_is_unwanted(make_router, open_page):
+def test_new_placements_are_animated_unless_motion_is_unwanted(make_router, open_page):
     router = make_router()
     make_pair(router)
     assert post(router).status_code == 200
@@ -311,7 +311,7 @@ def test_new_placements_move_unless_motion_is_unwanted(make_router, open_page):
     assert visit.page.evaluate("window.dots") == 1
 
 
-def test_a_draft_worker_stands_beside_those_it_drafts_for(make_router, open_page, pool):
+def test_a_draft_worker_is_shown_beside_its_targets(make_router, open_page, pool):
     drafts = SpeculativeConfig(method="draft_model")
     router = make_router(draft_replicas=1, speculative_config=drafts, draft_placement="remote")
     counters = {"drafted_tokens_total": 200.0, "drafted_tokens_wrong_total": 50.0, "draft_requests_open": 3.0}
@@ -341,7 +341,7 @@ def test_a_draft_worker_stands_beside_those_it_drafts_for(make_router, open_page
     visit.has("#diagram path.busy", 0)
 
 
-def test_it_looks_while_it_is_seen_and_says_when_nothing_answers(router, browser):
+def test_it_polls_while_visible_and_reports_an_unreachable_server(router, browser):
     visit = Visit(browser, router.url)
     visit.page.clock.install()
     with visit:
@@ -379,8 +379,8 @@ def test_it_looks_while_it_is_seen_and_says_when_nothing_answers(router, browser
         assert page.locator("#stale").is_hidden()
 
 
-def test_colours_can_be_told_from_their_ground(router):
-    """WCAG 2.2: 4.5 to 1 for text, 3 to 1 for what is drawn, by light and by night."""
+def test_colours_have_enough_contrast(router):
+    """WCAG 2.2 demands 4.5 to 1 for text and 3 to 1 for graphics, in the light and the dark theme."""
     css = router.http.get("/page/page.css").text
     found = re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", css)
     colours = {name: [luminance(light), luminance(dark)] for name, light, dark in found}

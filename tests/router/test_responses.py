@@ -1,4 +1,4 @@
-"""`/v1/responses`, asked for by the `openai` client, which checks every field and event by its types."""
+"""`/v1/responses`, called by the `openai` client, which checks every field and event by its types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hermes(tmp_path_factory):
 
 
 def client_of(scripted: Scripted, key: str = "any") -> openai.OpenAI:
-    """Which refuses what does not fit OpenAI's types."""
+    """Return a client that refuses whatever does not fit OpenAI's types."""
     return openai.OpenAI(
         base_url=scripted.router.url + "/v1", api_key=key, max_retries=0, _strict_response_validation=True
     )
@@ -106,7 +106,7 @@ class Weather(BaseModel):
 
 
 def test_the_clients_own_helpers(client, hermes):
-    """They demand strict functions and formats, and put the events together themselves."""
+    """They require strict functions and formats, and put the events together themselves."""
     tools = [openai.pydantic_function_tool(Weather, name="get_weather")]
     tools = [{"type": "function", **tool["function"]} for tool in tools]
     hermes.says = WEATHER
@@ -126,7 +126,7 @@ def test_the_clients_own_helpers(client, hermes):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_is_incomplete_where_it_is_cut_off(client, hermes, stream):
+def test_a_cut_off_response_is_incomplete(client, hermes, stream):
     room = len(hermes.tokenizer.encode(WEATHER)) - 12
     answer = ask(client, hermes, WEATHER, tools=TOOLS, max_output_tokens=room, stream=stream)
     if stream:
@@ -142,8 +142,8 @@ def test_it_is_incomplete_where_it_is_cut_off(client, hermes, stream):
 
 @pytest.mark.parametrize("by_id", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_was_cut_off_is_taken_back_with_its_output(client, hermes, stream, by_id):
-    """As it came, by the id of its response or as an item."""
+def test_a_truncated_call_is_accepted_back_with_its_output(client, hermes, stream, by_id):
+    """Unchanged, by the id of its response or as an item."""
     room = len(hermes.tokenizer.encode(WEATHER[: WEATHER.index("ris")]))
     answer = ask(client, hermes, WEATHER, tools=TOOLS, max_output_tokens=room, stream=stream)
     answer = list(answer)[-1].response if stream else answer
@@ -162,7 +162,7 @@ def test_a_call_that_was_cut_off_is_taken_back_with_its_output(client, hermes, s
 
 @pytest.mark.parametrize("status", [None, "in_progress", "incomplete", "completed"])
 @pytest.mark.parametrize("arguments", ["", "  ", '{"city": "Par', '{"city": "a\nb"}', "Paris"])
-def test_any_arguments_of_a_call_are_taken_back(hermes, arguments, status):
+def test_any_arguments_of_a_call_are_accepted_back(hermes, arguments, status):
     call = {**CALL, "arguments": arguments, "status": status}
     items = [MESSAGE, call, {"type": "function_call_output", "call_id": "1", "output": "x"}]
     answer = hermes.router.http.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
@@ -171,7 +171,7 @@ def test_any_arguments_of_a_call_are_taken_back(hermes, arguments, status):
 
 @pytest.mark.parametrize("by_id", [False, True])
 def test_a_conversation(client, hermes, by_id):
-    """By the id of the response before it, or with all of its items: the prompt is the same."""
+    """By the previous response's id, or with all items: the prompt is the same."""
     first = ask(client, hermes, SAYS, tools=TOOLS, instructions="Not kept.")
     result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}
     now = {**result, "call_id": first.output[3].call_id, "output": [{"type": "input_text", "text": "noon"}]}
@@ -188,7 +188,7 @@ def test_a_conversation(client, hermes, by_id):
     assert hermes.prompt == f"{shown}<assistant>Yes.\n<user>When?\n<assistant>"
 
 
-def test_what_is_kept(client, hermes):
+def test_stored_responses(client, hermes):
     answer = ask(client, hermes, "No.")
     assert client.responses.retrieve(answer.id) == answer
     (streamed,) = [
@@ -297,13 +297,13 @@ def test_bad_input_names_the_field(hermes, body, field):
     assert error["message"].startswith(field) or field == "model"
 
 
-def test_what_changes_nothing_is_accepted(client, hermes):
+def test_options_without_effect_are_accepted(client, hermes):
     harmless = {"background": False, "truncation": "disabled", "top_logprobs": 0, "service_tier": "auto"}
     harmless |= {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "user": "me"}
     assert ask(client, hermes, "No.", **harmless, prompt_cache_key="x").output_text == "No."
 
 
-def test_a_stream_that_fails_says_so(tmp_path):
+def test_a_failed_stream_ends_with_an_error(tmp_path):
     scripted = Scripted(tmp_path / "model", HERMES, request_timeout=1.0)
     try:
         scripted.worker.stall_after = 6
@@ -318,7 +318,7 @@ def test_a_stream_that_fails_says_so(tmp_path):
         scripted.close()
 
 
-def test_a_key_never_sees_anothers(tmp_path):
+def test_a_key_never_sees_anothers_responses(tmp_path):
     scripted = Scripted(tmp_path / "model", HERMES, api_key="a,b")
     try:
         with client_of(scripted, "a") as first, client_of(scripted, "b") as second:
@@ -336,8 +336,8 @@ def test_a_key_never_sees_anothers(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"router_replicas": 2}, {"max_stored_responses": 0}])
-def test_where_nothing_is_kept_it_says_so(tmp_path, options):
-    """Of several routers any may be asked next, so memory would not do."""
+def test_a_server_without_a_store_says_so(tmp_path, options):
+    """Any of several routers may get the next request, so memory is not enough."""
     scripted = Scripted(tmp_path / "model", HERMES, **options)
     try:
         with client_of(scripted) as client:
@@ -367,7 +367,7 @@ def found(kept: ResponseStore, numbers: range) -> list[int]:
 
 
 def plant(path, how: str) -> None:
-    """As another user could in a folder that he may write to, before the server starts."""
+    """Put a file in place, as another user could in a writable folder before the server starts."""
     if how == "folder":
         path.parent.chmod(0o777)
     elif how == "link":
@@ -380,7 +380,7 @@ def plant(path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["folder", "link", "mode"])
 @pytest.mark.parametrize("name", ["store", "store-wal", "store-shm", "store-journal"])
-def test_files_that_others_may_have_made_or_may_read_are_refused(tmp_path, how, name):
+def test_files_that_others_may_have_made_or_can_read_are_refused(tmp_path, how, name):
     plant(tmp_path / name, how)
     with pytest.raises(ConfigError, match="--response-store: cannot use"):
         store([], response_store=str(tmp_path / "store"))
@@ -399,7 +399,7 @@ def test_another_users_file_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_the_oldest_make_room(tmp_path, on_disk):
+def test_the_oldest_responses_are_dropped(tmp_path, on_disk):
     place = {"response_store": str(tmp_path / "store")} if on_disk else {}
     dropped: list[str] = []
     by_number = store(dropped, max_stored_responses=3, **place)
@@ -430,7 +430,7 @@ def test_a_file_outlives_its_router_and_is_shared(tmp_path):
     again.close()
 
 
-def test_a_file_that_is_none_or_breaks(tmp_path):
+def test_a_foreign_or_broken_file(tmp_path):
     (tmp_path / "text").write_text("not a database" * 100)
     for path in (tmp_path / "text", tmp_path, tmp_path / "no" / "folder"):
         with pytest.raises(ConfigError, match="--response-store"):
@@ -444,7 +444,7 @@ def test_a_file_that_is_none_or_breaks(tmp_path):
     kept.close()
 
 
-def test_a_response_that_could_not_be_stored_is_answered(tmp_path):
+def test_a_response_that_could_not_be_stored_is_sent(tmp_path):
     scripted = Scripted(tmp_path / "model", HERMES, response_store=str(tmp_path / "store"))
     try:
         with client_of(scripted) as client, sqlite3.connect(tmp_path / "store") as other:

@@ -205,7 +205,7 @@ def test_chunked_body(router):
     assert response.json()["usage"]["completion_tokens"] == 2
 
 
-def test_workers_that_are_awaited(make_router):
+def test_expected_workers_are_listed(make_router):
     router = make_router()
     router.add_worker("decode-0")
     router.server.expect({"decode-0": "decode", "decode-1": "decode", "draft-0": "draft"})

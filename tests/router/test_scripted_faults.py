@@ -15,7 +15,7 @@ POINTS = ("as its prompt is computed", "as it is handed over", "as it decodes", 
 
 
 class Scene:
-    """A request that stands still at a point, the workers that have it, and one more of each role."""
+    """A request that is paused at a point, its workers, and one more worker of each role."""
 
     def __init__(self, router, pool, point: str) -> None:
         self.router, self._pool, self.point = router, pool, point
@@ -62,7 +62,7 @@ class Scene:
 
     @property
     def holder(self):
-        """Who is to send the next token."""
+        """Return the worker that is to send the next token."""
         return self.prefill if self.point in POINTS[:2] else self.decode
 
     def operate(self, worker, action: str, **body) -> None:
@@ -92,7 +92,7 @@ def both_die(scene: Scene) -> None:
 
 
 def holder_freezes_and_thaws(scene: Scene) -> None:
-    """It is taken for dead, and goes on with what others have by then."""
+    """The worker counts as dead, then continues with requests that others have taken over."""
     scene.holder.mute.set()
     registry = scene.router.server.state.registry
     eventually(lambda: not registry.named(scene.holder.worker_id).live)
@@ -113,7 +113,7 @@ def decode_changes_its_role(scene: Scene) -> None:
 
 
 def hand_off_is_refused(scene: Scene) -> None:
-    """At other points than the hand-off it is news of an earlier one."""
+    """At other points than the hand-off, the refusal is late news of an earlier one."""
     failed = scene.prefill.handover_failed(scene.request_id, scene.decode.incarnation, "overloaded", False)
     if scene.point == "as it is handed over":
         scene.prefill.post(failed)
@@ -125,7 +125,9 @@ def hand_off_is_refused(scene: Scene) -> None:
 
 
 def late_messages_come(scene: Scene) -> None:
-    """Of another incarnation, of a worker that never had it, and of an earlier placement."""
+    """Send messages of another incarnation, of a worker that never had the request, and of an earlier
+    placement.
+    """
     token = TokenOutput(request_id=scene.request_id, token_ids=[5], finish_reason="stop")
     (idle,) = [w for w in scene.router.workers if w.role == "decode" and w is not scene.decode]
     scene.say(scene.holder, "0" * 16, token)
@@ -144,13 +146,13 @@ def holder_gives_it_up(scene: Scene) -> None:
 
 
 def holder_forgets_it(scene: Scene) -> None:
-    """What brought it there got lost, or the news of its end."""
+    """The request's arrival or the news of its end was lost."""
     scene.holder.jobs.pop(scene.request_id, None)
     scene.holder.held.pop(scene.request_id, None)
 
 
 def next_output_gets_lost(scene: Scene) -> None:
-    """With all others of the same step."""
+    """Lose the next output, together with all others of the same step."""
     worker = scene.decode if scene.point == "as it is handed over" else scene.holder
     usual, is_lost = worker._step, iter([True])
 
@@ -179,9 +181,9 @@ FAULTS = [
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault(make_router, pool, fault, point, monkeypatch):
+def test_the_answer_survives_the_fault(make_router, pool, fault, point, monkeypatch):
     monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.2)
-    # A worker of a busy machine must not pass for a frozen one where none is.
+    # A slow worker must not count as frozen in other cases.
     timeout_s = 1.0 if fault is holder_freezes_and_thaws else 10.0
     scene = Scene(make_router(worker_timeout=timeout_s), pool, point)
     fault(scene)

@@ -1,4 +1,4 @@
-"""Two routers serve the same workers: each its own requests, and neither harms the other's."""
+"""Two routers serve the same workers, each with its own requests, without harming the other's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_router_gets_the_tokens_of_its_own_requests(two, pool):
     two.each(is_idle)
 
 
-def test_they_share_a_port_and_each_has_its_own(two):
+def test_routers_share_a_port_and_each_has_its_own(two):
     two.add_worker("decode-0")
     own = [httpx.get(f"{router.url}/workers").json()["router"] for router in two.routers]
     assert [router["id"] for router in own] == ["router-0", "router-1"]
@@ -59,10 +59,10 @@ def test_they_share_a_port_and_each_has_its_own(two):
     assert httpx.post(f"{two.url}/v1/completions", json=BODY).status_code == 200
 
 
-def test_a_router_that_knows_no_worker_takes_no_shared_connections(two):
+def test_a_router_without_workers_takes_no_shared_connections(two):
     two.add_worker("decode-0")
     two.each(lambda router: len(router.server.state.registry.live()) == 1)
-    two.workers[0].mute.set()  # what the next router hears first are heartbeats
+    two.workers[0].mute.set()  # so that a new router hears heartbeats first
     two.restart(0)
     for _ in range(30):
         assert httpx.get(f"{two.url}/ready").status_code == 200
@@ -72,8 +72,8 @@ def test_a_router_that_knows_no_worker_takes_no_shared_connections(two):
     assert post(two.routers[0]).status_code == 200
 
 
-def test_load_that_others_sent_counts(two, pool):
-    """Reports tell each router what the other one has sent."""
+def test_load_from_other_routers_counts(two, pool):
+    """Workers' reports tell each router what the other one has sent."""
     busy = two.add_worker("decode-0", heartbeat_s=0.02)
     busy.hold.set()
     answers = [pool.submit(post, two.routers[0]) for _ in range(4)]
@@ -90,7 +90,7 @@ def test_load_that_others_sent_counts(two, pool):
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "cost"])
-def test_arrivals_at_both_between_two_reports_are_spread(model_folder, policy):
+def test_arrivals_at_both_routers_between_two_reports_are_spread(model_folder, policy):
     with TwoRouters(model_folder, worker_timeout=30, placement=policy) as two, ThreadPoolExecutor(64) as pool:
         workers = [two.add_worker(f"decode-{index}", heartbeat_s=10) for index in range(4)]
         for worker in workers:
@@ -105,7 +105,7 @@ def test_arrivals_at_both_between_two_reports_are_spread(model_folder, policy):
 
 
 @pytest.mark.parametrize("operator", [0, 1])
-def test_a_drain_through_either_router_takes_the_requests_of_both_off(two, pool, operator):
+def test_a_drain_through_either_router_moves_the_requests_of_both(two, pool, operator):
     leaving = two.add_worker("decode-0")
     leaving.stall_after = 5
     answers = [pool.submit(post, router, max_tokens=40, return_token_ids=True) for router in two.routers]
@@ -123,7 +123,7 @@ def test_a_drain_through_either_router_takes_the_requests_of_both_off(two, pool,
 
 @pytest.mark.parametrize(("call", "body"), [("drain", {}), ("role", {"role": "prefill"})])
 def test_of_the_last_two_decode_workers_one_stays(two, pool, call, body):
-    """Operators drain them through different routers, which have not heard of each other's wish."""
+    """Operators drain them through different routers, which do not know of each other's drain yet."""
     slots = make_slots(ServeConfig(prefill_replicas=0, decode_replicas=2))
     both_asked, launcher = threading.Barrier(2), threading.Lock()
 
@@ -147,7 +147,7 @@ def test_of_the_last_two_decode_workers_one_stays(two, pool, call, body):
     assert all(post(router, max_tokens=2).status_code == 200 for router in two.routers)
 
 
-def test_who_changes_its_role_through_one_router_is_not_drained_through_another(two, pool):
+def test_a_role_change_through_one_router_excludes_a_drain_through_another(two, pool):
     leaving = two.add_worker("decode-0")
     leaving.stall_after = 5
     answers = [pool.submit(post, router, max_tokens=8) for router in two.routers]
@@ -162,7 +162,7 @@ def test_who_changes_its_role_through_one_router_is_not_drained_through_another(
     assert [answer.result(10).status_code for answer in (*answers, changed)] == [200] * 3
 
 
-def test_a_worker_waits_for_the_router_that_still_has_something_on_it(two, pool):
+def test_a_leaving_worker_waits_for_every_router_with_requests_on_it(two, pool):
     leaving = two.add_worker("decode-0")
     leaving.stall_after = 5
     answer = pool.submit(post, two.routers[1], max_tokens=40)
@@ -176,7 +176,7 @@ def test_a_worker_waits_for_the_router_that_still_has_something_on_it(two, pool)
     assert leaving.has_left.wait(5)
 
 
-def test_a_router_that_is_started_anew_learns_of_the_workers(two, pool):
+def test_a_restarted_router_learns_of_the_workers(two, pool):
     two.add_worker("decode-0")
     first = two.routers[1].server.state.incarnation
     other = pool.submit(post, two.routers[0], max_tokens=300)
@@ -201,7 +201,7 @@ def test_a_dead_worker_is_not_asked_to_register(two):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_rows_of_others_count_where_there_are_others(shared):
+def test_rows_of_other_routers_count(shared):
     registry = Registry(2.0, 16, shared)
     state = WorkerState(
         worker_id="w", incarnation="i", role="decode", num_running=6, total_blocks=100, free_blocks=60
@@ -226,7 +226,7 @@ def test_rows_of_others_count_where_there_are_others(shared):
 
 
 def test_routers_share_stored_responses(model_folder, tmp_path):
-    """By a file: a client may come back to any of them."""
+    """The file serves all routers, since a client may come back to any of them."""
     with TwoRouters(model_folder, response_store=str(tmp_path / "responses")) as two:
         two.add_worker("decode-0")
         one, other = (router.http for router in two.routers)

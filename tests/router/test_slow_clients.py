@@ -1,4 +1,4 @@
-"""Clients that say too little, or read nothing, with the limits that the product has; all of them at once."""
+"""Clients that send too little or read nothing, all at once, under the product's default limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ STREAM = {"prompt": "x", "max_tokens": 20_000, "stream": True, "return_token_ids
 
 
 class Hostile(threading.Thread):
-    """Sends `begun`, then `drip` twice a second until the server ends it; notes what it is told, and when."""
+    """Sends `begun`, then `drip` twice a second until the server ends the connection. Records answers and
+    times.
+    """
 
     def __init__(self, port: int, begun: bytes, drip: bytes = b"", receives: bool = True) -> None:
         super().__init__(daemon=True)
@@ -48,7 +50,7 @@ def of_body(body: dict) -> bytes:
     return HEAD + b"content-length: %d\r\n\r\n" % len(raw) + raw
 
 
-def test_none_of_them_stays_and_others_are_served(make_router):
+def test_slow_clients_are_disconnected_and_others_served(make_router):
     router = make_router()
     worker = router.add_worker(max_model_len=100_000, tokens_per_step=200, step_s=0.001)
     port = router.server.port

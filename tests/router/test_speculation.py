@@ -1,4 +1,6 @@
-"""What a client says of speculation and what it is told: requests, usage, metrics, many tokens at once."""
+"""A client's choices about speculation and the reports of it: requests, usage, metrics, many tokens
+at once.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def seen(worker) -> list[RequestSpeculation | None]:
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", {"prompt": "x", "max_tokens": 4}), ("/v1/chat/completions", CHAT)]
 )
-def test_the_engine_gets_what_the_request_says(make_router, path, body):
+def test_the_engine_gets_the_requests_options(make_router, path, body):
     router = make_router(speculative_config=SpeculativeConfig(method="draft_model", model="m"))
     worker = router.add_worker()
 
@@ -54,7 +56,7 @@ def test_the_engine_gets_what_the_request_says(make_router, path, body):
     ]
 
 
-def test_a_prediction_goes_to_the_engine_which_drafts_from_it(make_router):
+def test_a_prediction_goes_to_the_engine(make_router):
     router = make_router()
     worker = router.add_worker()
     wishes = (None, {"enabled": False}, {"num_speculative_tokens": 3}, {"method": "ngram"})
@@ -86,7 +88,7 @@ def test_a_prediction_goes_to_the_engine_which_drafts_from_it(make_router):
         ("ngram", "", "expected object | null, got str"),
     ],
 )
-def test_what_is_wrong_is_named(router, asked, field, reason):
+def test_bad_options_are_named(router, asked, field, reason):
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
         answer = router.http.post(path, json={**body, "speculative": asked})
         assert answer.status_code == 400
@@ -95,7 +97,7 @@ def test_what_is_wrong_is_named(router, asked, field, reason):
         assert reason in error["message"]
 
 
-def test_it_stays_with_a_request_that_is_placed_anew(make_router, pool):
+def test_options_stay_with_a_request_that_is_placed_again(make_router, pool):
     router = make_router(speculative_config=SpeculativeConfig(method="ngram"))
     first = router.add_worker("decode-0", tokens_per_step=3, rejected_per_step=2)
     first.stall_after = 6
@@ -112,8 +114,8 @@ def test_it_stays_with_a_request_that_is_placed_anew(make_router, pool):
 # --- usage ----------------------------------------------------------------------------------------
 
 
-def test_usage_tells_accepted_and_rejected_predictions(make_router):
-    """Four tokens a step, of which three were drafted and two more were not taken."""
+def test_usage_has_accepted_and_rejected_predictions(make_router):
+    """Each step has four tokens: three were drafted, and two more drafts were rejected."""
     router = make_router()
     router.add_worker(tokens_per_step=4, rejected_per_step=2)
     whole = post(router, max_tokens=12, n=2).json()
@@ -147,18 +149,18 @@ def test_continuous_usage_counts_along(make_router):
 
 
 def test_other_drafts_are_not_counted(make_router):
-    """The first two of five drafted tokens come from the prediction in each step, and three are accepted."""
+    """In each step the first two of five drafted tokens come from the prediction, and three are accepted."""
     router = make_router()
     router.add_worker(tokens_per_step=4, rejected_per_step=2, not_predicted=3)
     assert post(router, max_tokens=12).json()["usage"]["completion_tokens_details"] == details(2 * 3, 0)
 
 
-def test_without_speculation_it_is_zero(router):
+def test_without_speculation_counts_are_zero(router):
     assert post(router, max_tokens=5).json()["usage"]["completion_tokens_details"] == ZERO
 
 
-def test_what_a_stop_string_cuts_is_counted_nowhere(make_router):
-    """The stop ends with the first of four tokens; the accepted ones after it are no output."""
+def test_tokens_cut_by_a_stop_string_are_not_counted(make_router):
+    """The stop string ends with the first of four tokens, so the accepted ones after it are no output."""
     router = make_router()
     tokenizer = router.server.state.tokenizer
     token_ids = tokenizer.encode("brown fox jumps over the dog")
@@ -220,7 +222,7 @@ def test_metrics_have_vllms_names_with_labels(make_router):
     }
 
 
-def test_the_requests_log_line_tells(make_router, caplog):
+def test_the_requests_log_line_has_its_drafts(make_router, caplog):
     router = make_router()
     router.add_worker(tokens_per_step=4, rejected_per_step=2)
     with caplog.at_level(logging.DEBUG, logger="router.observe.request_log"):

@@ -1,4 +1,4 @@
-"""No request and no answer makes the event loop stand still, however much a client asks for."""
+"""No request and no answer blocks the event loop, however large a client makes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
 
 MAX_STALL_S = 0.05
 MAX_BODY_BYTES = 1024 * 1024
-"""Less than by default, as there are many fields; some cases below have the default."""
+"""Below the default, since there are many fields. Some cases below use the default."""
 QUADRATIC = (
     "{% for m in messages %}{% for other in messages %}"
     "{% if other.role == 'none' and loop.index0 == 3 %}{{ other.content }}{% endif %}"
@@ -53,11 +53,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/workers/{worker_id}/drain": {"unknown": 1},
     "/workers/{worker_id}/role": {"role": "none"},
 }
-"""What each endpoint needs for a request that changes nothing; a new endpoint needs a line here."""
+"""The fields that each endpoint needs for a request that changes nothing. A new endpoint needs a
+line here.
+"""
 
 
 class StallServer:
-    """A router in a process of its own, with a worker in this one."""
+    """A router in a separate process, with a worker in this one."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         model = folder / "model"
@@ -94,16 +96,17 @@ class StallServer:
             self._view = mmap.mmap(file.fileno(), 8)
         self.http = httpx.Client(base_url=url, timeout=120, verify=False)
         eventually(lambda: self.http.get("/ready").status_code == 200)
-        assert self.http.post("/tokenize", json={"prompt": "x" * 20_000}).status_code == 200  # has started
+        # the preprocessor has started
+        assert self.http.post("/tokenize", json={"prompt": "x" * 20_000}).status_code == 200
 
     def stall_s(self, path: str, body: bytes) -> float:
-        """The longest while the request was answered: the least of some trials."""
+        """Return the longest stall while the request was answered: the minimum of some trials."""
         longest = float("inf")
         for _ in range(8):
             self._view[:8] = bytes(8)
             answer = self.http.post(path.replace("{worker_id}", "none"), content=body)
             assert answer.status_code < 500, answer.text
-            time.sleep(0.01)  # for the turn of the loop that wrote the answer to be over
+            time.sleep(0.01)  # let the loop's turn that wrote the answer end
             (seconds,) = struct.unpack("d", self._view[:8])
             longest = min(longest, seconds)
             if longest <= MAX_STALL_S:
@@ -125,7 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StallServer]:
 
 
 def filled(schema: dict[str, Any], kinds: dict[str, Any], size: int) -> bytes | None:
-    """JSON of about that size that such a field may have; None where it has no size."""
+    """Return JSON of about this size that is valid for such a field, or None if the field has no size."""
     if "$ref" in schema:
         return filled(kinds[schema["$ref"].rpartition("/")[2]], kinds, size)
     if "anyOf" in schema:
@@ -138,7 +141,7 @@ def filled(schema: dict[str, Any], kinds: dict[str, Any], size: int) -> bytes | 
             item = filled(schema.get("items", {"type": "integer"}), kinds, 1) or b"1"
             return b"[%b]" % b",".join([item] * (size // (len(item) + 1)))
         case "object":
-            # members of a struct come many times, others with many names
+            # members of a struct occur repeatedly, others with many names
             value = b'{"a":1}'
             return b"{%b}" % b",".join([b'"%d":%b' % (at, value) for at in range(size // 16)])
     return None
@@ -204,7 +207,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE.values(), ids=HOSTILE)
-def test_valid_requests_that_ask_for_much(server: StallServer, case: tuple[str, dict[str, Any]]) -> None:
+def test_large_valid_requests(server: StallServer, case: tuple[str, dict[str, Any]]) -> None:
     path, fields = case
     assert server.stall_s(path, json.dumps({**NEEDED[path], **fields}).encode()) <= MAX_STALL_S
 
@@ -252,7 +255,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "scores": ("/score", {"text_1": ["x"] * 1024, "text_2": ["y"] * 1024}, ""),
     "a ranking": ("/v1/rerank", {"documents": ["x"] * 2000}, ""),
 }
-"""Each with the text that the model is to say; else it repeats the prompt."""
+"""Requests with large answers, each with the model's text. Without one the model repeats the prompt."""
 
 
 @pytest.mark.parametrize("case", ANSWERS.values(), ids=ANSWERS)
@@ -286,7 +289,7 @@ def test_log_probabilities_of_prompts_have_a_limit(
 
 
 def test_the_largest_bodies(tmp_path: Path) -> None:
-    """With the product's default limit."""
+    """Uses the product's default limit."""
     size = 16 * 1024 * 1024 - 1024
     user = b'{"role":"user","content":"x"}'
     bodies = {

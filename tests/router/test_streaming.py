@@ -1,4 +1,4 @@
-"""Events that are written as tokens come, and those of a client that reads late."""
+"""Events are written as tokens come; a client that reads late gets them all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_TOKENS = 400
 
 
 class Handler:
-    """Of a generation's news; `writes` says what `write` answers."""
+    """A handler of a generation's news. `writes` is the return value of `write`."""
 
     def __init__(self) -> None:
         self.generation = Generation([], arrival=0.0, timeout_s=60.0)
@@ -33,7 +33,7 @@ class Handler:
         return task
 
 
-async def test_what_is_written_at_once_does_not_wake_the_handler():
+async def test_news_written_at_once_do_not_wake_the_handler():
     handler = Handler()
     task = await handler.waits()
     for _ in range(3):
@@ -45,15 +45,15 @@ async def test_what_is_written_at_once_does_not_wake_the_handler():
     await asyncio.wait_for(task, 5)
 
 
-async def test_nothing_overtakes_what_the_handler_has_to_write():
+async def test_nothing_overtakes_the_handlers_pending_news():
     handler = Handler()
-    handler.generation.notify()  # it does not wait yet
+    handler.generation.notify()  # the handler does not wait yet
     await asyncio.wait_for(handler.generation.wait(handler.write), 5)
     task = await handler.waits()
     handler.writes = False
     handler.generation.notify()
     handler.writes = True
-    handler.generation.notify()  # it has been woken and has yet to run
+    handler.generation.notify()  # it was woken but has not run yet
     await asyncio.wait_for(task, 5)
     handler.generation.notify()  # it writes
     assert handler.num_writes == 0
@@ -61,7 +61,7 @@ async def test_nothing_overtakes_what_the_handler_has_to_write():
 
 
 class Transport:
-    """Notes in `written` what is written to it, by its name."""
+    """Appends to `written` what is written, with the transport's name."""
 
     def __init__(self, name: str, written: list[str]) -> None:
         self.name, self.written, self.closed = name, written, False
@@ -73,7 +73,7 @@ class Transport:
         self.written.append(f"{self.name} {data.decode().split()[1]}")
 
 
-async def test_chunks_of_a_step_are_written_together_before_what_is_woken_after_them():
+async def test_a_steps_chunks_are_written_before_other_woken_tasks_run():
     outbox, happened = Outbox(), []
     first, second, gone = (Transport(name, happened) for name in ("first", "second", "gone"))
     for step in ("one", "two"):
@@ -81,14 +81,14 @@ async def test_chunks_of_a_step_are_written_together_before_what_is_woken_after_
             DirectWriter(outbox, transport).write(step.encode())
             asyncio.get_running_loop().call_soon(happened.append, f"{transport.name} is woken")
         happened.append("all are made")
-        gone.closed = True  # its client went away meanwhile
+        gone.closed = True  # its client left meanwhile
         await asyncio.sleep(0)
         woken = [f"{name} is woken" for name in ("first", "second", "gone")]
         assert happened == ["all are made", f"first {step}", f"second {step}", *woken]
         happened.clear()
 
 
-def test_most_tokens_pass_by_the_handler(make_router, monkeypatch):
+def test_most_tokens_are_written_without_the_handler(make_router, monkeypatch):
     router = make_router()
     worker = router.add_worker(stall_after=1)
     chunks, answer = [], b""
@@ -98,7 +98,7 @@ def test_most_tokens_pass_by_the_handler(make_router, monkeypatch):
     with router.http.stream("POST", "/v1/completions", json=body) as response:
         for data in response.iter_raw():
             answer += data
-            worker.stall_after += 1  # a token that is not read yet would be written with the next one
+            worker.stall_after += 1  # an unread token would be written together with the next one
     assert len(chunks) >= 20
     assert b"".join(chunks) in answer
 
@@ -108,7 +108,7 @@ def test_a_client_that_reads_late_gets_every_token_once(make_router):
     router.add_worker()
     router.server._http_socket.setsockopt(
         socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-    )  # its connections inherit
+    )  # its connections inherit this
     body = {**BODY, "max_tokens": NUM_TOKENS, "return_token_ids": True, "logprobs": 20}
     expected = post(router, **body).json()["choices"][0]["token_ids"]
     small = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)])

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning through the API, asked for by the `openai` client."""
+"""Tool calls and reasoning through the API, called by the `openai` client."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_content_is_null_beside_calls(hermes):
     assert message["content"] is None
 
 
-def test_cut_off_arguments_end_with_length(hermes):
+def test_truncated_arguments_end_with_length(hermes):
     for stream in (False, True):
         hermes.says = WEATHER
         room = len(hermes.tokenizer.encode(WEATHER)) - 12
@@ -84,12 +84,12 @@ def test_cut_off_arguments_end_with_length(hermes):
 
 
 STOPPED = {"Paris": ("stop", '{"city": "'), "</tool_call>": ("tool_calls", PARIS), "weather": ("stop", None)}
-"""Stop strings in a call: the finish reason, and the arguments if the call has begun."""
+"""Stop strings within a call: the finish reason, and the arguments if the call has begun."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("stop", "expected"), STOPPED.items(), ids=STOPPED)
-def test_a_call_that_a_stop_string_cut_is_none_to_run(hermes, stop, expected, stream):
+def test_a_call_cut_by_a_stop_string_is_not_offered_to_run(hermes, stop, expected, stream):
     message, finish_reason = hermes.message(f"So.{WEATHER}", stream, tools=TOOLS, stop=[stop])
     arguments = functions(message)[0][1] if "tool_calls" in message else None
     assert (message["content"], finish_reason, arguments) == ("So.", *expected)
@@ -121,8 +121,8 @@ def test_without_thinking(hermes):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("budget", [11, 12, 20])
-def test_a_budget_ends_the_thinking(hermes, stream, budget):
-    """Wherever steps end: what was made behind the budget is not told, and what follows is behind the end."""
+def test_a_budget_ends_the_reasoning(hermes, stream, budget):
+    """At any step boundary: tokens beyond the budget are dropped, and the answer follows the end mark."""
     hermes.worker.generated.clear()
     num_ended = hermes.router.metric(PLACED_AGAIN, reason="thinking")
     options = {"thinking_token_budget": budget, "return_token_ids": True}
@@ -141,7 +141,7 @@ def test_a_budget_ends_the_thinking(hermes, stream, budget):
     assert finish_reason == "stop"
 
 
-def test_a_budget_that_holds_changes_nothing(hermes):
+def test_a_budget_that_is_not_reached_changes_nothing(hermes):
     for says in ("<think>Hm.</think>Yes" + " and more" * 9, "No thought at all" + " and more" * 9):
         hermes.worker.generated.clear()
         message, _ = hermes.message(says, False, extra_body={"thinking_token_budget": 30})
@@ -168,7 +168,7 @@ def test_a_conversation_with_calls(hermes):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_choices_with_details(hermes, stream):
-    """Token ids are told of all tokens, also of those whose text is not decided yet."""
+    """Token ids include tokens whose text is not decided yet."""
     hermes.says = f"A.{WEATHER}"
     options = {"n": 2, "logprobs": True, "extra_body": {"return_token_ids": True}}
     answer = hermes.ask(hermes.says, tools=TOOLS, stream=stream, **options)
@@ -188,7 +188,7 @@ class Weather(BaseModel):
 
 
 def test_the_clients_own_ways_to_parse(hermes):
-    """They demand strict functions, and check the events' order."""
+    """They require strict functions, and check the order of events."""
     tools = [openai.pydantic_function_tool(Weather, name="get_weather")]
     hermes.says = f"I look. {WEATHER}"
     asked = {"model": hermes.router.server.config.model_name, "messages": ASK, "tools": tools}
@@ -222,7 +222,7 @@ BOTH = f"{NOW}\n{WEATHER}"
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_must_be_is_a_grammar_of_the_request(
+def test_a_required_call_becomes_the_requests_grammar(
     hermes, tools, choice, parallel, takes, refuses, stream
 ):
     options = {} if parallel is None else {"parallel_tool_calls": parallel}
@@ -235,7 +235,7 @@ def test_a_call_that_must_be_is_a_grammar_of_the_request(
 
 @pytest.mark.parametrize("parallel", [None, True])
 def test_a_response_has_one_call_unless_more_are_asked_for(hermes, parallel):
-    """Where a call must come."""
+    """A call is required here."""
     hermes.says = BOTH
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     body = {"model": hermes.router.server.config.model_name, "input": "?", "tools": tools}
@@ -253,7 +253,7 @@ def takes_whole(hermes, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
-def test_a_structured_answer_comes_behind_its_thinking(hermes):
+def test_a_structured_answer_follows_its_reasoning(hermes):
     hermes.ask("<think>1</think>{}", response_format={"type": "json_object"})
     grammar = hermes.worker.generated[-1].sampling.grammar
     assert takes_whole(hermes, grammar, "{}") and takes_whole(hermes, grammar, "<think>[1</think>\n\n{}")
@@ -261,7 +261,7 @@ def test_a_structured_answer_comes_behind_its_thinking(hermes):
 
 
 @pytest.mark.parametrize("kind", ["choice", "Lark", "GBNF", "tags"])
-def test_any_notation_in_a_chat_of_a_model_that_thinks(hermes, kind):
+def test_any_notation_in_a_chat_of_a_reasoning_model(hermes, kind):
     hermes.says = " yes\n"
     wanted = {"structured_outputs": NOTATIONS[kind]}
     message, _ = hermes.message(hermes.says, False, extra_body=wanted)
@@ -277,7 +277,7 @@ SAYS = {"tags": "<f>{}</f>"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_a_grammar_has_no_calls(hermes, stream):
+def test_a_structured_answer_has_no_calls(hermes, stream):
     wanted = {"structured_outputs": {"choice": [NOW]}}
     message, finish_reason = hermes.message(NOW, stream, tools=TOOLS, extra_body=wanted)
     assert (message["content"], finish_reason) == (NOW, "stop") and "tool_calls" not in message
@@ -306,14 +306,14 @@ def test_an_answer_of_a_grammar_has_no_calls(hermes, stream):
     ],
     ids=["two grammars", "a least length", "an unsupported keyword"],
 )
-def test_grammars_that_cannot_be(hermes, options, field):
+def test_impossible_grammars_are_refused(hermes, options, field):
     with pytest.raises(openai.BadRequestError) as refused:
         hermes.ask(NOW, **options)
     assert refused.value.param == field
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_was_cut_off_is_taken_back(hermes, stream):
+def test_a_truncated_call_is_accepted_back(hermes, stream):
     for room in range(4, len(hermes.tokenizer.encode(WEATHER)) + 1):
         message, _ = hermes.message(WEATHER, stream, tools=TOOLS, max_tokens=room)
         if message.get("tool_calls"):
@@ -325,8 +325,8 @@ def test_a_call_that_was_cut_off_is_taken_back(hermes, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_piece_of_a_mark_is_content(hermes, stream):
-    """Wherever the limit cuts, before the call, in it, and in the mark that ends it."""
+def test_no_part_of_a_mark_is_content(hermes, stream):
+    """The limit cuts before the call, in it, and in the mark that ends it."""
     says = f"<think>Hm.</think>{WEATHER}"
     for room in range(1, len(hermes.tokenizer.encode(says)) + 1):
         message, finish_reason = hermes.message(says, stream, tools=TOOLS, max_tokens=room)
@@ -340,14 +340,14 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assi
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A template that leaves tools out."""
+    """Write a model whose template leaves tools out."""
     scripted = Scripted(tmp_path_factory.mktemp("models") / "plain", PLAIN)
     yield scripted
     scripted.close()
 
 
 def test_tools_that_the_template_leaves_out(plain, hermes):
-    """The model is not told of them, so the client is."""
+    """The model does not see them, and a warning tells the client."""
     num_unseen = plain.router.metric("tandem_requests_tools_unseen_total")
     for create, options in (
         (plain.client.chat.completions.with_raw_response.create, {"messages": ASK, "tools": TOOLS}),
@@ -372,7 +372,7 @@ def test_tools_that_the_template_leaves_out(plain, hermes):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_call_that_must_be_needs_no_template(plain, choice, stream):
+def test_a_required_call_needs_no_template(plain, choice, stream):
     message, finish_reason = plain.message(NOW, stream, tools=TOOLS, tool_choice=choice)
     assert functions(message) == [("now", "{}")] and finish_reason == "tool_calls"
     grammar = plain.worker.generated[-1].sampling.grammar
@@ -402,8 +402,8 @@ def test_a_server_without_tools_refuses_them(tmp_path):
     none.close()
 
 
-def test_a_template_of_its_own_for_tools(tmp_path, caplog):
-    """As Hermes 2 Pro has one: without it the tools would be lost, or refused."""
+def test_a_separate_template_for_tools(tmp_path, caplog):
+    """Hermes 2 Pro has one. Without it the tools would be lost or refused."""
     templates = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": HERMES}]
     named = Scripted(tmp_path / "named", templates)
     message, finish_reason = named.message(NOW, False, tools=TOOLS)
@@ -420,7 +420,7 @@ def test_a_template_of_its_own_for_tools(tmp_path, caplog):
     named.close()
 
 
-def test_the_log_tells_of_a_template_that_leaves_tools_out(tmp_path, caplog):
+def test_the_log_warns_of_a_template_that_leaves_tools_out(tmp_path, caplog):
     Scripted(tmp_path / "warned", PLAIN).close()
     assert "the model's chat template does not tell the model of tools" in caplog.text
     caplog.clear()
@@ -429,8 +429,8 @@ def test_the_log_tells_of_a_template_that_leaves_tools_out(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_one_call_where_the_template_takes_no_more(tmp_path):
-    """It would refuse the conversation that the answer becomes part of."""
+def test_a_template_for_single_calls_gets_one_call(tmp_path):
+    """The template would refuse a conversation with several calls in one answer."""
     source = HERMES + "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
     source += "{{ raise_exception('one call') }}{% endif %}{% endfor %}"
     single = Scripted(tmp_path / "single", source)
@@ -447,7 +447,7 @@ def test_one_call_where_the_template_takes_no_more(tmp_path):
     ["tags-qwen3_coder", "tags-glm47", "tags-deepseek_v4", "calls-kimi_k2", "calls-gemma4", "calls-pythonic"],
 )
 def test_calls_that_are_not_in_hermes_form(tmp_path, name):
-    """Offered, strict and demanded, of chats and responses, whole and streamed."""
+    """Optional, strict and required calls, of chats and responses, whole and streamed."""
     source = (FOLDER / f"{name}.jinja").read_text()
     tagged = Scripted(tmp_path / name, source)
     form, city = tool_format("auto", source).form(source), '{"city": "Paris 🙂 </b>"}'

@@ -1,4 +1,4 @@
-"""A worker of another version is told why it is refused, whatever else it says."""
+"""A worker of another version is refused with the reason, whatever else it sends."""
 
 from __future__ import annotations
 

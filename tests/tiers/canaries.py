@@ -28,7 +28,7 @@ CANARIES = {
     "a GGUF file": (
         "tests/checkpoints/test_real_models.py::test_greedy_tokens_are_transformers[bfloat16-smollm2]"
     ),
-    "two routers": "tests/router/test_several_routers.py::test_they_share_a_port_and_each_has_its_own",
+    "two routers": "tests/router/test_several_routers.py::test_routers_share_a_port_and_each_has_its_own",
     "the page in Chromium": f"{_E2E}/test_page.py::test_a_completion_streams_in_and_equals_the_api",
     "a server of Ray": "tests/deploy/test_serve.py::test_completions_take_the_disaggregated_path",
 }

@@ -1,4 +1,4 @@
-"""Arguments of calls in a conversation: whatever a server gave out is taken back."""
+"""Arguments of calls in a conversation: whatever a server sent is accepted back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize(("text", "expected"), TAKEN.values(), ids=TAKEN)
-def test_what_becomes_of_it(text, expected):
+def test_arguments_become_objects(text, expected):
     found = call_arguments(text, "x")
     assert type(found) is CallArguments and found == expected
     assert json.loads(str(found)) == expected
@@ -66,7 +66,7 @@ def test_the_limit_is_named():
         call_arguments(" " * (MAX_ARGUMENT_BYTES + 1), "field")
 
 
-def test_as_templates_use_them():
+def test_templates_use_the_arguments():
     arguments = CallArguments({"a": "é"})
     assert "<" + arguments + ">" == '<{"a": "é"}>'
     assert f"{arguments}" == '{"a": "é"}' and arguments["a"] == "é"

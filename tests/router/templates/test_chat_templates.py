@@ -1,4 +1,4 @@
-"""Templates of real models: which parsers they tell, and that calls which they write are read again."""
+"""Templates of real models: which parsers they select, and that the calls which they write can be parsed."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Expected(NamedTuple):
     tools: str
     reasoning: str | None
     begins: str
-    """What the model writes first of a call."""
+    """How the model begins a call."""
     ends: str
-    """What the template writes behind the answer."""
+    """How the template ends an answer."""
     most_calls: int = 2
-    """In an answer; 0: the template leaves calls out."""
+    """The most calls of an answer. With 0 the template leaves calls out."""
 
 
 MODELS = {
@@ -103,7 +103,7 @@ def messages(num_calls: int, content: str | None, thought: str | None = None) ->
 
 
 def parsing(source: str, prompt: str = "") -> Parsing:
-    """As a request with `TOOLS` gets it."""
+    """Return the parsing of a request with `TOOLS`."""
     tools, reasoning = tool_format("auto", source), reasoning_format("auto", source)
     marks = None if reasoning is None else reasoning.marks
     return Parsing(
@@ -116,7 +116,7 @@ def parsing(source: str, prompt: str = "") -> Parsing:
 
 
 def read(parsing: Parsing, text: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Reasoning, content and calls."""
+    """Return reasoning, content and calls."""
     parser = AnswerParser(parsing)
     parts = parser.push(text) + parser.finish()
     calls: list[list[str]] = []
@@ -131,12 +131,12 @@ def read(parsing: Parsing, text: str) -> tuple[str, str, list[tuple[str, str]]]:
     return thought, content, [(name, arguments) for name, arguments in calls]
 
 
-def test_each_template_is_told_of():
+def test_each_template_is_listed():
     assert {path.stem for path in FOLDER.glob("*.jinja")} == set(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parsers_are_told_by_the_template(name):
+def test_the_template_selects_the_parsers(name):
     expected, source = MODELS[name], template(name).source
     assert tool_format("auto", source) is TOOL_FORMATS[expected.tools]
     reasoning = None if expected.reasoning is None else REASONING_FORMATS[expected.reasoning]
@@ -144,9 +144,9 @@ def test_parsers_are_told_by_the_template(name):
 
 
 def answer_with(name: str, num_calls: int) -> tuple[str, Parsing]:
-    """What the model says to make calls, as its template writes them, and how that is read.
+    """Return the text with which the model makes calls, as its template writes them, and the parsed result.
 
-    Beside a content that is null, as answers have it: some templates want text there, some want none.
+    Answers have a null content beside calls, but some templates want text there and others none.
     """
     expected, written = MODELS[name], template(name)
     prompt = written.render(messages(1, None)[:1], variables={"tools": TOOLS})
@@ -162,7 +162,7 @@ def answer_with(name: str, num_calls: int) -> tuple[str, Parsing]:
     ("name", "num_calls"),
     [(name, number) for name, expected in MODELS.items() for number in range(1, expected.most_calls + 1)],
 )
-def test_calls_that_the_template_writes_are_read_again(name, num_calls):
+def test_calls_written_by_the_template_are_parsed(name, num_calls):
     said, parser = answer_with(name, num_calls)
     thought, content, calls = read(parser, said)
     assert (thought, content) == ("Hm." if parser.is_open else "", "")
@@ -173,8 +173,10 @@ def test_calls_that_the_template_writes_are_read_again(name, num_calls):
 
 @pytest.mark.parametrize("num_calls", [1, 2])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "granite-4.0", "deepseek-v3.1", *OUR_OWN])
-def test_a_call_that_must_be_is_written_as_the_template_writes_it(name, num_calls):
-    """To the letter. Mistral's and gpt-oss' templates write past calls in another way than their models."""
+def test_a_required_call_is_written_as_by_the_template(name, num_calls):
+    """The texts are equal. Mistral's and gpt-oss' templates write past calls differently from their
+    models.
+    """
     said, parser = answer_with(name, num_calls)
     assert parser.tools is not None
     model = Model(has_tokens=False)
@@ -192,8 +194,8 @@ def test_a_call_that_must_be_is_written_as_the_template_writes_it(name, num_call
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_conversation_with_a_call_goes_on(name):
-    """As clients send it back: the answer's message as it came, then the result."""
+def test_a_conversation_with_a_call_continues(name):
+    """The client sends the answer's message back unchanged, then the result."""
     chat = [
         *messages(1, None),
         {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefgh0", "content": "rain"},
@@ -205,13 +207,13 @@ def test_a_conversation_with_a_call_goes_on(name):
         assert said.removeprefix("Hm.\n</think>\n\n") in prompt
 
 
-def test_reasoning_that_the_template_writes_is_read_again():
+def test_reasoning_written_by_the_template_is_parsed():
     qwen = template("qwen3")
     chat = qwen.render(messages(1, "I look.", "Hm."), add_generation_prompt=False, variables={"tools": TOOLS})
     said = chat[chat.index("<think>", chat.rindex(QUESTION)) : chat.rindex("<|im_end|>")]
     assert read(parsing(qwen.source), said) == ("Hm.", "I look.", CALLS[:1])
 
 
-def test_what_the_template_refuses_names_the_messages():
+def test_a_templates_refusal_names_the_messages():
     with pytest.raises(InvalidRequestError, match="single tool-calls"):
         template("llama-3.1").render(messages(2, None), variables={"tools": TOOLS})

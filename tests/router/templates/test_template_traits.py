@@ -1,4 +1,4 @@
-"""What chat templates show, and in which shape they must get it."""
+"""The content shapes and features that chat templates need or show are detected."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def says(role: str, content: object) -> dict:
 
 @pytest.mark.parametrize("content", ["Where is Rome?", TEXT])
 @pytest.mark.parametrize("source", [PARTS, PARTS_OF_USERS, PLAIN])
-def test_whatever_shape_it_wants_it_shows_what_is_said(source, content):
+def test_every_content_shape_shows_the_text(source, content):
     chat = [says("system", "Be brief."), says("user", content), says("assistant", "Italy.")]
     shown = of(source).render(chat)
     assert shown == "[system]Be brief.[user]Where is Rome?[assistant]Italy."
 
 
-def test_several_parts_are_lines_where_text_is_wanted():
+def test_several_parts_become_lines_for_templates_of_text():
     chat = [says("user", TWO)]
     assert of(PLAIN).render(chat) == "[user]Where is Rome?\nAnd Pisa?"
     assert of(PARTS).render(chat) == "[user]Where is Rome?And Pisa?", "the template puts them together"
@@ -70,7 +70,7 @@ def test_a_message_is_continued(source, content):
     assert of(source).render(chat, **options) == "[user]x[assistant]The fox"
 
 
-def test_what_is_found():
+def test_traits_are_detected():
     assert of(PARTS).traits.part_roles == ALL and of(PARTS_OF_USERS).traits.part_roles == {"user"}
     assert not of(PLAIN).traits.part_roles
     assert of(PLAIN).traits.shows_user and not of("nothing").traits.shows_user
@@ -81,7 +81,7 @@ def test_what_is_found():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_found_of_published_templates(name):
+def test_traits_of_published_templates(name):
     traits = template(name).traits
     assert not traits.part_roles and traits.shows_user
     assert traits.shows_tools == (not name.startswith("deepseek")), "tools are the system message's there"
@@ -89,8 +89,8 @@ def test_what_is_found_of_published_templates(name):
     assert traits.thought == ("thinking" if name == "gpt-oss" else "reasoning_content")
 
 
-def test_calls_that_are_shown_by_their_ids_have_ids_with_names():
-    """Other ids, of other servers or of calls before, are replaced; the results have the same."""
+def test_call_ids_contain_names_for_templates_that_show_ids():
+    """Other servers' and earlier calls' ids are replaced, in the results too."""
     kept = {**CALL["tool_calls"][0], "id": "functions.f:7"}
     results = [{**says("tool", "rain"), "tool_call_id": each} for each in ("abcdefghi", "functions.f:7")]
     chat = [says("user", "x"), {**CALL, "tool_calls": [*CALL["tool_calls"], kept]}, *results]

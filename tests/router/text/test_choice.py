@@ -1,4 +1,4 @@
-"""A choice's text doesn't depend on how its tokens are spread over steps."""
+"""A choice's text does not depend on how its tokens are spread over steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.text.tokenizer import Tokenizer
 
 
 def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **options):
-    """Text, counted tokens and reasons, taking the news after every step."""
+    """Return text, counted tokens and reasons, taking the news after every step."""
     choice = Choice(0, Prompt([5]), tokenizer.detokenizer([5]), keep_details=True, **options)
     text, token_ids, logprobs, offsets = "", [], [], []
     for index, step in enumerate(steps):
@@ -45,7 +45,7 @@ def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **
     min_tokens=st.integers(0, 4),
     finish=st.sampled_from(["length", "stop"]),
 )
-def test_steps_do_not_matter(model_folder, steps, stops, include, min_tokens, finish):
+def test_step_boundaries_do_not_matter(model_folder, steps, stops, include, min_tokens, finish):
     tokenizer = _tokenizer(str(model_folder))
     options = {"stop": stops, "include_stop": include, "min_tokens": min_tokens}
 

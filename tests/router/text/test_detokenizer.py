@@ -1,4 +1,4 @@
-"""Incremental detokenization: together the pieces are the whole text, and none ends in half a character."""
+"""Incremental detokenization: the pieces together are the whole text, and none ends within a character."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ TEXT = st.text(
 
 
 def sentencepiece_like(strip: bool) -> Tokenizer:
-    """As Llama 2's (with `strip`) or Gemma's: pieces with ▁, and bytes for what is not in the vocabulary."""
+    """Make a tokenizer like Llama 2's (with `strip`) or Gemma's: pieces with ▁, and bytes for other
+    characters.
+    """
     pieces = ["▁", "a", "b", "▁a", "▁▁", "ab", "é", "日", "the", "▁the", "\n"]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -100,7 +102,7 @@ def test_metaspace(token_ids):
 @settings(max_examples=200, deadline=None)
 @given(text=TEXT)
 def test_window_text(byte_level, text):
-    """The way for unknown decoders gives the same."""
+    """The method for unknown decoders gives the same text."""
     detokenizer = WindowDetokenizer(byte_level._fast, [], frozenset())
     pieces = [detokenizer.push(token_id) for token_id in byte_level.encode(text)]
     assert "".join(pieces) + detokenizer.flush() == text
@@ -129,7 +131,7 @@ def test_unknown_ids_have_no_text(byte_level):
 
 
 def trimming(byte_level: Tokenizer) -> Tokenizer:
-    """As Llama 3's: its offsets leave spaces out, and it begins texts with a token of its own."""
+    """Make a tokenizer like Llama 3's: its offsets leave spaces out, and texts begin with a special token."""
     fast = FastTokenizer.from_str(byte_level.as_json())
     begin = processors.TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 1)])
     fast.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
@@ -143,7 +145,7 @@ def kinds(byte_level) -> list[Tokenizer]:
 
 @settings(max_examples=200, deadline=None)
 @given(text=TEXT)
-def test_a_prompts_offsets_are_where_its_pieces_begin(kinds, text):
+def test_a_prompts_offsets_equal_its_pieces(kinds, text):
     for tokenizer in kinds:
         told = tokenizer.echo(text, False)
         assert told.text == text

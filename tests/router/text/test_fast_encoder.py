@@ -1,4 +1,4 @@
-"""Token ids are those of `tokenizers`, whoever makes them."""
+"""The fast encoder gives the same token ids as `tokenizers`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ ASCII, FIRST, LATER = b" \t\n\r'!/012abvsLA", range(0xC2, 0xF5), range(0x80, 0xC
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 BUNDLED = (BUNDLED_MODEL / "tokenizer.json").read_text()
 WHOLE = [*range(0x3400), *range(0xA000, 0xA980), *range(0xFB00, 0x10200), *range(0xE0000, 0xE0080)]
-"""Code points that are all tried; of the others the first and last of each run of a category."""
+"""Code points that are all tried. Of other ranges, the first and last of each run of a category are."""
 
 
 def source_of(name: str) -> dict[str, Any]:
-    """A tokenizer by its pattern's name, which joins any two characters that the pattern leaves together."""
+    """Make a tokenizer with the named pattern, which merges any two characters that the pattern keeps
+    together.
+    """
     letters = {byte: chr(byte) for byte in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]}
     others = [byte for byte in range(256) if byte not in letters]
     letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
@@ -64,7 +66,7 @@ def characters() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", *PATTERNS])
-def test_patterns_split_alike_at_every_character(name):
+def test_patterns_split_equally_at_every_character(name):
     tokenizer = FastTokenizer.from_str(json.dumps(source_of(name)))
     encode = fast_encode(tokenizer)
     assert encode is not None
@@ -102,7 +104,7 @@ PIECES = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def tokenizers() -> list[tuple[Tokenizer, FastTokenizer]]:
-    """The bundled one and one of each pattern, with added tokens."""
+    """Make the bundled tokenizer and one for each pattern, with added tokens."""
     made = []
     for source in [BUNDLED, *(json.dumps(source_of(name)) for name in ["gpt2", *PATTERNS])]:
         fast = FastTokenizer.from_str(source)
@@ -118,7 +120,7 @@ def tokenizers() -> list[tuple[Tokenizer, FastTokenizer]]:
 
 @given(st.lists(PIECES | st.text(max_size=8), max_size=30).map("".join))
 @settings(max_examples=100, deadline=None)
-def test_ids_are_those_of_tokenizers(tokenizers, text):
+def test_ids_equal_those_of_tokenizers(tokenizers, text):
     for ours, theirs in tokenizers:
         for special in (True, False):
             assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special).ids
@@ -153,11 +155,11 @@ def with_(path: str, value: Any) -> dict[str, Any]:
         with_("added_tokens.0.rstrip", True),
     ],
 )
-def test_what_was_not_compared_stays_with_tokenizers(source):
+def test_unknown_patterns_use_tokenizers(source):
     assert fast_encode(FastTokenizer.from_str(json.dumps(source))) is None
 
 
-def test_other_ids_are_seen_at_the_start(monkeypatch, caplog):
+def test_different_ids_are_found_at_the_start(monkeypatch, caplog):
     other = json.loads(BUNDLED)
     other["model"]["merges"][100:102] = reversed(other["model"]["merges"][100:102])
     del other["model"]["merges"][2000]

@@ -1,4 +1,4 @@
-"""Stop strings: cut exactly, however the text is split."""
+"""Stop strings cut texts exactly, however these are split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALPHABET = "ab\n🙂"
 
 
 def cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The plain definition: the first character at which some stop string is complete ends the text."""
+    """Cut by definition: the text ends at the first character at which some stop string is complete."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -38,7 +38,7 @@ def test_equals_cutting_the_whole_text(pieces, stops, include):
     pieces=st.lists(st.text(ALPHABET, max_size=4), max_size=8),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
 )
-def test_holds_back_only_what_may_begin_a_stop(pieces, stops):
+def test_only_a_possible_beginning_of_a_stop_is_held_back(pieces, stops):
     matcher = StopStringMatcher(stops)
     seen = shown = ""
     for piece in pieces:
@@ -51,14 +51,14 @@ def test_holds_back_only_what_may_begin_a_stop(pieces, stops):
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_several_complete_in_one_piece():
+def test_several_stops_in_one_piece():
     matcher = StopStringMatcher(["END", "STOP"])
     assert matcher.push("one STOP two END") == "one "
     assert matcher.matched == "STOP"
     assert matcher.push("more") == ""
 
 
-def test_longest_of_those_that_end_together():
+def test_the_longest_of_stops_that_end_together():
     matcher = StopStringMatcher(["\n", "\n\n\n"])
     assert matcher.push("a\n") == "a"
     matcher = StopStringMatcher(["c", "bc"])

@@ -1,4 +1,4 @@
-"""The router's tokenizer does what Transformers' does with the same files."""
+"""The router's tokenizer gives the same results as Transformers' with the same files."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(model_folder):
 
 
 def test_slow_tokenizers_are_converted(tmp_path):
-    """Only vocabulary files, as older models have: another process converts them."""
+    """Older models have only vocabulary files, which another process converts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*alphabet, "he", "<|endoftext|>"])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))

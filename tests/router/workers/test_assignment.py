@@ -1,4 +1,4 @@
-"""An assignment passes its stages in order, and its load is counted once at each worker."""
+"""An assignment passes its stages in order, and its load counts once at each worker."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_split_request(registry):
 
 
 @pytest.mark.parametrize("has_answered", [False, True])
-def test_the_prefill_worker_decodes_in_the_end(registry, has_answered):
+def test_the_prefill_worker_finally_decodes(registry, has_answered):
     loads, prefill = Loads(registry), start(registry, "prefill-0")
     decodes = [start(registry, f"decode-{number}") for number in range(2)]
     at = loads.assign(prefill, decodes[0], num_tokens=50, num_uncached=40)

@@ -1,4 +1,4 @@
-"""The index against a plain record of who holds what."""
+"""The index compared with a plain record of the holders."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from router.workers.kv_index import KvIndex, block_keys
 
 SHARED, CHAIN = 20, 60
 SHARES = {f"worker {number}": 1 - number / 60 for number in range(30)}
-"""Of a prompt's blocks that each worker has."""
+"""The share of a prompt's blocks that each worker has."""
 
 
 def chain(seed: int, length: int = CHAIN) -> list[int]:
-    """Keys of a prompt's blocks; the first are the same in all prompts."""
+    """Return keys of a prompt's blocks. All prompts share the first ones."""
     shared = random.Random(0).randbytes(16 * SHARED)
     return block_keys(shared + random.Random(seed).randbytes(16 * (length - SHARED)))
 
 
 @pytest.mark.parametrize("num_holders", [3, 40])
 def test_random_holdings(num_holders: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each holder has a leading part of some prompts in some tiers, and loses its end first."""
+    """Each holder has a leading part of some prompts in some tiers, and loses the end first."""
     monkeypatch.setattr(kv_index, "MAX_SHARED_SETS", 50)
     rng = random.Random(num_holders)
     index: KvIndex[str] = KvIndex()
@@ -81,7 +81,7 @@ def test_removed_holders_leave_nothing() -> None:
     assert index.find(chain(5)) == {"worker 0": SHARED}
 
 
-def test_a_gap_that_is_looked_at_ends_a_prefix() -> None:
+def test_a_gap_ends_a_prefix() -> None:
     index: KvIndex[str] = KvIndex()
     for name, length in {"a": CHAIN, "b": CHAIN, "c": CHAIN, "d": CHAIN // 3}.items():
         index.store(index.add_holder(name), Medium.GPU, chain(1)[:length])
@@ -91,7 +91,7 @@ def test_a_gap_that_is_looked_at_ends_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_within_a_window_a_prefix_needs_its_last_blocks_alone(block_size: int) -> None:
+def test_with_a_window_a_prefix_needs_only_its_last_blocks(block_size: int) -> None:
     rng, window = random.Random(block_size), Window(100, block_size)
     index: KvIndex[str] = KvIndex()
     keys = chain(1)

@@ -1,4 +1,4 @@
-"""The registry of workers, on its own."""
+"""The registry of workers, in isolation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.workers.registry import Registry
 
 
 class Recorder:
-    """A registry, and what it called."""
+    """A registry, and the calls that it made."""
 
     def __init__(self) -> None:
         self.greeted: list[str] = []
@@ -59,7 +59,7 @@ def test_registering_again_is_harmless():
     assert (recorder.greeted, recorder.lost) == (["one", "one"], [])
 
 
-def test_a_workers_load_is_what_was_sent_or_reported_whichever_is_more():
+def test_a_workers_load_is_the_larger_of_sent_and_reported():
     worker = Recorder().register("one")
     worker.outstanding_requests, worker.outstanding_prefill_tokens = 2, 50
     worker.update_load()
@@ -89,7 +89,7 @@ def test_silence_and_return():
     assert len(recorder.registry.live()) == 1
 
 
-def test_a_heartbeat_that_tells_of_a_stuck_loop_is_no_sign_of_life():
+def test_a_heartbeat_with_a_stuck_loop_is_no_sign_of_life():
     recorder = Recorder()
     worker = recorder.register("one")
     recorder.registry.sweep(0.0)
@@ -103,8 +103,8 @@ def test_a_heartbeat_that_tells_of_a_stuck_loop_is_no_sign_of_life():
     assert worker.live and worker.silence_s == 0
 
 
-def test_a_pause_of_the_router_is_no_silence_of_a_worker():
-    """It read nothing in that time, so nobody could be heard."""
+def test_a_pause_of_the_router_is_not_blamed_on_workers():
+    """It read nothing in that time, so no worker could be heard."""
     recorder = Recorder()
     worker = recorder.register("one")
     recorder.registry.sweep(0.0)
@@ -117,7 +117,7 @@ def test_a_pause_of_the_router_is_no_silence_of_a_worker():
 
 
 def test_all_silent_workers_are_lost_at_once():
-    """Or the requests of the first would be placed at the second."""
+    """Otherwise requests of the first would be placed on the second."""
     recorder = Recorder()
     workers = [recorder.register("one", worker_id="v"), recorder.register("two", worker_id="w")]
     live_then = []
@@ -135,7 +135,7 @@ def test_an_unknown_role_is_refused():
     assert recorder.registry.live() == []
 
 
-def test_who_is_awaited():
+def test_expected_workers():
     recorder = Recorder()
     recorder.registry.expected = {"v": "decode", "w": "decode"}
     assert recorder.registry.awaited() == ["v", "w"]
@@ -147,7 +147,7 @@ def test_who_is_awaited():
     assert recorder.registry.awaited() == ["v"]
 
 
-def test_a_dead_one_never_returns():
+def test_a_dead_incarnation_never_returns():
     recorder = Recorder()
     recorder.register("one")
     recorder.registry.mark_dead("w", "one", "it was killed")
@@ -168,11 +168,11 @@ def test_another_model_is_refused():
 
 
 def in_cluster(registry: Registry) -> list[str]:
-    """Whom policies see."""
+    """Return the workers that policies see."""
     return [worker.worker_id for worker in registry.cluster]
 
 
-def test_policies_see_those_that_can_be_reached():
+def test_policies_see_reachable_workers():
     recorder = Recorder()
     registry = recorder.registry
     registry.sweep(0.0)
@@ -194,8 +194,8 @@ def test_policies_see_those_that_can_be_reached():
     assert in_cluster(registry) == []
 
 
-def test_what_others_had_sent_is_not_counted_twice():
-    """Requests that this router sends and gets back between two reports are counted at once."""
+def test_load_of_other_routers_is_not_counted_twice():
+    """Requests that this router sends and gets back between two reports count at once."""
     worker = Recorder().register("one")
     worker.outstanding_requests = 2
     worker.update(msgspec.structs.replace(state("one"), num_running=5))
@@ -225,7 +225,7 @@ def test_workers_of_one_host_know_each_other():
 
 
 def refused_with(recorder: Recorder, **changes) -> str:
-    """Why a worker that is like the others but for `changes` is not taken."""
+    """Return why a worker is refused that is like the others but for `changes`."""
     reasons: list[str] = []
     recorder.registry.on_refused = lambda key, reason: reasons.append(reason)
     recorder.register("one")
