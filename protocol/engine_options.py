@@ -200,7 +200,11 @@ class BatchOptions:
     ] = 0.02
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), doc("Sequences in one step.")] = 128
     attention_backend: Annotated[
-        Literal["auto", "cpu", "triton", "torch"], doc("Attention kernels; `triton` needs CUDA.")
+        Literal["auto", "cpu", "triton", "sdpa", "torch"],
+        doc(
+            "Attention kernels; `triton` needs CUDA. `sdpa` computes chunks of prompts by torch's "
+            "`scaled_dot_product_attention`, other rows by the device's kernel. `torch`: all by torch."
+        ),
     ] = "auto"
     compile: Annotated[
         Literal["auto", "on", "off"],

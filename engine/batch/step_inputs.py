@@ -112,6 +112,7 @@ def step_inputs(
         **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]
         max_query_len=max(int(counts.max(initial=0)), least.rows_each),
         max_context_len=max(longest, least.blocks * block_size),
+        query_lens=counts.tolist(),
     )
     of_recurrent = None if recurrent is None else recurrent.on(tables)
     return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata, of_recurrent, of_rows)

@@ -1,83 +1,57 @@
-"""Which attention backend serves a device and dtype."""
+"""The attention backends by name, and which one serves a device and dtype."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import logging
 
 import torch
 
-from engine.devices.cpu.attention.backend import CpuBackend, load
-from engine.devices.torch.attention import TorchBackend
 from engine.kv.attention import AttentionBackend
-from engine.triton_support import triton_fault
-from native.build import BuildError
 
-logger = logging.getLogger(__name__)
-
-NAMES = ("cpu", "triton", "torch")
-"""The best that serves is taken."""
+BACKENDS = {
+    "cpu": "engine.devices.cpu.attention.backend:CpuBackend",
+    "triton": "engine.devices.cuda.attention.backend:TritonBackend",
+    "sdpa": "engine.devices.torch.sdpa:SdpaBackend",
+    "torch": "engine.devices.torch.attention:TorchBackend",
+}
+"""The class of each, imported when it is asked for: Triton is not there on every host."""
 
 
 def backend_of(name: str) -> type[AttentionBackend]:
-    if name == "triton":  # is not there on every host
-        return importlib.import_module("engine.devices.cuda.attention.backend").TritonBackend
-    return CpuBackend if name == "cpu" else TorchBackend
+    """Raises ImportError where its library is not there."""
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
+    return backend
 
 
-@functools.cache
-def _cpu_kernel_fault() -> str | None:
-    """Why the CPU kernel cannot be had on this machine."""
+def kernel_of(device: torch.device) -> str:
+    """Name the backend that reads this device's KV blocks in place."""
+    return "cpu" if device.type == "cpu" else "triton"
+
+
+def backend_fault(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
+    """Tell why a backend can't serve this device and dtype; None if it can."""
     try:
-        load()
-    except BuildError as error:
-        logger.warning("CPU attention falls back to torch's operators: %s", error)
-        return str(error)
-    return None
-
-
-def _cpu_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cpu":
-        return f"the cpu kernel does not run on {device.type}"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"the cpu kernel does not take {dtype}"
-    return _cpu_kernel_fault()
-
-
-def _triton_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"the triton kernel does not take {dtype}"
-    return triton_fault(device)
-
-
-def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot serve."""
-    faults = {"cpu": _cpu_fault, "triton": _triton_fault}
-    return faults[name](device, dtype) if name in faults else None
-
-
-def available_backends(device: torch.device, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Names of the backends that can serve this device and dtype, best first."""
-    return [name for name in NAMES if _fault(name, device, dtype) is None]
+        return backend_of(name).fault(device, dtype)
+    except ImportError as error:
+        return f"it needs the package {error.name}"
 
 
 def select_backend(
     device: torch.device, dtype: torch.dtype, requested: str | None = None
 ) -> tuple[type[AttentionBackend], str]:
-    """The backend's class and the reason for the choice, to be logged.
+    """Return the backend's class and the reason for the choice, to be logged.
 
-    `requested` None or "auto" takes the best. Raises ValueError when it is unknown or cannot serve this
-    device and dtype.
+    `requested` None or "auto" takes the device's kernel, or torch's operators without one. Raises ValueError
+    when it is unknown or cannot serve this device and dtype.
     """
     if requested is not None and requested != "auto":
-        if requested not in NAMES:
-            raise ValueError(f"unknown attention backend {requested!r}; known: {', '.join(NAMES)}")
-        if fault := _fault(requested, device, dtype):
+        if requested not in BACKENDS:
+            raise ValueError(f"unknown attention backend {requested!r}; known: {', '.join(BACKENDS)}")
+        if fault := backend_fault(requested, device, dtype):
             raise ValueError(f"attention backend {requested!r}: {fault}")
         return backend_of(requested), "requested"
-    best = available_backends(device, dtype)[0]
-    if best != "torch":
-        return backend_of(best), "reads the KV blocks in place"
-    fault = _fault("cpu" if device.type == "cpu" else "triton", device, dtype)
-    return TorchBackend, fault or ""
+    name = kernel_of(device)
+    if fault := backend_fault(name, device, dtype):
+        return backend_of("torch"), fault
+    return backend_of(name), "reads the KV blocks in place"

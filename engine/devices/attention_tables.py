@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,9 +12,9 @@ from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from engine.kv.layout import Group
 
 
-class TablesBackend:
-    """An `AttentionBackend` over all layers of a group. The metadata have the block table [num_tables,
-    num_seqs, max_blocks] and the slots [num_tables, total_tokens] of each table.
+class TablesBackend(AttentionBackend):
+    """Attention over all layers of a group. The metadata have the block table [num_tables, num_seqs,
+    max_blocks] and the slots [num_tables, total_tokens] of each table.
     """
 
     def __init__(self, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
@@ -24,34 +25,17 @@ class TablesBackend:
         self.backends, self.tables = backends, tables
         self._by_layer = [backends[table] for table in tables]
 
+    def plan(self, metadata: AttentionMetadata) -> None:
+        for backend in self.backends:
+            backend.plan(metadata)
+
     def begin_step(self, metadata: AttentionMetadata) -> None:
         tables = zip(self.backends, metadata.block_table, metadata.slot_mapping, strict=True)
         for backend, block_table, slots in tables:
             backend.begin_step(replace(metadata, block_table=block_table, slot_mapping=slots))
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """As `AttentionBackend.forward`."""
-        return self._by_layer[layer].forward(
-            layer,
-            query,
-            key,
-            value,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return self._by_layer[layer].forward(layer, query, key, value, **options)
 
 
 def backend_over(

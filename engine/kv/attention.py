@@ -7,10 +7,12 @@ and where their keys and values lie in the pool; it is built once a step and use
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.kv.row_codes import KvRows, StoredRows
@@ -44,6 +46,9 @@ class AttentionMetadata:
     query row's key, and the tree has at most 64 keys."""
     first_key: Tensor | None = None
     """int32 [num_seqs]: no row sees keys before this one. At most the first query row's key. None: all 0."""
+    query_lens: Sequence[int] = ()
+    """Query rows of each sequence, on the host, for `AttentionBackend.plan`; padding sequences are left out.
+    """
 
 
 class LayerKv(NamedTuple):
@@ -88,24 +93,40 @@ class LayerKv(NamedTuple):
         return is_same and self.values.storage_offset() == self.keys.storage_offset()
 
 
-class AttentionBackend(Protocol):
-    """Attends causally over the layers of a pool, each with shapes of its own and the same blocks. `rows`
-    says how keys and values are kept if not as the model computes them.
-    """
+class AttentionBackend(ABC):
+    """Attends causally over the layers of a pool, each with shapes of its own and the same blocks."""
 
     name: str
     block_size: int
-    num_tables: int
+    num_tables: int = 1
     """With more than one block table, the metadata have one dimension more (`TablesBackend`)."""
-    can_capture: bool
-    """Whether a step's launches can be captured as a graph."""
+    can_capture: bool = False
+    """Whether a graph can capture a step's launches. Such a backend has `attend`, and `layers` as
+    `engine.devices.cuda.attention.backend.PoolLayer`: the CUDA decoder writes keys and values itself.
+    """
+    deterministic: bool = True
+    """Whether a row has the same bits in every batch."""
 
-    def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None: ...
+    @abstractmethod
+    def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
+        """`rows` says how keys and values are stored if not as the model computes them."""
 
+    @classmethod
+    def fault(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Tell why it can't serve this device and dtype; None if it can."""
+        return None
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Plan the coming step on the host. A runner calls it before each step, also before one that a graph
+        replays, which calls nothing else.
+        """
+        return
+
+    @abstractmethod
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Prepare what all layers of the coming step share."""
-        ...
+        """Prepare what all layers of the coming step share. A graph may capture it."""
 
+    @abstractmethod
     def forward(
         self,
         layer: int,
@@ -128,4 +149,3 @@ class AttentionBackend(Protocol):
         Where the pool's values lie in its keys, `value` is not read.
         Returns a new contiguous tensor [total_tokens, num_heads, value_dim] of the query's dtype.
         """
-        ...

@@ -33,17 +33,19 @@ def own_heads(queries: int, keys: int, ranks: Ranks) -> Heads:
     return Heads(range(first, last), range(key, key + 1))
 
 
-class OwnHeads:
-    """An `AttentionBackend` over the pool's own KV heads: attends with the rank's own heads, and gathers."""
+class OwnHeads(AttentionBackend):
+    """Attention over the pool's own KV heads: attends with the rank's own heads, and gathers."""
 
     def __init__(self, backend: AttentionBackend, heads: Sequence[Heads], ranks: Ranks) -> None:
         """`heads` are those of each layer."""
         self.name, self.block_size = backend.name, backend.block_size
         self.num_tables = backend.num_tables
-        self.can_capture = False
         self._backend = backend
         self._heads = heads
         self._ranks = ranks
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        self._backend.plan(metadata)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         self._backend.begin_step(metadata)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.devices.attention import available_backends
+from engine.devices.attention import backend_fault
 from engine.download import Downloader
 from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.choice import TokenChoice
@@ -309,7 +309,7 @@ class Sampler:
 
 
 def _kernels_for(device: torch.device) -> TritonSampler | None:
-    if device.type == "cpu" or "triton" not in available_backends(device):
+    if device.type == "cpu" or backend_fault("triton", device):
         return None
     kernels: type[TritonSampler] = importlib.import_module(
         "engine.sampler.triton_kernel.chooser"

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.devices.attention import select_backend
+from engine.devices.attention import backend_fault, select_backend
 from engine.kv.attention import AttentionMetadata, LayerKv
 from engine.kv.layout import Segment
 from engine.kv.row_codes import KvRows
 
 LAYERS = 3
+BACKENDS = [name for name in ("cpu", "sdpa", "torch") if backend_fault(name, torch.device("cpu")) is None]
 Masks = list[int]
 """Of each query row of a sequence, the rows that it sees."""
 
@@ -89,6 +90,7 @@ def describe(lengths: list[tuple[int, int]], block_table: Tensor, slots: Tensor)
         slot_mapping=slots,
         max_query_len=max(q for q, _ in lengths),
         max_context_len=max(context for _, context in lengths),
+        query_lens=[q for q, _ in lengths],
     )
 
 
@@ -160,6 +162,7 @@ def run(
 ) -> Tensor:
     cls, _ = select_backend(pack.pool.device, pack.rows.dtype, backend)
     attention = cls(pack.layers, rows=pack.rows)
+    attention.plan(pack.metadata)
     attention.begin_step(pack.metadata)
     new = (pack.query, pack.key, pack.value)
     return attention.forward(layer, *new, scale=scale, sliding_window=window, softcap=softcap, sinks=sinks)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from deploy.config import load_config
-from engine.devices.attention import available_backends
+from engine.devices.cpu.attention.backend import build_fault
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from protocol.outputs import TokenLogprobs
@@ -21,7 +21,7 @@ from tests.speculation.engines import MODELS, TARGET
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
-    kernel_fault(CPU, torch.bfloat16) is not None or "cpu" not in available_backends(CPU),
+    kernel_fault(CPU, torch.bfloat16) is not None or build_fault() is not None,
     reason="this machine can't build the kernels",
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn.functional import embedding, linear
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention_tables import by_table
 from engine.devices.cuda.adapters import AdaptedProduct
-from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.kernels import add_norm, gate, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.kv.attention import AttentionBackend
@@ -90,7 +89,7 @@ class CudaDecoder:
         """
         backends, tables = by_table(backend)
         self._tables = tables
-        self._backends = [each for each in backends if isinstance(each, TritonBackend)]
+        self._backends: Sequence[Any] = backends  # that can be captured
         self._hidden_layers = hidden_layers
         self._program = program
         rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}

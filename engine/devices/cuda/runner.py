@@ -119,6 +119,7 @@ class CudaRunner:
         inputs = self._inputs(batch, logit_rows, shape)
         if fill is not None:
             fill(inputs)
+        self._backend.plan(inputs.attention)
         graph = self._captured.get(shape) if shape is not None else None
         if graph is None:
             logits, hidden = self._forward(inputs)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.devices.attention import available_backends, select_backend
+from engine.devices.attention import backend_fault, backend_of
 from engine.linear.quantized import QuantizedLinear
 from protocol.config import ServeConfig
 
@@ -19,7 +19,7 @@ _STATES = "A_log"
 
 def tile_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why it can't be used: Triton can't."""
-    return None if "triton" in available_backends(device, dtype) else select_backend(device, dtype)[1]
+    return backend_fault("triton", device, dtype)
 
 
 def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, plain: bool = False) -> None:
@@ -35,8 +35,12 @@ def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dty
     if config.serves_adapters and config.compile != "auto":
         how = f"with --compile {config.compile} torch's operators add adapters"
         return f"{how}, whose sums depend on the batch"
-    if config.attention_backend == "torch":
-        return "with --attention-backend torch sums depend on the batch"
+    name = config.attention_backend
+    if name != "auto":
+        if fault := backend_fault(name, device, dtype):
+            return fault
+        if not backend_of(name).deterministic:
+            return f"with --attention-backend {name} sums depend on the batch"
     return tile_fault(device, dtype)
 
 

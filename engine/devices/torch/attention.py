@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from engine.kv.row_codes import KvRows, StoredRows
 
 
@@ -31,14 +31,13 @@ class _Sequence:
         return self.context_len - (self.query_len if self.paths is None else self.paths.shape[1])
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Gathers each sequence's context and hands it to scaled_dot_product_attention."""
 
     name = "torch"
-    can_capture = False
+    deterministic = False
 
     def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
-        self.num_tables = 1
         keys = layers[0].keys
         self._stored = rows or KvRows(keys.dtype)
         self._layers = list(layers)
@@ -82,7 +81,22 @@ class TorchBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         self._write(layer, key, value)
-        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        return self.attend(
+            layer, query, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward` where the pool has the rows' keys and values already."""
+        out = query.new_empty((*query.shape[:2], self._layers[layer].values.shape[3]))
         for sequence in self._sequences:
             rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
             gathered, keys, values = self._gather(layer, sequence, sliding_window)

@@ -87,6 +87,7 @@ class RowsForward(ABC):
         inputs = step_inputs(step.batch, step.logit_rows, self._upload, self._block_table, least)
         if fill is not None:
             fill(inputs)
+        self._backend.plan(inputs.attention)
         self._backend.begin_step(inputs.attention)
         self._begin(step.batch)
         return self._call(inputs, step.hidden)

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.devices.attention import available_backends, select_backend
+from engine.devices.attention import select_backend
+from engine.devices.torch import sdpa
 from engine.kv.attention import LayerKv
 from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.attention_packs import (
+    BACKENDS,
     CHAINS_AND_TREES,
     Masks,
     Pack,
@@ -30,10 +32,14 @@ from tests.engine.attention_packs import (
 )
 from tests.engine.interpreted.cases import Case, Options, Sequence, Shape, Step
 
-BACKENDS = available_backends(torch.device("cpu"))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 CODED_TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
 CODED = [(dtype, name) for dtype in TOLERANCE for name in CODE_DTYPES]
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "LEAST_ROWS", 3)
 
 
 def check(
@@ -231,6 +237,7 @@ def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> No
     layers = [place.unflatten(1, part.shape[1:]) for place, part in zip(places, parts, strict=True)]
     cls, _ = select_backend(blocks.device, dtype, backend)
     attention = cls([LayerKv.of(layer) for layer in layers])
+    attention.plan(packs[0].metadata)
     attention.begin_step(packs[0].metadata)
     for layer, pack in enumerate(packs):
         alone = run(backend, pack)
@@ -269,7 +276,7 @@ def test_values_of_another_size_than_keys(
 
 @pytest.mark.parametrize("quantization", CODE_DTYPES)
 def test_coded_values_of_another_size_than_keys(quantization: str) -> None:
-    """Both backends write the same bytes."""
+    """All backends write the same bytes."""
     shape = Shape(torch.float32, quantization, key_dim=24, value_dim=40)
     sequences = tuple(Sequence(*lengths, seed) for seed, lengths in enumerate(MIXED))
     steps = [Step.of(Case(shape, Options(1.0, 50), sequences)) for _ in BACKENDS]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.devices import attention as select
 from engine.devices.attention import select_backend
 from engine.devices.cpu.attention import backend as cpu_backend
 from engine.devices.cpu.attention import structs
@@ -30,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 SOURCE = Path(cpu_backend.__file__).parent / "attention.cpp"
 PLAIN: Any = {"scale": 1.0, "sliding_window": None, "softcap": None}
 has_compiler = pytest.mark.skipif(
-    "cpu" not in select.available_backends(CPU), reason="the CPU kernel needs a C++ compiler"
+    cpu_backend.build_fault() is not None, reason="the CPU kernel needs a C++ compiler"
 )
 
 
@@ -38,7 +37,7 @@ has_compiler = pytest.mark.skipif(
 def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache, and nothing remembered from earlier choices."""
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
-    forget = (cpu_backend.load.cache_clear, select._cpu_kernel_fault.cache_clear)
+    forget = (cpu_backend.load.cache_clear, cpu_backend.build_fault.cache_clear)
     for clear in forget:
         clear()
     yield tmp_path

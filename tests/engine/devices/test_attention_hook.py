@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 
-from engine.devices.attention import available_backends, select_backend
+from engine.devices.attention import select_backend
 from engine.devices.torch import transformers_hook
 from engine.errors import UnsupportedModelError
 from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from tests.e2e.architectures import ARCHITECTURES, config_of
+from tests.engine.attention_packs import BACKENDS
 
-BACKENDS = available_backends(torch.device("cpu"))
 BLOCK_SIZE, BLOCKS_EACH, LENGTHS = 4, 16, [17, 31, 20]
 Span = tuple[int, int, int]
 """(sequence, first position, last position + 1) of the rows of a pack."""

@@ -7,8 +7,8 @@ import torch
 
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.kv.row_codes import CODE_DTYPES, KvRows
-from tests.engine.attention_packs import make_pack, run
-from tests.engine.devices.test_attention_backends import BACKENDS, CODED, MIXED, TOLERANCE
+from tests.engine.attention_packs import BACKENDS, make_pack, run
+from tests.engine.devices.test_attention_backends import CODED, MIXED, TOLERANCE
 
 needs_kernel = pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernel needs a C++ compiler")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import triton_support
-from engine.devices.attention import available_backends, backend_of, select_backend
+from engine.devices.attention import backend_of, select_backend
 from engine.devices.torch.attention import TorchBackend
 
 pytest.importorskip("triton", reason="Triton is for Linux")
@@ -27,8 +27,9 @@ def test_a_gpu_is_served_by_triton() -> None:
     cls, reason = select_backend(CUDA, torch.bfloat16)
     assert cls is backend_of("triton")
     assert reason == "reads the KV blocks in place"
-    assert available_backends(CUDA, torch.float16) == ["triton", "torch"]
-    assert select_backend(CUDA, torch.bfloat16, "torch")[0] is TorchBackend
+    assert select_backend(CUDA, torch.float16)[0] is cls
+    for name in ("sdpa", "torch"):
+        assert select_backend(CUDA, torch.bfloat16, name)[0] is backend_of(name)
 
 
 def test_what_launches_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,7 +58,8 @@ def test_what_triton_cannot_serve_goes_to_torch(monkeypatch: pytest.MonkeyPatch)
     assert "a C compiler and Python's headers" in select_backend(CUDA, torch.float16)[1]
     monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda name: None)
     assert "package triton" in select_backend(CUDA, torch.float16)[1]
-    with pytest.raises(ValueError, match=r"attention backend 'triton': .* package triton"):
-        select_backend(CUDA, torch.float16, "triton")
+    for name in ("triton", "sdpa"):
+        with pytest.raises(ValueError, match=rf"attention backend '{name}': .* package triton"):
+            select_backend(CUDA, torch.float16, name)
     with pytest.raises(ValueError, match="does not run on cpu"):
         select_backend(torch.device("cpu"), torch.float32, "triton")

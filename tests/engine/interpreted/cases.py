@@ -196,6 +196,7 @@ class Step:
     def run(self, backend: Any) -> Tensor:
         """A class of a backend."""
         attention = backend([self.layer], rows=self.rows)
+        attention.plan(self.metadata)
         attention.begin_step(self.metadata)
         options = self.case.options
         return attention.forward(
@@ -266,4 +267,5 @@ def _metadata(case: Case, table: Tensor, slots: Tensor) -> AttentionMetadata:
         visible=torch.tensor([mask - (mask >> 63 << 64) for mask in masks]) if trees else None,
         tree_start=int32(starts) if trees else None,
         first_key=int32(first_keys) if any(first_keys) else None,
+        query_lens=lengths,
     )

@@ -67,6 +67,8 @@ class _Nothing:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
+    def plan(self, metadata: object) -> None: ...
+
     def begin_step(self, metadata: object) -> None: ...
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, None]:

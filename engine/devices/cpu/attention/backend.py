@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.devices.cpu.attention.structs import CallArgs, KvLayerArgs, PoolArgs, StepArgs
-from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from engine.kv.row_codes import KvRows
-from native.build import declare, load_library
+from native.build import BuildError, declare, load_library
 from native.threads import gomp_parallel
 from protocol.handoff import ROW_QUANTIZATIONS
+
+logger = logging.getLogger("tandem.engine")
 
 _STORED = ("none", ROW_QUANTIZATIONS["int8"], ROW_QUANTIZATIONS["fp8"])
 """`Stored` of step.h."""
@@ -24,7 +27,7 @@ _STORED = ("none", ROW_QUANTIZATIONS["int8"], ROW_QUANTIZATIONS["fp8"])
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The compiled kernel. Raises BuildError."""
+    """Load the compiled kernel. Raises BuildError."""
     library = load_library(Path(__file__).parent / "attention.cpp", KvLayerArgs, PoolArgs, StepArgs, CallArgs)
     pointer = ctypes.c_void_p
     declare(library, "tandem_attention_create", pointer, pointer)
@@ -34,7 +37,18 @@ def load() -> ctypes.CDLL:
     return library
 
 
-class CpuBackend:
+@functools.cache
+def build_fault() -> str | None:
+    """Tell why the kernel can't be had on this machine; None if it can."""
+    try:
+        load()
+    except BuildError as error:
+        logger.warning("CPU attention falls back to torch's operators: %s", error)
+        return str(error)
+    return None
+
+
+class CpuBackend(AttentionBackend):
     """Reads the blocks in place; float32 and bfloat16 on the CPU, as they are or as codes. Sums are float32,
     or exact where rows are coded in int8.
 
@@ -43,10 +57,16 @@ class CpuBackend:
     """
 
     name = "cpu"
-    can_capture = False
+
+    @classmethod
+    def fault(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return f"the cpu kernel does not run on {device.type}"
+        if dtype not in (torch.float32, torch.bfloat16):
+            return f"the cpu kernel does not take {dtype}"
+        return build_fault()
 
     def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
-        self.num_tables = 1
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
         self.parallel = gomp_parallel()

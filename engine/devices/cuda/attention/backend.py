@@ -15,9 +15,9 @@ from engine.devices.cuda.attention.attend import attend
 from engine.devices.cuda.attention.merge import merge
 from engine.devices.cuda.attention.plan import plan
 from engine.devices.cuda.attention.write import write
-from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from engine.kv.row_codes import KvRows
-from engine.triton_support import ceil_div, power_of_two
+from engine.triton_support import ceil_div, power_of_two, triton_fault
 from protocol.handoff import ROW_QUANTIZATIONS
 
 LOG2E = 1.4426950408889634
@@ -66,7 +66,7 @@ class PoolLayer:
         self.is_fp8 = rows.quantization == ROW_QUANTIZATIONS["fp8"]
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Reads the blocks in place. A row's result has the same bits whatever shares the step with it, and as
     a decode row or among up to `tiles.SHORT` rows of its sequence. In a longer chunk they may differ.
     """
@@ -74,8 +74,13 @@ class TritonBackend:
     name = "triton"
     can_capture = True
 
+    @classmethod
+    def fault(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        if dtype not in MULTIPLIED:
+            return f"the triton kernel does not take {dtype}"
+        return triton_fault(device)
+
     def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
-        self.num_tables = 1
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
         if self._rows.dtype not in MULTIPLIED or not layers[0].fits(self._rows):

@@ -1,0 +1,106 @@
+"""Chunks of prompts by a library's kernel: torch's scaled_dot_product_attention over gathered KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.devices.attention import backend_fault, backend_of, kernel_of
+from engine.devices.torch.attention import TorchBackend
+from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.kv.row_codes import KvRows
+
+LEAST_ROWS = 65
+"""A sequence with fewer rows is no chunk: drafts to verify have as many."""
+
+
+class SdpaBackend(AttentionBackend):
+    """Splits a step with chunks of prompts: the device's kernel attends for all other rows. Steps with trees
+    are the kernel's, and those that graphs replay, which have no chunks.
+    """
+
+    name = "sdpa"
+    deterministic = False
+
+    def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
+        kernel = backend_of(kernel_of(layers[0].keys.device))
+        self.can_capture = kernel.can_capture
+        self._kernel: Any = kernel(layers, rows)
+        self._chunks = TorchBackend(layers, rows)
+        self.block_size = self._kernel.block_size
+        self._value_dims = [layer.values.shape[3] for layer in layers]
+        self._chunked: list[int] = []
+        """The sequences of the step that have chunks."""
+        self._query_lens: Sequence[int] = ()
+        self._parts: list[tuple[Any, Tensor]] = []
+        """Each backend with its rows, in a step with chunks."""
+
+    @classmethod
+    def fault(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        return backend_fault(kernel_of(device), device, dtype)
+
+    @property
+    def layers(self) -> Any:
+        """The pool's layers as the CUDA decoder writes them."""
+        return self._kernel.layers
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        self._query_lens = metadata.query_lens
+        has_trees = metadata.visible is not None
+        chunks = (s for s, count in enumerate(metadata.query_lens) if count >= LEAST_ROWS)
+        self._chunked = [] if has_trees else list(chunks)
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        self._parts = []
+        if not self._chunked:
+            self._kernel.begin_step(metadata)
+            return
+        starts = [*accumulate(self._query_lens, initial=0)]
+        others = [s for s in range(len(self._query_lens)) if s not in self._chunked]
+        padding = range(starts[-1], len(metadata.slot_mapping))
+        for backend, sequences, rest in ((self._chunks, self._chunked, ()), (self._kernel, others, padding)):
+            rows = [row for s in sequences for row in range(starts[s], starts[s + 1])] + [*rest]
+            if rows:
+                part, taken = _part(metadata, sequences, rows, [self._query_lens[s] for s in sequences])
+                backend.begin_step(part)
+                self._parts.append((backend, taken))
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if not self._parts:
+            return self._kernel.forward(layer, query, key, value, **options)  # type: ignore[no-any-return]
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        for backend, rows in self._parts:
+            out[rows] = backend.forward(layer, query[rows], key[rows], value[rows], **options)
+        return out
+
+    def attend(self, layer: int, query: Tensor, **options: Any) -> Tensor:
+        """As `forward` where the pool has the rows' keys and values already."""
+        if not self._parts:
+            return self._kernel.attend(layer, query, **options)  # type: ignore[no-any-return]
+        out = query.new_empty((*query.shape[:2], self._value_dims[layer]))
+        for backend, rows in self._parts:
+            out[rows] = backend.attend(layer, query[rows], **options)
+        return out
+
+
+def _part(
+    metadata: AttentionMetadata, sequences: Sequence[int], rows: Sequence[int], query_lens: Sequence[int]
+) -> tuple[AttentionMetadata, Tensor]:
+    """Return the metadata of some sequences and of padding behind them, and the numbers of these rows."""
+    device = metadata.slot_mapping.device
+    taken, own = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, sequences))
+    starts = torch.tensor([*accumulate(query_lens, initial=0)], dtype=torch.int32, device=device)
+    part = AttentionMetadata(
+        query_start=starts,
+        context_len=metadata.context_len[own],
+        block_table=metadata.block_table[own],
+        slot_mapping=metadata.slot_mapping[taken],
+        max_query_len=max(query_lens, default=0),
+        max_context_len=metadata.max_context_len,
+        first_key=None if metadata.first_key is None else metadata.first_key[own],
+    )
+    return part, taken
