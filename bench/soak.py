@@ -1,11 +1,11 @@
-"""`tandem bench soak`: checks that a server keeps giving right answers, without memory growth, through an
-operator's day in minutes.
+"""`tandem bench soak`: checks that a server gives right answers without memory growth through an operator's
+day, compressed into minutes.
 
-The bundled model serves short completions at an even rate, while again and again a worker is killed, a
-decode worker changes its role and back, all workers restart in turn, and a decode worker is added and one
-removed. `failed` counts requests without an answer, `wrong` requests whose text differs from the same
-request's text before all that. `growth` is the growth in per cent, after the first third, of the memory that
-each surviving process has written to (few workers are among them, because workers restart all the time).
+The bundled model serves short completions at an even rate. Meanwhile a worker is killed, a decode worker
+changes its role and back, all workers restart in turn, and a decode worker is added and one removed, again
+and again. `failed` counts requests without an answer, `wrong` requests whose text differs from the same
+request's text before these events. `growth` is the growth in per cent, after the first third, of the memory
+that each surviving process has written to (few workers are among them, because workers restart all the time).
 Last, `--streams` streams are held open at once.
 """
 

@@ -1,9 +1,9 @@
-"""Many prompts from a file of JSON lines, so many at a time; answers come in the order of the file.
+"""Answers many prompts from a file of JSON lines, several at a time, in the order of the file.
 
     python examples/batch.py PROMPTS.jsonl ANSWERS.jsonl [URL]
 
-Each line is the body of a completion, as in {"prompt": "def f(", "max_tokens": 16}. A request that is refused
-because the server is busy (429) is sent again when the server says.
+Each line is the body of a completion, as in {"prompt": "def f(", "max_tokens": 16}. When the server is busy
+(429), a request is sent again after the time that the server asks for.
 """
 
 from __future__ import annotations

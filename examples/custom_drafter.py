@@ -1,9 +1,9 @@
-"""A drafter of your own: after each token comes what came after it the last time in this request.
+"""A custom drafter: it drafts the token that followed the last token earlier in the request.
 
     PYTHONPATH=. tandem serve \\
         --speculative-config '{"method": "custom", "drafter": "examples.custom_drafter:LastFollower"}'
 
-`speculation.drafter.Drafter` says what each method is told and when. A wrong draft costs time, and never
+`speculation.drafter.Drafter` describes each method and when it is called. A wrong draft costs time, and never
 changes a token.
 """
 

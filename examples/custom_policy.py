@@ -1,10 +1,10 @@
-"""A placement policy of your own: long prompts have a worker to themselves, and short ones never wait.
+"""A custom placement policy: long prompts get one worker to themselves, so short ones never wait for them.
 
     PYTHONPATH=. tandem serve --decode-replicas 2 --placement examples.custom_policy:long_apart
 
 A rule is a pure function of the request's facts, the workers that take requests, the task (`prefill` or
-`decode`) and a counter. It returns a worker, or None where there is none for the task. It is not asked about
-requests of a session (`x-session-id`), which stay where the session is.
+`decode`) and a counter. It returns a worker, or None if no worker can do the task. Requests of a session
+(`x-session-id`) stay on the session's worker without asking the rule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from router.placement.cluster import Cluster
 from router.placement.interface import PolicyState, RequestFacts, WorkerSnapshot
 
 LONG = 128
-"""Tokens that are to be computed before the first one of the answer."""
+"""The tokens to compute before the answer's first token."""
 
 
 def long_apart(

@@ -3,7 +3,7 @@
     pip install openai
     python examples/python_client.py [URL]
 
-TANDEM_API_KEY is sent as the key, where the server asks for one.
+TANDEM_API_KEY is sent as the key, for servers that ask for one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""JSON of a schema through OpenAI's Python client: whatever the model would have liked, the answer fits.
+"""Gets JSON that matches a schema through OpenAI's Python client. A grammar enforces the schema.
 
     pip install openai
     python examples/structured_output.py [URL]
 
-TANDEM_API_KEY is sent as the key, where the server asks for one.
+TANDEM_API_KEY is sent as the key, for servers that ask for one.
 """
 
 from __future__ import annotations

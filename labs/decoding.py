@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 heads, size]. The rows are the last of the tokens; each sees itself and all before it.
 """
 LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""The same for a layer's new rows: it stores their keys and values and adds those of earlier tokens."""
+"""Attention of a layer's new rows: it stores their keys and values and reads those of earlier tokens, too."""
 
 
 class Llama:
@@ -104,7 +104,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def attend_in_tiles(q: Tensor, keys: Tensor, values: Tensor, tile: int = 64) -> Tensor:
-    """The same, a tile of keys after the other, with the scores of one tile in memory.
+    """Compute softmax attention one tile of keys at a time, with only that tile's scores in memory.
 
     The online softmax of FlashAttention (Dao et al., 2022, section 3.1): the highest score, which a softmax
     subtracts, and the sum, by which it divides, are only known at the end. So sums are kept relative to the

@@ -167,7 +167,7 @@ class Report:
 def serve(
     model: Llama, requests: Sequence[Request], policy: str, num_blocks: int, block_size: int = 16
 ) -> Report:
-    """Run all requests, which are all there from the start, to their ends."""
+    """Run requests that all arrive at the start to their ends."""
     blocks = Blocks(num_blocks, block_size)
     scheduler, attention = Scheduler(blocks, policy), PagedAttention(model, blocks)
     scheduler.waiting.extend(requests)

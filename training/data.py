@@ -100,7 +100,7 @@ def cut_windows(tokens: Tensor, length: int) -> Tensor:
 
 
 def spread(windows: Tensor, most: int) -> Tensor:
-    """Return at most so many of the windows, spread evenly over all."""
+    """Return at most `most` windows, spread evenly over all."""
     return windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()]
 
 

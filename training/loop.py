@@ -56,7 +56,7 @@ class Schedule:
     decay: int
 
     def scale(self, step: int) -> float:
-        """The factor in (0, 1] on the learning rate at `step`."""
+        """Return the factor in (0, 1] on the learning rate at `step`."""
         return min(1.0, (step + 1) / self.warm_up, (self.steps - step) / max(1, self.decay))
 
 

@@ -43,8 +43,8 @@ def five(
     """Measure the effects of disaggregation, speculation, paged KV, prefix sharing and quantization.
 
     Each cell of the factorial experiment starts a server and searches for its highest rate within the SLO.
-    Stop it when you like: the same command goes on with the missing cells. The tables have every workload
-    whose cells are all in the folder.
+    You may stop it at any time: the same command resumes with the missing cells. The tables show every
+    workload whose cells are all in the folder.
     """
     command = command_line("tandem bench five", five, dict(locals()))
     from bench.five.figures import finding  # SciPy is in the extra `bench`

@@ -1,4 +1,6 @@
-"""Runs all cells in a random order and keeps finished cells, so an experiment goes on where it stopped."""
+"""Runs all cells in a random order and keeps finished cells, so that an experiment resumes where it
+stopped.
+"""
 
 from __future__ import annotations
 

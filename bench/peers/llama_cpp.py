@@ -55,7 +55,7 @@ class LlamaCpp:
         self._build = home / "build"
 
     def install(self) -> None:
-        """Build llama.cpp for this machine's CPU. An interrupted build goes on."""
+        """Build llama.cpp for this machine's CPU. An interrupted build resumes."""
         if not self._source.exists():
             self._download()
         subprocess.run(["cmake", "-G", "Ninja", "-S", self._source, "-B", self._build, *_FLAGS], check=True)

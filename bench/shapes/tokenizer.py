@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def _synthetic_words(seed: int, lines: int = 4000) -> Iterator[str]:
-    """Yield lines of made-up words, distinct enough for thousands of merges, so that no corpus is needed."""
+    """Yield lines of made-up words that allow thousands of merges, so that no corpus is needed."""
     rng = np.random.default_rng(seed)
     for _ in range(lines):
         lengths = rng.integers(2, 12, size=12)

@@ -1,9 +1,9 @@
 """Quantization on the wire: how many bytes it saves, and how often greedy decoding continues as without it.
 
 The bundled model's own KV of held-out Python code is converted to the wire format and back. A greedy
-continuation is a chain of decisions, and the decisions after the first different one say little, so three
+continuation is a chain of decisions, and the decisions after the first different one say little. So three
 things are measured: whole continuations that agree, decisions that agree (up to and including the first
-different one), and the margin by which the model preferred its token where a decision differed.
+different one), and the margin by which the model preferred its token at a different decision.
 """
 
 from __future__ import annotations

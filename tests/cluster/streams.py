@@ -1,6 +1,6 @@
 """Streams completions side by side, for use in a host's network.
 
-python -m tests.cluster.streams URL COUNT TOKENS
+    python -m tests.cluster.streams URL COUNT TOKENS
 
 Prints "underway" once each stream has some tokens or has ended. The last line is a JSON list of `Stream`s.
 The API key is in TANDEM_API_KEY.

@@ -98,7 +98,7 @@ class Eagle3Training(TrainableHead):
     """
 
     def __init__(self, target: Target, shape: HeadShape, depth: int, own_lm_head: bool) -> None:
-        """Without an LM head of its own the head uses the target's, limited to `draft_vocab_size`."""
+        """Make a head. Without its own LM head it uses the target's, limited to `draft_vocab_size`."""
         assert shape.draft_vocab_size is not None
         self.depth = depth
         self.hidden_layers: tuple[int, ...] = (*shape.captured, target.num_layers)
@@ -141,7 +141,9 @@ class Eagle3Training(TrainableHead):
         return total / sum(_STEP_WEIGHT**step for step in range(self.depth))
 
     def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
-        """The greedy chains of `depth` tokens from each of `places`: int64 [windows, places, depth]."""
+        """Return the greedy chains of `depth` tokens from each of `places`: int64 [windows, places,
+        depth].
+        """
 
         def choose(step: int, scored: Tensor | None) -> Tensor:
             return token_ids[:, 1:] if scored is None else self._best(scored)
