@@ -21,7 +21,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def closing() -> Iterator[Callable[[Any], Any]]:
-    """`closing(x)` is x, closed after the test."""
+    """Return a function that registers an object to be closed after the test, and returns it."""
     opened: list[Any] = []
 
     def register(thing: Any) -> Any:

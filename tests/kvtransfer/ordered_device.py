@@ -1,4 +1,4 @@
-"""A device that enforces order: its pool's bytes change only when what was launched is waited for."""
+"""A device that enforces order: its pool's bytes change only when someone waits for the launched work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Work = Callable[[], object]
 
 
 class Launches:
-    """Work in order, none of which is done before somebody waits for a mark behind it."""
+    """An ordered list of work. None of it is done before someone waits for a mark behind it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class _Copies(Launches):
 
 
 class OrderedDevice(Launches):
-    """`blocks` is its pool, uint8 [num_blocks, block_bytes], at first of zeros."""
+    """A device whose pool is `blocks`, uint8 [num_blocks, block_bytes], initially zeros."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -81,7 +81,9 @@ class OrderedDevice(Launches):
         self.launch(lambda: self.blocks[block].fill_(value))
 
     def read(self, block: int) -> list[int]:
-        """Launch a kernel that reads a block: the list gets its first byte when that is done."""
+        """Launch a kernel that reads a block. The returned list gets the first byte when the kernel
+        is done.
+        """
         found: list[int] = []
         self.launch(lambda: found.append(int(self.blocks[block, 0])))
         return found

@@ -1,4 +1,4 @@
-"""The layout of blocks once more, read and written plainly, to test the fast way against."""
+"""A plain second implementation of the block layout, as a reference for the fast one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.handoff import SegmentInfo
 def segment(
     *shape: int, name: str = "target", dtype: str = "float32", quantization: str = "none", planes: int = 2
 ) -> SegmentInfo:
-    """`shape`: layers, block_size, kv_heads, head_dim."""
+    """Describe a segment. `shape` is (layers, block_size, kv_heads, head_dim)."""
     layers, block_size, heads, head_dim = shape
     return SegmentInfo(
         name=name, dtype=dtype, shape=(layers, planes, block_size, heads, head_dim), quantization=quantization
@@ -34,7 +34,7 @@ def plain_block_bytes(segments: Sequence[SegmentInfo]) -> int:
 
 
 def parts(block: bytearray | memoryview, segments: Sequence[SegmentInfo]) -> list[memoryview]:
-    """The bytes of each segment of one block."""
+    """Return the bytes of each segment of one block."""
     view, start, cut = memoryview(block), 0, []
     for info in segments:
         cut.append(view[start : start + segment_bytes(info)])
@@ -43,7 +43,7 @@ def parts(block: bytearray | memoryview, segments: Sequence[SegmentInfo]) -> lis
 
 
 def read_token(part: memoryview, info: SegmentInfo, slot: int) -> Tensor:
-    """One token of one segment of one block: float32 [layers, 2, kv_heads, head_dim]."""
+    """Return one token of one segment of one block: float32 [layers, 2, kv_heads, head_dim]."""
     if info.quantization == "none":
         return torch.frombuffer(part, dtype=DTYPES[info.dtype]).view(info.shape)[:, :, slot].float()
     layers, two, _, heads, _ = info.shape
@@ -59,7 +59,7 @@ def write_token(part: memoryview, info: SegmentInfo, slot: int, token: Tensor) -
 
 
 def random_blocks(segments: Sequence[SegmentInfo], count: int, generator: torch.Generator) -> bytearray:
-    """Blocks of ordinary numbers, and of finite codes and ordinary scales where a segment is quantized."""
+    """Return blocks of ordinary numbers. Quantized segments get finite codes and ordinary scales."""
     blocks = bytearray()
     for _ in range(count):
         for info in segments:

@@ -1,4 +1,4 @@
-"""Senders and receivers in actors of a real Ray, with the object store between them."""
+"""Runs senders and receivers in actors of a real Ray, with the object store between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_S = 60.0
 
 
 class Side(CarrierActor):
-    """One side of a transfer in a process of its own."""
+    """One side of a transfer, inside an actor."""
 
     end: Any = None
 
@@ -37,7 +37,7 @@ class Side(CarrierActor):
         return function(self.end, *arguments)
 
     def close(self) -> list[str]:
-        """Close it all; returns the threads of ours that are left."""
+        """Close everything. Return our own threads that are left."""
         if self.end is not None:
             self.end.close()
         self.end = None
@@ -46,7 +46,7 @@ class Side(CarrierActor):
 
 
 class RemoteSide:
-    """A `Side`, from outside."""
+    """A handle of a `Side` in an actor."""
 
     def __init__(
         self, actor: Any, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any
@@ -58,12 +58,12 @@ class RemoteSide:
         self.start()
 
     def start(self) -> None:
-        """Again, after a `close`."""
+        """Start the side again after a `close`."""
         arguments, options = self._options
         self.peer = ray.get(self.actor.start.remote(*arguments, **options), timeout=ANSWER_S)
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function(end, *arguments)` returns there."""
+        """Return the result of `function(end, *arguments)` in the actor."""
         return ray.get(self.actor.apply.remote(function, *arguments), timeout=ANSWER_S)
 
     def close(self) -> list[str]:
@@ -75,7 +75,7 @@ class RemoteSide:
 
 
 def stored_bytes() -> int:
-    """What lies in the object store."""
+    """Return the number of bytes in the object store."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return int(total["object_store_memory"] - free.get("object_store_memory", 0))
 

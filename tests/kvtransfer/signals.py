@@ -1,4 +1,4 @@
-"""Signals to processes."""
+"""Sends signals to processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import psutil
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """A process that is to stop has stopped when this returns: it may run on for a while on another core."""
+    """Send a signal. A stopped process has really stopped on return; on another core it might run for a
+    while.
+    """
     os.kill(pid, number)
     while number == signal.SIGSTOP and psutil.Process(pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.001)

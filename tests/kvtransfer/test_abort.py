@@ -1,4 +1,4 @@
-"""After `Sender.abort` returns no source block is read any more, or what is read is never believed."""
+"""After `Sender.abort` no source block is read any more, or what is read is never used."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Closing = Callable[[Any], Any]
 MIB = 1024 * 1024
 
 
-def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
-    size = 24 * MIB  # more than all socket buffers hold
+def test_tcp_pads_a_piece_that_is_being_sent(closing: Closing) -> None:
+    size = 24 * MIB  # larger than all socket buffers
     pool = make_pool(2, size)
     pool.buffer[:] = b"\x11" * len(pool.buffer)
     sender = closing(SenderEnd(["tcp"], pool, abort_timeout_s=30))
@@ -56,7 +56,7 @@ def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
 
 
 def piece_being_read(closing: Closing) -> tuple[SenderEnd, RawReceiver, RawPeer, Piece]:
-    """A lease's one piece is announced over `shm`, and not acknowledged yet."""
+    """Return a lease whose only piece is announced over `shm` and not acknowledged yet."""
     sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=20))
     raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
     sender.push(raw_receiver.peer, "lease", [0])
@@ -77,7 +77,7 @@ def test_shm_waits_for_the_reader(closing: Closing) -> None:
     assert sender.sender.poll() == []
 
 
-def test_shm_cuts_off_a_reader_that_does_not_answer(closing: Closing) -> None:
+def test_shm_disconnects_a_reader_that_does_not_answer(closing: Closing) -> None:
     sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=0.2))
     raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
     sender.push(raw_receiver.peer, "lease", [0])
@@ -86,16 +86,18 @@ def test_shm_cuts_off_a_reader_that_does_not_answer(closing: Closing) -> None:
     raw_receiver.piece(raw)
     sender.sender.abort("lease")
     with pytest.raises(ConnectionError):
-        raw.send(Ack(1))  # what was read after the abort can't be acknowledged, so it never counts
+        raw.send(Ack(1))  # the data read after the abort cannot be acknowledged, so it never counts
     assert isinstance(sender.wait_lease("other"), Failed)
     assert sender.sender.counters()["failures_abort_timeout"] == 1
 
 
 @pytest.mark.parametrize(("transport", "breaks"), [("shm", False), ("tcp", False), ("tcp", True)])
-def test_aborts_in_a_stream_of_pieces_leave_only_believed_blocks(
+def test_aborts_during_many_pieces_leave_only_valid_blocks(
     closing: Closing, transport: str, breaks: bool
 ) -> None:
-    """Blocks reported in place were read before the abort. If a `tcp` wire breaks, nothing is sent again."""
+    """Blocks reported in place were read before the abort. If a `tcp` connection breaks, nothing is sent
+    again.
+    """
     count, size = 48, 256 * 1024
     sender = closing(SenderEnd([transport], make_pool(count, size), TransportOptions(tcp_streams=1 + breaks)))
     receiver = closing(ReceiverEnd([transport], make_pool(count, size)))
@@ -118,10 +120,10 @@ def test_aborts_in_a_stream_of_pieces_leave_only_believed_blocks(
         assert b"\x99" not in bytes(receiver.pool.buffer)
         counts = [e.blocks_received for e in events if isinstance(e, Progress) and e.lease_id == lease]
         believed = max(counts, default=0)
-        if not breaks:  # pieces of two connections come in any order
+        if not breaks:  # pieces of two connections arrive in any order
             assert bytes(receiver.pool.buffer[: believed * size]) == b"\x11" * believed * size
         assert all(event.lease_id != lease for event in sender.wait_for())
-        if not receiver.receiver.close_lease(lease):  # an earlier connection still writes what it had
+        if not receiver.receiver.close_lease(lease):  # an earlier connection still writes its data
             receiver.wait_for(lambda event, lease=lease: event == Closed(lease))
     assert "leases_failed" not in sender.sender.counters()
 
@@ -135,7 +137,7 @@ def test_a_lease_may_be_aborted_before_it_is_pushed(closing: Closing) -> None:
 
 
 class SlowToClose(socket.socket):
-    """Its descriptor lives on for a while once `close` has begun, as if the thread was preempted."""
+    """A channel whose descriptor stays open for a while during `close`, as if the thread were preempted."""
 
     begun = threading.Event()
     finish = threading.Event()
@@ -147,8 +149,8 @@ class SlowToClose(socket.socket):
         os.close(descriptor)
 
 
-def test_a_connection_that_is_being_closed_is_cut_off_too() -> None:
-    """The sender's own time-out and the abort's may come together; its peer must not acknowledge after it."""
+def test_a_closing_connection_is_disconnected_too() -> None:
+    """The sender's time-out and the abort's may coincide, and the peer must not acknowledge afterwards."""
     ours, theirs = socket.socketpair()
     channel = Channel(SlowToClose(fileno=ours.detach()), Wake(), 1.0)
     closing = threading.Thread(target=channel.close)
@@ -167,7 +169,7 @@ def test_a_connection_that_is_being_closed_is_cut_off_too() -> None:
     theirs.close()
 
 
-def test_a_word_that_is_being_released_is_zero_for_whoever_releases_it_too() -> None:
+def test_a_word_is_zero_for_a_second_release_too() -> None:
     word = Words().take()
     word.write(word.token)
     begun, finish, write = threading.Event(), threading.Event(), word.write
@@ -192,10 +194,10 @@ def test_a_word_that_is_being_released_is_zero_for_whoever_releases_it_too() -> 
     assert word.read() == 0
 
 
-def test_a_piece_that_is_to_be_sent_again_is_not_after_an_abort(
+def test_a_piece_about_to_be_sent_again_is_dropped_by_an_abort(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The abort comes after the piece's ack was read, and before the piece is queued again."""
+    """The abort comes after the piece's acknowledgement was read and before the piece is queued again."""
     sender, raw_receiver, raw, piece = piece_being_read(closing)
     aborting = threading.Thread(target=sender.sender.abort, args=("lease",))
     begun, failed = threading.Event(), Link._failed

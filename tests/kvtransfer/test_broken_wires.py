@@ -1,4 +1,6 @@
-"""Wires that break and peers that stop: what is on its way goes on over the next wire, or its lease fails."""
+"""Broken connections and stopped peers: the transfer continues over the next transport, or its
+lease fails.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def big_pool(seed: int) -> Any:
 
 
 def hold_all_but_the_first_piece(receiver: ReceiverEnd, lease_id: str) -> threading.Event:
-    """Until the event is set, so that no machine is too fast for what the test does meanwhile."""
+    """Hold back all pieces but the first until the event is set, so that no machine is too fast for
+    the test.
+    """
     goes_on = threading.Event()
     lease = receiver.receiver._leases._leases[lease_id]
     attempt = lease.attempt
@@ -49,7 +53,7 @@ def hold_all_but_the_first_piece(receiver: ReceiverEnd, lease_id: str) -> thread
 
 
 def push_and_cut(sender: SenderEnd, receiver: ReceiverEnd, lease: str, stream: int = 0) -> list[Any]:
-    """Transfer the whole pool, with a cut in the middle; the events up to its end."""
+    """Transfer the whole pool with a cut in the middle. Return the events up to the end."""
     receiver.open(lease, range(NUM_BLOCKS))
     goes_on = hold_all_but_the_first_piece(receiver, lease)
     sender.push(receiver.peer, lease, range(NUM_BLOCKS))
@@ -59,7 +63,7 @@ def push_and_cut(sender: SenderEnd, receiver: ReceiverEnd, lease: str, stream: i
     return sender.wait_for()
 
 
-def test_the_next_transport_takes_over_in_the_middle_of_a_lease(closing: Closing) -> None:
+def test_the_next_transport_takes_over_during_a_lease(closing: Closing) -> None:
     sender = closing(SenderEnd(["shm", "tcp"], big_pool(1)))
     receiver = closing(ReceiverEnd(["shm", "tcp"], big_pool(2)))
     events = push_and_cut(sender, receiver, "lease")
@@ -89,7 +93,7 @@ def test_a_better_transport_is_tried_again_later(closing: Closing) -> None:
     wait_until(lambda: sum(thread.name.startswith("kv-send") for thread in threading.enumerate()) == 1)
 
 
-def test_the_only_transport_is_connected_again(closing: Closing, transport: str) -> None:
+def test_the_only_transport_reconnects(closing: Closing, transport: str) -> None:
     sender = closing(SenderEnd([transport], big_pool(1)))
     receiver = closing(ReceiverEnd([transport], big_pool(2)))
     assert isinstance(push_and_cut(sender, receiver, "lease")[-1], Completed)
@@ -99,7 +103,7 @@ def test_the_only_transport_is_connected_again(closing: Closing, transport: str)
     assert not any(isinstance(event, Failed) for event in receiver.receiver.poll())
 
 
-def test_a_wire_that_breaks_at_every_try_fails_the_lease(closing: Closing, transport: str) -> None:
+def test_a_transport_that_breaks_at_every_try_fails_the_lease(closing: Closing, transport: str) -> None:
     sender = closing(SenderEnd([transport]))
     raw_receiver = closing(RawReceiver(transport, make_pool()))
     sender.push(raw_receiver.peer, "lease", [0])
@@ -117,7 +121,7 @@ def test_a_wire_that_breaks_at_every_try_fails_the_lease(closing: Closing, trans
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_closed: bool) -> None:
-    """Also when the request has been taken over since: its blocks then hold newer tokens."""
+    """Even if the request has been taken over since, and its blocks hold newer tokens."""
     receiver = closing(ReceiverEnd(["tcp"]))
     source = make_pool(seed=3)
     receiver.open("lease", [4, 5])
@@ -137,10 +141,10 @@ def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_c
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_piece_that_was_sent_again_elsewhere_is_not_written_by_who_comes_late(
+def test_a_late_connection_does_not_write_a_piece_that_was_sent_again(
     closing: Closing, transport: str
 ) -> None:
-    """The thread of a broken wire may get to its last piece when the sender has long reused the blocks."""
+    """A broken connection's thread may reach its last piece long after the sender has reused the blocks."""
     receiver = closing(ReceiverEnd([transport]))
     source = make_pool(seed=3)
     late, raw = (closing(RawPeer.connect(receiver, transport, source)) for _ in range(2))
@@ -158,7 +162,7 @@ def test_a_piece_that_was_sent_again_elsewhere_is_not_written_by_who_comes_late(
     assert bytes(receiver.pool.buffer[4 * BLOCK : 5 * BLOCK]) == sent
 
 
-def test_a_sender_that_comes_back_in_time_is_not_given_up(closing: Closing) -> None:
+def test_a_sender_that_reconnects_in_time_is_not_given_up(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"], reconnect_grace_s=1.0))
     receiver.open("back", [1, 2])
     receiver.open("gone", [3, 4])
@@ -190,7 +194,7 @@ def test_several_streams_share_the_work_and_survive_each_other(closing: Closing)
     assert names.count("kv-receive-tcp") >= 3
 
 
-def test_a_peer_that_always_hangs_up_is_not_called_for_ever(closing: Closing, transport: str) -> None:
+def test_a_peer_that_always_disconnects_is_not_retried_for_ever(closing: Closing, transport: str) -> None:
     sender = closing(SenderEnd([transport]))
     raw_receiver = closing(RawReceiver(transport, make_pool()))
     sender.sender.connect(raw_receiver.peer)
@@ -204,7 +208,7 @@ def test_a_peer_that_always_hangs_up_is_not_called_for_ever(closing: Closing, tr
 
 
 PROMPT_S = 10.0
-"""Under a second on an idle machine; who notices no death waits 30 s for progress."""
+"""Under a second on an idle machine. Without noticing the death, a side would wait 30 s for progress."""
 
 
 def test_an_idle_link_outlives_the_progress_timeout(closing: Closing, transport: str) -> None:

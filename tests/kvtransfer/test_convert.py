@@ -1,4 +1,6 @@
-"""Blocks of one layout into a pool of another, against a plain reference that moves one token at a time."""
+"""Blocks of one layout are converted into a pool of another, compared with a reference that moves single
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def cases(draw: st.DrawFn) -> tuple:
         )
         ours.append(segment(layers, block_size, heads, size, dtype=our, **stored))
     num_tokens = draw(st.integers(0, 60))
-    # One position more than the prompt has: it is outside, like the slots behind the last token.
+    # The position after the prompt's end counts as outside, like the unused slots of the last block.
     positions = draw(st.permutations(range(num_tokens // block_size + 2)))
     positions = positions[: draw(st.integers(0, len(positions)))]
     if draw(st.booleans()):
@@ -82,7 +84,7 @@ def cases(draw: st.DrawFn) -> tuple:
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_place_moves_what_the_reference_moves_and_nothing_else(case: tuple) -> None:
+def test_place_moves_the_same_as_the_reference_and_nothing_else(case: tuple) -> None:
     wire, ours, num_tokens, positions, num_blocks, block_ids, seed, chunk = case
     generator = torch.Generator().manual_seed(seed)
     staged = random_blocks(wire, len(positions) + 1, generator)
@@ -103,7 +105,7 @@ def test_place_moves_what_the_reference_moves_and_nothing_else(case: tuple) -> N
 
 
 def place_one(wire: SegmentInfo, ours: SegmentInfo, values: torch.Tensor) -> torch.Tensor:
-    """One block of these values, converted."""
+    """Return one converted block of these values."""
     pool = bytearray(plain_block_bytes([ours]))
     block = np.zeros(1, dtype=np.int64)
     converter = Converter([wire], [ours], memoryview(pool))
@@ -134,7 +136,7 @@ def test_int8_becomes_bfloat16_rounded_to_nearest_even() -> None:
 
 
 @pytest.mark.parametrize("bad", [1e6, -7e4, float("inf"), float("nan")])
-def test_what_float16_cannot_hold_is_refused(bad: float) -> None:
+def test_values_beyond_float16_are_refused(bad: float) -> None:
     values = torch.tensor([1.0, bad, 65504.0, 0.0])
     with pytest.raises(RangeError, match="beyond float16"):
         place_one(segment(1, 1, 1, 2), segment(1, 1, 1, 2, dtype="float16"), values)
@@ -150,7 +152,7 @@ def test_what_float16_cannot_hold_is_refused(bad: float) -> None:
         ([-1], [0, 1], 8, "positions must not be negative"),
     ],
 )
-def test_blocks_that_are_not_there_are_refused(
+def test_missing_blocks_are_refused(
     positions: list[int], block_ids: list[int], num_tokens: int, problem: str
 ) -> None:
     ours, wire = segment(1, 4, 1, 4), segment(1, 4, 1, 4, dtype="bfloat16")
@@ -166,16 +168,16 @@ def test_blocks_that_are_not_there_are_refused(
     assert not any(pool)
 
 
-def test_layouts_that_do_not_convert_are_refused_by_name() -> None:
+def test_unconvertible_layouts_are_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="kv_heads"):
         Converter([segment(1, 4, 2, 4)], [segment(1, 4, 1, 4)], memoryview(bytearray(1024)))
 
 
 def place_beside_protected_pages() -> None:
-    """Place blocks 1 and 2 of a prompt of 40 tokens. The pages of its cached first block, and those after its
-    last token, are read-only.
+    """Place blocks 1 and 2 of a prompt of 40 tokens.
 
-    A token of a plane is 512 bytes, a page is 4 KiB: 8 tokens of a plane.
+    The pages of its cached first block, and those after its last token, are read-only. A token of a plane has
+    512 bytes and a page 4 KiB: 8 tokens of a plane.
     """
     page = mmap.PAGESIZE
     ours, wire = segment(1, 16, 1, page // 32), segment(1, 16, 1, page // 32, dtype="bfloat16")
@@ -192,7 +194,9 @@ def place_beside_protected_pages() -> None:
 
 
 def test_the_pages_of_cached_tokens_are_not_written_at_all() -> None:
-    """Other requests read them meanwhile, so not even with the same bytes. A write would be a SIGSEGV."""
+    """Other requests read them meanwhile, so they must not be written even with the same bytes. A write would
+    be a SIGSEGV.
+    """
     process = multiprocessing.get_context("spawn").Process(target=place_beside_protected_pages)
     process.start()
     process.join(60)
@@ -200,8 +204,8 @@ def test_the_pages_of_cached_tokens_are_not_written_at_all() -> None:
 
 
 def rows_and_scales(block: bytearray | memoryview, info: SegmentInfo) -> tuple[Tensor, Tensor]:
-    """Codes [layers, planes, block_size, kv_heads, head_dim] of a block in rows, and the bits of their scales
-    [layers, planes, block_size, kv_heads].
+    """Return codes [layers, planes, block_size, kv_heads, head_dim] of a block in rows, and the bits of their
+    scales [layers, planes, block_size, kv_heads].
     """
     layers, planes, block_size, heads, head_dim = info.shape
     tokens = torch.frombuffer(block, dtype=torch.uint8).view(layers, planes, block_size, -1)
@@ -212,8 +216,8 @@ def rows_and_scales(block: bytearray | memoryview, info: SegmentInfo) -> tuple[T
 
 @pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [5, 1, 3, 0]], ids=["one after the other", "scattered"])
 @pytest.mark.parametrize("quantization", ROW_QUANTIZATIONS.values())
-def test_coded_rows_move_with_their_scales(quantization: str, block_ids: list[int]) -> None:
-    dtypes = ("float32", "bfloat16")  # in which the models compute
+def test_quantized_rows_move_with_their_scales(quantization: str, block_ids: list[int]) -> None:
+    dtypes = ("float32", "bfloat16")  # the models' compute dtypes
     wire, own = (segment(2, 16, 3, 4, dtype=dtype, quantization=quantization) for dtype in dtypes)
     wire_bytes, our_bytes = block_bytes([wire]), block_bytes([own])
     generator = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""What arrives damaged is counted, named and sent again; nothing of it is believed."""
+"""Damaged pieces are counted, named and sent again; none of their bytes are used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_BLOCKS = 8
 
 @pytest.fixture
 def damage(monkeypatch: pytest.MonkeyPatch, transport: str) -> Callable[[int], None]:
-    """`damage(n)`: the next n pieces lose their first block on the way."""
+    """Return `damage(n)`, which damages the first block of the next n pieces on the way."""
     reader = READERS[transport]
     read = reader.read
     left = 0
@@ -79,7 +79,7 @@ def test_a_damaged_piece_is_sent_again(
 
 
 @pytest.mark.parametrize("mode", ["sampled", "full"])
-def test_a_wire_that_always_damages_fails_the_lease_alone(
+def test_a_connection_that_always_damages_only_fails_the_lease(
     closing: Closing, transport: str, damage: Callable[[int], None], mode: Mode
 ) -> None:
     sender = closing(SenderEnd([transport], make_pool(seed=1), checksum=mode))
@@ -98,7 +98,7 @@ def test_a_wire_that_always_damages_fails_the_lease_alone(
 def test_without_checksums_damage_goes_unnoticed(
     closing: Closing, transport: str, damage: Callable[[int], None]
 ) -> None:
-    """So the tests above see what the checksum finds, not something else."""
+    """So the tests above show the effect of the checksum."""
     sender = closing(SenderEnd([transport], make_pool(seed=1)))
     receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
     receiver.open("lease", [1])
@@ -109,7 +109,7 @@ def test_without_checksums_damage_goes_unnoticed(
 
 
 @pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
-def test_what_is_converted_is_checked_before(
+def test_checksums_are_checked_before_conversion(
     closing: Closing, monkeypatch: pytest.MonkeyPatch, wire_dtype: str
 ) -> None:
     source_pool, source = meaningful_pool("bfloat16")
@@ -137,7 +137,7 @@ def test_what_is_converted_is_checked_before(
     assert (arrived - sent).abs().max() <= tolerance
 
 
-def test_a_checksum_that_was_announced_must_come(closing: Closing) -> None:
+def test_an_announced_checksum_must_come(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool(), checksum="full"))
     receiver.open("lease", [1])

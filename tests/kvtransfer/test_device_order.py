@@ -1,5 +1,7 @@
-"""A device's blocks are sent once they are computed, and written once nothing reads them: see
-`ordered_device`. Nothing waits for what is launched later.
+"""A device's blocks are sent once they are computed and written once nothing reads them (see
+`ordered_device`).
+
+Nothing waits for work that is launched later.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def target() -> OrderedDevice:
 
 
 @pytest.mark.parametrize(("wire", "checksum"), [("tcp", "off"), ("tcp", "full"), ("ucx", "off")])
-def test_what_is_pushed_is_what_was_launched_before(
+def test_a_push_sends_the_results_of_earlier_launches(
     closing: Closing, wire: str, checksum: str, source: OrderedDevice, target: OrderedDevice
 ) -> None:
     sender, receiver = ends(closing, wire, source, target, checksum=checksum)
@@ -60,7 +62,7 @@ def test_what_is_pushed_is_what_was_launched_before(
     pushed = source.mark()
     sender.push(receiver.peer, "lease", [2, 3, 5])
     later = source.read(2)
-    source.write(2, 99)  # the next step: it must not be waited for
+    source.write(2, 99)  # the next step, which must not be waited for
     assert isinstance(sender.wait_lease("lease"), Completed)
     receiver.wait_lease("lease")
     assert [int(target.blocks[block, -1]) for block in (4, 1, 6)] == [10, 11, 12]
@@ -92,7 +94,7 @@ def test_blocks_are_written_once_nothing_reads_them(
 ) -> None:
     sender, receiver = ends(closing, wire, source, target)
     target.write(3, 50)
-    before = target.read(3)  # of the request that had the block until now
+    before = target.read(3)  # of the request that had the block before
     receiver.open("lease", [3])
     unrelated = target.read(0)
     source.write(0, 10)
@@ -116,14 +118,14 @@ def test_a_quantized_wire_waits_for_the_values_too(
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_ucx_is_probed_in_the_memory_that_blocks_are_read_into(
+def test_ucx_is_tested_with_the_memory_that_blocks_are_read_into(
     closing: Closing,
     on_device: bool,
     source: OrderedDevice,
     target: OrderedDevice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What reads from one GPU to another may not reach the host."""
+    """A transport that reads between GPUs may not reach the host's memory."""
     prepared, prepare = [], Agent.prepare
 
     def noted(agent: Agent, memory: Memory, remote: Remote | None = None) -> int:
@@ -141,7 +143,9 @@ def test_ucx_is_probed_in_the_memory_that_blocks_are_read_into(
     assert (transport._probed.data_ptr() in prepared) == on_device
 
 
-def test_slices_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch, source: OrderedDevice) -> None:
+def test_slices_are_processed_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, source: OrderedDevice
+) -> None:
     monkeypatch.setattr(device, "SLICE_BYTES", 2 * BLOCK_BYTES)
     source.blocks.copy_(torch.arange(NUM_BLOCKS).unsqueeze(1).expand(-1, BLOCK_BYTES))
     gatherer = BlockGatherer(source.blocks, source, NUM_BLOCKS)
@@ -159,10 +163,10 @@ def test_slices_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch, source
 
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no room for what comes next")])
-def test_copies_within_are_done_at_the_end_even_of_a_failure(
+def test_local_copies_finish_even_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    """The blocks that they write are given away then."""
+    """Their target blocks are freed afterwards."""
     done: list[str] = []
 
     class Stream:

@@ -1,4 +1,4 @@
-"""Blocks of a piece: as runs on the wire, as buffers, and their checksums."""
+"""Blocks of a piece: runs on the wire, buffers, and checksums."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def blocks_of(pairs: list[tuple[int, int]]) -> Blocks:
 
 
 @given(extents(), st.integers(0, 9), st.integers(1, 30))
-def test_parts_hold_the_blocks_in_order(pairs: list[tuple[int, int]], first: int, max_blocks: int) -> None:
+def test_parts_have_the_blocks_in_order(pairs: list[tuple[int, int]], first: int, max_blocks: int) -> None:
     sources = [source for source, _ in pairs]
     parts = cut(sources, first, NUM_BLOCKS, max_blocks)
     assert all(1 <= part.shape[1] <= max_blocks for part in parts)
@@ -51,7 +51,7 @@ def test_parts_hold_the_blocks_in_order(pairs: list[tuple[int, int]], first: int
 
 
 @given(extents())
-def test_what_goes_over_the_wire_comes_back_in_as_few_runs_as_can_be(pairs: list[tuple[int, int]]) -> None:
+def test_runs_survive_the_wire_in_the_fewest_runs(pairs: list[tuple[int, int]]) -> None:
     raw = to_wire(blocks_of(pairs))
     assert from_wire(raw, NUM_BLOCKS, len(pairs)).T.tolist() == [list(pair) for pair in pairs]
     follow = [(source + 1, target + 1) == after for (source, target), after in pairwise(pairs)]
@@ -102,7 +102,7 @@ CHECKED_BLOCKS = 64
 
 
 class Pair:
-    """A sender's pool and a receiver's with the same 40 blocks in other places."""
+    """A sender's pool and a receiver's, with the same 40 blocks in different places."""
 
     def __init__(self, seed: int = 0) -> None:
         rng = random.Random(seed)
@@ -133,12 +133,12 @@ def full(data: bytes, block_bytes: int, blocks: list[int]) -> bytes:
     return found
 
 
-def test_the_algorithm_stays_what_peers_expect() -> None:
+def test_the_algorithm_never_changes() -> None:
     assert full(b"", 1, []).hex() == "2d06800538d394c2"
     assert chosen_shares("lease", 7, 12).tolist() == [0, 13, 7, 15, 6, 11, 11, 6, 0, 9, 5, 11]
 
 
-def test_how_the_bytes_are_cut_does_not_matter_but_their_order_does() -> None:
+def test_checksums_depend_on_the_order_of_bytes_but_not_on_cuts() -> None:
     data = random.Random(1).randbytes(5000)
     assert full(data, 5000, [0]) == full(data, 1000, [0, 1, 2, 3, 4])
     assert full(data, 5000, [0]) == full(data[1000:] + data[:1000], 1000, [4, 0, 1, 2, 3])
@@ -146,13 +146,13 @@ def test_how_the_bytes_are_cut_does_not_matter_but_their_order_does() -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "sampled", "full"])
-def test_both_sides_agree_wherever_their_blocks_lie(mode: str) -> None:
+def test_both_sides_agree_whatever_their_blocks_numbers(mode: str) -> None:
     for seed in range(10):
         assert Pair(seed).agree(mode, f"lease-{seed}", seed)
 
 
 @pytest.mark.parametrize("mode", ["sampled", "full"])
-def test_any_wrong_block_is_seen(mode: str) -> None:
+def test_any_wrong_block_is_detected(mode: str) -> None:
     for index in range(40):
         pair = Pair(index)
         pair.put(pair.pairs[index][1], random.Random(index).randbytes(BLOCK_BYTES))
@@ -160,7 +160,7 @@ def test_any_wrong_block_is_seen(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sampled", "full"])
-def test_any_two_swapped_blocks_are_seen(mode: str) -> None:
+def test_any_two_swapped_blocks_are_detected(mode: str) -> None:
     for index in range(39):
         pair = Pair(index)
         (source, target), (other_source, other_target) = pair.pairs[index : index + 2]
@@ -169,7 +169,7 @@ def test_any_two_swapped_blocks_are_seen(mode: str) -> None:
         assert not pair.agree(mode, "lease", index)
 
 
-def test_full_sees_every_flipped_bit_and_sampled_one_in_sixteen() -> None:
+def test_full_detects_every_flipped_bit_and_sampled_one_in_sixteen() -> None:
     pair, rng, seen = Pair(), random.Random(2), 0
     tries = 1600
     for sequence in range(tries):
@@ -181,7 +181,7 @@ def test_full_sees_every_flipped_bit_and_sampled_one_in_sixteen() -> None:
     assert 60 < seen < 150  # 100 expected, standard deviation 9.7
 
 
-def test_the_choice_depends_on_lease_piece_and_place_and_is_even() -> None:
+def test_the_sample_depends_on_lease_piece_and_place_and_is_uniform() -> None:
     choice = chosen_shares("a", 0, 16000)
     assert (choice == chosen_shares("a", 0, 17000)[:16000]).all()
     assert (choice != chosen_shares("a", 1, 16000)).mean() > 0.9
@@ -192,7 +192,7 @@ def test_the_choice_depends_on_lease_piece_and_place_and_is_even() -> None:
 
 @pytest.mark.parametrize("block_bytes", [16, 17, 100, 8256])
 def test_the_sixteen_shares_cover_the_block_without_overlap(block_bytes: int) -> None:
-    """By what is seen: each byte of a block belongs to the share of exactly one choice."""
+    """The detected flips show that each byte belongs to exactly one share."""
     block = np.zeros(1, dtype=np.int64)
     by_share = {int(chosen_shares("lease", sequence, 1)[0]): sequence for sequence in range(300)}
     assert len(by_share) == SHARES

@@ -1,4 +1,4 @@
-"""Which transport a pair uses, and that a fallback is seen."""
+"""The choice of a pair's transport, and visible fallbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Closing = Callable[[Any], Any]
 
 
 def with_offer(receiver: ReceiverEnd, transport: str, **changes: str) -> PeerAddress:
-    """The receiver's address with one of its offers changed."""
+    """Return the receiver's address with one of its offers changed."""
     offers = [
         msgspec.structs.replace(offer, **changes) if offer.transport == transport else offer
         for offer in receiver.receiver.offers
@@ -50,7 +50,7 @@ def test_the_senders_order_decides(closing: Closing, order: list[str]) -> None:
     assert "fallbacks" not in sender.sender.counters()
 
 
-def test_another_host_means_tcp(closing: Closing) -> None:
+def test_different_hosts_use_tcp(closing: Closing) -> None:
     sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
     peer = with_offer(receiver, "shm", host_id="elsewhere")
     assert sender.sender.connect(peer) == "tcp"
@@ -58,10 +58,10 @@ def test_another_host_means_tcp(closing: Closing) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_pool_outside_of_shared_memory_means_tcp(
+def test_a_pool_outside_of_shared_memory_uses_tcp(
     closing: Closing, caplog: pytest.LogCaptureFixture, on_device: bool
 ) -> None:
-    """That is no fallback, of which there is a warning, and nothing to be tried again."""
+    """This is no fallback: no warning, and no later retry."""
     device = torch.zeros((64, 4096), dtype=torch.uint8) if on_device else None
     pool = RegisteredPool(memoryview(bytearray(64 * 4096)), 4096, 64, device=device)
     sender, receiver = closing(SenderEnd(["shm", "tcp"], pool)), closing(ReceiverEnd(["shm", "tcp"]))
@@ -76,7 +76,7 @@ def test_a_pool_outside_of_shared_memory_means_tcp(
     assert refused.refused == "unavailable" and refused.reason == "the pool is not in shared memory"
 
 
-def test_a_broken_shm_offer_falls_back_to_tcp_and_says_so(
+def test_a_broken_shm_offer_falls_back_to_tcp_with_a_warning(
     closing: Closing, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
@@ -92,10 +92,10 @@ def test_a_broken_shm_offer_falls_back_to_tcp_and_says_so(
     assert "shm: " in fallback
 
 
-def test_an_idle_link_whose_other_side_ends_warns_of_nothing(
+def test_closing_an_idle_link_warns_of_nothing(
     closing: Closing, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
-    """Who ends in order leaves no alarm behind, whichever side it is."""
+    """On either side, an orderly end must raise no alarm."""
     receiver, staying = closing(ReceiverEnd([transport])), closing(SenderEnd([transport]))
     assert isinstance(transfer(staying, receiver, receiver.peer), Completed)
     connections = _receiving()
@@ -137,7 +137,7 @@ def test_a_refused_shm_handshake_falls_back_to_tcp(closing: Closing) -> None:
     wait_until(lambda: other.receiver.counters().get("handshakes_refused") == 1)
 
 
-def test_when_nothing_works_every_reason_is_named(closing: Closing) -> None:
+def test_without_a_working_transport_every_reason_is_named(closing: Closing) -> None:
     sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
     peer = receiver.peer
     receiver.receiver.close()

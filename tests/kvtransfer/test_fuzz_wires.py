@@ -1,4 +1,4 @@
-"""Any bytes at the ports for KV: before the handshake, within it, and from a sender that has the key."""
+"""Fuzzes the KV ports: before the handshake, within it, and from a sender that has the key."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ BYTES = {
     "body": range(4097),
     "runs": range(12 * 4096 + 1),
 }
-"""How many each field may have."""
+"""The allowed lengths of each field."""
 
 
 def check_bounds(field: str, value: Any) -> None:
-    """What a decoded message may hold, whatever came."""
+    """Check that a decoded field is within its bounds."""
     match value:
         case msgspec.Struct():
             for name in value.__struct_fields__:
@@ -89,7 +89,7 @@ def check_decoded(example: tuple[int, bytes]) -> None:
     assert decode(encode(message), kind) == message
 
 
-def test_what_is_decoded_is_within_bounds() -> None:
+def test_decoded_messages_are_within_bounds() -> None:
     for place, raw in enumerate(PLAIN):
         for changed in (*each_edge(raw), too_deep(raw)):
             check_decoded((place, changed))
@@ -115,7 +115,7 @@ def test_fuzz_frames() -> None:
 
 
 def test_fuzz_strangers(closing: Closing, transport: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nor do they fill the log."""
+    """Strangers must not fill the log either."""
     receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.5, max_pending_handshakes=100))
 
     def check(parts: list[bytes]) -> None:
@@ -137,8 +137,8 @@ def test_fuzz_strangers(closing: Closing, transport: str, caplog: pytest.LogCapt
 def test_fuzz_a_sender_with_the_key(
     closing: Closing, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is written outside of the lease, whatever it says."""
-    caplog.set_level(logging.ERROR)  # a line for each is not kept
+    """Whatever it sends, nothing is written outside of the lease."""
+    caplog.set_level(logging.ERROR)  # do not keep a line for each
     receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.5))
     receiver.open("lease", [1, 2, 3])
     receiver.pool.buffer[:] = bytes(len(receiver.pool.buffer))

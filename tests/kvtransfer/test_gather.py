@@ -1,4 +1,4 @@
-"""Copying blocks: compiled and not, past the caches and not, against numpy."""
+"""Copies of blocks by each code path (compiled, plain, past the caches) equal numpy's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def permuted_blocks(draw: st.DrawFn) -> Blocks:
 
 @pytest.fixture(params=["compiled", "compiled, past the caches", "block by block"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How blocks are copied, whatever their size."""
+    """Select the code path, whatever the blocks' size."""
     if request.param == "block by block":
         monkeypatch.setattr(shm, "compiled", lambda: None)
     else:
@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
-def test_every_byte_of_a_range_is_copied_and_no_other(way: str, block_bytes: int) -> None:
+def test_exactly_the_range_is_copied(way: str, block_bytes: int) -> None:
     rng = np.random.default_rng(0)
     source = rng.integers(0, 256, NUM_BLOCKS * block_bytes + 1, dtype=np.uint8)[1:]
 

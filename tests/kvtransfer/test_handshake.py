@@ -1,4 +1,4 @@
-"""Who may connect, and what an intruder gets: nothing."""
+"""The handshake of data connections: strangers are refused and learn nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_KEY = bytes(32)
 
 
 def push_one(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
-    """The event that ends a lease of one block."""
+    """Push a lease of one block and return its last event."""
     receiver.open("lease", [1])
     sender.push(peer or receiver.peer, "lease", [1])
     event = sender.wait_lease("lease")
@@ -44,10 +44,8 @@ def test_a_sender_with_another_key_is_refused(closing: Closing, transport: str) 
 
 
 @pytest.mark.parametrize("reflected", [False, True])
-def test_a_receiver_without_the_key_is_not_believed(
-    closing: Closing, transport: str, reflected: bool
-) -> None:
-    """Neither does one prove anything that accepts every sender, or returns the sender's own proof."""
+def test_a_receiver_without_the_key_is_refused(closing: Closing, transport: str, reflected: bool) -> None:
+    """A receiver that accepts every sender, or that returns the sender's own proof, proves nothing."""
     sender = closing(SenderEnd([transport]))
     impostor = closing(RawReceiver(transport, make_pool()))
     sender.push(impostor.peer, "lease", [1])
@@ -66,7 +64,7 @@ def a_hello(transport: str, incarnation: str) -> Hello:
 
 
 def test_a_proof_cannot_be_replayed(closing: Closing, transport: str) -> None:
-    """The same Hello and Proof as in an earlier good handshake: the receiver's nonce has changed."""
+    """It sends the Hello and Proof of an earlier good handshake, but the receiver's nonce has changed."""
     receiver = closing(ReceiverEnd([transport]))
     hello = encode(a_hello(transport, receiver.incarnation))
     first = closing(RawPeer.connect_only(receiver, transport))
@@ -87,7 +85,7 @@ def test_a_proof_cannot_be_replayed(closing: Closing, transport: str) -> None:
     assert receiver.receiver.counters()["handshakes_refused"] == 1
 
 
-def test_an_intruder_sees_only_a_random_nonce(closing: Closing, transport: str) -> None:
+def test_a_stranger_sees_only_a_random_nonce(closing: Closing, transport: str) -> None:
     receiver = closing(ReceiverEnd([transport]))
     raw = closing(RawPeer.connect_only(receiver, transport))
     raw.send(a_hello(transport, "guess"))
@@ -117,7 +115,7 @@ BF16 = SegmentInfo(name="target", dtype="bfloat16", shape=(1, 2, 16, 4, 16))
         ("segments", {"segments": (BF16,)}, {"segments": (BF16, BF16)}),
     ],
 )
-def test_pools_that_do_not_fit_are_refused_by_name(
+def test_unlike_pools_are_refused_by_name(
     closing: Closing, transport: str, field: str, theirs: dict[str, Any], ours: dict[str, Any]
 ) -> None:
     sender = closing(SenderEnd([transport], replace(make_pool(), **theirs)))
@@ -128,7 +126,7 @@ def test_pools_that_do_not_fit_are_refused_by_name(
 
 
 def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, transport: str) -> None:
-    """Its receiver's own: one that came before to a patient receiver is still there."""
+    """The deadline of this receiver. An earlier connection to a more patient receiver is still there."""
     patient = closing(ReceiverEnd([transport], handshake_timeout_s=60.0))
     earlier = closing(RawPeer.connect_only(patient, transport))
     receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.3))
@@ -139,7 +137,7 @@ def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, transp
 
 
 def test_a_trickling_connection_is_dropped_at_the_deadline(closing: Closing, transport: str) -> None:
-    """A byte now and then does not stretch the deadline."""
+    """A byte now and then does not extend the deadline."""
     receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.5))
     raw = closing(RawPeer.connect_only(receiver, transport))
     began = time.monotonic()
@@ -150,7 +148,7 @@ def test_a_trickling_connection_is_dropped_at_the_deadline(closing: Closing, tra
 
 
 def trickle(raw: RawPeer) -> bool:
-    """One more byte after a while; whether the peer has had enough."""
+    """Send one more byte after a while. Return whether the peer has disconnected."""
     time.sleep(0.02)
     try:
         raw.send_bytes(b"\x00")
@@ -167,7 +165,7 @@ def test_pending_handshakes_are_bounded_and_end(closing: Closing, transport: str
     assert isinstance(push_one(closing(SenderEnd([transport])), receiver), Completed)
 
 
-def test_our_side_of_the_handshake_names_the_refusal(closing: Closing) -> None:
+def test_our_side_names_the_refusal(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect_only(receiver, "tcp"))
     identity = Identity(KEY, "raw", "raw-1", make_pool())

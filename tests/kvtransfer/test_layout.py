@@ -1,4 +1,4 @@
-"""What a block's bytes mean, and which layouts become which."""
+"""The meaning of a block's bytes, and the layouts that can be converted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LATENT = msgspec.structs.replace(TARGET, shape=(3, 1, 16, 1, 12))
 
 @pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("segments", [(TARGET,), (TARGET, DRAFT), (DRAFT, TARGET), (LATENT, DRAFT)])
-def test_views_show_what_the_bytes_say(segments: tuple[SegmentInfo, ...], wire_dtype: str) -> None:
+def test_views_show_the_values_of_the_bytes(segments: tuple[SegmentInfo, ...], wire_dtype: str) -> None:
     wire = wire_segments(segments, wire_dtype)
     layout = BlockLayout(wire)
     assert layout.block_bytes == block_bytes(wire) == plain_block_bytes(wire)
@@ -53,7 +53,7 @@ def test_a_quantized_block_of_bf16_takes_at_most_0_53_of_its_bytes() -> None:
     assert block_bytes(wire_segments(bundled, "fp8")) <= 0.53 * block_bytes(bundled)
 
 
-def test_the_wire_keeps_all_but_the_quantization() -> None:
+def test_the_wire_layout_differs_only_in_quantization() -> None:
     (wire,) = wire_segments([TARGET], "int8")
     assert wire == msgspec.structs.replace(TARGET, quantization="int8")
     assert wire_segments([TARGET], "auto") == (TARGET,)
@@ -90,7 +90,7 @@ def test_opaque_blocks_have_no_layout() -> None:
         {"quantization": "fp8", "dtype": "float32"},
     ],
 )
-def test_what_converts(changes: dict[str, object]) -> None:
+def test_convertible_layouts(changes: dict[str, object]) -> None:
     assert conversion_problem([msgspec.structs.replace(TARGET, **changes)], [TARGET]) is None
 
 
@@ -118,7 +118,7 @@ def test_what_converts(changes: dict[str, object]) -> None:
         ({"shape": (1, 2, 1, 1, 1)}, "shape"),
     ],
 )
-def test_what_does_not_convert_is_refused_by_name(changes: dict[str, object], field: str) -> None:
+def test_unconvertible_layouts_are_refused_by_name(changes: dict[str, object], field: str) -> None:
     problem = conversion_problem([msgspec.structs.replace(TARGET, **changes)], [TARGET])
     assert problem is not None and problem[0] == field
     assert 0 < len(problem[1]) < 512
@@ -130,7 +130,7 @@ def test_other_segments_are_refused(theirs: tuple[SegmentInfo, ...]) -> None:
     assert problem is not None and problem[0] == "segments"
 
 
-def test_a_long_list_of_names_makes_a_short_reason() -> None:
+def test_a_long_list_of_names_gives_a_short_reason() -> None:
     theirs = [msgspec.structs.replace(TARGET, name=f"{index:064}") for index in range(100)]
     problem = conversion_problem(theirs, (TARGET,))
     assert problem is not None and len(problem[1]) < 512
@@ -150,7 +150,7 @@ def test_nothing_converts_into_a_quantized_pool() -> None:
 
 
 @pytest.mark.parametrize("name", ROW_QUANTIZATIONS)
-def test_a_pool_in_rows_takes_such_blocks_alone(name: str) -> None:
+def test_a_pool_in_rows_only_takes_blocks_in_rows(name: str) -> None:
     ours = msgspec.structs.replace(TARGET, quantization=ROW_QUANTIZATIONS[name])
     assert block_bytes([ours]) == 3 * 2 * 16 * 2 * (8 + 4)
     assert conversion_problem([msgspec.structs.replace(ours, dtype="float32")], [ours]) is None

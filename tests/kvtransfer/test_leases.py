@@ -1,4 +1,4 @@
-"""Nothing is written but what an open lease covers, whatever the sender does."""
+"""Writes happen only under open leases, whatever the sender does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 4096
 
 
 def runs(*triples: tuple[int, int, int]) -> bytes:
-    """As they go over the wire."""
+    """Return runs in their wire format."""
     return np.array(triples, dtype="<i4").tobytes()
 
 
@@ -34,7 +34,7 @@ def content(end: ReceiverEnd) -> bytes:
     return bytes(end.pool.buffer)
 
 
-def test_an_unknown_lease_fails_alone(closing: Closing, transport: str) -> None:
+def test_an_unknown_lease_fails_only_itself(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     before = content(receiver)
     sender.push(receiver.peer, "nobody", [1], final=False)
@@ -48,7 +48,7 @@ def test_an_unknown_lease_fails_alone(closing: Closing, transport: str) -> None:
     assert receiver.receiver.counters()["failures_unknown_lease"] == 1
 
 
-def test_a_closed_lease_takes_nothing(closing: Closing, transport: str) -> None:
+def test_a_closed_lease_accepts_nothing(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     receiver.open("lease", [1, 2])
     sender.push(receiver.peer, "lease", [1], final=False)
@@ -62,7 +62,7 @@ def test_a_closed_lease_takes_nothing(closing: Closing, transport: str) -> None:
     assert receiver.receiver.poll() == []
 
 
-def test_events_of_a_closed_lease_are_not_told(closing: Closing, transport: str) -> None:
+def test_events_of_a_closed_lease_are_dropped(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     receiver.open("lease", [1])
     sender.push(receiver.peer, "lease", [1])
@@ -97,7 +97,7 @@ def test_a_malicious_sender_writes_nothing_outside_of_its_lease(
     assert content(receiver)[6 * BLOCK :] == before[6 * BLOCK :]
 
 
-def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Closing) -> None:
+def test_closing_a_lease_during_a_piece_stops_the_writing(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
     receiver.open("lease", range(8))
@@ -120,8 +120,8 @@ def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Clo
     assert receiver.wait_for() == [Progress("next", 1, complete=True)]
 
 
-def test_closing_leases_in_a_stream_of_pieces_stops_the_writing(closing: Closing, transport: str) -> None:
-    """The same with real senders and copies under way, many times over."""
+def test_closing_leases_during_many_pieces_stops_the_writing(closing: Closing, transport: str) -> None:
+    """Repeated many times with real senders and running copies."""
     num_blocks, block_bytes = 64, 512 * 1024
     sender = closing(SenderEnd([transport], make_pool(num_blocks, block_bytes, seed=1)))
     receiver = closing(ReceiverEnd([transport], make_pool(num_blocks, block_bytes, seed=2)))
@@ -138,7 +138,7 @@ def test_closing_leases_in_a_stream_of_pieces_stops_the_writing(closing: Closing
         assert not np.frombuffer(receiver.pool.buffer, dtype=np.uint8).any()
 
 
-def test_a_spoiled_piece_does_not_count(closing: Closing) -> None:
+def test_a_damaged_piece_does_not_count(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
     receiver.open("lease", [1])
@@ -149,9 +149,9 @@ def test_a_spoiled_piece_does_not_count(closing: Closing) -> None:
 
 
 def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
-    """It reads for a wire that was given up, so maybe what the sender has reused since.
+    """It reads for a connection that was given up, so the sender may have reused the blocks since.
 
-    The next one may be for a part of the piece alone.
+    The next attempt may cover only part of the piece.
     """
     emptied: list[str] = []
     table = LeaseTable([8], 1, emptied.append)
@@ -182,7 +182,7 @@ def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
     assert emptied == ["lease"] and table.close("lease")
 
 
-def test_a_closed_lease_keeps_its_id_and_blocks_until_the_last_write_ends() -> None:
+def test_a_closed_lease_keeps_its_blocks_until_the_last_write_ends() -> None:
     emptied: list[str] = []
     table = LeaseTable([8], 1, emptied.append)
     piece = Piece(1, "lease", 0, 1, runs((0, 0, 1)), True)
@@ -201,12 +201,12 @@ def test_a_closed_lease_keeps_its_id_and_blocks_until_the_last_write_ends() -> N
     table.open("lease", [Extent(0, [5])])
 
 
-def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_completed_leases_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtransfer.lease_table, "REMEMBERED_LEASES", 3)
     table = LeaseTable([8], 1, lambda lease_id: None)
 
     def resent(lease_id: str) -> str | None:
-        """Why the lease takes its piece no more; empty where it is remembered to have it."""
+        """Return why the lease refuses its piece again, or an empty string if it remembers the piece."""
         piece = Piece(1, lease_id, 0, 1, runs((0, 0, 1)), True)
         lease, refusal = table.admit(piece, np.array([0]), "sender")
         if lease is not None:

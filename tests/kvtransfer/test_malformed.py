@@ -1,4 +1,4 @@
-"""An authenticated peer that talks nonsense loses its connection, and nothing else happens."""
+"""An authenticated peer that sends nonsense loses its connection, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BAD_MESSAGES = {
 }
 
 
-def test_any_flipped_bit_of_a_message_is_seen() -> None:
+def test_any_flipped_bit_of_a_message_is_detected() -> None:
     assert unframe(bytearray(GOOD_MESSAGE)) == GOOD_MESSAGE[PREFIX_BYTES:]
     for bit in range(8 * len(GOOD_MESSAGE)):
         with pytest.raises(ProtocolError, match="damaged on the way"):
@@ -73,7 +73,7 @@ def test_a_malformed_piece_closes_only_its_connection(closing: Closing, transpor
     assert isinstance(sender.wait_lease("good"), Completed)
 
 
-def test_a_defect_does_not_end_the_accepting_thread(
+def test_an_internal_error_does_not_end_the_accepting_thread(
     closing: Closing, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept_one, defects = Receiver._accept_one, [RuntimeError("a defect")]

@@ -1,4 +1,4 @@
-"""Where a pool's memory comes from."""
+"""The memory of pools: shared, zeroed, writable by its owner alone, in huge pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def details(memory: memoryview) -> dict[str, list[str]]:
-    """What the kernel says of a mapping, by the names that it gives that."""
+    """Return the kernel's description of a mapping, by its own field names."""
     address, inside, found = int(np.frombuffer(memory, np.uint8).ctypes.data), False, {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
@@ -59,7 +59,7 @@ def test_only_the_owner_writes_to_shared_memory() -> None:
     memory.close()
 
 
-def test_the_descriptor_goes_with_the_last_view() -> None:
+def test_the_descriptor_closes_with_the_last_view() -> None:
     memory = PoolMemory(NBYTES)
     descriptor, view = memory.fd, memory.buffer[5:]
     assert descriptor is not None
@@ -68,7 +68,7 @@ def test_the_descriptor_goes_with_the_last_view() -> None:
     inode = os.fstat(descriptor).st_ino
     del view
     gc.collect()
-    deadline = time.monotonic() + 10  # the thread that asks for huge pages may hold the memory for a moment
+    deadline = time.monotonic() + 10  # the thread that requests huge pages may hold the memory for a moment
     with contextlib.suppress(OSError):  # it is closed, or another thread has got its number
         while os.fstat(descriptor).st_ino == inode:
             assert time.monotonic() < deadline, "the descriptor is still open"
@@ -76,14 +76,14 @@ def test_the_descriptor_goes_with_the_last_view() -> None:
 
 
 @pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
-def test_huge_pages_are_asked_for() -> None:
+def test_huge_pages_are_requested() -> None:
     memory = PoolMemory(NBYTES, shared=False)
     assert "hg" in details(memory.buffer)["VmFlags"]
 
 
 @pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
-def test_what_is_used_of_shared_memory_gets_huge_pages() -> None:
-    """What lies beyond is not allocated; what was written stays."""
+def test_used_shared_memory_gets_huge_pages() -> None:
+    """Memory beyond the used part is not allocated, and written bytes stay."""
     memory = PoolMemory(64 * MIB)
     content = np.random.default_rng(0).integers(0, 256, 18 * MIB, dtype=np.uint8)
     values = np.frombuffer(memory.buffer, dtype=np.uint8)
@@ -97,7 +97,7 @@ def test_what_is_used_of_shared_memory_gets_huge_pages() -> None:
     assert details(memory.buffer)["Rss"][0] == str(32 * 1024)
 
 
-def test_a_kernel_that_has_none_for_shared_memory_is_named(
+def test_a_kernel_without_huge_shared_pages_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvtransfer.blocks.memory._MADV_COLLAPSE", -1)

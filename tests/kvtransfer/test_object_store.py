@@ -1,4 +1,4 @@
-"""Blocks through Ray's object store, between actors of a real Ray."""
+"""Blocks move through Ray's object store, between actors of a real Ray."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ PROMPT_S = 10.0
 
 @pytest.fixture(scope="module")
 def actors() -> Iterator[list[Any]]:
-    """Those that stand idle. To start one takes seconds."""
+    """Keep a list of idle actors, which take seconds to start."""
     with running_ray():
         yield [start_actor(Side, "side") for _ in range(2)]
 
 
 @pytest.fixture
 def make(actors: list[Any]) -> Iterator[Make]:
-    """Starts sides in idle actors, and closes them after the test."""
+    """Start sides in idle actors, and close them after the test."""
     sides: list[RemoteSide] = []
 
     def start(
@@ -67,7 +67,7 @@ def make(actors: list[Any]) -> Iterator[Make]:
     wait_stored(lambda stored: stored == 0)
 
 
-# --- what the sides are told to do --------------------------------------------------------------------
+# --- functions that run in the sides ------------------------------------------------------------------
 
 
 def open_lease(end: ReceiverEnd, lease_id: str, blocks: list[int]) -> None:
@@ -94,7 +94,7 @@ def push_all(end: SenderEnd, peer: PeerAddress, lease_id: str, blocks: list[int]
 
 
 def push_without_end(end: SenderEnd, peer: PeerAddress, lease_id: str, blocks: list[int]) -> None:
-    """Far more than fits in flight, and only told to begin."""
+    """Push far more than fits in flight, without waiting."""
     for _ in range(40):
         end.push(peer, lease_id, blocks, final=False)
     end.wait_for(lambda event: True)
@@ -109,14 +109,14 @@ def counters(end: Any) -> dict[str, float]:
 
 
 def sockets(end: Any) -> int:
-    """The listening ones, ends of socket pairs, and the few that Ray has within its node."""
+    """Return the listening sockets, ends of socket pairs, and the few that Ray has within its node."""
     gc.collect()
     connections = psutil.Process().net_connections("all")
     return sum(each.family == socket.AF_UNIX or each.status == psutil.CONN_LISTEN for each in connections)
 
 
 def close_and_overwrite(end: ReceiverEnd, lease_id: str) -> None:
-    """As the engine does: once the last writer has left."""
+    """Overwrite the blocks once the last writer has left, as the engine does."""
     if not end.receiver.close_lease(lease_id):
         end.wait_for(lambda event: isinstance(event, Closed))
     end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
@@ -151,7 +151,7 @@ def test_the_store_has_room_for_what_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_buffers_that_are_cut_differently_are_paired(seed: int) -> None:
+def test_differently_cut_buffers_are_paired(seed: int) -> None:
     rng = random.Random(seed)
     nbytes = rng.randrange(1, 2000)
     source, target = rng.randbytes(nbytes), bytearray(nbytes)
@@ -165,7 +165,7 @@ def test_buffers_that_are_cut_differently_are_paired(seed: int) -> None:
     assert target == source
 
 
-def test_an_inbox_gives_references_in_the_order_of_their_numbers() -> None:
+def test_an_inbox_returns_references_in_order() -> None:
     inbox = Inbox()
     inbox.put(1, "second")
     assert inbox.take(0) is None
@@ -196,7 +196,7 @@ def test_an_object_of_another_size_than_its_piece_is_refused(nbytes: int) -> Non
     ours.close(), theirs.close(), wake.close()
 
 
-def test_a_closed_gate_lets_nothing_in() -> None:
+def test_a_closed_gate_admits_nothing() -> None:
     gate, target = WriteGate(), bytearray(4)
     assert copy(memoryview(b"abcd"), memoryview(target), gate) and target == b"abcd"
     gate.close()
@@ -228,7 +228,7 @@ def test_blocks_arrive_bit_by_bit(make: Make, num_blocks: int, block_bytes: int)
 
 
 def test_many_leases_over_one_pair_and_back_again(make: Make) -> None:
-    """More than the store holds, over connections that stay."""
+    """It moves more than the store holds, over lasting connections."""
     sender, receiver = make("sender"), make("receiver")
     for number in range(8):
         receiver.apply(open_lease, f"lease-{number}", EVERYTHING)
@@ -256,7 +256,7 @@ def test_a_killed_receiver_fails_the_lease_and_its_successor_works(make: Make) -
 
 
 def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
-    """Both processes live on, and what was on its way between them goes."""
+    """Both processes live on, and the objects between them are freed."""
     sender, receiver = make("sender"), make("receiver")
     begin(sender, receiver)
     assert sender.close() == []
@@ -279,7 +279,7 @@ def abort_and_overwrite(end: SenderEnd, lease_id: str) -> None:
     end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
 
 
-def test_what_is_aborted_is_read_no_more(make: Make) -> None:
+def test_an_aborted_lease_is_read_no_more(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver")
     begin(sender, receiver)
     sender.apply(abort_and_overwrite, "lease")
@@ -289,13 +289,13 @@ def test_what_is_aborted_is_read_no_more(make: Make) -> None:
 
 
 def rename_carrier(end: ReceiverEnd, address: str) -> str:
-    """Returns the address that it had."""
+    """Change the carrier's address. Return the old one."""
     (wire,) = end.wires
     before, wire._carrier.address = wire._carrier.address, address
     return before
 
 
-def test_a_receiver_that_ray_does_not_know_is_named(make: Make) -> None:
+def test_a_receiver_unknown_to_ray_is_named(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver")
     before = receiver.apply(rename_carrier, "nobody")
     failed = sender.apply(push_all, receiver.peer, "lease", [1])
@@ -304,7 +304,7 @@ def test_a_receiver_that_ray_does_not_know_is_named(make: Make) -> None:
 
 
 def one_transfer(sender: RemoteSide, receiver: RemoteSide) -> list[int]:
-    """And close both sides; returns how many sockets each has then. Both are started again."""
+    """Run a transfer and close both sides. Return each side's number of sockets, after restarting both."""
     receiver.apply(open_lease, "lease", [1])
     assert isinstance(sender.apply(push_all, receiver.peer, "lease", [1]), Completed)
     assert sender.close() == receiver.close() == []
@@ -322,7 +322,7 @@ def test_closing_leaves_no_thread_no_socket_and_no_object(make: Make) -> None:
     wait_stored(lambda stored: stored == 0)
 
 
-def test_a_killed_sender_fails_the_lease_and_its_objects_go(make: Make) -> None:
+def test_a_killed_sender_fails_the_lease_and_frees_its_objects(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver", reconnect_grace_s=0.3)
     begin(sender, receiver)
     sender.kill()

@@ -1,4 +1,4 @@
-"""Reads that were given up: each is polled until it is over, whatever goes wrong with another."""
+"""Abandoned reads: each is polled until it ends, whatever fails in another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def raising(error: Exception) -> Any:
     return call
 
 
-def test_errors_of_one_read_leave_the_others_served() -> None:
+def test_errors_of_one_read_do_not_affect_others() -> None:
     over: set[Transfer] = set()
     failing, unreleasable, good = read(), read(), read()
 

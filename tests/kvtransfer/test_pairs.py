@@ -1,4 +1,4 @@
-"""What is counted for each pair of workers and transport."""
+"""Counters for each pair of workers and transport."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of(pairs: Pairs, peer: str, transport: str, in_use: dict[str, str] | None = 
     return states[peer, transport]
 
 
-def test_both_ends_count_what_moved(closing: Closing, transport: str) -> None:
+def test_both_ends_count_moved_bytes(closing: Closing, transport: str) -> None:
     at_receiver = Pairs()
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport], pairs=at_receiver))
     receiver.open("lease", range(len(BLOCKS)))
@@ -57,7 +57,7 @@ def test_both_ends_count_what_moved(closing: Closing, transport: str) -> None:
     assert 0 < received["kv_receive_seconds_total"] <= elapsed
 
 
-def test_wire_time_is_not_counted_twice_for_prompts_that_share_the_wire(closing: Closing) -> None:
+def test_transfer_time_is_not_counted_twice_for_concurrent_prompts(closing: Closing) -> None:
     sender = closing(SenderEnd(["tcp"], make_pool(64, 1024 * 1024)))
     receiver = closing(ReceiverEnd(["tcp"], make_pool(64, 1024 * 1024)))
     started = time.monotonic()
@@ -72,7 +72,7 @@ def test_wire_time_is_not_counted_twice_for_prompts_that_share_the_wire(closing:
     assert done["kv_transfer_wire_seconds_total"] < done["kv_transfer_seconds_total"]
 
 
-def test_why_a_transport_does_not_serve_the_pair(closing: Closing, caplog: pytest.LogCaptureFixture) -> None:
+def test_reasons_why_a_transport_is_not_used(closing: Closing, caplog: pytest.LogCaptureFixture) -> None:
     sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
     elsewhere = with_offer(receiver, "shm", host_id="elsewhere")
     only_tcp = msgspec.structs.replace(
@@ -92,7 +92,7 @@ def test_why_a_transport_does_not_serve_the_pair(closing: Closing, caplog: pytes
     ]
 
 
-def test_a_fallback_a_recovery_and_their_reason(closing: Closing) -> None:
+def test_a_fallback_a_recovery_and_their_reasons(closing: Closing) -> None:
     sender = closing(SenderEnd(["shm", "tcp"], retry_interval_s=0.1))
     receiver = closing(ReceiverEnd(["shm", "tcp"]))
     broken = with_offer(receiver, "shm", address="tandem-kv-nobody-listens-here")
@@ -101,7 +101,7 @@ def test_a_fallback_a_recovery_and_their_reason(closing: Closing) -> None:
     assert of(pairs, "decode-0", "shm").refused == "unreachable"
     assert of(pairs, "decode-0", "tcp").counters["kv_transfer_fallbacks_total"] == 1
     (link,) = sender.sender._links.values()
-    link._candidates[0].offer = receiver.receiver.offers[0]  # it is there again
+    link._candidates[0].offer = receiver.receiver.offers[0]  # it is available again
     wait_until(lambda: sender.sender.transports() == {"decode-0": "shm"})
     wait_until(lambda: not of(pairs, "decode-0", "shm").refused)
     assert of(pairs, "decode-0", "shm").counters["kv_transfer_recoveries_total"] == 1
@@ -118,7 +118,7 @@ def test_errors_by_kind_and_peer(closing: Closing) -> None:
         assert of(pairs, peer, "tcp").counters["kv_transfer_errors_total{kind=unknown_lease}"] == 1
 
 
-def test_a_transport_that_is_not_to_be_had_here_is_noted_for_nobody_in_particular(
+def test_a_missing_transport_is_reported_without_a_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> None:
@@ -146,7 +146,7 @@ def test_the_number_of_peers_is_bounded() -> None:
 LATENCY_S, BYTES_PER_S = 2e-4, 5e8
 
 
-def test_latency_and_bandwidth_are_told_apart():
+def test_latency_and_bandwidth_are_separated():
     speed, rng = WireSpeed(), random.Random(0)
     pieces = nbytes = seconds = 0.0
     for _ in range(60):
@@ -160,7 +160,7 @@ def test_latency_and_bandwidth_are_told_apart():
     assert speed.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.2)
 
 
-def test_pieces_all_alike_give_the_bandwidth_alone():
+def test_equal_pieces_only_give_the_bandwidth():
     speed = WireSpeed()
     assert speed.bytes_per_s == 0.0
     for count in range(1, 30):
@@ -168,7 +168,7 @@ def test_pieces_all_alike_give_the_bandwidth_alone():
     assert (speed.latency_s, speed.bytes_per_s) == (0.0, pytest.approx(1e6 / 4e-3))
 
 
-def test_each_pair_and_transport_has_its_own():
+def test_each_pair_and_transport_has_its_own_figures():
     pairs = Pairs()
     for transport, seconds in (("tcp", 0.5), ("shm", 0.01)):
         moved = {"kv_transfer_pieces_total": 4, "kv_transfer_bytes_total": 1e6}

@@ -1,4 +1,4 @@
-"""The queue of pieces takes turns, and the account of a lease's time adds up."""
+"""The queue of pieces alternates between leases, and a lease's times add up."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_leases_take_turns() -> None:
     assert queue.take(1) is None
 
 
-def test_as_many_parts_as_a_wire_takes_at_once() -> None:
-    """And each of them by itself after a larger piece came back from a wire that takes several."""
+def test_a_connection_gets_as_many_parts_as_it_takes_at_once() -> None:
+    """Parts are single again after a larger piece has come back from a connection that takes several."""
     parts = list(np.arange(10).reshape(2, 5, 1).swapaxes(0, 1))
     queue = PieceQueue()
     queue.put(QueuedPiece("a", 3, parts, 0, True))
@@ -48,12 +48,12 @@ def test_as_many_parts_as_a_wire_takes_at_once() -> None:
     assert drain(queue) == [("a", 3), ("a", 4), ("a", 5)]
 
 
-def test_only_the_last_parts_are_final() -> None:
+def test_only_the_last_part_is_final() -> None:
     first, last = QueuedPiece("a", 0, [NO_BLOCKS] * 3, 0, True).split(2)
     assert (first.final, len(first.parts), last.final, last.index) == (False, 2, True, 2)
 
 
-def test_what_is_put_back_comes_first_in_its_order() -> None:
+def test_returned_pieces_come_first_in_their_order() -> None:
     queue = PieceQueue()
     for index in range(4):
         queue.put(piece("a", index))
@@ -62,7 +62,7 @@ def test_what_is_put_back_comes_first_in_its_order() -> None:
     assert drain(queue) == [("a", 0), ("a", 1), ("a", 2), ("a", 3)]
 
 
-def test_a_dropped_lease_is_gone() -> None:
+def test_a_dropped_lease_leaves_the_queue() -> None:
     queue = PieceQueue()
     queue.put(piece("a", 0))
     queue.put(piece("b", 0))
@@ -71,7 +71,7 @@ def test_a_dropped_lease_is_gone() -> None:
     assert drain(queue) == [("b", 0)]
 
 
-def test_overlapping_pieces_count_once_and_only_what_came_before_the_end_is_hidden() -> None:
+def test_overlapping_pieces_count_once_and_only_time_before_the_end_is_hidden() -> None:
     time = TransferTime(started=10.0)
     for sent, acknowledged in ((10.0, 12.0), (11.0, 13.0), (20.0, 21.0), (20.2, 20.4)):
         time.add(piece("a", 0, queued_at=sent - 0.5, sent_at=sent), acknowledged)

@@ -1,4 +1,4 @@
-"""Blocks packed for the wire: codes, scales, unused slots, and numbers that have no code."""
+"""Blocks packed for the wire: codes, scales, unused slots, and values that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def pack(
 
 
 def pack_one(values: Tensor, wire_dtype: str, num_tokens: int | None = None) -> tuple[Tensor, Tensor]:
-    """One block of values [layers, 2, block_size, kv_heads, head_dim]: its codes and scales, as float32."""
+    """Return the codes and scales, as float32, of one block of values [layers, 2, block_size, kv_heads,
+    head_dim].
+    """
     layers, _, block_size, heads, head_dim = values.shape
     info = segment(layers, block_size, heads, head_dim, dtype=str(values.dtype).removeprefix("torch."))
     used = block_size if num_tokens is None else num_tokens
@@ -74,7 +76,7 @@ def packings(draw: st.DrawFn) -> tuple:
 
 @settings(max_examples=200, deadline=None)
 @given(packings(), st.sampled_from(["int8", "fp8"]))
-def test_codes_and_scales_are_those_of_the_definition(case: tuple, wire_dtype: str) -> None:
+def test_codes_and_scales_follow_the_definition(case: tuple, wire_dtype: str) -> None:
     segments, blocks, num_tokens, seed, chunk = case
     pool = random_blocks(segments, 8, torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +100,7 @@ def test_codes_and_scales_are_those_of_the_definition(case: tuple, wire_dtype: s
 
 @settings(max_examples=100, deadline=None)
 @given(packings())
-def test_compiled_codes_are_those_of_torch_bit_by_bit(case: tuple) -> None:
+def test_compiled_codes_equal_torchs_bit_by_bit(case: tuple) -> None:
     segments, blocks, num_tokens, seed, _ = case
     pool = random_blocks(segments, 8, torch.Generator().manual_seed(seed))
     packed = pack(segments, pool, "int8", blocks, num_tokens)
@@ -110,7 +112,7 @@ def test_compiled_codes_are_those_of_torch_bit_by_bit(case: tuple) -> None:
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -6e4])
-def test_unused_slots_neither_count_nor_travel(wire_dtype: str, dtype: str, garbage: float) -> None:
+def test_unused_slots_neither_count_nor_move(wire_dtype: str, dtype: str, garbage: float) -> None:
     values = torch.randn((2, 2, 8, 2, 4), generator=torch.Generator().manual_seed(0)).to(
         getattr(torch, dtype)
     )
@@ -125,7 +127,7 @@ def test_unused_slots_neither_count_nor_travel(wire_dtype: str, dtype: str, garb
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
-def test_what_has_no_code_is_refused_by_name(
+def test_values_without_a_code_are_refused_by_name(
     bad: float, dtype: str, wire_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "CHUNK_VALUES", 1)
@@ -135,7 +137,7 @@ def test_what_has_no_code_is_refused_by_name(
         pack_one(values, wire_dtype)
 
 
-def test_a_group_of_zeros_stays_zero_and_leaves_the_others_alone() -> None:
+def test_a_group_of_zeros_stays_zero_and_changes_no_other() -> None:
     values = torch.randn((1, 2, 4, 2, 4))
     values[:, 0, :, 1] = 0
     values[:, 1, :, 0] *= 1e-35
@@ -167,7 +169,7 @@ def test_int8_codes_are_rounded_to_nearest_and_symmetric() -> None:
     assert codes.flatten().tolist() == [127, -127, 1, -1, 2, -2, 0, -127]
 
 
-def test_fp8_codes_are_those_of_torch() -> None:
+def test_fp8_codes_equal_torchs() -> None:
     values = torch.randn((2, 2, 64, 2, 32), generator=torch.Generator().manual_seed(3))
     values[:, :, 0, :, 0] = 448
     codes, scales = pack_one(values, "fp8")
@@ -177,7 +179,7 @@ def test_fp8_codes_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize(("wire_dtype", "bound"), [("int8", 0.01), ("fp8", 0.03)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back(wire_dtype: str, bound: float, dtype: str) -> None:
+def test_round_trip(wire_dtype: str, bound: float, dtype: str) -> None:
     info = segment(4, 16, 2, 64, dtype=dtype)
     pool = random_blocks([info], 6, torch.Generator().manual_seed(5))
     quantizer = Quantizer([info], wire_dtype)
@@ -199,7 +201,7 @@ def test_there_and_back(wire_dtype: str, bound: float, dtype: str) -> None:
     ("blocks", "room", "problem"),
     [([0, 1, 2], 2, "room for 2 blocks, not 3"), ([4], 1, r"\[0, 4\)"), ([-1], 1, r"\[0, 4\)")],
 )
-def test_blocks_that_are_not_there_are_refused(blocks: list[int], room: int, problem: str) -> None:
+def test_missing_blocks_are_refused(blocks: list[int], room: int, problem: str) -> None:
     info = segment(1, 4, 1, 4)
     quantizer = Quantizer([info], "int8")
     pool = random_blocks([info], 4, torch.Generator())

@@ -1,4 +1,4 @@
-"""What is left behind (nothing), what an idle pair costs (nothing), and what is imported (little)."""
+"""Closing leaves nothing behind, an idle pair costs nothing, and imports are few."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Closing = Callable[[Any], Any]
 
 
 def held() -> tuple[list[str], int, int]:
-    """Threads of ours, descriptors, and mapped pools."""
+    """Return our threads, the descriptors, and the mapped pools."""
     gc.collect()
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
     pools = Path("/proc/self/maps").read_text().count("memfd:tandem-kv-pool")
@@ -35,7 +35,7 @@ def held() -> tuple[list[str], int, int]:
 
 
 def wait_until_held(expected: tuple[list[str], int, int]) -> None:
-    """A large pool's thread for huge pages, or a link's, may hold what it needs for a moment longer."""
+    """Wait until this much is held. Threads of a large pool or of a link may end a moment later."""
     wait_until(lambda: held() == expected, what=lambda: f"{held()}, {expected}")
 
 
@@ -59,7 +59,7 @@ def test_close_leaves_nothing_behind(transport: str) -> None:
     wait_until_held(before)
 
 
-def test_close_in_the_middle_of_things_leaves_nothing_behind(transport: str) -> None:
+def test_close_during_transfers_leaves_nothing_behind(transport: str) -> None:
     before = held()
     sender = SenderEnd([transport], make_pool(64, 512 * 1024))
     receiver = ReceiverEnd([transport], make_pool(64, 512 * 1024))

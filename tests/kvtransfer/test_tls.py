@@ -1,4 +1,4 @@
-"""The tcp transport within TLS: same blocks, nothing in clear, and nobody without a certificate."""
+"""The tcp transport within TLS: the same blocks, nothing in plain text, and no peer without a certificate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Closing = Callable[[Any], Any]
 PROMPT_S = 15.0
 PATIENT: dict[str, Any] = {"connect_timeout_s": 60.0}
 PATIENT_TO_STRANGERS: dict[str, Any] = {"handshake_timeout_s": 60.0}
-"""Longer than a test waits for an event: what comes at all is no time-out, however busy the machine is."""
+"""Longer than any wait of a test, so that no event is a time-out, however busy the machine is."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def tls(files: TlsFiles) -> TransportOptions:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> TransportOptions:
-    """Of another authority."""
+    """Return certificates of another authority."""
     return TransportOptions(tls=Authority(tmp_path_factory.mktemp("tls") / "others").issue("worker"))
 
 
@@ -69,7 +69,7 @@ def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None 
     return sender.wait_lease("lease")
 
 
-# --- it works -----------------------------------------------------------------------------------------
+# --- transfers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -91,7 +91,7 @@ def test_blocks_arrive_bit_by_bit(closing: Closing, files: TlsFiles, block_bytes
     assert [block(receiver.pool, index) for index in range(70)] == expected
 
 
-def test_an_aborted_lease_leaves_the_connection_in_order(closing: Closing, tls: TransportOptions) -> None:
+def test_an_aborted_lease_leaves_the_connection_usable(closing: Closing, tls: TransportOptions) -> None:
     sender = closing(SenderEnd(["tcp"], make_pool(64, 1024 * 1024, seed=1), tls))
     receiver = closing(ReceiverEnd(["tcp"], make_pool(64, 1024 * 1024, seed=2), tls))
     for number in range(5):
@@ -109,7 +109,7 @@ def test_an_aborted_lease_leaves_the_connection_in_order(closing: Closing, tls: 
     assert sender.sender.counters()["connections_made"] == 1
 
 
-def test_an_idle_connection_stays_and_costs_nothing(closing: Closing, tls: TransportOptions) -> None:
+def test_an_idle_connection_lasts_and_costs_nothing(closing: Closing, tls: TransportOptions) -> None:
     sender = closing(SenderEnd(["tcp"], None, tls, progress_timeout_s=0.2))
     receiver = closing(ReceiverEnd(["tcp"], None, tls, progress_timeout_s=0.2))
     receiver.open("lease", [1, 2])
@@ -140,7 +140,7 @@ def test_closing_leaves_no_descriptor(tls: TransportOptions) -> None:
 
 
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_nothing_is_in_clear(closing: Closing, tls: TransportOptions, encrypted: bool) -> None:
+def test_nothing_is_in_plain_text(closing: Closing, tls: TransportOptions, encrypted: bool) -> None:
     options = tls if encrypted else PLAIN
     sender = closing(SenderEnd(["tcp"], None, options))
     receiver = closing(ReceiverEnd(["tcp"], None, options))
@@ -155,7 +155,7 @@ def test_nothing_is_in_clear(closing: Closing, tls: TransportOptions, encrypted:
 
 
 @pytest.mark.parametrize("flip", [3_000, 20_000, 200_000])
-def test_a_flipped_bit_is_seen_and_repaired_without_checksums(
+def test_a_flipped_bit_is_detected_and_repaired_without_checksums(
     closing: Closing, tls: TransportOptions, flip: int
 ) -> None:
     sender = closing(SenderEnd(["tcp"], make_pool(seed=1), tls))
@@ -173,11 +173,11 @@ def connected(receiver: ReceiverEnd) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=PROMPT_S)
 
 
-# --- who is refused -----------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------
 
 
 def refused(sender: SenderEnd, receiver: ReceiverEnd) -> str:
-    """The reason, which comes long before both have waited enough, and in which nothing was written."""
+    """Return the reason of a refusal, after checking that it came early and that nothing was written."""
     before = bytes(receiver.pool.buffer)
     event = transfer(sender, receiver)
     assert isinstance(event, Failed)
@@ -188,7 +188,7 @@ def refused(sender: SenderEnd, receiver: ReceiverEnd) -> str:
 
 
 def wait_until_said(caplog: pytest.LogCaptureFixture, reason: str) -> None:
-    """By the other end, in a thread of its own."""
+    """Wait until the other end's thread has logged the reason."""
     wait_until(lambda: any(reason in message for message in caplog.messages))
 
 
@@ -202,7 +202,7 @@ NO_TLS = "the peer speaks TLS, and this side does not"
         ("sender", "TLS: the peer ended the handshake; it may have no TLS", NO_TLS),
     ],
 )
-def test_tls_on_one_side_alone_is_refused(
+def test_tls_on_one_side_only_is_refused(
     closing: Closing,
     tls: TransportOptions,
     caplog: pytest.LogCaptureFixture,
@@ -228,7 +228,7 @@ def test_a_receiver_of_another_authority_is_refused(
 def test_a_sender_of_another_authority_is_refused(
     closing: Closing, files: TlsFiles, others: TransportOptions, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that takes the receiver's certificate."""
+    """The sender itself accepts the receiver's certificate."""
     assert others.tls is not None
     trusting = TransportOptions(tls=msgspec.structs.replace(others.tls, ca=files.ca))
     receiver = closing(ReceiverEnd(["tcp"], None, TransportOptions(tls=files), **PATIENT_TO_STRANGERS))
@@ -260,14 +260,14 @@ def test_an_old_tls_version_is_refused(closing: Closing, files: TlsFiles) -> Non
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
 
 
-def test_the_certificate_does_not_replace_the_key(closing: Closing, tls: TransportOptions) -> None:
+def test_a_certificate_does_not_replace_the_key(closing: Closing, tls: TransportOptions) -> None:
     sender = closing(SenderEnd(["tcp"], None, tls, key=bytes(32), **PATIENT))
     receiver = closing(ReceiverEnd(["tcp"], None, tls, **PATIENT_TO_STRANGERS))
     assert "handshake" in refused(sender, receiver)
 
 
 def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, tls: TransportOptions) -> None:
-    """Its receiver's own: one that came before to a patient receiver is still there."""
+    """The deadline of this receiver. An earlier connection to a more patient receiver is still there."""
     patient = closing(ReceiverEnd(["tcp"], None, tls, **PATIENT_TO_STRANGERS))
     receiver = closing(ReceiverEnd(["tcp"], None, tls, handshake_timeout_s=0.3))
     with connected(patient) as earlier, connected(receiver) as silent:
@@ -278,8 +278,8 @@ def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, tls: T
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
 
 
-def test_a_silent_receiver_is_waited_for_and_given_up(closing: Closing, tls: TransportOptions) -> None:
-    """Without turning round and round until then."""
+def test_a_silent_receiver_is_given_up(closing: Closing, tls: TransportOptions) -> None:
+    """The sender does not spin until then."""
     sender, receiver = (
         closing(SenderEnd(["tcp"], None, tls, connect_timeout_s=0.7)),
         closing(ReceiverEnd(["tcp"])),
@@ -293,7 +293,7 @@ def test_a_silent_receiver_is_waited_for_and_given_up(closing: Closing, tls: Tra
 
 
 @pytest.mark.parametrize("seed", seeds(4))
-def test_garbage_harms_no_one(closing: Closing, tls: TransportOptions, seed: int) -> None:
+def test_garbage_harms_nobody(closing: Closing, tls: TransportOptions, seed: int) -> None:
     rng = random.Random(seed)
     receiver = closing(ReceiverEnd(["tcp"], None, tls, handshake_timeout_s=0.3, max_pending_handshakes=100))
     for _ in range(10):
@@ -309,8 +309,8 @@ def test_garbage_harms_no_one(closing: Closing, tls: TransportOptions, seed: int
 # --- the channel --------------------------------------------------------------------------------------
 
 
-def test_a_blocked_send_goes_on_where_it_was(closing: Closing, files: TlsFiles) -> None:
-    """Nobody reads at first: what was encrypted by then is counted once, and only when it has gone out."""
+def test_a_blocked_send_continues_where_it_stopped(closing: Closing, files: TlsFiles) -> None:
+    """Nobody reads at first. Encrypted bytes count once, and only when they have been sent."""
     wake, transport = closing(Wake()), TlsTransport(files)
     ours, theirs = (
         closing(transport.channel(sock, wake, PROMPT_S, accepted=bool(side)))

@@ -1,4 +1,4 @@
-"""Blocks pushed by a sender arrive, over either transport, and the events say so."""
+"""Pushed blocks arrive over each transport, and events report it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Closing = Callable[[Any], Any]
 
 
 def random_extents(rng: random.Random, num_sources: int, num_targets: int) -> list[tuple[int, int]]:
-    """Runs of adjacent blocks and single ones, mixed."""
+    """Return runs of adjacent blocks and single ones, mixed."""
     targets = list(range(num_targets))
     extents = []
     while targets and (not extents or rng.random() < 0.95):
@@ -31,7 +31,7 @@ def random_extents(rng: random.Random, num_sources: int, num_targets: int) -> li
 
 @pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("block_bytes", [48, 4096, 100_000])
-def test_every_pushed_block_is_equal_and_no_other_changes(
+def test_every_pushed_block_arrives_and_no_other_changes(
     closing: Closing, transport: str, seed: int, block_bytes: int
 ) -> None:
     rng = random.Random(seed)
@@ -75,7 +75,7 @@ def test_pieces_larger_than_one_message(closing: Closing, transport: str) -> Non
     )
 
 
-def test_everything_cached_needs_only_an_empty_final_push(closing: Closing, transport: str) -> None:
+def test_a_fully_cached_prompt_needs_only_an_empty_final_push(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     receiver.open("lease", [])
     sender.push(receiver.peer, "lease", [])

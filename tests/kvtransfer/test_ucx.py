@@ -1,4 +1,4 @@
-"""The `ucx` transport between two processes, over the wires that UCX has on any Linux host."""
+"""The `ucx` transport between two processes, over the UCX transports of any Linux host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOTHING_LEFT: dict[str, list[str]] = {"threads": [], "descriptors": [], "shared 
 
 @pytest.fixture(params=["tcp", "cma,tcp", "all"])
 def tls(request: pytest.FixtureRequest) -> str:
-    """For what UCX does in another way over each wire; what is ours is tested over one of them."""
+    """Select UCX's transport for tests of what UCX does differently. Tests of our own code use only one."""
     return str(request.param)
 
 
@@ -44,8 +44,8 @@ def pair(closing: Closing, tls: str, **options: Any) -> tuple[Process, Process]:
     return sender, receiver
 
 
-def test_blocks_arrive_wherever_they_are_wanted(closing: Closing, tls: str) -> None:
-    """And only there: to set up a connection writes nothing into the pool."""
+def test_blocks_arrive_in_the_wanted_places(closing: Closing, tls: str) -> None:
+    """Setting up a connection writes nothing else into the pool."""
     sender, receiver = pair(closing, tls)
     theirs, ours = sender.ask("block_digests"), receiver.ask("block_digests")
     join(sender, receiver)
@@ -59,8 +59,8 @@ def test_blocks_arrive_wherever_they_are_wanted(closing: Closing, tls: str) -> N
     assert sender.ask("block_digests") == theirs
 
 
-def test_it_listens_on_the_ports_that_it_is_given() -> None:
-    """But on loopback, where UCX has a further port."""
+def test_it_listens_on_the_given_ports() -> None:
+    """Loopback is exempt, where UCX has a further port."""
     code = (
         "import psutil; from kvtransfer.transports.ucx_agent import Agent; "
         "agent = Agent('ports-1', ports=range(20_000, 30_000)); "
@@ -81,8 +81,10 @@ def test_a_large_pool_in_small_blocks(closing: Closing) -> None:
     assert receiver.ask("block_digests") == [theirs[source] for source, _, _ in scattered]
 
 
-def test_the_first_read_costs_no_more_than_the_next(closing: Closing) -> None:
-    """UCX connects at the first read, which takes tens of milliseconds. On a busy machine others may, too."""
+def test_the_first_read_costs_no_more_than_later_ones(closing: Closing) -> None:
+    """UCX connects at the first read, which takes tens of milliseconds. On a busy machine later ones may,
+    too.
+    """
     assert any(first_read_s(closing) < 0.02 for _ in range(4))
 
 
@@ -94,7 +96,7 @@ def first_read_s(closing: Closing) -> float:
 
 
 def test_plain_tcp_is_refused_unless_asked_for(closing: Closing) -> None:
-    """UCX would have the sender's process answer reads, and ends it when a reader dies in between."""
+    """Over plain TCP the sender's process answers reads, and UCX ends it when a reader dies meanwhile."""
     sender = closing(Process(Sender, "tcp", emulate=False))
     receiver = closing(Process(Receiver, "tcp", emulate=False))
     sender.tell("connect", receiver.ask("listen"))
@@ -112,7 +114,7 @@ def test_shared_memory_alone_is_refused(closing: Closing) -> None:
         Process(Sender, "sm")
 
 
-def test_without_a_gate_or_with_a_closed_one_nothing_is_read(closing: Closing) -> None:
+def test_without_an_open_gate_nothing_is_read(closing: Closing) -> None:
     sender, receiver = pair(closing, "tcp")
     join(sender, receiver)
     before = receiver.ask("digest")
@@ -122,7 +124,7 @@ def test_without_a_gate_or_with_a_closed_one_nothing_is_read(closing: Closing) -
     assert receiver.ask("digest") == before
 
 
-def test_blocks_that_the_sender_does_not_have_are_an_error(closing: Closing) -> None:
+def test_blocks_beyond_the_senders_are_an_error(closing: Closing) -> None:
     sender, receiver = pair(closing, "tcp")
     join(sender, receiver)
     before = receiver.ask("digest")
@@ -140,7 +142,7 @@ def test_a_pool_larger_than_the_senders_is_refused(closing: Closing) -> None:
 
 
 def test_one_sender_on_two_connections(closing: Closing) -> None:
-    """The second shares what NIXL knows of the sender, and goes on when the first is closed."""
+    """The second connection shares NIXL's data about the sender, and still works when the first is closed."""
     sender, receiver = pair(closing, "cma,tcp")
     join(sender, receiver)
     receiver.ask("keep_reader")
@@ -163,7 +165,7 @@ def test_both_directions_at_once(closing: Closing) -> None:
     assert back.ask("digest") == first.ask("digest")
 
 
-def test_close_leaves_nothing_and_a_transport_opens_again(closing: Closing, tls: str) -> None:
+def test_close_leaves_nothing_and_a_transport_reopens(closing: Closing, tls: str) -> None:
     shared = shared_segments()
     sender, receiver = pair(closing, tls)
     for _ in range(2):
@@ -187,7 +189,7 @@ def test_close_with_a_reader_that_is_still_open(closing: Closing) -> None:
 
 
 def test_an_idle_pair_costs_nothing(closing: Closing, tls: str) -> None:
-    """Soon after the last read: what it has left to do may take a moment."""
+    """Measured soon after the last read, whose remaining work may take a moment."""
     sides = sender, receiver = pair(closing, tls)
     join(sender, receiver)
     assert receiver.ask("read", EVERYTHING) is True
@@ -195,7 +197,7 @@ def test_an_idle_pair_costs_nothing(closing: Closing, tls: str) -> None:
 
 
 def cpu_share_while_idle(sides: tuple[Process, Process]) -> float:
-    """The most that one of them takes of a core."""
+    """Return the larger share of a core that one of them uses."""
     before, seconds = [side.ask("cpu_seconds") for side in sides], 0.25
     time.sleep(seconds)
     return max(side.ask("cpu_seconds") - start for side, start in zip(sides, before, strict=True)) / seconds

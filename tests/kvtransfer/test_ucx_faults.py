@@ -1,4 +1,6 @@
-"""`ucx` peers that are killed, frozen, restarted or hang up: reads end, blocks stay guarded, nobody dies."""
+"""`ucx` peers that are killed, frozen, restarted or disconnect: reads end, blocks stay guarded,
+nobody dies.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Closing = Callable[[Any], Any]
 NUM_BLOCKS = 64
 BIG = 512 * 1024
 BOUNDED_S = 10.0
-"""Long for a busy machine, and far less than `WAIT_S`, which a frozen peer would be waited for."""
+"""Long enough for a busy machine, and far below `WAIT_S`, the wait for a frozen peer."""
 EVERYTHING = [(0, 0, NUM_BLOCKS)]
 NOTHING_LEFT: dict[str, list[str]] = {"threads": [], "descriptors": [], "shared memory": []}
 
@@ -39,7 +41,7 @@ def tls(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["cma,tcp", "all"])
 def one_sided(request: pytest.FixtureRequest) -> str:
-    """Only what has reads of its own: with plain TCP, UCX ends a sender whose reader dies."""
+    """Select transports with one-sided reads: with plain TCP, UCX ends a sender whose reader dies."""
     return str(request.param)
 
 
@@ -48,7 +50,7 @@ def side(closing: Closing, kind: type, tls: str, seed: int) -> Process:
 
 
 def begin_and_wait_until_moving(receiver: Process) -> None:
-    """Read again and again; return once something has come."""
+    """Read again and again. Return once something has arrived."""
     before = receiver.ask("first_bytes")
     receiver.ask("begin", EVERYTHING, True)
     wait_until(lambda: receiver.ask("first_bytes") != before)
@@ -59,7 +61,7 @@ def wait_until_over(receiver: Process) -> None:
 
 
 def read_from_frozen(closing: Closing, read_s: float) -> tuple[Process, Process]:
-    """A sender that was stopped, and a receiver whose read from it has timed out."""
+    """Return a stopped sender, and a receiver whose read from it has timed out."""
     sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
     join(sender, receiver, NUM_BLOCKS, read_s)
     sender.signal(signal.SIGSTOP)
@@ -73,7 +75,7 @@ def read_from_frozen(closing: Closing, read_s: float) -> tuple[Process, Process]
 
 
 def test_a_killed_senders_successor_works(closing: Closing, tls: str) -> None:
-    """Others' decode workers crash here: NIXL forgets a dead peer, and lists prepared for it dangle."""
+    """NIXL forgets a dead peer, so its prepared lists dangle; other systems' decode workers crash here."""
     receiver = side(closing, Receiver, tls, 2)
     for seed in (3, 4):
         sender = side(closing, Sender, tls, seed)
@@ -112,9 +114,9 @@ def test_a_killed_receivers_successor_works(closing: Closing, one_sided: str) ->
 
 
 def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing) -> None:
-    """Over tcp the sender's process has to answer; over cma the kernel copies, frozen or not."""
+    """Over tcp the sender's process has to answer. Over cma the kernel copies, even from a frozen process."""
     sender, receiver = read_from_frozen(closing, 0.5)
-    with pytest.raises(ConnectionResetError, match="earlier reads"):  # NIXL would take them for failed
+    with pytest.raises(ConnectionResetError, match="earlier reads"):  # NIXL would count them as failed
         receiver.ask("connect_after_a_loss")
     receiver.ask("close_reader")
     assert receiver.ask("gate_emptied", 0.3) is False
@@ -127,7 +129,7 @@ def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing)
     assert receiver.ask("digest") != before, "nothing landed: the guard guarded nothing"
     receiver.ask("reopen_gate")
     join(sender, receiver, NUM_BLOCKS)
-    assert receiver.ask("read", [(0, 0, 1)]) is True  # the sender has answered whatever was asked before
+    assert receiver.ask("read", [(0, 0, 1)]) is True  # the sender has answered all earlier requests
     late = receiver.ask("block_digests")
     assert late[1:] == blocks[1:], "something landed after the gate was left"
     receiver.ask("close_reader")
@@ -174,8 +176,8 @@ def test_joining_a_frozen_sender_fails_in_bounded_time(closing: Closing, thaws: 
     assert receiver.ask("num_orphaned_reads") == 0
 
 
-def test_a_sender_that_hangs_up_ends_the_read(closing: Closing) -> None:
-    """It may use its blocks for something else from then on, so what was read is not believed."""
+def test_a_sender_that_disconnects_ends_the_read(closing: Closing) -> None:
+    """It may reuse its blocks from then on, so the data read is not used."""
     sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
     join(sender, receiver, NUM_BLOCKS)
     receiver.ask("begin", EVERYTHING, True)
@@ -202,8 +204,8 @@ def test_a_closing_receiver_does_not_wait_for_a_frozen_sender(closing: Closing) 
     assert receiver.ask("num_orphaned_reads") == 1
 
 
-def test_a_frozen_receiver_holds_nobody_up(closing: Closing, one_sided: str) -> None:
-    """One sender, two receivers, one of them frozen in the middle of a read."""
+def test_a_frozen_receiver_blocks_nobody(closing: Closing, one_sided: str) -> None:
+    """One sender has two receivers, one of them frozen during a read."""
     sender = side(closing, Sender, one_sided, 1)
     frozen, other = side(closing, Receiver, one_sided, 2), side(closing, Receiver, one_sided, 3)
     join(sender, frozen, NUM_BLOCKS)

@@ -1,4 +1,4 @@
-"""Pools of different dtypes, in a device's memory or not, and quantized wires: the values arrive."""
+"""Values arrive between pools of different dtypes, on a device or not, and over quantized connections."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ UNTOUCHED = -3.0
 
 
 def pool(dtype: str, device: str | None = None) -> tuple[RegisteredPool, Tensor]:
-    """A pool full of `UNTOUCHED`, and its tensor [blocks, layers, 2, block_size, heads, head_dim].
+    """Return a pool full of `UNTOUCHED`, and its tensor [blocks, layers, 2, block_size, heads, head_dim].
 
-    With `device` it is reached as one in a GPU's memory is.
+    With `device` it is accessed like a pool in a GPU's memory.
     """
     segment = SegmentInfo(name="target", dtype=dtype, shape=(LAYERS, 2, BLOCK_SIZE, HEADS, HEAD_DIM))
     nbytes = block_bytes([segment])
@@ -43,7 +43,7 @@ def pool(dtype: str, device: str | None = None) -> tuple[RegisteredPool, Tensor]
 
 
 def tokens_of(tensor: Tensor, blocks: list[int]) -> Tensor:
-    """The prompt's KV, one row a token."""
+    """Return the prompt's KV, one row per token."""
     return tensor[blocks].permute(0, 3, 1, 2, 4, 5).flatten(0, 1).float()
 
 
@@ -58,7 +58,9 @@ def transfer(
     devices: tuple[str | None, str | None] = (None, None),
     **sending: Any,
 ) -> tuple[Tensor, Tensor, SenderEnd]:
-    """Push a prompt whose first `cached` blocks the receiver has; its KV on both sides, token by token."""
+    """Push a prompt whose first `cached` blocks the receiver already has. Return its KV on both sides, token
+    by token.
+    """
     source_pool, source = pool(theirs, devices[0])
     target_pool, target = pool(ours, devices[1])
     source.copy_(torch.randn(source.shape, generator=torch.Generator().manual_seed(1)))
@@ -111,11 +113,11 @@ def test_a_quantized_wire_halves_the_bytes(closing: Closing, wire_dtype: str) ->
 
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-"""What a GPU's memory goes through is the same code on the CPU, but for pinned memory and streams."""
+"""The CPU runs the same code as a GPU, except for pinned memory and streams."""
 SIDES = ["both", "sender", "receiver"]
 BY_UCX = [(sides, "ucx", "cpu") for sides in SIDES]
-"""On the CPU alone: within a process UCX does not read from a GPU's memory (`tests/gpu` has two processes),
-nor, without RDMA, from there into the host's.
+"""On the CPU only: within one process UCX does not read from a GPU's memory (`tests/gpu` has two processes),
+nor, without RDMA, from a GPU's memory into the host's.
 """
 WIRES = [(sides, "tcp", device) for sides in SIDES for device in DEVICES] + BY_UCX
 WIRES += [("receiver", "shm", device) for device in DEVICES]
@@ -124,7 +126,7 @@ WIRES += [("receiver", "shm", device) for device in DEVICES]
 @pytest.mark.parametrize(("sides", "transport", "device"), WIRES)
 @pytest.mark.parametrize("ours", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("num_tokens", "cached"), [(75, 0), (96, 1)])
-def test_pools_in_a_devices_memory(
+def test_pools_on_a_device(
     closing: Closing,
     transport: str,
     device: str,

@@ -1,4 +1,4 @@
-"""Both ends of a transfer for tests: pools with known content, waiting for events, raw peers."""
+"""Both ends of a transfer for tests: pools with known content, waits for events, raw peers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def make_pool(num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0) -> R
 
 
 def idle_cpu_seconds(window_s: float) -> float:
-    """What this process uses in the quietest of a few windows: threads of other tests may still be ending."""
+    """Return this process's CPU time in the quietest of several windows, since other tests' threads may still
+    be ending.
+    """
     used = []
     for _ in range(4):
         before = time.process_time()
@@ -65,7 +67,7 @@ def is_over(event: object) -> bool:
 
 
 class End:
-    """What both ends have in common: a pool and a way to wait for events."""
+    """The parts that both ends share: a pool, and waits for events."""
 
     end: Any
 
@@ -78,7 +80,7 @@ class End:
         self.woken = threading.Event()
 
     def wait_for(self, until: Callable[[Any], bool] = is_over, timeout_s: float = WAIT_S) -> list[Any]:
-        """All events up to and including the batch with the first that `until` accepts."""
+        """Return all events up to and including the batch with the first that `until` accepts."""
         events: list[Any] = []
         deadline = time.monotonic() + timeout_s
         while True:
@@ -89,7 +91,7 @@ class End:
             self.woken.clear()
 
     def wait_lease(self, lease_id: str, timeout_s: float = WAIT_S) -> Any:
-        """The event that ends a lease."""
+        """Return the event that ends a lease."""
         over = lambda event: event.lease_id == lease_id and is_over(event)  # noqa: E731
         return next(filter(over, self.wait_for(over, timeout_s)))
 
@@ -122,7 +124,7 @@ class ReceiverEnd(End):
     def open(
         self, lease_id: str, blocks: Sequence[int], first_block: int = 0, num_tokens: int | None = None
     ) -> None:
-        """A lease of blocks of the first block_pool."""
+        """Open a lease of blocks of the first block pool."""
         first_token = first_block * self.pool.block_size
         self.receiver.open(
             lease_id, [Extent(0, list(blocks))], first_token=first_token, num_tokens=num_tokens
@@ -162,13 +164,13 @@ class SenderEnd(End):
 
 
 def moved(pairs: Pairs, transport: str, counter: str = "kv_transfer_bytes_total") -> float:
-    """What was counted over a transport, for all peers."""
+    """Return a transport's counter, summed over all peers."""
     states = [state for state in pairs.snapshot({}) if state.transport == transport]
     return sum(state.counters.get(counter, 0.0) for state in states)
 
 
 def cut(sender: SenderEnd, stream: int = 0) -> None:
-    """Break one of the sender's connections, as a network would."""
+    """Break one of the sender's connections, as a failing network does."""
     (link,) = sender.sender._links.values()
     channel = link._streams[stream]._channel
     assert channel is not None
@@ -180,7 +182,7 @@ def wire(transport: str, pool: RegisteredPool) -> Transport:
 
 
 class RawPeer:
-    """One end of a data connection that does only what a test tells it."""
+    """One end of a data connection that only follows the test's commands."""
 
     def __init__(self, channel: Channel, wake: Wake) -> None:
         self.channel = channel
@@ -241,7 +243,7 @@ class RawPeer:
         return self.channel.recv(Ack, self.deadline())
 
     def is_closed_by_peer(self, timeout_s: float = WAIT_S) -> bool:
-        """Whether the connection ends without another byte for us."""
+        """Return whether the connection ends without another byte for us."""
         self.channel.ready(select.POLLIN, time.monotonic() + timeout_s)
         try:
             return self.channel.at_end()
@@ -254,7 +256,7 @@ class RawPeer:
 
 
 class RawReceiver:
-    """A listening receiver that authenticates one sender and then does only what a test tells it."""
+    """A listening receiver that authenticates one sender and then only follows the test's commands."""
 
     def __init__(self, transport: str, pool: RegisteredPool) -> None:
         self._transport = wire(transport, pool)

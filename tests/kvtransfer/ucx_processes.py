@@ -1,4 +1,4 @@
-"""Senders and receivers over `ucx` in processes of their own: told what to do, killed, frozen, looked at."""
+"""Controls senders and receivers over `ucx` in separate processes: commands, kills, freezes, leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 
 def held() -> dict[str, list[str]]:
-    """What a process has that could be left behind: threads, descriptors, shared memory."""
+    """Return this process's threads, descriptors and shared memory."""
     gc.collect()
     tasks = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
     links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
@@ -59,7 +59,9 @@ def digest(data: Any) -> str:
 
 
 class Side:
-    """What both kinds of process do. Methods are commands, answered with what they return or raise."""
+    """The commands that both kinds of process share. Each answers with its method's return value or
+    exception.
+    """
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
         from messaging.wake import Wake
@@ -77,7 +79,7 @@ class Side:
         self.transport = UcxTransport(self.pool, type(self).__name__)
 
     def left_after_close(self) -> dict[str, list[str]]:
-        """What is there now, and was not before the transport was opened."""
+        """Close, and return what was not there before the transport was opened."""
         self.transport.close()
         self.transport.close()
         for channel in self.channels:
@@ -120,7 +122,7 @@ class Sender(Side):
 
 
 class Receiver(Sender):
-    """Reads from the sender that has connected last, on a thread, under one gate."""
+    """Reads from the sender that connected last, on a thread, under one gate."""
 
     def open(self) -> None:
         from kvtransfer.lease import WriteGate
@@ -145,7 +147,7 @@ class Receiver(Sender):
         self.channel.ready(select.POLLIN, time.monotonic() + WAIT_S)
 
     def set_up(self, num_blocks: int, timeout_s: float, read_s: float = WAIT_S) -> float:
-        """Returns the seconds that it took. Each read has `read_s`."""
+        """Set up a reader and return the seconds that it took. Each read has a time limit of `read_s`."""
         hello = hello_of(num_blocks, self.pool.block_bytes)
         started = time.monotonic()
         deadline = started + timeout_s
@@ -182,7 +184,7 @@ class Receiver(Sender):
         self.reading.start()
 
     def end(self) -> tuple[Any, float]:
-        """What the read that was begun returned or raised, and after how many seconds."""
+        """Return the running read's result or exception, and its seconds."""
         assert self.reading is not None
         self.reading.join(WAIT_S)
         assert not self.reading.is_alive(), "the read does not end"
@@ -200,7 +202,7 @@ class Receiver(Sender):
         self.channel.close()
 
     def keep_reader(self) -> None:
-        """Set the reader aside; the next one will be used."""
+        """Set the reader aside. The next one will be used."""
         self.kept = self.reader, self.channel
 
     def close_kept_reader(self) -> None:
@@ -223,7 +225,7 @@ class Receiver(Sender):
             agent.close()
 
     def connect_after_a_loss(self) -> None:
-        """As after a failed read, when others from the same sender are not over."""
+        """Connect as after a failed read, while other reads from the same sender are still running."""
         remote = self.reader._remote
         remote.lost = True
         self.reader._agent.connect(remote.name, remote.metadata)
@@ -267,7 +269,7 @@ def _serve(pipe: Connection, kind: type[Side], options: dict[str, Any], environm
 
 
 class Process:
-    """A `Side` in a process of its own. `emulate`: it may read over TCP too."""
+    """A `Side` in a separate process. `emulate` also allows reads over TCP."""
 
     def __init__(
         self,
@@ -281,7 +283,7 @@ class Process:
     ) -> None:
         self.pipe, theirs = _processes.Pipe()
         options = {"num_blocks": num_blocks, "block_bytes": block_bytes, "seed": seed}
-        # UCX would use any device, also one that a test of networks takes away meanwhile.
+        # UCX would use any device, even one that a test of networks removes meanwhile.
         environment = {"UCX_TLS": on_this_host(tls), "UCX_NET_DEVICES": "lo"}
         if emulate:
             environment["UCX_PROTO_EMULATION_ENABLE"] = "y"
@@ -327,7 +329,9 @@ class Process:
 
 
 def join(sender: Process, receiver: Process, num_blocks: int = 64, read_s: float = WAIT_S) -> float:
-    """Connect the two; returns the seconds that it took the receiver. Each of its reads has `read_s`."""
+    """Connect the two. Return the seconds that it took the receiver. Each of its reads has a limit of
+    `read_s`.
+    """
     sender.tell("connect", receiver.ask("listen"))
     receiver.ask("accept")
     try:

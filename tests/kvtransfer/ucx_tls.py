@@ -1,4 +1,4 @@
-"""What UCX_TLS has to name on this host."""
+"""Values of UCX_TLS for this host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
 def on_this_host(tls: str) -> str:
-    """With CUDA where NIXL finds a GPU of NVIDIA: there it refuses a choice without."""
+    """Add CUDA if NIXL finds an NVIDIA GPU, since it refuses a choice without it there."""
     for device in _DEVICES.glob("*"):
         vendor, kind = ((device / name).read_text() for name in ("vendor", "class"))
         if vendor.strip() == _NVIDIA and kind.startswith(_DISPLAY) and tls != "all":

@@ -1,4 +1,4 @@
-"""What runs in a test worker's process."""
+"""Runs a worker in a test's process, with faults."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def run_child(
     pipe: Connection,
     fault: str,
 ) -> None:
-    """Be a worker until the pipe says "stop" or closes; then say how it ended.
+    """Run a worker until the pipe says "stop" or closes. Then report how it ended.
 
-    `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower, "idle:S" closes
-    lines to peers that were unused for S seconds, "fetch:S" gives up a prefix of which no block came for S
-    seconds, "KILL:before:METHOD:N" sends the process that signal at the N-th call of a method of the loop or
-    of one of its parts, before it or after it, and "STOP:..." that one; "block:..." and
-    "spin:..." let the loop wait or compute there until SIGUSR1. Several are joined by "+".
+    `fault` is a list joined by "+". "fail:N" lets the first N steps fail. "slow:S" makes every step S seconds
+    slower. "idle:S" closes connections to peers after S unused seconds. "fetch:S" gives up a prefix of which
+    no block came for S seconds. "KILL:before:METHOD:N" sends the process this signal before (or after) the
+    N-th call of a method of the loop or its parts; STOP works alike. "block:..." and "spin:..." make the loop
+    wait or compute there until SIGUSR1.
     """
     engine.step.calibration._RUNS = engine.step.calibration._LEAST_RUNS  # hundreds of workers start
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
@@ -81,7 +81,7 @@ def run_child(
 
 
 faulty_loop = "", ""
-"""What `make_faulty_loop` is to make, and the faults that go into it."""
+"""The loop's class that `make_faulty_loop` uses, and its faults."""
 
 
 def make_faulty_loop(*parts: Any) -> WorkerLoop:
@@ -112,7 +112,7 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
 
 
 def strike(loop: WorkerLoop, number: signal.Signals, when: str, method: str, times: int) -> None:
-    """Let this process get a signal at a point of the protocol, as `at_call`."""
+    """Send this process a signal at a point of the protocol, given as for `at_call`."""
     at_call(loop, lambda: os.kill(os.getpid(), number), when, method, times)
 
 
@@ -121,13 +121,13 @@ def block() -> None:
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    signal.set_wakeup_fd(writer)  # whichever thread gets it
+    signal.set_wakeup_fd(writer)  # any thread may get it
     os.read(reader, 1)
     signal.set_wakeup_fd(-1)
 
 
 def spin() -> None:
-    """Compute until SIGUSR1, and come to no end."""
+    """Compute until SIGUSR1."""
     woken = False
 
     def wake(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Decode loops and draft loops over real engines, with the network between them in the test's hand."""
+"""Decode loops and draft loops over real engines, with a network that the test controls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def target_engine(
 
 
 def plain_tokens(model: Path, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
-    """What nobody drafts for."""
+    """Return the tokens without drafts."""
     return tokens(run(Engine(small_config(model, 256)), requests))
 
 
@@ -56,7 +56,7 @@ class DecodeSide:
         self.restart()
 
     def restart(self) -> None:
-        """With a new loop and new counters around the same engine."""
+        """Restart with a new loop and new counters around the same engine."""
         for request_id in list(self.engine.sequences):
             self.engine.abort(request_id)
         self.remote.requests.clear()
@@ -96,7 +96,7 @@ class DecodeSide:
         return self.loop.counters[name]
 
     def drafted(self, source: str) -> float:
-        """Tokens from there that were verified."""
+        """Return the number of verified tokens from a source."""
         return self._speculated("spec_decode_num_draft_tokens_total", source)
 
     def accepted(self, source: str) -> float:
@@ -108,7 +108,7 @@ class DecodeSide:
 
 
 class DraftSide:
-    """A draft worker at `at`."""
+    """A draft worker at the address `at`."""
 
     def __init__(self, draft: Path, at: PeerAddress = DRAFTER, **options: Any) -> None:
         self.at = at
@@ -127,7 +127,7 @@ class DraftSide:
         return self.loop.counters[name]
 
     def tell_gone(self, peer: PeerAddress) -> None:
-        """As the router does when a worker is lost."""
+        """Report a lost worker, as the router does."""
         message = PeerGone(incarnation=self.at.incarnation, worker_id=peer.worker_id, gone=peer.incarnation)
         self.loop.router_messages.take(message, self.light.router)
 
@@ -137,8 +137,8 @@ class DraftSide:
 
 
 class Network:
-    """Carries encoded messages between decode workers and draft workers: in turn, or as `rng` shuffles them:
-    late, some of them twice, and a share of `loss` never.
+    """Carries encoded messages between decode workers and draft workers, in order, or as `rng` shuffles them:
+    late, some twice, and a share of `loss` never.
     """
 
     def __init__(
@@ -194,11 +194,11 @@ class Network:
                 draft.loop.handle({})
 
     def drop_all(self) -> None:
-        """What is on its way."""
+        """Drop all messages in flight."""
         self._queue.clear()
 
     def turn(self, drafts_per_step: int = 2) -> None:
-        """Each decode worker makes a step, and meanwhile each draft worker a few."""
+        """Run a step of each decode worker and, meanwhile, a few of each draft worker."""
         self._now += 1
         for decode in self.decodes:
             decode.step()
@@ -212,7 +212,7 @@ class Network:
         self._deliver()
 
     def run(self, drafts_per_step: int = 2, most: int = 2000) -> None:
-        """Until all requests have their tokens."""
+        """Run until all requests have their tokens."""
         for _ in range(most):
             if not any(decode.engine.has_work() for decode in self.decodes):
                 return
@@ -220,7 +220,7 @@ class Network:
         raise AssertionError("it does not end")
 
     def settle(self, turns: int = 20) -> None:
-        """Until all has come to its end: each turn takes a second."""
+        """Run until nothing happens any more. Each turn takes a second."""
         for now in range(turns):
             for decode in self.decodes:
                 decode.loop.expire(time.monotonic() + now)

@@ -1,4 +1,4 @@
-"""Real workers in processes of their own, on real sockets, with the test in the router's place."""
+"""Runs real workers in separate processes on real sockets, with the test as the router."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.worker.child import run_child
 
 WAIT_S = 30.0
 ROUTER = "router"
-"""Its incarnation."""
+"""The router's incarnation."""
 
 
 def tiny_config(model: Path, **changes: Any) -> ServeConfig:
@@ -115,7 +115,7 @@ class RunningWorker:
         self.join()
 
     def ended_when_told(self) -> str:
-        """Tell it to stop; why it ended: "" as asked, else the error."""
+        """Tell it to stop. Return why it ended: "" as told, else the error."""
         self._ours.send("stop")
         return self.ended_with()
 
@@ -135,7 +135,7 @@ class RunningWorker:
             raise AssertionError(f"{self.worker_id} does not end")
 
     def ended_with(self) -> str:
-        """Why it ended: "" as asked, else the error."""
+        """Return why it ended: "" as told, else the error."""
         self.join()
         return str(self._ours.recv())
 
@@ -147,7 +147,7 @@ class Cluster:
         self.keys = keys or ClusterKeys.generate()
         self._router = router
         self.protocol = PROTOCOL
-        """What it says that it speaks."""
+        """The protocol version that the router announces."""
         self.context: zmq.Context[Any] = zmq.Context()
         self._authenticator = start_authenticator(self.context, self.keys)
         self._socket, self.endpoint = bind_router(self.context, self.keys, "127.0.0.1")
@@ -156,13 +156,13 @@ class Cluster:
         self.states: dict[str, WorkerState] = {}
         self.outputs: dict[str, list[tuple[str, TokenOutput]]] = defaultdict(list)
         self._first_from: dict[str, str] = {}
-        """The prefill worker of each request that has one: its token is the first, however it travels."""
+        """The prefill worker of each split request. Its token is the first, even if it arrives later."""
         self.failed_handovers: dict[str, list[HandoverFailed]] = defaultdict(list)
         self.kv_events: dict[str, list[KvEvents]] = defaultdict(list)
-        """By incarnation."""
+        """KV events by incarnation."""
         self.steps: list[StepOutput] = []
         self.absent: list[str] = []
-        """Requests that a worker has said it has not, by their ids."""
+        """Ids of requests that a worker has reported as unknown."""
         self.workers: list[RunningWorker] = []
 
     def __enter__(self) -> Cluster:
@@ -172,7 +172,7 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for worker in self.workers:
-            worker.tell_to_stop()  # all of them, so that they end side by side
+            worker.tell_to_stop()  # tell all workers first, so that they end side by side
         for worker in self.workers:
             worker.join()
         self.close()
@@ -221,14 +221,14 @@ class Cluster:
         self.send(worker.worker_id, message)
 
     def redirect(self, worker: RunningWorker, request_id: str, decode: PeerAddress | None) -> None:
-        """Name another decode worker for what `worker` has computed."""
+        """Name another decode worker for the request that `worker` has computed."""
         if decode is None:
             self._first_from.pop(request_id, None)
         incarnation = worker.address.incarnation
         self.send(worker.worker_id, Redirect(incarnation=incarnation, request_id=request_id, decode=decode))
 
     def handover_failed(self, request_id: str) -> HandoverFailed:
-        """Wait for the prefill worker's news, and take it."""
+        """Wait for the prefill worker's report of a failed hand-over, and return it."""
         self.wait(lambda: bool(self.failed_handovers[request_id]))
         return self.failed_handovers[request_id].pop(0)
 
@@ -278,7 +278,7 @@ class Cluster:
             outputs.append((worker_id, output))
 
     def finished(self, request_id: str) -> bool:
-        """Whether its end has come, and the prefill worker's token, or an error in its place."""
+        """Tell whether the request has ended and has the prefill worker's token, or an error in its place."""
         reasons = {output.finish_reason for _, output in self.outputs[request_id]} - {None}
         first_from = self._first_from.get(request_id)
         is_whole = first_from is None or first_from in self.sources(request_id)
@@ -288,13 +288,13 @@ class Cluster:
         self.wait(lambda: all(self.finished(request_id) for request_id in request_ids), timeout_s)
 
     def tokens(self, request_id: str) -> list[int]:
-        """The tokens in their order; the end must be there exactly once."""
+        """Return the tokens in order, after checking that there is exactly one end."""
         outputs = [output for _, output in self.outputs[request_id]]
         assert [output.finish_reason is not None for output in outputs].count(True) == 1
         return [token for output in outputs for token in output.token_ids]
 
     def sources(self, request_id: str) -> list[str]:
-        """Which worker sent each output."""
+        """Return the worker that sent each output."""
         return [worker_id for worker_id, _ in self.outputs[request_id]]
 
     def error(self, request_id: str) -> TokenOutput:
@@ -303,7 +303,7 @@ class Cluster:
         return last
 
     def refresh(self, *workers: RunningWorker) -> None:
-        """Get the workers' states as of now: what was on its way, and two heartbeats more."""
+        """Wait for the messages in flight, and for two more heartbeats of each worker."""
         self.take_what_came()
         for _ in range(2):
             for worker in workers:

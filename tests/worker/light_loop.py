@@ -1,4 +1,6 @@
-"""A worker's loop over a real engine, without sockets, wires or threads: the test delivers every message."""
+"""A worker's loop over a real engine without sockets, transports or threads: the test delivers
+every message.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def small_engine(model_folder: Path, num_blocks: int, **changes: Any) -> Engine:
 
 
 def forget_cached_blocks(engine: Engine) -> None:
-    """Empty the prefix cache, so that nothing depends on what ran before."""
+    """Empty the prefix cache, so that earlier requests have no effect."""
     blocks = engine.blocks
     everything, _ = find_prefix(blocks, [], b"")
     everything.grow(0, blocks.available * blocks.block_size)
@@ -58,14 +60,14 @@ def forget_cached_blocks(engine: Engine) -> None:
 
 
 class FakeReceiver:
-    """Leases whose writers the test plays. Of closed ones only `Closed` comes, as with the real one."""
+    """Leases whose writers the test plays. Closed ones only yield `Closed`, as with the real receiver."""
 
     offers = (OFFER,)
 
     def __init__(self) -> None:
         self.open_leases: dict[str, list[int]] = {}
         self.written: dict[str, list[int]] = {}
-        """Blocks that somebody writes to at the moment, by lease."""
+        """Blocks that are being written, by lease."""
         self._events: list[ReceiveEvent] = []
 
     def open(
@@ -156,7 +158,7 @@ class FakeSender:
 
 
 class FakeInbox:
-    """Keeps the replies, with the identity of whom they are for. What has `arrived` is to be received."""
+    """Keeps the replies with their addressees. Messages in `arrived` are received next."""
 
     endpoint = "tcp://127.0.0.1:9"
 
@@ -198,7 +200,7 @@ class FakePeers:
 
 
 class FakeRouter:
-    """The only router's line. Keeps what the loop sends: outputs, and other messages."""
+    """The only router's connection. Keeps the outputs and other messages that the loop sends."""
 
     def __init__(self, socket: int) -> None:
         self.socket = socket
@@ -223,7 +225,7 @@ class FakeRouter:
 
 
 class LightLoop:
-    """`loop` with fakes around it."""
+    """A `loop` with fakes around it."""
 
     def __init__(
         self,
@@ -266,7 +268,7 @@ class LightLoop:
 
     @property
     def requests(self) -> list[Any]:
-        """All request objects that still hold an id or a lease."""
+        """Return all request objects that still hold an id or a lease."""
         table = self.table
         return list({id(each): each for each in [*table._by_id.values(), *table._by_lease.values()]}.values())
 
@@ -295,7 +297,7 @@ class LightLoop:
             self.loop.flush()
 
     def run(self) -> None:
-        """Step until all is computed that there is room for."""
+        """Step until everything is computed that has room."""
         while self.engine.has_work() and self.loop._advancing:
             self.step()
         self.loop._advancing = True
@@ -305,12 +307,12 @@ class LightLoop:
         self.flush()
 
     def num_ends(self, request_id: str) -> int:
-        """How often the router was told that the request is over."""
+        """Return how often the router was told that the request is over."""
         ends = [output for output in self.router.outputs if output.finish_reason is not None]
         return sum(output.request_id == request_id for output in ends)
 
     def finish(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Let everything come to its end: writes, deadlines, tokens. `watch` is called after each of them."""
+        """Finish all writes, deadlines and tokens. `watch` is called after each of them."""
         for lease in list(self.receiver.written):
             self.receiver.end_write(lease)
         for _ in range(4):
@@ -320,7 +322,7 @@ class LightLoop:
         self.close()
 
     def computing_blocks(self) -> set[int]:
-        """The blocks of the engine's sequences."""
+        """Return the blocks of the engine's sequences."""
         held = [each.sequence_blocks for each in self.engine.sequences.values()]
         return {block for each in held if each is not None for block in each.blocks[0]}
 

@@ -1,4 +1,4 @@
-"""One end of a hand-off in the test's own hands, the other being a real worker."""
+"""Plays one end of a hand-off against a real worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def manifest(
     prefill_incarnation: str,
     first_token: int,
 ) -> HandoffManifest:
-    """A manifest that the decode worker of the grant accepts."""
+    """Return a manifest that the decode worker of the grant accepts."""
     tokens = request.prompt_token_ids
     return HandoffManifest(
         request_id=request.request_id,
@@ -54,7 +54,7 @@ def manifest(
 
 
 class PrefillEnd:
-    """Plays the prefill worker: computes prompts with an engine of the test's own, but says what it likes."""
+    """Plays the prefill worker: computes prompts with its own engine, and sends what the test likes."""
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class PrefillEnd:
         return self.receive(Reserved)
 
     def prefill(self, request: EngineRequest) -> tuple[list[int], int]:
-        """Compute the prompt here; returns its blocks and the first token."""
+        """Compute the prompt here. Return its blocks and the first token."""
         self.engine.add(request, prefill_only=True)
         while True:
             for output in self.engine.step().outputs:
                 return self.engine.computed(request.request_id)[0].blocks, output.token_ids[0]
 
     def push(self, grant: Reserved, blocks: list[int], first: int = 0, end: int | None = None) -> None:
-        """Push the granted blocks [first, end) and, where `end` is left out, the end of the lease."""
+        """Push the granted blocks [first, end). Without `end` this includes the end of the lease."""
         num_tokens = len(blocks) * 16 if end is None else end * 16
         extents = [Extent(0, blocks[first:end])]
         self.sender.push(self.decode, grant.lease_id, extents, first, num_tokens, final=end is None)
@@ -156,7 +156,7 @@ class PrefillEnd:
 
 
 class DecodeEnd:
-    """Plays the decode worker: answers what it likes, into a pool that nobody computes with."""
+    """Plays the decode worker: answers as the test likes, with a pool that nobody computes with."""
 
     def __init__(self, cluster: Cluster, pool: RegisteredPool, name: str = "decode-t") -> None:
         self._socket, endpoint = bind_router(cluster.context, cluster.keys, "127.0.0.1")

@@ -1,4 +1,4 @@
-"""What tests of both roles' stages share: a walk through all messages, and the table of transitions."""
+"""Tests of both roles' stages share this: random walks through all messages, and the table of transitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def walk(machine: type[RuleBasedStateMachine]) -> None:
 
 
 def check_transition(request: StagedRequest[Any], after: enum.Enum) -> None:
-    """The request enters `after` if its table says so; otherwise that raises, and nothing changes."""
+    """Enter the stage `after` if the request's table allows it. Otherwise check that it raises and changes
+    nothing.
+    """
     before = request.stage
     if after in request.next_stages[before]:
         request.enter(after)

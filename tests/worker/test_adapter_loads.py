@@ -1,4 +1,4 @@
-"""Adapters that come from a disk that stands still: only those who need them wait, and not for ever."""
+"""Adapters on a hanging disk: only requests that need them wait, and with a limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(model_folder: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def adapters(engine: Engine, model_folder: Path) -> dict[str, Adapter]:
-    """None of them is loaded."""
+    """Return adapters that are not loaded."""
     assert engine.adapters is not None
     found = {}
     for seed, name in enumerate(NAMES):
@@ -47,7 +47,7 @@ def adapters(engine: Engine, model_folder: Path) -> dict[str, Adapter]:
 
 
 class Disk:
-    """The adapters' disk, on which reads of some folders stand still until `go_on`."""
+    """The adapters' disk. Reads of some folders hang until `go_on`."""
 
     def __init__(self, read: Callable[..., AdapterFiles]) -> None:
         self._read = read
@@ -101,7 +101,7 @@ def poll(light: LightLoop, later_s: float = 0.0) -> None:
 
 
 def until(light: LightLoop, done: Callable[[], bool]) -> None:
-    """Go on with what comes from the disk."""
+    """Continue with what the disk returns until `done`."""
     wait_until(done, meanwhile=lambda: poll(light))
 
 
@@ -167,7 +167,7 @@ def test_a_stalled_read_fails_for_its_requests_alone(
     assert len(tokens(light, "third")) == 4
 
 
-def test_a_read_that_brings_something_now_and_then_is_waited_for(
+def test_a_slow_read_that_progresses_is_waited_for(
     light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
 ) -> None:
     disk.stop(adapters["one"].path)
@@ -211,7 +211,7 @@ def test_a_hand_off_waits_for_the_adapter_too(
     one = adapters["one"]
     disk.stop(one.path)
     reserve(light, "late", one)
-    reserve(light, "late", one)  # as a prefill worker does that waits
+    reserve(light, "late", one)  # as a waiting prefill worker does
     assert light.inbox.replies == []
     disk.go_on()
     until(light, lambda: bool(light.inbox.replies))
@@ -228,7 +228,7 @@ def test_a_hand_off_waits_for_the_adapter_too(
 def test_an_adapter_stays_while_a_request_waits_for_room(
     light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
 ) -> None:
-    """Its name is gone by then, and the disk stands still: nothing is read in the loop."""
+    """Its name is gone by then and the disk hangs, so the loop must not read anything."""
     one = adapters["one"]
     light.generate(ask("big", range(1, 101), max_tokens=20))
     light.step()
@@ -246,7 +246,7 @@ def test_an_adapter_stays_while_a_request_waits_for_room(
 
 
 def load(light: LightLoop, name: str, adapter: Adapter) -> list[AdapterLoaded]:
-    """The answers, once there is one."""
+    """Return the answers, once there is one."""
     answers: list[AdapterLoaded] = []
     message = LoadAdapter(incarnation=OURS, name=name, path=adapter.path)
     light.loop.router_messages.take(message, SimpleNamespace(send=answers.append))
@@ -254,7 +254,7 @@ def load(light: LightLoop, name: str, adapter: Adapter) -> list[AdapterLoaded]:
     return answers
 
 
-def test_the_router_is_told_what_became_of_a_load(
+def test_the_router_is_told_the_result_of_a_load(
     light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
 ) -> None:
     one = adapters["one"]
@@ -272,7 +272,7 @@ def test_the_router_is_told_what_became_of_a_load(
     light.hear(UnloadAdapter(incarnation=OURS, name="sql"))
 
 
-def test_what_is_unloaded_while_it_is_read_gets_no_name(
+def test_an_adapter_unloaded_during_its_read_gets_no_name(
     light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
 ) -> None:
     disk.stop(adapters["one"].path)
@@ -283,7 +283,7 @@ def test_what_is_unloaded_while_it_is_read_gets_no_name(
     assert light.engine.adapters is not None and light.engine.adapters.listed() == []
 
 
-def test_few_are_read_at_once_and_stalled_threads_have_a_bound(
+def test_reads_and_hanging_threads_are_limited(
     light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
 ) -> None:
     paths = [f"/adapters/{number}" for number in range(MOST_STALLED + 2 * READS_AT_ONCE)]

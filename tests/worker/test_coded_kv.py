@@ -1,4 +1,4 @@
-"""Workers that keep KV in one byte a value: it moves as it is, and a pair that does not agree says so."""
+"""Workers with KV quantized to one byte per value: it moves unchanged, and different formats are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = [15, 64, 200]
 
 
 def coded_config(model: Path, kv_cache_dtype: str = "int8", **changes: Any) -> ServeConfig:
-    """In bfloat16, where a row's products have the same bits in every batch."""
+    """Return a bfloat16 configuration, in which a row's products have the same bits in every batch."""
     return tiny_config(model, dtype="bfloat16", compile="auto", kv_cache_dtype=kv_cache_dtype, **changes)
 
 
@@ -25,7 +25,7 @@ def asked(name: str, length: int) -> EngineRequest:
 
 
 def whole(cluster: Cluster, worker: RunningWorker) -> list[list[int]]:
-    """The prompts' answers by this worker alone."""
+    """Return the prompts' answers by this worker alone."""
     for length in LENGTHS:
         cluster.generate(worker, asked(f"whole{length}", length))
     cluster.run(*[f"whole{length}" for length in LENGTHS])
@@ -45,13 +45,13 @@ def test_split_gives_the_tokens_of_one_worker(
     split = [cluster.tokens(f"split{length}") for length in LENGTHS]
     assert set(cluster.sources("split200")[1:]) == {"decode-0"}
     assert whole(cluster, decode) == split
-    for length in LENGTHS[1:]:  # what came is what it would have computed
+    for length in LENGTHS[1:]:  # the moved blocks equal computed ones
         assert cluster.outputs[f"whole{length}"][0][1].cached_tokens == min(length // 16 * 16, length - 1)
     cluster.wait_empty(prefill, decode)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("int8", "auto"), ("auto", "fp8"), ("fp8", "int8")])
-def test_a_pair_that_does_not_agree_is_refused_by_the_flag(
+def test_different_formats_are_refused_by_the_flag(
     cluster: Cluster, model_folder: Path, theirs: str, ours: str
 ) -> None:
     prefill = cluster.start("prefill", "prefill-0", coded_config(model_folder, theirs))
@@ -67,7 +67,7 @@ def test_a_pair_that_does_not_agree_is_refused_by_the_flag(
 
 
 @pytest.mark.parametrize("theirs", ["int8", "auto"])
-def test_a_prefix_is_fetched_from_a_pool_of_the_same_format_alone(
+def test_a_prefix_is_fetched_only_from_a_pool_of_the_same_format(
     cluster: Cluster, model_folder: Path, theirs: str
 ) -> None:
     holder = cluster.start("prefill", "prefill-1", coded_config(model_folder, theirs))

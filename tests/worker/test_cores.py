@@ -1,4 +1,4 @@
-"""The board on which workers lend each other cores."""
+"""The shared board by which workers lend each other cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.cores import MAX_WORKERS, CoreBoard, CorePlace, CorePlaces, SharedCo
 
 
 class Workers:
-    """So many workers of one host, each with two cores of its own; `threads` are what each one uses."""
+    """Workers of one host with two own cores each. `threads` has the number that each one uses."""
 
     def __init__(self, count: int) -> None:
         board = CoreBoard()
@@ -27,7 +27,7 @@ class Workers:
         return self.threads[number]
 
 
-def test_those_that_work_share_what_the_others_do_not_need() -> None:
+def test_working_workers_share_the_cores_of_idle_ones() -> None:
     workers = Workers(3)
     assert workers.step(0) == 6
     assert workers.step(1) == 3
@@ -40,15 +40,15 @@ def test_those_that_work_share_what_the_others_do_not_need() -> None:
     assert workers.step(0) == 6
 
 
-def test_one_worker_has_what_is_its_own() -> None:
+def test_a_lone_worker_has_its_own_cores() -> None:
     workers = Workers(1)
     assert workers.step(0) == 2
     workers.cores[0].idle()
     assert workers.step(0) == 2
 
 
-def test_who_joins_later_with_a_smaller_share_gets_as_much_as_the_first() -> None:
-    """As on a node that takes over another one's worker: the first has all four cores for its own."""
+def test_a_later_worker_with_a_smaller_share_gets_as_much_as_the_first() -> None:
+    """This happens when a node takes over another one's worker: the first had all four cores as its own."""
     board, threads = CoreBoard(), [4, 2]
     first, second = (
         SharedCores(CorePlace(board, n), threads[n], 4, lambda t, n=n: threads.__setitem__(n, t))
@@ -59,7 +59,7 @@ def test_who_joins_later_with_a_smaller_share_gets_as_much_as_the_first() -> Non
     assert threads == [2, 2]
 
 
-def test_a_step_keeps_its_cores_from_the_step_before_to_its_end() -> None:
+def test_a_step_keeps_its_cores_to_its_end() -> None:
     workers = Workers(2)
     first, second = workers.cores
     assert workers.step(0) == 4 and not first.were_kept(), "the first on lent cores"
@@ -83,7 +83,7 @@ def test_threads_are_set_only_where_they_change() -> None:
     assert calls == [2, 1]
 
 
-def test_the_cores_of_a_worker_that_is_killed_at_work_are_lent() -> None:
+def test_the_cores_of_a_worker_killed_during_a_step_are_lent() -> None:
     places = CorePlaces()
     mine, theirs = CorePlace(places.board, MAX_WORKERS - 1), places.first_free()
     assert theirs is not None
@@ -108,7 +108,7 @@ def test_the_cores_of_a_worker_that_is_killed_at_work_are_lent() -> None:
     os.close(writer)
 
 
-def test_there_is_room_for_so_many_and_the_next_ones_do_without() -> None:
+def test_workers_beyond_the_boards_room_do_without() -> None:
     places = CorePlaces()
     for pid in range(MAX_WORKERS):
         place = places.first_free()

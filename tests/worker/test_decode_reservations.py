@@ -1,4 +1,4 @@
-"""A real decode worker, with the test in the prefill worker's place: every order of events, every refusal."""
+"""A real decode worker with the test as prefill worker: every order of events, every refusal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def new_request(length: int = 50, **changes: Any) -> Any:
 
 
 def continuation(reference: PreTrainedModel, req: Any, first_token: int) -> list[int]:
-    """What the decode worker has to stream: all but the first token, which the prefill worker streams."""
+    """Return the tokens that the decode worker has to stream: all but the first, which the prefill worker
+    streams.
+    """
     expected = greedy(reference, req.prompt_token_ids, req.sampling.max_tokens)
     assert expected[0] == first_token
     return expected[1:]
@@ -63,7 +65,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
-def test_every_order_gives_the_same_tokens(
+def test_every_order_of_events_gives_the_same_tokens(
     cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, reference: PreTrainedModel, order: list[str]
 ) -> None:
     req = new_request()
@@ -112,7 +114,7 @@ def test_a_cached_prompt_needs_no_block(
 
 @pytest.mark.parametrize("how", ["abort", "release"])
 @pytest.mark.parametrize("stage", ["reserved", "data", "handed off", "running"])
-def test_it_can_be_given_up_at_every_stage(
+def test_a_request_can_be_given_up_at_every_stage(
     cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, stage: str, how: str
 ) -> None:
     req = new_request(max_tokens=900)
@@ -156,7 +158,7 @@ def test_other_segments_are_refused_by_name(peer: PrefillEnd, field: str) -> Non
     assert refused.reason.startswith(f"{field}: ")
 
 
-def test_reservations_wait_in_line(
+def test_reservations_wait_in_order(
     cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
 ) -> None:
     small = tiny_config(model_folder, max_model_len=256, kv_cache_memory_bytes=17 * 16 * 512)
@@ -209,7 +211,7 @@ def test_another_prefill_worker_takes_a_request_over(
     source: tuple[Engine, RegisteredPool],
     reference: PreTrainedModel,
 ) -> None:
-    """The first one's late messages must not touch what the second one has."""
+    """The first worker's late messages must not affect the second one's request."""
     req = new_request()
     old_grant = peer.reserve(req)
     for other in closing(PrefillEnd(cluster, decode.address, *source, name="prefill-u")):

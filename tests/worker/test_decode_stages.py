@@ -1,4 +1,6 @@
-"""Every message in every stage of a request on a decode worker: a real engine, no sockets, no sleeping."""
+"""Every message in every stage of a request on a decode worker, with a real engine, without sockets or
+sleeps.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ from tests.worker.tiny_model import VOCAB_SIZE
 
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "again": range(1, 101)}
-"""`long` and `again` share blocks. There is no room for all at once."""
+"""Prompts. `long` and `again` share blocks. There is no room for all at once."""
 WORKERS = {"prefill-0": "b" * 16, "prefill-1": "c" * 16}
 
 MOSTLY = st.sampled_from([True, True, True, True, False])
@@ -103,7 +105,7 @@ def manifest_of(engine: Engine, grant: Reserved, worker: str) -> HandoffManifest
 
 
 class DecodeStages(RuleBasedStateMachine):
-    """What the router, two prefill workers and the wires may do to a decode worker, in any order."""
+    """The possible actions of a router, two prefill workers and the transports, in any order."""
 
     engine: Engine
 
@@ -112,12 +114,12 @@ class DecodeStages(RuleBasedStateMachine):
         assert self.engine.blocks.available == NUM_BLOCKS
         self.light = LightLoop(DecodeLoop, self.engine, "decode")
         self.grants: dict[str, tuple[str, Reserved]] = {}
-        """By lease: who got it first, and the grant."""
+        """By lease: the worker that got it first, and the grant."""
         self.seen: dict[DecodeRequest, None] = {}
         self.ran: set[DecodeRequest] = set()
         self.leases: dict[DecodeRequest, str] = {}
         self.withdrawn: set[DecodeRequest] = set()
-        """Those that the router or a prefill worker took back: nobody waits for their answer."""
+        """Requests that the router or a prefill worker withdrew: nobody waits for their answers."""
 
     # --- the router -------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class DecodeStages(RuleBasedStateMachine):
     def say(self, worker: str, message: PeerRequest) -> None:
         self.light.loop.on_peer_request(identity_of(worker), message)
 
-    # --- the wires --------------------------------------------------------------------------------
+    # --- the transports ---------------------------------------------------------------------------
 
     @precondition(lambda self: self.light.receiver.open_leases)
     @rule(data=st.data(), event=st.sampled_from(["all", "some", "failed", "write"]))
@@ -214,7 +216,7 @@ class DecodeStages(RuleBasedStateMachine):
     def time_passes(self) -> None:
         self.light.loop.expire(time.monotonic() + 1000)
 
-    # --- what must hold ---------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------
 
     @invariant()
     def note(self) -> None:
@@ -308,7 +310,7 @@ def reserve(light: LightLoop, name: str = "short", worker: str = "prefill-0") ->
 
 
 def hand_off(light: LightLoop, manifest: HandoffManifest) -> Any:
-    """Returns the answer, None if there is none yet."""
+    """Return the answer, or None if there is none yet."""
     num_replies = len(light.inbox.replies)
     handoff = peer_request.decode(encode(Handoff(manifest=manifest)))
     light.loop.on_peer_request(identity_of("prefill-0"), handoff)
@@ -333,7 +335,7 @@ def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, en
     assert engine.blocks.available == NUM_BLOCKS - 2
 
 
-def test_what_arrives_renews_the_lease(light: LightLoop, engine: Engine) -> None:
+def test_arriving_blocks_renew_the_lease(light: LightLoop, engine: Engine) -> None:
     grant = reserve(light)
     request = light.table.get("short")
     deadlines = [request.deadline]
@@ -357,7 +359,7 @@ def test_what_arrives_renews_the_lease(light: LightLoop, engine: Engine) -> None
 
 
 def test_only_the_first_release_of_a_lease_counts(light: LightLoop, engine: Engine) -> None:
-    """The second one comes when the request is here again, under another lease."""
+    """The second release comes when the request is here again under another lease."""
     release = Release(incarnation=OURS, lease_id=reserve(light).lease_id, request_id="short")
     light.loop.on_peer_request(identity_of("prefill-0"), release)
     assert not light.requests and engine.blocks.available == NUM_BLOCKS
@@ -440,7 +442,7 @@ OTHER_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "draft.feature": st.binary(min_size=1, max_size=99),
     "reserve_s": st.floats(min_value=1e6, allow_infinity=True),
 }
-"""Values that the fields of a manifest for `short` must not have."""
+"""Invalid values for the fields of a manifest for `short`."""
 
 
 def leaf_fields(struct: msgspec.Struct, prefix: str = "") -> set[str]:
@@ -467,7 +469,7 @@ def test_every_field_of_a_manifest_is_mutated_below(light: LightLoop, engine: En
 @pytest.mark.parametrize("field", OTHER_VALUES)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_wrong_field_is_refused_by_its_name(engine: Engine, field: str, data: st.DataObject) -> None:
+def test_a_wrong_field_is_refused_by_name(engine: Engine, field: str, data: st.DataObject) -> None:
     with decode_loop(engine) as light:
         grant = reserve(light)
         arrive(light, grant)
@@ -482,7 +484,7 @@ def test_a_wrong_field_is_refused_by_its_name(engine: Engine, field: str, data: 
         assert [output.error for output in light.router.outputs] == [None] * 4
 
 
-def test_a_draft_that_is_longer_than_its_prompt_ends_no_step(model_folder: Path) -> None:
+def test_a_draft_longer_than_its_prompt_does_not_fail_a_step(model_folder: Path) -> None:
     speculative = SpeculativeConfig(method="draft_model", model=str(model_folder), num_speculative_tokens=2)
     light = LightLoop(
         DecodeLoop, small_engine(model_folder, 2 * NUM_BLOCKS, speculative_config=speculative), "decode"

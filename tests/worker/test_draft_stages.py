@@ -1,4 +1,6 @@
-"""Every message between a decode worker and a draft worker in every stage: real engines, no sockets."""
+"""Every message between a decode worker and a draft worker in every stage, with real engines and no
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from tests.worker.light_loop import address
 from tests.worker.stages import check_transition, walk
 
 PIECE = 24
-"""Tokens in one `Given`, so that longer prompts come in several."""
+"""Tokens in one `Given`, so that longer prompts take several."""
 REQUESTS = {
     "short": ask("short", prompt_of(12), 16, ignore_eos=True),
     "long": ask("long", prompt_of(60, 1), 12, temperature=0.8, seed=3, ignore_eos=True),
@@ -36,11 +38,11 @@ REQUESTS = {
 }
 PLANS = st.sampled_from([remote_plan(), remote_plan(), remote_plan(max_tokens=1), DraftPlan()])
 AT_ONCE = 3
-"""Requests of the decode worker."""
+"""The number of the decode worker's requests."""
 
 
 class Clock:
-    """Instead of `time` for both workers: a millisecond passes between two looks, whatever else runs."""
+    """Replaces `time` for both workers: a millisecond passes between two readings."""
 
     def __init__(self) -> None:
         self._looks = itertools.count(1000)
@@ -53,13 +55,13 @@ clock = Clock()
 
 
 class DraftStages(RuleBasedStateMachine):
-    """What a router, the network and time may do to the two workers, in any order."""
+    """The possible actions of a router, the network and time on the two workers, in any order."""
 
     decode: DecodeSide
     drafter: DraftSide
     expected: dict[str, list[int]]
     seen: Counter[str]
-    """Over all walks: stages of requests, and counters of the workers."""
+    """Counts over all walks: stages of requests, and counters of the workers."""
 
     @initialize(seed=st.integers(0, 2**16))
     def start(self, seed: int) -> None:
@@ -106,7 +108,7 @@ class DraftStages(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**16))
     def some_arrive(self, seed: int) -> None:
-        """In any order, some of them twice, some later or never."""
+        """Deliver some messages in any order, some twice, some later or never."""
         rng = random.Random(seed)
         messages, self.flying = self.flying, []
         rng.shuffle(messages)
@@ -126,7 +128,7 @@ class DraftStages(RuleBasedStateMachine):
             self.tell(to.loop, message)
 
     def tell(self, loop: DraftLoop, message: DraftFor) -> None:
-        """It ends those that it says, and those that it opens anew; all that it names live on for a lease."""
+        """Deliver a message to the draft worker, and track which requests it ends, reopens or keeps alive."""
         target, before = self.decode.identity, list(loop.requests)
         refused, began = loop.counters["draft_requests_refused_total"], clock.monotonic()
         is_news = target not in loop._newest or message.number > loop._newest[target].number
@@ -155,7 +157,7 @@ class DraftStages(RuleBasedStateMachine):
 
     @rule(num_drafts=st.integers(1, 4), seed=st.none() | st.integers(0, 2**16))
     def a_round(self, num_drafts: int, seed: int | None) -> None:
-        """A step of the decode worker, then some of the draft worker."""
+        """Run a step of the decode worker, then some of the draft worker."""
         self.decode.step()
         for number in range(num_drafts):
             self.note()
@@ -177,16 +179,16 @@ class DraftStages(RuleBasedStateMachine):
         match how:
             case "too much to do":
                 loop._shed()
-            case "a lost target":  # this one, which was silent; and one that had nothing here
+            case "a lost target":  # this target, which was silent; and one that had nothing here
                 self.drafter.tell_gone(address("b", "b" * 16))
                 self.seen["freed"] += len(loop.requests)
                 self.drafter.tell_gone(address("a", self.decode.incarnation))
                 assert len(loop.requests) == 0
             case _:
-                self.flying.clear()  # no message is on its way for so long
+                self.flying.clear()  # no message is in flight for so long
                 loop.expire(clock.monotonic() + DRAFT_LEASE_S + 1)
 
-    # --- what must hold ---------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------------
 
     @invariant()
     def note(self) -> None:
@@ -237,7 +239,7 @@ class DraftStages(RuleBasedStateMachine):
         if not hasattr(self, "flying"):
             return
         self.seen["walks"] += 1
-        hows = ["too much to do", "a lost target", "no news"]  # rules alone come to them in few walks
+        hows = ["too much to do", "a lost target", "no news"]  # random walks rarely reach these situations
         if self.seen["walks"] % 2:  # the last of them finds few requests that still draft
             hows.reverse()
         for how in hows:
@@ -344,7 +346,7 @@ def run(pace: DraftPace, overtaken: int, commits: int = 100, longest: int = 17) 
     return pace.adapt(longest)
 
 
-def test_drafts_are_shortened_before_requests_must_go() -> None:
+def test_drafts_are_shortened_before_requests_are_dropped() -> None:
     pace = DraftPace()
     lengths = []
     while not run(pace, overtaken=80):

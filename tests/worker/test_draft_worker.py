@@ -1,4 +1,4 @@
-"""Draft workers change how fast tokens come, never which."""
+"""Draft workers change the speed of tokens, never the tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def decodes(pair: Pair) -> list[DecodeSide]:
-    """Two decode workers with a fixed number of drafted tokens, which have drafts of their own too."""
+    """Return two decode workers with a fixed number of drafted tokens and their own local drafts."""
     return [DecodeSide(name, *pair, num_speculative_tokens=3) for name in "ab"]
 
 
@@ -59,7 +59,7 @@ def drafter(pair: Pair) -> DraftSide:
 
 @pytest.fixture(autouse=True)
 def fresh(request: pytest.FixtureRequest) -> None:
-    """Nothing of an earlier test is left on the workers that tests share."""
+    """Check that earlier tests have left nothing on the shared workers."""
     for name in {"decodes", "drafter"} & set(request.fixturenames):
         found = request.getfixturevalue(name)
         for side in found if isinstance(found, list) else [found]:
@@ -68,7 +68,7 @@ def fresh(request: pytest.FixtureRequest) -> None:
 
 @dataclass(frozen=True)
 class Drafted:
-    """A request of one decode worker, `drafter` its draft worker, and the network between them."""
+    """A request of one decode worker, its draft worker `drafter`, and the network between them."""
 
     request: EngineRequest
     decode: DecodeSide
@@ -81,7 +81,7 @@ class Drafted:
             self.network.turn()
 
     def finish(self) -> None:
-        """It has the tokens that it would have without drafts."""
+        """Run to the end, and check that the tokens equal those without drafts."""
         self.network.run()
         assert self.decode.tokens() == plain_tokens(self.target, [self.request])
 
@@ -125,7 +125,7 @@ def test_decode_workers_share_a_draft_worker(
     assert is_empty(drafter)
 
 
-def test_what_edits_logits_is_drafted_for_too(
+def test_requests_that_edit_logits_are_drafted_for_too(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
     requests = [
@@ -142,7 +142,7 @@ def test_what_edits_logits_is_drafted_for_too(
 def test_the_plan_of_a_running_request_changes(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
-    """Nowhere, remote, local, another draft worker, a lower ceiling there, as the worker decides, nowhere."""
+    """Nowhere, remote, local, another draft worker, a lower limit there, the worker's choice, nowhere."""
     decode, other = decodes[0], DraftSide(pair[1], OTHER)
     network = Network([decode], [drafter, other])
     request = ask("a", prompt_of(25), 160, temperature=0.5, seed=1, ignore_eos=True)
@@ -161,7 +161,7 @@ def test_the_plan_of_a_running_request_changes(
     assert drafted == ways
     network.run()
     assert decode.tokens() == plain_tokens(pair[0], [request])
-    assert other.counter("draft_requests_opened_total") == 1  # the lower ceiling opens nothing anew
+    assert other.counter("draft_requests_opened_total") == 1  # the lower limit opens no request again
     network.settle()
     assert len(drafter.loop.requests) + len(other.loop.requests) == 0
 
@@ -175,7 +175,7 @@ def test_a_plan_without_its_draft_worker_decodes_plainly(pair: Pair, decodes: li
     assert decodes[0].drafted("remote") == 0
 
 
-def test_a_frozen_draft_worker_costs_its_drafts_alone_and_is_used_again(
+def test_a_frozen_draft_worker_costs_only_its_drafts_and_is_used_again(
     begin: Callable[..., Drafted],
 ) -> None:
     one = begin(200)
@@ -193,10 +193,10 @@ def test_a_frozen_draft_worker_costs_its_drafts_alone_and_is_used_again(
     assert decode.counter("draft_workers_lost_total") == 1
     network.drop_all()
     network.frozen.clear()
-    drafter.restart()  # it has forgotten all, and says nothing by itself
+    drafter.restart()  # it has lost its state, and sends nothing by itself
     before = decode.drafted("remote")
     one.turn(1)
-    assert len(drafter.loop.requests) == 0  # it is told nothing while it counts as lost
+    assert len(drafter.loop.requests) == 0  # it gets no messages while it counts as lost
     decode.loop.expire(now + 7)
     one.turn(6)
     assert decode.drafted("remote") > before
@@ -207,7 +207,7 @@ def test_a_frozen_draft_worker_costs_its_drafts_alone_and_is_used_again(
 def test_a_restarted_draft_worker_is_taken_by_a_new_plan(pair: Pair, begin: Callable[..., Drafted]) -> None:
     one = begin(120)
     one.turn(6)
-    one.network.drafts = [DraftSide(pair[1], OTHER)]  # what is on its way to the old one, or from it, is lost
+    one.network.drafts = [DraftSide(pair[1], OTHER)]  # messages to and from the old one are lost
     one.turn(1)
     one.decode.replan("a", remote_plan(OTHER))
     before = one.decode.accepted("remote")
@@ -215,7 +215,7 @@ def test_a_restarted_draft_worker_is_taken_by_a_new_plan(pair: Pair, begin: Call
     assert one.decode.accepted("remote") > before
 
 
-def test_lost_messages_are_made_up_for(begin: Callable[..., Drafted]) -> None:
+def test_lost_messages_are_compensated(begin: Callable[..., Drafted]) -> None:
     one = begin(150, rng=random.Random(3), loss=0.3)
     one.finish()
     assert one.decode.accepted("remote") > 10
@@ -224,7 +224,7 @@ def test_lost_messages_are_made_up_for(begin: Callable[..., Drafted]) -> None:
     assert len(one.drafter.loop.requests) == 0
 
 
-def test_a_draft_worker_that_forgot_a_request_opens_it_anew(begin: Callable[..., Drafted]) -> None:
+def test_a_draft_worker_that_lost_a_request_reopens_it(begin: Callable[..., Drafted]) -> None:
     one = begin(80)
     one.turn(5)
     one.drafter.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
@@ -235,10 +235,10 @@ def test_a_draft_worker_that_forgot_a_request_opens_it_anew(begin: Callable[...,
     assert one.decode.accepted("remote") > before
 
 
-def test_what_a_lost_decode_worker_had_is_freed_at_once(
+def test_a_lost_decode_workers_requests_are_freed_at_once(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
-    """One that was silent alone goes on, and has its drafts again."""
+    """A decode worker that was only silent continues, and has its drafts again."""
     silent, other = decodes
     requests = [ask("a", prompt_of(25), 80, ignore_eos=True), ask("b", prompt_of(25, 1), 80, ignore_eos=True)]
     network = Network(decodes, [drafter])
@@ -259,10 +259,10 @@ def test_what_a_lost_decode_worker_had_is_freed_at_once(
     assert drafter.counter("draft_requests_opened_total") == 3
 
 
-def test_what_a_lost_decode_worker_had_sent_before_revives_nothing(
+def test_late_messages_of_a_lost_decode_worker_reopen_nothing(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
-    """It has not been read yet when the news comes."""
+    """They have not been read yet when the loss is reported."""
     lost, inbox = decodes[0], drafter.light.inbox
     network = Network(decodes, [drafter])
     lost.generate(ask("a", prompt_of(25), 80, ignore_eos=True), remote_plan())
@@ -279,7 +279,7 @@ def test_what_a_lost_decode_worker_had_sent_before_revives_nothing(
     assert is_empty(drafter)
 
 
-def test_a_decode_worker_that_leaves_tells_what_ended_last(begin: Callable[..., Drafted]) -> None:
+def test_a_leaving_decode_worker_reports_its_last_ends(begin: Callable[..., Drafted]) -> None:
     one = begin(100)
     one.turn(5)
     one.decode.loop.abort("a")
@@ -290,7 +290,7 @@ def test_a_decode_worker_that_leaves_tells_what_ended_last(begin: Callable[..., 
 
 
 def test_a_small_target_keeps_its_share_beside_a_large_one(pair: Pair, decodes: list[DecodeSide]) -> None:
-    """Of four rows a step it gets the one that it can use, however many requests the other has."""
+    """It gets the one row of four that it can use, however many requests the other has."""
     large, small = decodes
 
     def drafted_for_small(beside: int) -> tuple[int, int]:
@@ -324,7 +324,7 @@ def test_a_request_that_is_aborted_ends_its_drafts(begin: Callable[..., Drafted]
 
 
 @pytest.mark.parametrize("how", ["its end is lost", "it is frozen until that counts as lost"])
-def test_what_ended_unheard_is_ended_again(begin: Callable[..., Drafted], how: str) -> None:
+def test_unheard_ends_are_repeated(begin: Callable[..., Drafted], how: str) -> None:
     one = begin(100)
     one.turn(5)
     if how == "its end is lost":
@@ -346,7 +346,7 @@ def test_what_ended_unheard_is_ended_again(begin: Callable[..., Drafted], how: s
     assert not one.decode.loop.peers_in_use()
 
 
-def test_a_draft_worker_that_is_gone_is_told_of_ends_for_a_while(begin: Callable[..., Drafted]) -> None:
+def test_a_lost_draft_worker_is_told_of_ends_for_a_while(begin: Callable[..., Drafted]) -> None:
     one = begin(100)
     one.turn(5)
     one.network.frozen.add(DRAFTER.incarnation)
@@ -369,7 +369,7 @@ def test_a_preempted_request_goes_on_with_the_same_drafts(pair: Pair, drafter: D
     assert drafter.counter("draft_requests_opened_total") == 4
 
 
-# --- messages that nobody sends -----------------------------------------------------------------------
+# --- invalid messages ---------------------------------------------------------------------------------
 
 
 TARGET = b"decode-9:" + b"9" * 16
@@ -397,7 +397,7 @@ def given(request_id: str = "a", **fields: Any) -> Given:
         (given(opening=None), "behind"),
     ],
 )
-def test_what_no_target_sends_is_refused(drafter: DraftSide, message: Given, answer: str) -> None:
+def test_impossible_messages_of_targets_are_refused(drafter: DraftSide, message: Given, answer: str) -> None:
     drafter.loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, number=1, given=[message]))
     drafter.loop.handle({})
     for _ in range(3):
@@ -408,7 +408,7 @@ def test_what_no_target_sends_is_refused(drafter: DraftSide, message: Given, ans
     assert is_empty(drafter)
 
 
-def test_a_draft_worker_drops_what_is_stale(drafter: DraftSide) -> None:
+def test_a_draft_worker_drops_stale_messages(drafter: DraftSide) -> None:
     loop = drafter.loop
 
     def tell(number: int, incarnation: str = DRAFTER.incarnation, **news: Any) -> None:
@@ -430,7 +430,7 @@ def test_a_draft_worker_drops_what_is_stale(drafter: DraftSide) -> None:
     assert drafter.counter("duplicate_messages_total") == 3
 
 
-def test_a_decode_worker_drops_what_no_draft_worker_sends(begin: Callable[..., Drafted]) -> None:
+def test_a_decode_worker_drops_impossible_messages_of_draft_workers(begin: Callable[..., Drafted]) -> None:
     one = begin(60)
     decode = one.decode
     one.turn(3)
@@ -459,7 +459,7 @@ def test_a_decode_worker_drops_what_no_draft_worker_sends(begin: Callable[..., D
     one.finish()
 
 
-def test_a_draft_worker_that_is_too_slow_refuses_requests(
+def test_an_overloaded_draft_worker_refuses_requests(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target with the most requests loses one, is told, and does not ask again at once."""
@@ -490,7 +490,7 @@ PLANS = [None, NOBODY, HERE, remote_plan(), remote_plan(max_tokens=1), remote_pl
 
 @pytest.mark.parametrize("loss", [0.0, 0.3])
 def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path], loss: float) -> None:
-    """And nothing stays at a draft worker, whatever messages come late, twice or never."""
+    """Nothing stays at a draft worker, even if messages come late, twice or never."""
     target, draft = pair
     rng = random.Random(11)
     decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
@@ -521,8 +521,8 @@ def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path],
         assert drafter.engine.blocks.available == drafter.engine.blocks.num_blocks
 
 
-def test_a_request_may_be_told_twice_to_draft_nowhere(pair: tuple[Path, Path]) -> None:
-    """Beside one that drafts a fixed number of tokens."""
+def test_a_request_may_be_told_twice_not_to_draft(pair: tuple[Path, Path]) -> None:
+    """Another request drafts a fixed number of tokens."""
     target, draft = pair
     decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
     requests = [ask("r", prompt_of(15, 0), 20), ask("s", prompt_of(15, 1), 20)]

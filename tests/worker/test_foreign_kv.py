@@ -1,4 +1,6 @@
-"""KV that a wire changed never passes for KV that was computed: tokens do not depend on the way they came."""
+"""KV that a quantized transfer changed is never used as computed KV, so tokens do not depend on the
+transport.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ LENGTH = 16 * BLOCKS
 
 
 def whole(cluster: Cluster, worker: RunningWorker, name: str) -> int | None:
-    """Run the prompt on one worker; returns how many of its tokens were cached."""
+    """Run the prompt on one worker. Return how many of its tokens were cached."""
     cluster.generate(worker, request(name, prompt(LENGTH)))
     cluster.run(name)
     return cluster.outputs[name][0][1].cached_tokens
 
 
 @pytest.mark.parametrize("case", CHANGING)
-def test_a_whole_request_never_meets_changed_blocks(
+def test_a_whole_request_never_uses_changed_blocks(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel, case: str
 ) -> None:
     options, of_prefill = CHANGING[case]
@@ -44,21 +46,19 @@ def test_a_whole_request_never_meets_changed_blocks(
     assert cluster.tokens("alone") == greedy(reference, prompt(LENGTH), 12)
     cluster.wait_empty(prefill, decode)
     assert prefill.counter("kv_blocks_pushed_total") == BLOCKS
-    assert prefill.counter("kv_blocks_skipped_total") == BLOCKS  # those that come the same way share them
+    assert prefill.counter("kv_blocks_skipped_total") == BLOCKS  # requests over the same transport share them
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_unchanged_blocks_serve_everybody(cluster: Cluster, model_folder: Path, transport: str) -> None:
+def test_unchanged_blocks_serve_all_requests(cluster: Cluster, model_folder: Path, transport: str) -> None:
     prefill, decode = cluster.start_pair(tiny_config(model_folder, kv_transports=transport))
     cluster.generate(prefill, request("first", prompt(LENGTH)), decode.address)
     cluster.run("first")
     assert whole(cluster, decode, "alone") == LENGTH - 1
 
 
-def test_blocks_that_were_quantized_against_expectation_are_not_kept(
-    cluster: Cluster, model_folder: Path
-) -> None:
-    """As when the wire that was expected broke, and the next one quantizes."""
+def test_unexpectedly_quantized_blocks_are_not_kept(cluster: Cluster, model_folder: Path) -> None:
+    """This happens when the expected transport breaks and the next one quantizes."""
     decode = cluster.start("decode", "decode-0", tiny_config(model_folder, kv_transports="tcp"))
     engine, pool = build_engine(tiny_config(model_folder))
     options = TransportOptions(wire_dtype="int8")

@@ -1,4 +1,4 @@
-"""Any bytes at the port where workers ask each other, from strangers, and from a worker that has the keys."""
+"""Fuzzes the port for messages between workers, as strangers, and as a worker with the keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ PROMPT = [5, 6, 7, 8] * 9
 
 @pytest.fixture
 def worker(cluster: Cluster, model_folder: Path) -> Iterator[RunningWorker]:
-    """Afterwards it is alive, as large as before, and says the same, with nothing held."""
+    """Start a worker, and check afterwards that it lives, has not grown, answers the same, and
+    holds nothing.
+    """
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
     process = psutil.Process(worker.process.pid)
     cluster.generate(worker, request("before", PROMPT))

@@ -1,4 +1,4 @@
-"""What users of other disaggregated servers ran into, tried here; `docs/kv-transfer.md` has all of it."""
+"""Failures that users of other disaggregated servers reported, tried here (see `docs/kv-transfer.md`)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def started(cluster: Cluster, name: str) -> bool:
     return "decode-0" in cluster.sources(name)
 
 
-def test_cancelled_requests_give_their_room_back_at_once(cluster: Cluster, model_folder: Path) -> None:
-    """Retries of a client that cancels must not fill the pool: nobody waits for a lease to run out."""
+def test_cancelled_requests_free_their_room_at_once(cluster: Cluster, model_folder: Path) -> None:
+    """A client that retries and cancels must not fill the pool until leases expire."""
     config = tiny_config(model_folder, max_model_len=128, handoff_timeout=60.0)
     small = tiny_config(
         model_folder, max_model_len=128, handoff_timeout=60.0, kv_cache_memory_bytes=ROOM * BLOCK_BYTES
@@ -41,7 +41,7 @@ def test_cancelled_requests_give_their_room_back_at_once(cluster: Cluster, model
     prefill = cluster.start("prefill", "prefill-0", config)
     decode = cluster.start("decode", "decode-0", small, "slow:0.02")
     for attempt in range(6):
-        names = [f"r{attempt}-{index}" for index in range(3)]  # all that there is room for
+        names = [f"r{attempt}-{index}" for index in range(3)]  # as many as fit
         for index, name in enumerate(names):
             cluster.generate(prefill, request(name, prompt(100, index), max_tokens=25), decode.address)
         cluster.wait(lambda names=names: all(started(cluster, name) for name in names))
@@ -53,7 +53,7 @@ def test_cancelled_requests_give_their_room_back_at_once(cluster: Cluster, model
 def test_nearly_full_pools_on_both_sides_bring_all_through(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel
 ) -> None:
-    """A prompt gets room for all of itself or waits, so that two can't wait for each other's blocks."""
+    """A prompt gets room for all of itself or waits, so no two can wait for each other's blocks."""
     small = tiny_config(
         model_folder, max_model_len=128, handoff_timeout=25.0, kv_cache_memory_bytes=ROOM * BLOCK_BYTES
     )
@@ -68,7 +68,7 @@ def test_nearly_full_pools_on_both_sides_bring_all_through(
     assert decode.counter("reservations_refused_total") == 0
 
 
-def test_a_pool_that_does_not_fit_is_an_error_that_names_what(
+def test_an_unlike_pool_is_an_error_that_names_the_difference(
     cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
 ) -> None:
     _, pool = source
@@ -86,7 +86,7 @@ def test_a_pool_that_does_not_fit_is_an_error_that_names_what(
     cluster.wait_empty(prefill)
 
 
-def test_a_worker_ends_though_its_blocks_wait_for_a_peer(
+def test_a_worker_ends_although_its_blocks_wait_for_a_peer(
     cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
 ) -> None:
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=300.0))

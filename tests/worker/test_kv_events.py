@@ -1,4 +1,4 @@
-"""A worker's prefix cache and the router's index of it, with real sockets between them."""
+"""A worker's prefix cache and the router's index of it, with real sockets in between."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ WAIT_MS = 20_000
 
 
 class Wire:
-    """A worker's events on their way to the router's feed. `lose` tells which batches get lost, `twice` which
-    come twice.
+    """A worker's events on their way to the router's feed. `lose` selects lost batches, `twice`
+    doubled ones.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,7 +61,7 @@ class Wire:
         self.start("first")
 
     def start(self, incarnation: str) -> None:
-        """The worker's process begins, with what the engine holds."""
+        """Start the worker's process, with the engine's present blocks."""
         self.parts = WorkerParts(
             config=self.engine.config,
             role=ROLES["decode"],
@@ -92,7 +92,7 @@ class Wire:
         return True
 
     def deliver(self) -> None:
-        """All that the worker has sent so far reaches the feed."""
+        """Deliver all that the worker has sent so far."""
         self.links.send_outputs([TokenOutput(request_id="end", token_ids=[])])
         while True:
             assert self._socket.poll(WAIT_MS)
@@ -105,14 +105,14 @@ class Wire:
                     self.feed.receive(message)
 
     def replay(self) -> None:
-        """The worker does what the router asked for."""
+        """Replay the events that the router asked for."""
         assert self.link.socket.poll(WAIT_MS)
         for message in self.link.receive():
             assert isinstance(message, ReplayKvEvents)
             self.sender.replay(message.first, self.link)
 
     def run(self, *prompts: list[int]) -> None:
-        """Serve the prompts; after each step the router is told."""
+        """Serve the prompts, telling the router after each step."""
         for index, prompt in enumerate(prompts):
             self.engine.add(request(f"r{index}", prompt, max_tokens=4))
         while self.engine.has_work():
@@ -120,7 +120,7 @@ class Wire:
             self.sender.send()
 
     def told(self) -> set[tuple[Medium, int]]:
-        """What the index says of the worker."""
+        """Return the index's entries for the worker."""
         (source,) = self.feed._sources.values()
         return {
             (medium, key)
@@ -144,7 +144,7 @@ class Wire:
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """With a host tier and a disk tier below its pool."""
+    """Make an engine with a host tier and a disk tier below its pool."""
     config = tiny_config(
         model_folder,
         max_model_len=256,
@@ -169,7 +169,7 @@ _seeds = itertools.count()
 
 
 def prompts(count: int) -> list[list[int]]:
-    """New ones, some with a common beginning."""
+    """Return new prompts, some with a common beginning."""
     rng = random.Random(next(_seeds))
     shared = rng.choices(range(1, VOCAB_SIZE), k=40)
     return [
@@ -179,7 +179,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def test_the_index_equals_the_block_manager(wire: Wire) -> None:
-    """After many evictions to the host, the disk and nowhere; twice sent is once heard."""
+    """After many evictions to the host, to the disk and out of all tiers. Batches sent twice count once."""
     for wire.twice in (False, True):
         for prompt in prompts(12):
             wire.run(prompt, prompt[:50])
@@ -190,7 +190,7 @@ def test_the_index_equals_the_block_manager(wire: Wire) -> None:
     assert wire.counted("kv_event_gaps_total") == 0
 
 
-def test_what_is_found_is_what_the_engine_finds(wire: Wire) -> None:
+def test_the_index_and_the_engine_find_the_same(wire: Wire) -> None:
     (prompt,) = prompts(1)
     wire.run(prompt)
     wire.deliver()
@@ -204,7 +204,7 @@ def test_what_is_found_is_what_the_engine_finds(wire: Wire) -> None:
 
 @pytest.mark.parametrize("kept", [1000, 3])
 def test_lost_batches_are_sent_again(wire: Wire, kept: int) -> None:
-    """Or all that is held, if the gap is older than what is kept. What is sent meanwhile does no harm."""
+    """All blocks are sent if the gap is older than the kept events. Batches sent meanwhile do no harm."""
     wire.sender._sent = deque(maxlen=kept)
     wire.run(*prompts(2))
     wire.deliver()
@@ -228,7 +228,7 @@ def test_lost_batches_are_sent_again(wire: Wire, kept: int) -> None:
     assert wire.counted("kv_event_gaps_total") == 1
 
 
-def test_the_last_batch_is_missed_too(wire: Wire) -> None:
+def test_a_lost_last_batch_is_noticed(wire: Wire) -> None:
     wire.run(*prompts(1))
     wire.deliver()
     wire.lose = lambda message: True
@@ -242,8 +242,8 @@ def test_the_last_batch_is_missed_too(wire: Wire) -> None:
     assert wire.told() == wire.truth()
 
 
-def test_a_restart_begins_anew(wire: Wire) -> None:
-    """With another incarnation; or with the same, where only the numbers tell."""
+def test_a_restart_begins_with_an_empty_index(wire: Wire) -> None:
+    """With another incarnation, or with the same one, which only the batch numbers reveal."""
     wire.run(*prompts(3))
     wire.deliver()
     for incarnation in ("second", "second"):
@@ -260,7 +260,7 @@ def test_a_restart_begins_anew(wire: Wire) -> None:
     assert wire.counted("kv_event_gaps_total") == 0
 
 
-def test_much_is_told_in_several_batches(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_states_are_sent_in_several_batches(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     wire.run(*prompts(5))
     assert MAX_BLOCKS_PER_BATCH > 5
     monkeypatch.setattr(worker.kv_events, "MAX_BLOCKS_PER_BATCH", 5)

@@ -1,4 +1,4 @@
-"""KV events as another router's consumer reads them: it hashes nothing of ours, and decodes plain msgpack."""
+"""KV events as other routers consume them: plain msgpack, without our hashes."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ FIELDS = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_
 
 
 class Consumer:
-    """Follows one worker as other routers do. `held` are hashes by their medium."""
+    """Follows one worker as other routers do. `held` has hashes by medium."""
 
     def __init__(self, publisher: KvPublisher) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.sub, self.dealer = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
         self.dealer.connect(publisher.endpoints[1])
         self.next = 2**62
-        self.replay()  # nothing, once all is sent that was published before
+        self.replay()  # returns nothing, once everything published before is sent
         self.sub.subscribe("kv@")
         self.sub.connect(publisher.endpoints[0])
         self.next = 0
         self.held: set[tuple[str, int]] = set()
         self.tokens: dict[int, tuple[int | None, tuple[int, ...]]] = {}
-        """Of each block that came with tokens: the hash of its parent, and its own."""
+        """For each block that came with tokens: its parent's hash, and its own tokens."""
         self.is_lost = False
 
     def follow(self, end: int) -> None:
-        """Take the batches before `end`. What was missed is replayed; beyond what is kept, all is lost."""
+        """Take the batches before `end`. Missed ones are replayed; older than the kept events, everything is
+        dropped.
+        """
         while self.next < end:
             assert self.sub.poll(WAIT_MS)
             topic, number, payload = self.sub.recv_multipart()
@@ -106,7 +108,7 @@ class Consumer:
             parent = value
 
     def prefix(self, value: int) -> list[int]:
-        """All tokens up to the end of a block."""
+        """Return all tokens up to the end of a block."""
         parent, tokens = self.tokens[value]
         return [*(self.prefix(parent) if parent is not None else []), *tokens]
 
@@ -142,10 +144,10 @@ def hashes(engine: Engine) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("encoding", "kept"), [("array", 10_000), ("map", 10_000), ("array", 2)])
-def test_a_consumer_knows_what_is_held(
+def test_a_consumer_knows_the_held_blocks(
     engine: Engine, closing: contextlib.ExitStack, encoding: str, kept: int
 ) -> None:
-    """It joins late and replays what it missed; beyond what is kept it has to begin with nothing."""
+    """It joins late and replays what it missed. Beyond the kept events it starts from nothing."""
     log = engine.blocks.watch()
     publisher = publisher_of(engine, closing, encoding=encoding, buffer_steps=kept)
     rng = random.Random(kept)
@@ -182,8 +184,8 @@ def test_a_consumer_knows_what_is_held(
         ]
 
 
-def test_the_bytes_are_those_of_the_format(engine: Engine, closing: contextlib.ExitStack) -> None:
-    """A tenant's blocks and those of another format are not told, since others could not tell them apart."""
+def test_the_bytes_follow_the_format(engine: Engine, closing: contextlib.ExitStack) -> None:
+    """Blocks of tenants and of other formats are left out, since consumers could not tell them apart."""
     log = engine.blocks.watch()
     log.take()
     for salt, token in (("", 300), ("tenant", 300), ("", 400)):
@@ -222,8 +224,8 @@ def test_a_port_that_is_taken_is_named(engine: Engine, closing: contextlib.ExitS
         KvPublisher(config, TOPIC, 1, engine.cache_format)
 
 
-def test_fuzz_who_asks_for_what_was_missed(engine: Engine, closing: contextlib.ExitStack) -> None:
-    """Anybody may: too large a message ends its connection, another one that does not fit is dropped."""
+def test_fuzz_the_replay_port(engine: Engine, closing: contextlib.ExitStack) -> None:
+    """It is open to anyone: a too large message ends its connection, an invalid one is dropped."""
     publisher = publisher_of(engine, closing)
     consumer = consumer_of(publisher, closing)
     large = consumer.context.socket(zmq.DEALER)

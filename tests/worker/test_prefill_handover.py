@@ -1,4 +1,4 @@
-"""A real prefill worker, with the test in the decode worker's place."""
+"""A real prefill worker with the test as decode worker."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_first_token_waits_for_no_transfer(
     assert not cluster.finished("r")
 
 
-def test_chunks_are_pushed_while_the_next_one_computes(
+def test_chunks_are_pushed_while_the_next_one_is_computed(
     cluster: Cluster, model_folder: Path, peer: DecodeEnd
 ) -> None:
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.05")
@@ -93,7 +93,7 @@ def test_chunks_are_pushed_while_the_next_one_computes(
     peer.receive(Handoff)
 
 
-def test_nothing_is_reserved_before_the_request_is_taken_up(
+def test_nothing_is_reserved_before_the_prompt_is_scheduled(
     cluster: Cluster, model_folder: Path, peer: DecodeEnd
 ) -> None:
     config = tiny_config(model_folder, max_num_seqs=1)
@@ -107,7 +107,7 @@ def test_nothing_is_reserved_before_the_request_is_taken_up(
 
 
 def test_a_long_prompt_renews_its_lease(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
-    """The worker's own patience must not end while it is the engine that takes its time."""
+    """The worker's own time-out must not expire while the engine computes."""
     config = tiny_config(model_folder, handoff_timeout=0.8)
     prefill = cluster.start("prefill", "prefill-0", config, fault="slow:0.2")
     start(cluster, prefill, peer, length=900)
@@ -127,7 +127,7 @@ def test_a_long_prompt_renews_its_lease(cluster: Cluster, model_folder: Path, pe
     assert not cluster.finished("r")
 
 
-def test_waiting_for_room_costs_no_core(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
+def test_waiting_for_room_uses_no_cpu(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
     config = tiny_config(model_folder, max_model_len=640, kv_cache_memory_bytes=60 * BLOCK_BYTES)
     prefill = cluster.start("prefill", "prefill-0", config)
     start(cluster, prefill, peer, name="held", length=600)

@@ -1,4 +1,4 @@
-"""Hand-offs that fail go to another decode worker, or to none, and no prompt is computed twice."""
+"""Failed hand-offs go to another decode worker or stay, and no prompt is computed twice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_another_decode_worker_gets_the_same_blocks(
 
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("stage", ["prefill", "held"])
-def test_without_a_decode_worker_it_is_decoded_where_its_prompt_is(
+def test_without_a_decode_worker_the_prefill_worker_decodes(
     cluster: Cluster, model_folder: Path, decode: RunningWorker, stage: str, sampling: dict[str, Any]
 ) -> None:
     fault = "slow:0.05" if stage == "prefill" else ""
@@ -105,7 +105,7 @@ def test_a_killed_decode_worker_costs_no_second_prefill(
     reference: PreTrainedModel,
     fault: str,
 ) -> None:
-    """The redirect may come before the prefill worker has noticed anything, and crosses its own news."""
+    """The redirect may come before the prefill worker notices the death, and may cross its own report."""
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.02")
     doomed = cluster.start("decode", "decode-0", tiny_config(model_folder), fault=fault)
     cluster.generate(prefill, request("r", prompt(400)), doomed.address)
@@ -119,10 +119,10 @@ def test_a_killed_decode_worker_costs_no_second_prefill(
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["another", "the same"])
-def test_a_redirect_takes_the_request_back(
+def test_a_redirect_withdraws_the_request(
     cluster: Cluster, model_folder: Path, decode: RunningWorker, reference: PreTrainedModel, again: bool
 ) -> None:
-    """The first decode worker had nothing to complain about: its reservation is given up."""
+    """The first decode worker had no error, so its reservation must be given up."""
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.05")
     first = cluster.start("decode", "decode-0", tiny_config(model_folder))
     cluster.generate(prefill, request("r", prompt(640)), first.address)
@@ -148,7 +148,7 @@ def test_without_an_answer_it_fails_in_time(cluster: Cluster, model_folder: Path
     cluster.wait_empty(prefill)
 
 
-def test_what_was_handed_over_is_not_held(
+def test_a_handed_over_request_is_not_held(
     cluster: Cluster, prefill: RunningWorker, decode: RunningWorker
 ) -> None:
     cluster.generate(prefill, request("r", prompt(50), max_tokens=900), decode.address)
@@ -165,7 +165,7 @@ def test_what_was_handed_over_is_not_held(
 def test_a_request_with_emitted_tokens_is_handed_over(
     cluster: Cluster, prefill: RunningWorker, decode: RunningWorker, sampling: dict[str, Any]
 ) -> None:
-    """The tail of the prompt's blocks and the emitted tokens are all that is computed again."""
+    """Only the tail of the prompt's blocks and the emitted tokens are computed again."""
     whole = request("whole", prompt(70), max_tokens=30, **sampling)
     cluster.generate(prefill, whole, decode.address)
     cluster.run("whole")

@@ -1,4 +1,6 @@
-"""Every message in every stage of a request on a prefill worker: a real engine, no sockets, no sleeping."""
+"""Every message in every stage of a request on a prefill worker, with a real engine, without sockets or
+sleeps.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ from tests.worker.stages import check_transition, walk
 
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "ends": range(60, 75)}
-"""`ends` is over with its first token. There is no room for all at once, and `long` takes several chunks."""
+"""Prompts. `ends` is over with its first token. There is no room for all at once, and `long` takes several
+chunks.
+"""
 DECODES = [address("decode-0", "d" * 16), address("decode-1", "e" * 16)]
 UNREACHABLE = address("decode-2", "f" * 16)
 NAMES = st.sampled_from(list(PROMPTS))
@@ -87,7 +91,7 @@ def grant(name: str, lease_id: str, cached: int = 0, missing: int = 0) -> Reserv
 
 
 class PrefillStages(RuleBasedStateMachine):
-    """What the router, two decode workers and the wires may do to a prefill worker, in any order."""
+    """The possible actions of a router, two decode workers and the transports, in any order."""
 
     engine: Engine
 
@@ -155,7 +159,7 @@ class PrefillStages(RuleBasedStateMachine):
             assert request.stage in (PrefillStage.SETTLING, PrefillStage.ENDED)
 
     def reply(self, name: str, reply: PeerReply, peer: bool) -> None:
-        """From the request's own decode worker if `peer`, else from another one."""
+        """Deliver a reply of the request's own decode worker if `peer`, else of another one."""
         request = self.light.table.get(name)
         own = request.peer if request is not None and request.peer is not None else DECODES[0]
         other = DECODES[0] if own is DECODES[1] else DECODES[1]
@@ -165,7 +169,7 @@ class PrefillStages(RuleBasedStateMachine):
         if request is not None and not peer:
             assert (request.stage, request.lease_id) == state, "another decode worker's reply changes nothing"
 
-    # --- the wires --------------------------------------------------------------------------------
+    # --- the transports ---------------------------------------------------------------------------
 
     @precondition(lambda self: self.light.sender.read)
     @rule(data=st.data(), event=st.sampled_from(["sent", "completed", "completed", "failed"]))
@@ -195,7 +199,7 @@ class PrefillStages(RuleBasedStateMachine):
         self.light.loop.expire(time.monotonic() + seconds)
         self.light.flush()
 
-    # --- what must hold ---------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------
 
     @invariant()
     def note(self) -> None:
@@ -230,7 +234,7 @@ class PrefillStages(RuleBasedStateMachine):
 
     @invariant()
     def who_was_asked_is_told(self) -> None:
-        """Each decode worker knows by its last message whether it is to go on with a request."""
+        """Check that each decode worker's last message tells it correctly whether to continue."""
         last: dict[tuple[str, str], Any] = {}
         for peer, message in self.light.peers.sent:
             match message:
@@ -266,10 +270,10 @@ def test_only_transitions_of_the_table_are_legal(before: PrefillStage) -> None:
         check_transition(PrefillRequest(prompt_request("short"), before), after)
 
 
-def test_blocks_are_asked_for_before_the_prompt_is_computed(
+def test_blocks_are_reserved_before_the_prompt_is_computed(
     light: LightLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the decode worker answers while it is computed."""
+    """The decode worker answers during the computation."""
     runner, asked = light.engine._runner, []
     forward = runner.run
 
@@ -297,12 +301,14 @@ def acknowledge(light: LightLoop, name: str = "short", lease_id: str = "lease", 
 
 
 def releases(light: LightLoop) -> list[tuple[PeerAddress, str]]:
-    """The decode workers and leases that were told to end."""
+    """Return the decode workers and leases that were told to end."""
     return [(peer, message.lease_id) for peer, message in light.peers.sent if isinstance(message, Release)]
 
 
 def assert_goes_on(light: LightLoop, kind: str, text: str, *, manifest_sent: bool = False) -> None:
-    """The router is asked for another decode worker; told that there is none, the worker decodes itself."""
+    """Check that the router is asked for another decode worker, and that without one the worker decodes
+    itself.
+    """
     [failure] = light.router.messages
     assert isinstance(failure, HandoverFailed)
     assert (failure.error_kind, failure.manifest_sent) == (kind, manifest_sent)
@@ -313,8 +319,8 @@ def assert_goes_on(light: LightLoop, kind: str, text: str, *, manifest_sent: boo
     assert not light.requests and light.engine.blocks.available == NUM_BLOCKS
 
 
-def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:
-    """The decode worker's acknowledgement may be faster than the wire's."""
+def test_blocks_stay_until_the_transport_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:
+    """The decode worker's acknowledgement may come before the transport's."""
     begin(light, granted=True)
     acknowledge(light)
     assert engine.blocks.available == NUM_BLOCKS - 2
@@ -325,7 +331,7 @@ def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engi
     assert not releases(light)
 
 
-def test_a_request_that_settles_may_be_placed_here_again(light: LightLoop) -> None:
+def test_a_finishing_request_may_be_placed_here_again(light: LightLoop) -> None:
     begin(light, granted=True)
     acknowledge(light)
     light.generate(prompt_request("short"))
@@ -444,7 +450,7 @@ def test_an_acknowledgement_before_the_manifest_is_stale(light: LightLoop) -> No
 
 
 @pytest.mark.parametrize("granted", [False, True])
-def test_an_aborted_request_is_taken_back_from_its_decode_worker(light: LightLoop, granted: bool) -> None:
+def test_an_aborted_request_is_withdrawn_from_its_decode_worker(light: LightLoop, granted: bool) -> None:
     begin(light, granted=granted)
     light.hear(Abort(request_ids=["short"]))
     assert releases(light) == [(DECODES[0], "lease" if granted else ANY_LEASE)]

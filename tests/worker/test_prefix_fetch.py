@@ -1,4 +1,4 @@
-"""Prefix blocks that a worker fetches from another one's pool, between real workers."""
+"""A worker fetches prefix blocks from another one's pool, with real workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.worker.tiny_model import VOCAB_SIZE, greedy
 
 BLOCK_SIZE = 16
 PATIENT = "fetch:25"
-"""A worker that waits this many seconds for blocks that do come, however busy the machine is."""
+"""The worker waits this many seconds for the next block, however busy the machine is."""
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -24,7 +24,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture
 def holder(cluster: Cluster, model_folder: Path) -> RunningWorker:
-    """A prefill worker that has computed a prompt of 200 tokens."""
+    """Start a prefill worker that has computed a prompt of 200 tokens."""
     worker = cluster.start("prefill", "prefill-1", tiny_config(model_folder))
     cluster.generate(worker, request("before", prompt(200), max_tokens=1))
     cluster.run("before")
@@ -37,7 +37,7 @@ def asking(cluster: Cluster, model_folder: Path) -> RunningWorker:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_only_what_is_missing_is_computed(
+def test_only_missing_blocks_are_computed(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel, transport: str
 ) -> None:
     config = tiny_config(model_folder, kv_transports=transport)
@@ -57,7 +57,7 @@ def test_only_what_is_missing_is_computed(
     assert asking.counter("computed_tokens_total") == len(longer) - 192
 
 
-def test_a_conversation_comes_back_from_its_decode_worker(
+def test_a_conversation_is_fetched_from_its_decode_worker(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel
 ) -> None:
     prefill, decode = cluster.start_pair(tiny_config(model_folder))
@@ -87,7 +87,7 @@ def test_a_decode_worker_fetches_too(
     assert decode.counter("prefix_blocks_fetched_total") == 12
 
 
-def test_what_is_here_already_is_not_fetched(
+def test_local_blocks_are_not_fetched(
     cluster: Cluster, model_folder: Path, holder: RunningWorker, reference: PreTrainedModel
 ) -> None:
     asking = cluster.start("prefill", "prefill-0", tiny_config(model_folder), PATIENT)
@@ -105,14 +105,14 @@ def test_what_is_here_already_is_not_fetched(
 
 
 @pytest.mark.parametrize("salt", ["", "tenant"])
-def test_a_holder_that_has_nothing_says_so(
+def test_a_holder_without_the_prefix_says_so(
     cluster: Cluster,
     holder: RunningWorker,
     asking: RunningWorker,
     reference: PreTrainedModel,
     salt: str,
 ) -> None:
-    """It never had the prompt, or has it for everybody but not for this tenant."""
+    """It never had the prompt, or has it without this tenant's cache salt."""
     tokens = prompt(200) if salt else prompt(180, seed=5)
     wanted = msgspec.structs.replace(request("r", tokens), cache_salt=salt)
     cluster.generate(asking, wanted, prefix=holder.address)
@@ -126,7 +126,7 @@ def test_a_holder_that_has_nothing_says_so(
 def test_quantized_blocks_are_not_lent(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel
 ) -> None:
-    """A prefix that was fetched is what would have been computed, to the bit."""
+    """A fetched prefix must equal a computed one bit by bit."""
     config = tiny_config(model_folder, kv_transports="tcp", kv_wire_dtype="int8")
     holder = cluster.start("prefill", "prefill-1", config)
     asking = cluster.start("prefill", "prefill-0", config)
@@ -157,10 +157,10 @@ def test_a_frozen_holder_that_wakes_up_late_changes_nothing(
     assert cluster.tokens("next") == greedy(reference, prompt(200)[:150] + prompt(40, seed=9), 12)
 
 
-def test_without_room_the_prompt_waits_as_any_other(
+def test_without_room_the_prompt_waits_like_any_other(
     cluster: Cluster, model_folder: Path, holder: RunningWorker, reference: PreTrainedModel
 ) -> None:
-    """A long answer holds most of the pool; then the prompt is computed when there is room."""
+    """A long answer holds most of the pool. The prompt is computed when there is room."""
     small = tiny_config(model_folder, kv_cache_memory_bytes=21 * BLOCK_SIZE * 512, max_model_len=320)
     asking = cluster.start("prefill", "prefill-0", small)
     cluster.generate(asking, request("long", prompt(20, seed=1), max_tokens=150))

@@ -1,4 +1,4 @@
-"""Both sides of a prefix fetch, without sockets: what becomes of the blocks however it ends."""
+"""Both sides of a prefix fetch without sockets: the fate of the blocks, however the fetch ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request() -> EngineRequest:
 
 
 def fetch(light: LightLoop) -> str:
-    """Ask the holder; returns the lease."""
+    """Ask the holder. Return the lease."""
     light.generate(request(), prefix=HOLDER)
     [(peer, message)] = light.peers.sent
     assert peer == HOLDER and isinstance(message, Fetch)
@@ -57,20 +57,20 @@ def arrival(foreign_formats: frozenset[str] = frozenset()) -> Arrival:
 
 
 def cached_tokens(light: LightLoop) -> int | None:
-    """Run the request to its end; how much of its prompt it found in the cache."""
+    """Run the request to its end. Return how much of its prompt was cached."""
     light.run()
     assert light.num_ends("r") == 1
     return next(output.cached_tokens for output in light.router.outputs)
 
 
-def test_what_came_is_cached(light: LightLoop) -> None:
+def test_fetched_blocks_are_cached(light: LightLoop) -> None:
     lease = fetch(light)
     light.receiver.tell(Progress(lease, 3, complete=True, arrival=arrival()))
     light.deliver()
     assert cached_tokens(light) == 3 * 16
 
 
-def test_blocks_that_come_extend_the_deadline(light: LightLoop) -> None:
+def test_arriving_blocks_extend_the_deadline(light: LightLoop) -> None:
     lease, fetcher = fetch(light), light.loop._fetcher
     [waiting] = fetcher.fetches
     asked_until = waiting.deadline
@@ -82,7 +82,7 @@ def test_blocks_that_come_extend_the_deadline(light: LightLoop) -> None:
     assert not len(fetcher.fetches) and light.loop.counters["prefix_fetch_failures_total"] == 1
 
 
-def test_a_plan_that_changes_meanwhile_is_kept(light: LightLoop, engine: Engine) -> None:
+def test_a_plan_that_changes_during_the_fetch_is_kept(light: LightLoop, engine: Engine) -> None:
     lease, plan = fetch(light), DraftPlan(method="ngram", max_tokens=2)
     light.hear(Replan(incarnation=OURS, request_id="r", plan=plan))
     light.receiver.tell(Progress(lease, 3, complete=True, arrival=arrival()))
@@ -91,7 +91,7 @@ def test_a_plan_that_changes_meanwhile_is_kept(light: LightLoop, engine: Engine)
     assert cached_tokens(light) == 3 * 16
 
 
-def test_values_that_the_wire_changed_are_not_used(light: LightLoop) -> None:
+def test_values_changed_by_the_transport_are_not_used(light: LightLoop) -> None:
     lease = fetch(light)
     changed = arrival(frozenset({"float32 through int8"}))
     light.receiver.tell(Progress(lease, NUM_FULL, complete=True, arrival=changed))
@@ -136,7 +136,7 @@ def lend(light: LightLoop, engine: Engine, incarnation: str = OURS) -> None:
 
 
 @pytest.mark.parametrize("how", ["completed", "failed"])
-def test_lent_blocks_are_given_back(light: LightLoop, engine: Engine, how: str) -> None:
+def test_lent_blocks_are_returned(light: LightLoop, engine: Engine, how: str) -> None:
     light.generate(request())
     light.run()
     lend(light, engine)
@@ -152,7 +152,7 @@ def test_lent_blocks_are_given_back(light: LightLoop, engine: Engine, how: str) 
 
 
 @pytest.mark.parametrize("come_first", ["blocks", "answer"])
-def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first: str) -> None:
+def test_the_drafts_kv_is_fetched_too(light: LightLoop, engine: Engine, come_first: str) -> None:
     """Nothing is used before it is known which blocks hold it."""
     fetcher, drafted = light.loop._fetcher, engine.blocks.drafted
     fetcher._needs_lent = True
@@ -175,7 +175,7 @@ def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first:
     assert cached_tokens(light) == NUM_FULL * 16
 
 
-def test_the_holder_tells_which_blocks_hold_the_drafts_kv(light: LightLoop, engine: Engine) -> None:
+def test_the_holder_reports_which_blocks_hold_the_drafts_kv(light: LightLoop, engine: Engine) -> None:
     light.generate(request())
     light.run()
     with_draft = hold_blocks(
@@ -199,11 +199,12 @@ def test_another_incarnation_lends_nothing(light: LightLoop, engine: Engine) -> 
 
 @pytest.mark.parametrize(("told", "found"), [(6, 96), (5, 0), (7, 0)])
 @pytest.mark.parametrize("come_first", ["blocks", "answer"])
-def test_within_a_window_the_holder_tells_which_blocks_come(
+def test_with_a_window_the_holder_reports_which_blocks_come(
     tmp_path: Path, come_first: str, told: int, found: int
 ) -> None:
-    """Two of six blocks come, of which the first four are not needed. Nothing is used before that is known,
-    nor where it cannot be."""
+    """Two of six blocks come, since the first four are not needed. Nothing is used before this is known, nor
+    if it is impossible.
+    """
     write_model("mistral", tmp_path)
     light = LightLoop(DecodeLoop, small_engine(tmp_path, 2 * NUM_BLOCKS), "decode")
     light.generate(ask("r", range(1, 111)), prefix=HOLDER)
@@ -225,7 +226,7 @@ def test_within_a_window_the_holder_tells_which_blocks_come(
     light.finish()
 
 
-def test_no_more_blocks_are_lent_than_are_wanted(light: LightLoop) -> None:
+def test_no_more_blocks_are_lent_than_requested(light: LightLoop) -> None:
     lease = fetch(light)
     light.loop._fetcher.on_lent(Lent(request_id="r", lease_id=lease, num_drafted=0, num_found=99))
     assert cached_tokens(light) == 0

@@ -1,4 +1,4 @@
-"""A loop that is stuck, and one that only takes long."""
+"""Stuck loops are distinguished from long steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TICK_S = 0.25
 
 
 class Loop:
-    """A loop of which the test says what it does. `share` is the part of a core that it uses."""
+    """A loop whose state the test controls. `share` is the part of a core that it uses."""
 
     def __init__(self, longest_step_s: float = 0.1) -> None:
         self.progress = LoopProgress()
@@ -28,7 +28,7 @@ class Loop:
         self.watch = StallWatch(self.progress)
 
     def after(self, seconds: float, turns_per_tick: int = 0) -> float:
-        """What the heartbeat finds then."""
+        """Return the heartbeat's finding after this time."""
         found = 0.0
         for _ in range(round(seconds / TICK_S)):
             self._used_s += self.share * TICK_S
@@ -44,7 +44,7 @@ def test_a_loop_that_takes_turns_is_never_stuck(share: float) -> None:
     assert loop.after(600, turns_per_tick=1) == 0
 
 
-def test_a_loop_that_waits_for_something_is_stuck_soon() -> None:
+def test_a_waiting_loop_is_stuck_soon() -> None:
     loop = Loop()
     loop.after(1, turns_per_tick=1)
     loop.share = 0.0
@@ -55,7 +55,7 @@ def test_a_loop_that_waits_for_something_is_stuck_soon() -> None:
 
 
 def test_a_long_step_is_not_stuck() -> None:
-    """It compiles, or it shares its core; what it reads and waits for in between does not count."""
+    """It compiles, or shares its core. Reads and waits in between do not count."""
     loop = Loop()
     for share in (1.0, 0.05, 0.0) * 2:
         loop.share = share
@@ -80,7 +80,7 @@ def test_between_two_loops_nothing_is_stuck() -> None:
     assert loop.after(1) > 0
 
 
-def test_the_longest_step_is_a_full_batch_and_a_late_chunk() -> None:
+def test_the_longest_step_is_a_full_batch_with_a_late_chunk() -> None:
     costs = StepCosts(
         step_s=0.5, row_s=0.25, context_s=0.001, chunk_s=1.0, token_s=0.01, attention_s=1e-5, chunk_tokens=200
     )
@@ -92,7 +92,7 @@ def test_the_longest_step_is_a_full_batch_and_a_late_chunk() -> None:
 
 @contextmanager
 def running(work: threading.Event | None) -> Iterator[LoopProgress]:
-    """A real thread that waits, or computes where `work` says so."""
+    """Run a real thread that waits, or computes while `work` is set."""
     progress, begun, over = LoopProgress(), threading.Event(), threading.Event()
 
     def run() -> None:
@@ -111,7 +111,7 @@ def running(work: threading.Event | None) -> Iterator[LoopProgress]:
     thread.join()
 
 
-def test_a_thread_that_waits_uses_no_core_and_one_that_computes_does() -> None:
+def test_a_waiting_thread_uses_no_core_and_a_computing_one_does() -> None:
     for work in (None, threading.Event()):
         with running(work) as progress:
             before, pause = progress.core_s(), threading.Event()

@@ -1,4 +1,4 @@
-"""A worker of several routers: what it does when one of them is gone."""
+"""A worker of several routers when one of them disappears."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS, THEIRS = f"{ROUTER}.ours", "second.theirs"
 NUM_TOKENS = 60
 
 
-def test_requests_of_a_router_that_is_gone_are_ended_and_others_go_on(model_folder: Path) -> None:
+def test_requests_of_a_lost_router_end_and_others_continue(model_folder: Path) -> None:
     config = tiny_config(model_folder, worker_timeout=0.3)
     prompt = random.Random(1).choices(range(1, VOCAB_SIZE), k=40)
     with Cluster() as first, Cluster(first.keys, "second") as second:
@@ -37,7 +37,7 @@ def test_requests_of_a_router_that_is_gone_are_ended_and_others_go_on(model_fold
 
 
 class Lines:
-    """The lines of two routers, as `RouterLeases` sees them."""
+    """The connections of two routers, as `RouterLeases` sees them."""
 
     def __init__(self) -> None:
         self.first = SimpleNamespace(stands=True, router="first")
@@ -48,7 +48,7 @@ class Lines:
         return self.leases.expired(request_ids, now)
 
 
-def test_a_router_that_is_away_for_a_moment_loses_nothing() -> None:
+def test_a_router_that_is_away_briefly_loses_nothing() -> None:
     lines = Lines()
     assert lines.expired(0.0, "first.a", "second.b") == []
     lines.second.stands = False
@@ -60,7 +60,7 @@ def test_a_router_that_is_away_for_a_moment_loses_nothing() -> None:
     assert lines.expired(4.6, "first.a", "second.b") == ["second.b"]
 
 
-def test_a_successor_keeps_nothing_of_its_predecessor() -> None:
+def test_a_restarted_router_inherits_nothing() -> None:
     lines = Lines()
     lines.expired(0.0, "second.old")
     lines.second.router = "third"
@@ -68,13 +68,13 @@ def test_a_successor_keeps_nothing_of_its_predecessor() -> None:
     assert lines.expired(2.1, "second.old", "third.new") == ["second.old"]
 
 
-def test_what_comes_late_of_a_router_that_is_gone_ends_too() -> None:
+def test_late_requests_of_a_lost_router_end_too() -> None:
     lines = Lines()
     assert lines.expired(100.0, "unheard.late") == []
     assert lines.expired(102.1, "unheard.late") == ["unheard.late"]
 
 
-def test_while_no_router_is_there_nothing_ends() -> None:
+def test_without_any_router_nothing_ends() -> None:
     lines = Lines()
     lines.expired(0.0, "first.a", "second.b")
     lines.first.stands = lines.second.stands = False

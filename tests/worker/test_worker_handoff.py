@@ -79,7 +79,7 @@ def test_cached_blocks_do_not_move(
     assert prefill.counter("kv_blocks_skipped_total") == 6
 
 
-def test_a_pair_with_unlike_blocks_is_refused_by_the_flag(
+def test_a_pair_with_different_blocks_is_refused_by_the_flag(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel
 ) -> None:
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder))
@@ -110,7 +110,7 @@ def test_first_token_ends_the_request(cluster: Cluster, pair: tuple[RunningWorke
 def test_preempted_prompts_are_pushed_again(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel
 ) -> None:
-    """A prefill pool too small for all prompts at once: chunks that were pushed are lost and come anew."""
+    """The prefill pool is too small for all prompts: pushed chunks are lost and sent again."""
     config = tiny_config(model_folder, max_model_len=256, max_num_batched_tokens=32)
     small = tiny_config(
         model_folder, max_model_len=256, max_num_batched_tokens=32, kv_cache_memory_bytes=17 * 16 * 512
@@ -172,7 +172,7 @@ def test_garbage_is_counted_and_dropped(cluster: Cluster, pair: tuple[RunningWor
     assert len(cluster.tokens("fine")) == 12
 
 
-def test_what_moved_between_a_pair_is_in_its_heartbeats(cluster: Cluster, model_folder: Path) -> None:
+def test_heartbeats_have_a_pairs_moved_bytes(cluster: Cluster, model_folder: Path) -> None:
     prefill, decode = cluster.start_pair(tiny_config(model_folder, kv_transports="tcp"))
     for name, length in (("first", 200), ("second", 100)):
         cluster.generate(prefill, request(name, prompt(length)), decode.address)
@@ -196,7 +196,7 @@ CHUNK = 64
 
 
 def timings(cluster: Cluster, request_id: str) -> list[tuple[str, RequestTiming]]:
-    """The records in their order, with the workers that sent them."""
+    """Return the timing records in order, with the workers that sent them."""
     return [
         (worker, output.timing) for worker, output in cluster.outputs[request_id] if output.timing is not None
     ]
@@ -222,15 +222,15 @@ def test_a_transfer_behind_slow_chunks(cluster: Cluster, model_folder: Path, tra
     config = tiny_config(model_folder, kv_transports=transport)
     prefill = cluster.start("prefill", "prefill-0", config, f"slow:{SLOW_S}")
     decode = cluster.start("decode", "decode-0", config)
-    hand_over(cluster, prefill, decode, "first", 3)  # the wire's first contact is not what is measured
+    hand_over(cluster, prefill, decode, "first", 3)  # the first connection is not to be measured
     for index in range(3):
         cluster.generate(prefill, request(f"r{index}", prompt(4 * CHUNK, index + 1)), decode.address)
         cluster.run(f"r{index}")
-    # The grant of one may have had to wait for the machine.
+    # On a busy machine one grant may have been late.
     timing = min((transfer(cluster, f"r{index}") for index in range(3)), key=lambda each: each.reserve_s)
     block_bytes = 4 * 1024 * 1024 // decode.state.total_blocks
     assert (timing.transport, timing.transferred_bytes) == (transport, 16 * block_bytes)
-    # Slow is what comes before a step's work: the blocks are granted during the second of four steps.
+    # The delay comes before a step's work: the blocks are granted during the second of four steps.
     assert 2 * SLOW_S <= timing.transfer_s < 10
     assert 0 < timing.exposed_s < timing.transfer_s - 1.5 * SLOW_S
     assert 0 <= timing.wait_s < timing.transfer_s
@@ -238,7 +238,7 @@ def test_a_transfer_behind_slow_chunks(cluster: Cluster, model_folder: Path, tra
     assert 0 <= timing.handoff_s < 5
 
 
-def test_nothing_moves_when_all_is_cached(cluster: Cluster, model_folder: Path) -> None:
+def test_nothing_moves_if_everything_is_cached(cluster: Cluster, model_folder: Path) -> None:
     prefill, decode = cluster.start_pair(tiny_config(model_folder))
     hand_over(cluster, prefill, decode, "first", 96)
     hand_over(cluster, prefill, decode, "again", 96)
@@ -269,7 +269,7 @@ def test_a_busy_decode_worker_shows_in_the_handoff(cluster: Cluster, model_folde
     for index in range(3):
         hand_over(cluster, prefill, decode, f"r{index}", 40 + index, max_tokens=2)
     timing = [transfer(cluster, f"r{index}") for index in range(3)]
-    # Blocks arrive in the middle of a step and wait for the next one. Reserving waits in the same way.
+    # Blocks arrive during a step and wait for the next one. So does the reservation.
     assert all(0 <= each.handoff_s < 10 for each in timing)
     assert max(each.reserve_s + each.handoff_s for each in timing) > SLOW_S
 

@@ -1,4 +1,4 @@
-"""Faults of the engine, the end of the router and the worker's own end."""
+"""Engine faults, the end of the router, and the worker's own end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_draft_that_does_not_fit_ends_the_worker(
     assert "vocabulary has 200 tokens, the model's 300" in str(ended.value)
 
 
-def test_a_worker_says_what_it_has_not_after_all_else_that_it_has_to_say(
+def test_a_worker_reports_unknown_requests_after_all_its_outputs(
     cluster: Cluster, model_folder: Path
 ) -> None:
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder), fault="slow:0.1")
@@ -82,7 +82,7 @@ def test_a_worker_without_its_router_ends(model_folder: Path) -> None:
     worker.join(timeout_s=15)
 
 
-def test_a_model_that_is_not_there_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_missing_model_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="--model"):
         cluster.start("decode", "decode-0", tiny_config(tmp_path))
 
@@ -118,7 +118,7 @@ def test_a_worker_ends_when_told(cluster: Cluster, model_folder: Path) -> None:
     assert worker.ended_with() == ""
 
 
-def test_in_another_role_a_worker_tells_anew_what_it_has_cached(cluster: Cluster, model_folder: Path) -> None:
+def test_after_a_role_change_a_worker_reports_its_cache_again(cluster: Cluster, model_folder: Path) -> None:
     """As a new incarnation: with numbers from 0 on, before its first request."""
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
     for index, name in enumerate("abc"):

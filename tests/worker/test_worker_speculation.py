@@ -1,4 +1,4 @@
-"""Drafting on decode workers that took a prompt over. The bundled pair, fp32."""
+"""Drafting on decode workers after a hand-off. The bundled pair, fp32."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def asked(name: str, prompt: list[int], temperature: float) -> EngineRequest:
 def tokens_of(
     cluster: Cluster, round_: str, prompts: list[list[int]], worker: RunningWorker, decode: Any = None
 ) -> list[list[int]]:
-    """One request after the other, since what others leave room for decides what is drafted."""
+    """Run one request after the other, since drafts depend on the room that others leave."""
     names = []
     for temperature in TEMPERATURES:
         for index, prompt in enumerate(prompts):
@@ -63,7 +63,7 @@ def tokens_of(
 
 
 def used(cluster: Cluster, round_: str) -> tuple[int, int]:
-    """Tokens drafted and accepted in all requests of a round."""
+    """Return the drafted and accepted tokens of all requests of a round."""
     outputs = [
         output
         for name, found in cluster.outputs.items()
@@ -87,7 +87,7 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(prompts: list[list[int]], plain: list[list[int]]) -> float:
-    """What share of a draft model's tokens is accepted where the prompt was computed."""
+    """Return the acceptance of a draft model's tokens where the prompt was computed."""
     with Cluster() as cluster:
         worker = cluster.start("decode", "decode-0", config(speculating()))
         assert tokens_of(cluster, "alone", prompts, worker) == plain
@@ -95,19 +95,19 @@ def alone(prompts: list[list[int]], plain: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize(("prefill", "transport"), [("carry", "tcp"), ("rebuild", "shm")])
-def test_as_many_drafts_are_accepted_after_a_hand_off_as_without(
+def test_acceptance_is_the_same_after_a_hand_off(
     prompts: list[list[int]], plain: list[list[int]], alone: float, prefill: str, transport: str
 ) -> None:
     with Cluster() as cluster:
         pair = cluster.start_pair(config(speculating(prefill=prefill), kv_transports=transport))
-        for round_ in ("first", "again"):  # the second finds the prompts' blocks, with their draft KV
+        for round_ in ("first", "again"):  # the second round finds the prompts' blocks, with their draft KV
             assert tokens_of(cluster, round_, prompts, pair[0], pair[1].address) == plain
             assert acceptance(cluster, round_) == pytest.approx(alone, rel=0.02)
         cluster.wait_empty(*pair)
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_heads_read_the_hidden_state_that_came_with_the_hand_off(
+def test_heads_use_the_handed_over_hidden_state(
     prompts: list[list[int]], plain: list[list[int]], method: str
 ) -> None:
     options = speculating(method=method, model=str(MODELS / HEADS[method]), num_speculative_tokens=3)

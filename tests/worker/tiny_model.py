@@ -1,4 +1,4 @@
-"""A small random Llama on disk, and what transformers itself generates with it."""
+"""Writes a small random Llama, and generates with it by Transformers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def write_tiny_llama(folder: Path, num_layers: int = 2) -> None:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """By Transformers' own attention: torch's, the default in 5.17, leaves out Gemma 2's soft caps."""
+    """Load with Transformers' own attention. Torch's, the default in 5.17, leaves out Gemma 2's soft caps."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def assert_greedy(model: PreTrainedModel, prompt: list[int], found: list[int], num_tokens: int) -> None:
-    """`found` is as long, and each token the one that the reference likes best after those before it. That
-    takes a single forward; `greedy` takes one a token.
+    """Check that `found` has the right length and that each token is the reference's likeliest after those
+    before it.
+
+    That takes a single forward; `greedy` takes one for each token.
     """
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + found]), use_cache=False).logits[0]
@@ -44,7 +46,7 @@ def assert_greedy(model: PreTrainedModel, prompt: list[int], found: list[int], n
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """The reference continuation, never stopped by an end-of-text token."""
+    """Return the reference's continuation, which no end-of-text token stops."""
     generated = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
