@@ -14,7 +14,7 @@ from tests.speculation.small_engine import write_pair
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more, and wait for them on a busy machine."""
+    """Run on one thread: tiny models gain nothing from more, and would wait for them on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of a model and of one that drafts for it."""
+    """Write folders of a model and of one that drafts for it."""
     folder = tmp_path_factory.mktemp("pair")
     write_pair(folder / "target", folder / "draft")
     return folder / "target", folder / "draft"

@@ -1,4 +1,4 @@
-"""Sequences that decode, without an engine."""
+"""Makes decoding sequences without an engine."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def decoding(
 
 
 def chains(drafts: list[Draft | None]) -> list[list[int]]:
-    """The tokens of drafts that are chains; none where there is no draft."""
+    """Return the tokens of drafts that are chains, and none where there is no draft."""
     assert all(draft is None or draft.masks() is None for draft in drafts)
     return [[] if draft is None else draft.token_ids for draft in drafts]

@@ -1,4 +1,6 @@
-"""An engine with EAGLE whose drafts are watched, and corrected to be accepted as far as a test likes."""
+"""Runs an engine with EAGLE, records its drafts, and can correct them so that the test decides what is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,10 @@ from speculation.speculator import BatchSpeculator
 
 
 class Watched:
-    """`drafts` are those made: the committed tokens, and what was drafted after them.
+    """Records `drafts`: the committed tokens, and the tokens drafted after them.
 
-    With `correct` the engine gets others in their place: of a draft after n tokens the first
-    `correct(n)` tokens are those of `answers[request id]` (prompt and continuation), the rest is wrong.
-    `quantization` is the head's.
+    With `correct` the engine gets other drafts: after n tokens the first `correct(n)` tokens equal those of
+    `answers[request id]` (prompt and continuation) and the rest is wrong. `quantization` is the head's.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Watched:
             speculative_config=speculative,
         )
         self.engine = Engine(replace(config, **options), speculate=BatchSpeculator)
-        self.engine.pool.segment("draft").fill_(1e3)  # nothing is to look at what was never written
+        self.engine.pool.segment("draft").fill_(1e3)  # unwritten KV must never be read
         speculator = self.engine._speculator
         assert isinstance(speculator, BatchSpeculator)
         self.target = speculator._loaded
@@ -96,7 +97,7 @@ class Watched:
         self.engine.add(request, **fields)
 
     def run(self) -> dict[str, list[int]]:
-        """Until all is done: each request's output."""
+        """Run until all requests end. Return each request's output."""
         outputs: dict[str, list[int]] = {}
         while self.engine.has_work():
             for output in self.engine.step().outputs:

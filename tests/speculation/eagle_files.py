@@ -1,4 +1,4 @@
-"""Small EAGLE heads in the published formats, with random weights, for `write_target`'s model."""
+"""Writes small EAGLE heads in the published formats, with random weights, for `write_target`'s model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_target(folder: Path) -> None:
 
 @dataclass
 class Published:
-    """A checkpoint's content, and what a reader must make of it: `captured` in Transformers' numbering."""
+    """A checkpoint's content and its expected reading. `captured` uses Transformers' numbering."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -122,7 +122,7 @@ def eagle3(
     theta: float | None = THETA,
     **fields: Any,
 ) -> Published:
-    """The official layout. The head's own embedding is there if it is not as wide as the target."""
+    """Write the official layout. The head has its own embedding if its width differs from the target's."""
     random = torch.Generator().manual_seed(2)
 
     def weight(*shape: int) -> Tensor:
@@ -161,7 +161,9 @@ def eagle3(
 
 
 def specforge(**options: Any) -> Published:
-    """Layer ids mean outputs of layers: one less than Transformers' numbers."""
+    """Write SpecForge's layout. Its layer ids name outputs of layers, which is one less than Transformers'
+    numbers.
+    """
     published = eagle3(captured=(2, 4, 6), **options)
     published.config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -171,7 +173,9 @@ def specforge(**options: Any) -> Published:
 
 
 def speculators(**options: Any) -> Published:
-    """Nested layer config, tensors under layers.0, layer ids are Transformers' numbers."""
+    """Write speculators' layout: a nested layer config, tensors under layers.0, and Transformers' layer
+    numbers.
+    """
     published = eagle3("layers.0", captured=(1, 4, 6), norm_before_residual=True, **options)
     layer = {name: published.config[name] for name in (*_layer_config(), "rope_theta")}
     published.config = {
@@ -193,7 +197,9 @@ def speculators(**options: Any) -> Published:
 
 
 def without_aux() -> Published:
-    """`use_aux_hidden_state: false`: the last hidden state alone, and no fc."""
+    """Write a head with `use_aux_hidden_state: false`, which reads only the last hidden state and
+    has no fc.
+    """
     published = eagle3(captured=(LAYERS,), mixes=False)
     published.config["eagle_config"] = {"use_aux_hidden_state": False}
     return published

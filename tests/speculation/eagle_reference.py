@@ -1,4 +1,4 @@
-"""EAGLE drafting in plain torch, without a cache: every row again for every token."""
+"""EAGLE drafting in plain torch without a cache: each token recomputes all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.speculation.eagle_files import FFN, HEAD_DIM, HEADS, KV_HEADS, Publis
 
 
 class PlainHead:
-    """Row r is the pair of token r + 1 and the hidden state after token r, at position r."""
+    """A head whose row r combines token r + 1 with the hidden state after token r, at position r."""
 
     def __init__(self, published: Published, target: PreTrainedModel, theta: float) -> None:
         self.published = published
@@ -28,7 +28,7 @@ class PlainHead:
 
     @torch.no_grad()
     def features(self, token_ids: list[int]) -> Tensor:
-        """[tokens, hidden_size] as the layer takes them, after each of the tokens."""
+        """Return the layer's input features after each of the tokens: [tokens, hidden_size]."""
         output = self.target(torch.tensor([token_ids]), output_hidden_states=True)
         states = [output.hidden_states[layer][0] for layer in self.published.captured]
         if "fc_norm.0.weight" in self.weights:
@@ -42,8 +42,9 @@ class PlainHead:
 
     @torch.no_grad()
     def logits(self, token_ids: list[int], drafted: list[int], first_row: int = 0) -> Tensor:
-        """After the last of `drafted`, in the target's vocabulary: [vocab_size]. Rows before `first_row` are
-        not looked at.
+        """Return the logits after the last of `drafted`, in the target's vocabulary: [vocab_size].
+
+        Rows before `first_row` are ignored.
         """
         known = tuple(token_ids[:-1])
         if known not in self._features:
@@ -77,7 +78,7 @@ class PlainHead:
         value = self._project("self_attn.v_proj", joined).view(-1, KV_HEADS, HEAD_DIM)
         rows = torch.arange(len(tokens))
         seen = (rows[None] <= rows[:, None]) & (rows[None] >= first_row)
-        seen |= torch.eye(len(tokens), dtype=torch.bool)  # rows before the first: of no interest
+        seen |= torch.eye(len(tokens), dtype=torch.bool)  # unused rows before the first
         attended = torch.empty_like(query)
         for head in range(HEADS):
             group = head * KV_HEADS // HEADS

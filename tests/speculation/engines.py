@@ -1,4 +1,4 @@
-"""Real engines that speculate with a draft model, on the CPU."""
+"""Makes real engines on the CPU that speculate with a draft model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET, DRAFT = MODELS / "tandem-code-10m", MODELS / "tandem-code-1m"
 def make_engine(
     model: Path, draft: Path | None, max_num_seqs: int = 8, **options: Any
 ) -> tuple[Engine, BatchSpeculator]:
-    """Without a `draft` the deployment does not speculate."""
+    """Make an engine. Without a `draft` it does not speculate."""
     speculative = SpeculativeConfig(method="draft_model", model=str(draft), **options)
     config = ServeConfig(
         model=str(model),
@@ -53,7 +53,7 @@ def ask(
 
 
 def finish(engine: Engine) -> dict[str, list[int]]:
-    """Step until all is done; the tokens by request."""
+    """Step until all requests end. Return their tokens by request."""
     tokens: dict[str, list[int]] = {}
     while engine.has_work():
         for output in engine.step().outputs:
@@ -62,6 +62,6 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 
 
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on steps take the same time on every machine."""
+    """Give every step the same measured time, on any machine."""
     now = itertools.count()
     monkeypatch.setattr(estimator.time, "perf_counter", lambda: next(now) * 1e-3)

@@ -1,4 +1,4 @@
-"""Trees that grow on the host over a model for tests."""
+"""Grows trees on the host over a test's own model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from speculation.tree_growth import TreeGrowth
 CPU = torch.device("cpu")
 Path = tuple[int, ...]
 After = Callable[[int, Path], tuple[Tensor, Tensor]]
-"""Scores [n] and tokens [n] of what may follow a path in a tree."""
+"""Returns scores [n] and tokens [n] of the candidates that follow a path in a tree."""
 
 
 def grow_trees(
     max_nodes: Sequence[int], depth: int, width: int, after: After
 ) -> tuple[list[Draft | None], list[list[DraftRows]]]:
-    """The drafts, and the rows of all levels, which must fit together."""
+    """Grow trees. Return the drafts and the rows of all levels, after checking that they agree."""
     growth = TreeGrowth(max_nodes, width, 16, upload_to(CPU), by_kernels=False)
     paths: list[list[Path]] = [[()] for _ in max_nodes]
     newest: list[tuple[int, Path]] = [(tree, ()) for tree in range(len(max_nodes))]
@@ -49,7 +49,7 @@ def best_after(newest: Sequence[tuple[int, Path]], width: int, after: After) -> 
 
 
 def extend(paths: list[Path], rows: DraftRows) -> None:
-    """Add the paths to these rows, which their masks tell, to those of the tree's rows before."""
+    """Extend the paths of a tree's rows by these rows, as their masks say."""
     for token_id, mask in zip(rows.token_ids, rows.masks or [], strict=True):
         assert mask >> len(paths) == 1
         parent = (mask - (1 << len(paths))).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Medusa heads in exactly the published layouts, and what they compute, written down plainly."""
+"""Writes Medusa heads in the published layouts, and computes them plainly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class PlainHeads:
-    """Random heads: `layers[h][j]` is (weight, bias or None), `lm_heads[h]` [rows, hidden_size]."""
+    """Random heads: `layers[h][j]` is (weight, bias or None), `lm_heads[h]` is [rows, hidden_size]."""
 
     layers: list[list[tuple[Tensor, Tensor | None]]]
     lm_heads: list[Tensor]
@@ -22,7 +22,9 @@ class PlainHeads:
     vocab_size: int = field(default=0)
 
     def logits(self, features: Tensor) -> Tensor:
-        """[batch, heads, vocab_size] from [batch, hidden_size], one head and one layer after the other."""
+        """Return [batch, heads, vocab_size] from [batch, hidden_size], one head and one layer after the
+        other.
+        """
         found = []
         for layers, lm_head in zip(self.layers, self.lm_heads, strict=True):
             x = features
@@ -56,7 +58,7 @@ def random_heads(
 
 
 def own_names(heads: PlainHeads) -> dict[str, Tensor]:
-    """Medusa's: a sequence of residual blocks, then a linear layer."""
+    """Name the tensors as Medusa does: a sequence of residual blocks, then a linear layer."""
     tensors = {}
     for head, (layers, lm_head) in enumerate(zip(heads.layers, heads.lm_heads, strict=True)):
         for layer, (weight, bias) in enumerate(layers):
@@ -84,7 +86,9 @@ def write_config(folder: Path, **fields: Any) -> None:
 
 
 def write_v1(folder: Path, tensors: dict[str, Tensor], suffix: str = ".pt", **config: Any) -> None:
-    """As the published v1 repositories: their config.json says 2 heads, whatever the file has."""
+    """Write a folder like the published v1 repositories, whose config.json says 2 heads whatever the file
+    has.
+    """
     fields = {
         "medusa_num_heads": 2,
         "medusa_num_layers": 1,

@@ -1,7 +1,7 @@
-"""The schemas, what is asked with each, and what makes an answer valid.
+"""JSON schemas, the requests that use them, and the check of an answer.
 
-`suite.jsonl` has those schemas of https://github.com/json-schema-org/JSON-Schema-Test-Suite (MIT, see
-LICENSE) that Tandem serves, each once, from the latest draft that has it.
+`suite.jsonl` has the schemas of https://github.com/json-schema-org/JSON-Schema-Test-Suite (MIT, see LICENSE)
+that Tandem supports, each once, from the latest draft that has it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from jsonschema.validators import Draft202012Validator, validator_for
 SUITE = Path(__file__).with_name("schema_suite.jsonl")
 MAX_TOKENS = 200
 EOS_BIAS = {"0": 12.0}
-"""The model has read code alone, and hardly ever ends: left to itself it goes on with a number for ever."""
+"""Raises the chance of the end of text. The model was trained on code alone and would continue a number for
+ever.
+"""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """`name` is the file in the suite and the case's description; `seed` one with which the answer ends."""
+    """A schema. `name` is the suite's file and the case's description; with `seed` the answer ends."""
 
     name: str
     seed: int
     schema: dict[str, Any]
 
     def request(self, **fields: Any) -> dict[str, Any]:
-        """The body of a completion."""
+        """Return the body of a completion."""
         return {
             "prompt": f"# {self.name.partition(': ')[2]}\nvalue = json.loads('",
             "response_format": {
@@ -47,14 +49,14 @@ class Case(msgspec.Struct, frozen=True):
 
 @dataclass
 class Answer:
-    """`finish_reason` is an error's text where there is no answer."""
+    """An answer. If there is none, `finish_reason` is the error's text."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
     def satisfies(self, schema: dict[str, Any]) -> bool:
-        """An answer that is cut off does not."""
+        """Tell whether the answer matches a schema. A truncated answer does not."""
         return self.finish_reason == "stop" and is_valid(self.text, schema)
 
 
@@ -63,7 +65,9 @@ def load() -> list[Case]:
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
-    """By jsonschema, formats too. Numbers are decimals: as floats 0.0039 is no multiple of 0.0001."""
+    """Validate by jsonschema, formats included. Numbers become decimals: as a float 0.0039 is no multiple of
+    0.0001.
+    """
     kind = validator_for(schema, default=Draft202012Validator)
     exact = json.loads(json.dumps(schema), parse_float=_decimal)
     try:
@@ -75,7 +79,7 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 
 def _decimal(text: str) -> Decimal | float:
-    """JSON's numbers have no bounds, decimals' exponents do."""
+    """Parse a number. JSON's numbers have no bounds, but decimals' exponents do."""
     try:
         return Decimal(text)
     except InvalidOperation:

@@ -1,4 +1,4 @@
-"""A drafter that proposes what a test tells it to, right or wrong, and an engine that listens to it."""
+"""A drafter that proposes what a test tells it, right or wrong, and an engine that uses it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from speculation.drafter import Computed
 from speculation.speculator import BatchSpeculator
 
 Script = Callable[[SequenceState, int], Draft | None]
-"""A draft for a sequence that has room for so many tokens."""
+"""Returns a draft for a sequence that has room for this number of tokens."""
 
 Answers = Mapping[str, Sequence[int]]
-"""By request: the tokens that it gets without speculation."""
+"""Maps requests to the tokens that they get without speculation."""
 
 
 class ScriptedDrafter:
-    """Implements `speculation.drafter.Drafter`. `observed` and `forgotten` are what it was told.
+    """Implements `speculation.drafter.Drafter`. `observed` and `forgotten` record its calls.
 
-    Until it is `listening`, as while the engine measures itself, it drafts nothing.
+    It drafts nothing until it is `listening`, so the engine's self-measurement does not count.
     """
 
     kv_group: Group | None = None
@@ -75,7 +75,7 @@ class ScriptedDrafter:
 
 
 def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, **options: Any) -> Engine:
-    """An engine whose requests all speculate with this drafter. `options`: of the `SpeculativeConfig`."""
+    """Make an engine whose requests all use this drafter. `options` belong to the `SpeculativeConfig`."""
     asked = SpeculativeConfig(method="ngram", num_speculative_tokens=num_tokens, **options)
 
     def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
@@ -88,7 +88,7 @@ def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, 
 
 
 def right(answers: Answers) -> Script:
-    """All tokens as they will be."""
+    """Draft only right tokens."""
 
     def script(sequence: SequenceState, count: int) -> Draft | None:
         return _chain(_next(answers, sequence, count))
@@ -97,7 +97,7 @@ def right(answers: Answers) -> Script:
 
 
 def wrong_from(answers: Answers, depth: int, vocab_size: int) -> Script:
-    """So many tokens as they will be, then others."""
+    """Draft `depth` right tokens, then wrong ones."""
 
     def script(sequence: SequenceState, count: int) -> Draft | None:
         tokens = _next(answers, sequence, count)
@@ -107,7 +107,7 @@ def wrong_from(answers: Answers, depth: int, vocab_size: int) -> Script:
 
 
 def sometimes_right(answers: Answers, rate: float, vocab_size: int) -> Script:
-    """Each token is right at this rate, and drafts are of any length, none at all included."""
+    """Draft tokens that are right at this rate, in drafts of any length from 0."""
     rng = random.Random(0)
 
     def script(sequence: SequenceState, count: int) -> Draft | None:
@@ -118,7 +118,9 @@ def sometimes_right(answers: Answers, rate: float, vocab_size: int) -> Script:
 
 
 def tree(answers: Answers, rate: float, vocab_size: int) -> Script:
-    """Two siblings at each depth, and a wrong child of the wrong one. At this rate one of them is right."""
+    """Draft two siblings at each depth, and a wrong child of the wrong one. At this rate one of them is
+    right.
+    """
     rng = random.Random(0)
 
     def script(sequence: SequenceState, count: int) -> Draft | None:

@@ -1,6 +1,6 @@
-"""A server of which all is known: what steps take, and how likely each drafted token is to be accepted.
+"""Simulates a server with known step times and known acceptance of each drafted token.
 
-The machine is like a two-core EPYC that serves the bundled model. Its clock runs only when a step does.
+The machine resembles a two-core EPYC that serves the bundled model. Its clock runs only during steps.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from speculation.control.controller import DraftController
 from speculation.control.request import Shape, SpeculatingRequest
 
 Rate = Callable[[int, int], float]
-"""(request's number, its tokens so far) -> chance that a drafted token is accepted after those before it."""
+"""Maps (request's number, its tokens so far) to the chance that a drafted token is accepted if those before
+it were.
+"""
 
 ROWS = [1 << power for power in range(10)]
 PROMPT = 500
 PREFILL = 5e-5
 CAPTURE = 0.15
-"""What reading a prompt adds to its prefill, for heads."""
+"""The share that reading a prompt for heads adds to its prefill."""
 
 
 def target_seconds(num_sequences: int, rows: float) -> float:
-    """Of a small model on a CPU: each sequence costs, and each row, more so in larger batches."""
+    """Return a step's time for a small model on a CPU: sequences and rows cost time, more in larger
+    batches.
+    """
     drafted = rows - num_sequences
     return (
         3e-4 + 2.2e-4 * num_sequences + 2e-4 * min(drafted, 1) + (1.9e-4 - 1.1e-4 / num_sequences) * drafted
@@ -37,13 +41,17 @@ def target_seconds(num_sequences: int, rows: float) -> float:
 
 
 def flat_seconds(num_sequences: int, rows: float) -> float:
-    """Of an accelerator: rows are free until the arithmetic takes longer than reading the weights."""
+    """Return a step's time on an accelerator: rows are free until arithmetic takes longer than reading the
+    weights.
+    """
     return max(8e-3, 8e-3 * rows / 96)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A method: its costs in seconds, its chances in hard and easy text, and how often it finds a draft."""
+    """A method: its costs in seconds, its acceptance in hard and easy text, and how often it finds
+    a draft.
+    """
 
     method: Method
     easy: float
@@ -73,7 +81,7 @@ PROFILES = [
 
 
 def text(number: int, place: int) -> bool:
-    """Whether a request's text is easy there: seldom at its beginning, then in long passages."""
+    """Tell whether a request's text is easy at a place: seldom at the beginning, then in long passages."""
     return _ease(number, place // 24) < (0.4 if place < 48 else 0.9)
 
 
@@ -91,7 +99,9 @@ class Running:
 
 @dataclass(eq=False)
 class SimulatedServer:
-    """Keeps `num_requests` running, each with a prompt and `output_tokens`. `fixed` None is "auto"."""
+    """Keeps `num_requests` running, each with a prompt and `output_tokens`. A `fixed` of None means
+    "auto".
+    """
 
     patch: pytest.MonkeyPatch
     num_requests: int
@@ -103,13 +113,13 @@ class SimulatedServer:
     fixed: int | None = None
     output_tokens: int = 128
     calibrated: Callable[[int], float] | None = None
-    """What was measured at the start of `target`, if not the truth."""
+    """The costs measured at the start, if they differ from `target`."""
     overhead: float = 1e-5
-    """To plan, for one request."""
+    """The time of planning for one request."""
     seed: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    """Without noise. The controller sees `clock`."""
+    """The elapsed time without noise. The controller sees `clock`."""
     clock: float = 0.0
     chosen: list[int] = field(default_factory=list)
 
@@ -139,7 +149,7 @@ class SimulatedServer:
         return Running(self._started, request)
 
     def run(self, seconds: float) -> float:
-        """Tokens a second over so much time more."""
+        """Return the tokens per second over this further time."""
         tokens, started = self.tokens, self.seconds
         while self.seconds < started + seconds:
             self.step()
@@ -159,7 +169,7 @@ class SimulatedServer:
         self.running += joining
 
     def _prefill(self, running: Running) -> None:
-        """A prompt beside the step."""
+        """Prefill a prompt beside the step."""
         if self.controller.estimator.window is not None:
             self.controller.estimator.window.is_clean = False
         running.request.unread = PROMPT if self.profile.per_read else 0
@@ -226,7 +236,7 @@ class SimulatedServer:
         return self._random.random() < (0.3 * chance if running.request.is_blind else chance)
 
     def _take(self, seconds: float) -> float:
-        """So much time passes. Returns what the controller sees of it."""
+        """Let time pass. Return the part of it that the controller sees."""
         self.seconds += seconds
         seen = seconds * self._random.lognormvariate(0, self.noise)
         seen *= 10 if self._random.random() < self.outliers else 1

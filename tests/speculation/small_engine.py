@@ -1,4 +1,4 @@
-"""A tiny model, one much like it to draft with, and an engine that runs requests to their end."""
+"""Writes a tiny model and a similar draft model, and runs requests on an engine to their end."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from protocol.sampling import SamplingParams
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
-"""Of the tiny model's own KV; a draft segment of the same shape comes on top."""
+"""The size of the tiny model's own KV block. A draft segment of the same shape doubles it."""
 
 MAX_LEN = 256
 CHUNK = 64
-"""Tokens of one step."""
+"""The tokens of one step."""
 
 
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="test_interpreted_kernels.py runs it",
 )
-"""What launches Triton's kernels on a CPU."""
+"""Marks tests that launch Triton kernels on a CPU, by Triton's interpreter."""
 
 
 def write_pair(target: Path, draft: Path, difference: float = 0.02) -> None:
-    """A tiny Llama, and the same with noise in its weights: they often agree, but not always."""
+    """Write a tiny Llama, and a copy with noise in its weights that often agrees with it, but not always."""
     write_tiny_llama(target)
     write_noisy(target, draft, difference)
 
 
 def write_noisy(target: Path, draft: Path, difference: float = 0.02) -> None:
-    """The model with noise in its weights."""
+    """Write a copy of the model with noise in its weights."""
     model = load(target)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def ask(request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: An
 
 
 def run(engine: Engine, requests: Sequence[EngineRequest] = ()) -> dict[str, TokenOutput]:
-    """Each request's outputs as one: all tokens and log-probabilities, how it ended, what was drafted."""
+    """Return each request's outputs as one: tokens, log-probabilities, finish reason and drafts."""
     for request in requests:
         engine.add(request)
     outputs: dict[str, list[TokenOutput]] = {}

@@ -1,4 +1,4 @@
-"""The search of `suffix.cpp` in numpy."""
+"""The search of `suffix.cpp` in numpy, as a reference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class _Best:
 def search(
     text: np.ndarray, count: int, options: SpeculativeConfig, earlier: np.ndarray, tenant: int | None
 ) -> list[int]:
-    """At most `count` tokens that may follow `text` (int32 [length]), by it and by the tenant's `earlier`
-    outputs (int64 symbols, as in a `Corpus`).
+    """Return at most `count` tokens that may follow `text` (int32 [length]).
+
+    The search covers the text and the tenant's `earlier` outputs (int64 symbols, as in a `Corpus`).
     """
     best = _Best()
     last = text[::-1][: options.suffix_decoding_max_tree_depth - 1].astype(np.int64)
@@ -54,7 +55,7 @@ def _improve(
 
 
 def _occurrences(symbols: np.ndarray, last: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Match lengths, and the places where such a match ends, the most recent first."""
+    """Return match lengths, and the places where such a match ends, the most recent first."""
     ends = recent = np.flatnonzero(symbols == last[0])
     for length in range(1, len(last) + 1):
         if length > 1:
@@ -71,7 +72,7 @@ def _occurrences(symbols: np.ndarray, last: np.ndarray) -> Iterator[tuple[int, n
 
 
 def _walk(symbols: np.ndarray, places: np.ndarray, limit: int, min_prob: float) -> tuple[list[int], float]:
-    """The most frequent continuation, and the sum of its probabilities."""
+    """Return the most frequent continuation, and the sum of its probabilities."""
     path: list[int] = []
     total, alive = 0, places
     while len(path) < limit:

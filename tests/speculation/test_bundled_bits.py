@@ -1,4 +1,4 @@
-"""The bundled model in bfloat16 with the native kernels: speculation changes no bit of what is answered."""
+"""The bundled model in bfloat16 with the native kernels: speculation changes no bit of an answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ METHODS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def requests() -> list[EngineRequest]:
-    """Their trees begin at various places of a tile of keys, and cross tiles."""
+    """Make requests whose trees begin at various places of a tile of keys, and cross tiles."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     lines = (MODELS / "heldout_prompts.jsonl").read_text("utf-8").splitlines()[:4]
     prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
@@ -56,7 +56,7 @@ Answers = dict[str, list[tuple[int, TokenLogprobs]]]
 
 
 def answers(speculative: dict[str, Any] | None, requests: list[EngineRequest]) -> Answers:
-    """Tokens with their log-probabilities, by request."""
+    """Return tokens with their log-probabilities, by request."""
     flags = {"model": str(TARGET), "dtype": "bfloat16", "device": "cpu", "kv_cache_memory_bytes": 32 << 20}
     drafts = {"speculative_config": json.dumps(speculative)} if speculative else {}
     engine = Engine(load_config(flags | drafts, environ={}), speculate=speculate)
@@ -78,5 +78,7 @@ def plain(requests: list[EngineRequest]) -> Answers:
 
 
 @pytest.mark.parametrize("speculative", METHODS, ids=lambda config: "-".join(map(str, config.values())))
-def test_no_bit_changes(speculative: dict[str, Any], requests: list[EngineRequest], plain: Answers) -> None:
+def test_speculation_changes_no_bit(
+    speculative: dict[str, Any], requests: list[EngineRequest], plain: Answers
+) -> None:
     assert answers(speculative, requests) == plain

@@ -1,4 +1,4 @@
-"""A class of requests whose drafts suddenly fail is noticed, once, and told apart from the others."""
+"""A sudden drop of a class's acceptance is noticed once, separately for each class."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from speculation.collapse import CollapseWatch
 
 
 def feed(watch: CollapseWatch, rate: float, count: int, origin: Origin = "computed", seed: int = 0) -> int:
-    """How often it raised the alarm."""
+    """Return how often the watch raised the alarm."""
     chance = random.Random(seed)
     return sum(watch.observe("eagle", origin, chance.random() < rate) for _ in range(count))
 
 
-def test_a_collapse_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collapse_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     watch = CollapseWatch()
     assert feed(watch, 0.7, 2000) == 0
     with caplog.at_level(logging.WARNING, "tandem.speculation"):
@@ -26,7 +26,7 @@ def test_a_collapse_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "eagle" in line and "computed" in line
 
 
-def test_it_is_told_again_after_a_recovery() -> None:
+def test_a_collapse_is_reported_again_after_a_recovery() -> None:
     watch = CollapseWatch()
     alarms = [feed(watch, rate, 1000) for rate in (0.7, 0.1, 0.7, 0.7, 0.7, 0.1)]
     assert alarms == [0, 1, 0, 0, 0, 1]
@@ -45,7 +45,7 @@ def test_classes_do_not_hide_each_other() -> None:
     assert feed(watch, 0.0, 500, "handed_over") == 1
 
 
-def test_log_lines_are_rationed(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_are_limited(caplog: pytest.LogCaptureFixture) -> None:
     watch = CollapseWatch()
     origins: tuple[Origin, ...] = ("computed", "prefix_hit", "handed_over")
     for origin in origins:

@@ -1,4 +1,4 @@
-"""The controller with the bundled pair: it drafts where that is accepted, and the tokens stay the same."""
+"""The controller with the bundled pair drafts where drafts are accepted, and changes no token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_stay_the_same_with_whatever_it_chooses(prompts: list[list[int]], temperature: float) -> None:
+def test_no_choice_changes_a_token(prompts: list[list[int]], temperature: float) -> None:
     outputs = []
     for draft in (None, DRAFT):
         engine, _ = make_engine(TARGET, draft)

@@ -1,4 +1,4 @@
-"""The controller in a real engine: what it does to steps, what it counts and what it publishes."""
+"""The controller in a real engine: its effect on steps, its counters and what it publishes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def expected(target: Path) -> dict[str, list[int]]:
 
 
 class Proposals:
-    """Stands between the speculator and its drafter, and writes down what is asked for."""
+    """Stands between the speculator and its drafter, and records the requested numbers of tokens."""
 
     def __init__(self, speculator: BatchSpeculator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[dict[str, int]] = []
@@ -46,7 +46,7 @@ class Proposals:
         return self._propose(sequences, counts)
 
 
-def test_mixed_wishes_in_one_batch(
+def test_mixed_choices_in_one_batch(
     target: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, speculator = make_engine(target, target)
@@ -61,7 +61,7 @@ def test_mixed_wishes_in_one_batch(
     assert {counts["r0"] for counts in proposals.counts if "r0" in counts} <= {1, 2}  # 1 at the very end
 
 
-def test_no_drafts_are_the_plain_path(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_drafts_steps_are_plain(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, speculator = make_engine(target, target, num_speculative_tokens=0)
     proposals = Proposals(speculator, monkeypatch)
     verify: list[object] = []
@@ -76,7 +76,7 @@ def test_no_drafts_are_the_plain_path(target: Path, monkeypatch: pytest.MonkeyPa
     assert 'spec_decode_steps_total{drafts="yes"}' not in engine.counters()
 
 
-def test_a_perfect_draft_that_costs_nothing_is_used(
+def test_a_perfect_draft_at_no_cost_is_used(
     target: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks(monkeypatch)
@@ -91,7 +91,7 @@ def test_a_perfect_draft_that_costs_nothing_is_used(
 
 
 def test_a_prompt_of_one_token_while_a_plan_stands(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step is as short as one that decodes, and nobody decodes in it."""
+    """This prompt's step is as short as a decoding step, but no request decodes in it."""
     monkeypatch.setattr(DraftController, "_may_pay", lambda *arguments: False)
     engine, _ = make_engine(target, target)
     for name, prompt in (("r0", PROMPTS[0]), ("r1", [7]), ("r2", [9])):
@@ -99,7 +99,7 @@ def test_a_prompt_of_one_token_while_a_plan_stands(target: Path, monkeypatch: py
         assert len(finish(engine)[name]) == 3
 
 
-def test_what_is_counted(target: Path) -> None:
+def test_counters(target: Path) -> None:
     engine, _ = make_engine(target, target, num_speculative_tokens=3)
     engine.add(ask("r0", PROMPTS[0], max_tokens=25))
     finish(engine)
@@ -113,7 +113,7 @@ def test_what_is_counted(target: Path) -> None:
 
 
 class WrongDrafts:
-    """Each drafted token is `shift` beside the target's own, so that all are rejected."""
+    """Each drafted token differs by `shift` from the target's own, so that all are rejected."""
 
     def __init__(self, tokens: dict[str, list[int]], shift: int) -> None:
         self._tokens = tokens
@@ -174,7 +174,7 @@ def test_calibration_measures_the_machine(target: Path) -> None:
     assert not speculator._controller.estimator.methods["draft_model"].reads_prompts
 
 
-def test_how_long_requests_were_is_learned_as_they_end(target: Path) -> None:
+def test_lengths_of_answers_are_learned_when_they_end(target: Path) -> None:
     engine, speculator = make_engine(target, target)
     estimator = speculator._controller.estimator
     for index in range(80):
@@ -191,13 +191,13 @@ def test_calibration_in_a_pool_that_is_too_small(target: Path) -> None:
     assert len(finish(engine)["r0"]) == 24
 
 
-def test_without_a_deployed_method_nothing_is_published_but_the_model_of_steps(target: Path) -> None:
+def test_without_a_method_only_step_costs_are_published(target: Path) -> None:
     engine, _ = make_engine(target, None)
     state = engine.speculation()
     assert state is not None and state.max_tokens == 0 and state.methods == []
 
 
-def test_the_workers_state_carries_it(target: Path) -> None:
+def test_the_workers_state_has_the_controllers(target: Path) -> None:
     engine, _ = make_engine(target, target)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     parts = WorkerParts(
@@ -226,7 +226,7 @@ def origin_of(engine: Engine, speculator: BatchSpeculator, request_id: str) -> s
     return speculator._requests[request_id].origin
 
 
-def test_where_a_requests_kv_comes_from(target: Path) -> None:
+def test_the_origin_of_a_requests_kv(target: Path) -> None:
     engine, speculator = make_engine(target, target)
     prompt = [place % 50 for place in range(40)]
     engine.add(ask("computed", prompt))

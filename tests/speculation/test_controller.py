@@ -1,4 +1,4 @@
-"""The controller on a simulated server: close to the best fixed K, and never below no speculation."""
+"""The controller on a simulated server is close to the best fixed K, and never below no speculation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NGRAM = PROFILES[1]
 def fixed_rates(
     patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **options: object
 ) -> list[float]:
-    """Tokens a second with each fixed number of tokens, the first without drafts."""
+    """Return the tokens per second of each fixed number of drafts, the first without drafts."""
     numbers = (0, profile.whole) if profile.whole else (0, 2, min(6, profile.max_tokens))
     rates = []
     for fixed in numbers:
@@ -43,17 +43,19 @@ def fixed_rates(
 
 
 def auto_rate(patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **options: object) -> float:
-    """The same over the same time with "auto"."""
+    """Return the tokens per second with "auto" over the same time."""
     server = SimulatedServer(patch, num_requests, profile, **options)  # type: ignore[arg-type]
     server.run(SECONDS[num_requests] / 2)
     return server.run(SECONDS[num_requests])
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.method)
-def test_close_to_the_best_number_and_never_below_none(
+def test_it_is_close_to_the_best_number_and_never_below_none(
     profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For 1 to 64 requests, after the first few. Where a run ends between two prompts moves it by 3 %."""
+    """For 1 to 64 requests, after the first few. A run's end between two prompts changes the rate by up to 3
+    %.
+    """
     ratios = []
     for num_requests in SECONDS:
         plain, *drafting = fixed_rates(monkeypatch, num_requests, profile)
@@ -65,7 +67,7 @@ def test_close_to_the_best_number_and_never_below_none(
 
 
 @pytest.mark.parametrize("num_requests", [1, 16])
-def test_rows_that_cost_nothing_are_used(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_rows_are_used(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = fixed_rates(monkeypatch, num_requests, PROFILES[0], target=flat_seconds)
     auto = auto_rate(monkeypatch, num_requests, PROFILES[0], target=flat_seconds)
     assert auto >= 0.95 * max(rates) > 1.2 * rates[0]
@@ -85,7 +87,7 @@ def test_a_machine_that_was_busy_at_calibration(
 
 
 @pytest.mark.parametrize("bent", [-0.07, 0.07])
-def test_a_calibration_of_the_wrong_shape_is_mended(bent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_calibration_is_corrected(bent: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def calibrated(rows: int) -> float:
         return target_seconds(1, rows) * (1 + bent * rows.bit_length())
 
@@ -96,14 +98,14 @@ def test_a_calibration_of_the_wrong_shape_is_mended(bent: float, monkeypatch: py
 
 
 @pytest.mark.parametrize("num_requests", [4, 16])
-def test_requests_unlike_each_other(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of them copy, half of them draft in vain."""
+def test_requests_with_different_text(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them copy text, the other half drafts in vain."""
     rate: Rate = lambda number, place: 0.95 if number % 2 else 0.1  # noqa: E731
     rates = fixed_rates(monkeypatch, num_requests, PROFILES[0], rate=rate)
     assert auto_rate(monkeypatch, num_requests, PROFILES[0], rate=rate) >= 0.96 * max(rates)
 
 
-def test_drafting_resumes_where_text_becomes_predictable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_resumes_when_text_becomes_predictable(monkeypatch: pytest.MonkeyPatch) -> None:
     predictable = False
     server = SimulatedServer(
         monkeypatch, 1, NGRAM, rate=lambda number, place: 0.95 if predictable else 0.05, output_tokens=100_000
@@ -117,10 +119,10 @@ def test_drafting_resumes_where_text_becomes_predictable(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.method)
 @pytest.mark.parametrize("num_requests", [1, 16])
-def test_what_never_pays_costs_little(
+def test_drafts_that_never_pay_cost_little(
     profile: Profile, num_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trials, prompts read for them and plans together."""
+    """The cost of trials, of prompts read for them, and of plans together."""
     options = {"rate": lambda number, place: 0.05, "output_tokens": 128}
     plain = SimulatedServer(monkeypatch, num_requests, profile, fixed=0, **options)  # type: ignore[arg-type]
     auto = SimulatedServer(monkeypatch, num_requests, profile, **options)  # type: ignore[arg-type]
@@ -128,7 +130,7 @@ def test_what_never_pays_costs_little(
     assert auto.run(6.0) >= 0.98 * plain.run(6.0)
 
 
-def test_what_is_seldom_found_is_looked_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_rarely_found_are_searched_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     rare = replace(NGRAM, share=0.05, start=0.0, per_token=1e-7)
     server = SimulatedServer(
         monkeypatch,
@@ -146,7 +148,7 @@ def test_what_is_seldom_found_is_looked_for_everywhere(monkeypatch: pytest.Monke
     assert statistics.fmean(looked) > 0.7
 
 
-def test_it_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[list[list[int]]] = []
     for _ in range(2):
         server = SimulatedServer(monkeypatch, 4, NGRAM)
@@ -157,7 +159,7 @@ def test_it_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen[0] == chosen[1]
 
 
-def test_trials_save_for_the_next_one_only() -> None:
+def test_unused_trial_time_is_saved_for_one_trial_only() -> None:
     explorer = Explorer(0.01)
     explorer.passed(1000.0)
     assert explorer.tries(1.0) and not explorer.tries(1.0)
@@ -171,7 +173,7 @@ def test_trials_save_for_the_next_one_only() -> None:
 
 
 def controller(row_seconds: float = 0.0, reads_prompts: bool = False) -> DraftController:
-    """A step of any batch takes 10 ms, and each row `row_seconds` more."""
+    """Make a controller. A step of any batch takes 10 ms, and `row_seconds` more for each row."""
     made = DraftController(64, 8, trial_share=0.0)
     made.estimator.add_method("eagle", Shape(8), 8, reads_text=reads_prompts, reads_prompts=reads_prompts)
     curve = MeasuredCurve((1, 1024), (1e-2 + row_seconds, 1e-2 + 1024 * row_seconds))
@@ -184,7 +186,7 @@ def requests(made: DraftController, count: int, fixed: int | None = None) -> lis
 
 
 def stands(made: DraftController, asked: list[SpeculatingRequest]) -> int:
-    """Steps from a plan to the next."""
+    """Return the number of steps from one plan to the next."""
     made.begin_step(len(asked))
     made.plan(asked)
     steps = 1
@@ -193,7 +195,7 @@ def stands(made: DraftController, asked: list[SpeculatingRequest]) -> int:
     return steps
 
 
-def test_a_plan_stands_the_longer_the_less_it_drafts() -> None:
+def test_a_plan_with_fewer_drafts_lasts_longer() -> None:
     drafting, idle = controller(row_seconds=1e-3), controller(row_seconds=1.0)
     assert stands(drafting, requests(drafting, 2)) == DRAFT_STANDS
     assert drafting.drafts and drafting.reads_steps
@@ -207,7 +209,7 @@ def test_a_plan_stands_the_longer_the_less_it_drafts() -> None:
     assert stands(drafting, requests(drafting, 2, fixed=3)) == IDLE_STANDS
 
 
-def test_who_joins_is_planned_for_and_who_leaves_is_not() -> None:
+def test_new_requests_are_planned_for_and_ended_ones_are_not() -> None:
     made = controller()
     asked = requests(made, 3)
     assert made.begin_step(3)
@@ -219,7 +221,7 @@ def test_who_joins_is_planned_for_and_who_leaves_is_not() -> None:
     assert made.begin_step(3, 1), "requests to come count"
 
 
-def test_where_nothing_pays_the_plan_stands_as_requests_come_and_go() -> None:
+def test_a_plan_without_drafts_outlasts_changes_of_the_batch() -> None:
     made = controller(row_seconds=1.0)
     asked = requests(made, 3)
     for size in (1, 3):
@@ -238,7 +240,9 @@ def test_where_nothing_pays_the_plan_stands_as_requests_come_and_go() -> None:
 
 
 def test_fixed_numbers_are_planned_for_once_they_decode() -> None:
-    """Nothing pays here, and another one of them decodes already while this one's prompt is computed."""
+    """Drafts do not pay here, and another such request already decodes while this one's prompt is
+    computed.
+    """
     made = controller(row_seconds=1.0)
     for size in (1, 2):
         assert made.begin_step(size)
@@ -257,7 +261,7 @@ def test_fixed_numbers_are_planned_for_once_they_decode() -> None:
     assert not made.begin_step(1)
 
 
-def test_requests_to_come_count_as_if_they_were_there() -> None:
+def test_queued_requests_count_as_running() -> None:
     made = controller(row_seconds=1e-3)
     asked = requests(made, 1)
     for num_to_come, drafts in ((0, True), (63, False), (0, True)):
@@ -267,7 +271,7 @@ def test_requests_to_come_count_as_if_they_were_there() -> None:
     assert not made.begin_step(0, 1), "nobody decodes"
 
 
-def test_fixed_numbers_stand_as_they_are() -> None:
+def test_fixed_numbers_are_never_changed() -> None:
     made = controller(row_seconds=1.0)
     asked = requests(made, 2, fixed=5) + requests(made, 1, fixed=0) + requests(made, 1)
     asked.append(SpeculatingRequest(None, 0, made.estimator.new_request(None, 0).acceptance))
@@ -278,7 +282,7 @@ def test_fixed_numbers_stand_as_they_are() -> None:
     assert (state.num_requests, state.num_tokens) == (4, 10)
 
 
-def test_the_table_for_the_router_is_the_model() -> None:
+def test_the_routers_table_is_the_model() -> None:
     made = controller(row_seconds=1e-3)
     made.estimator.target.observe(8, 16, 1.0)
     table = made.estimator.report(8).step_time
@@ -293,7 +297,7 @@ def test_the_table_for_the_router_is_the_model() -> None:
 @pytest.mark.parametrize(
     ("per_read", "output", "reads"), [(1e-6, 128, True), (1e-3, 128, False), (1e-3, 100_000, True)]
 )
-def test_prompts_are_read_where_drafts_save_more_than_that_takes(
+def test_prompts_are_read_if_drafts_save_more_than_reading_takes(
     per_read: float, output: int, reads: bool
 ) -> None:
     made = controller(reads_prompts=True)
@@ -304,7 +308,7 @@ def test_prompts_are_read_where_drafts_save_more_than_that_takes(
     assert made.reads_prompts("eagle", 300) == reads
 
 
-def test_steps_are_read_for_those_alone_whose_prompts_were() -> None:
+def test_only_requests_with_read_prompts_have_their_steps_read() -> None:
     made = controller(row_seconds=1.0, reads_prompts=True)
     asked = requests(made, 2)
     asked[0].is_blind = True
@@ -317,7 +321,7 @@ def test_steps_are_read_for_those_alone_whose_prompts_were() -> None:
         made._steps_left = 0
 
 
-def test_what_was_disturbed_is_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disturbed_steps_are_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))
     monkeypatch.setattr("speculation.control.estimator.time.perf_counter", lambda: float(next(now)))
     for disturbs in (True, False):
@@ -332,8 +336,8 @@ def test_what_was_disturbed_is_not_learned_from(monkeypatch: pytest.MonkeyPatch)
         assert (made.estimator.target.seconds(1, [0]) == before) == disturbs
 
 
-def test_a_step_in_which_nobody_decodes_is_not_learned_from() -> None:
-    """As of a prompt of one token, which disturbs nothing: before a plan that stands, and behind one."""
+def test_steps_without_decoding_are_not_learned_from() -> None:
+    """A prompt of one token disturbs nothing else: once before a lasting plan, and once after one."""
     made = controller(row_seconds=1.0)
     made.begin_step(1)
     made.plan(requests(made, 1))
@@ -347,9 +351,7 @@ def test_a_step_in_which_nobody_decodes_is_not_learned_from() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_a_draft_that_first_reads_a_text_leaves_what_steps_take_beside_it(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafts_reading_time_is_not_charged_to_steps(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     monkeypatch.setattr("speculation.control.estimator.time.perf_counter", lambda: clock)
     made = controller()

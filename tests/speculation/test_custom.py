@@ -1,4 +1,4 @@
-"""Drafters of a deployment's own: which are taken, and what becomes of drafts that no step can run."""
+"""Custom drafters: which are accepted, and how invalid drafts are handled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = "tests.speculation.test_custom"
 
 
 class WrongDrafter(Drafter):
-    """Drafts what no step can run, and now and then what one can."""
+    """Drafts what no step can run, and sometimes what one can."""
 
     def __init__(self, *arguments: Any) -> None:
         self._made = 0
@@ -72,12 +72,14 @@ def deployed(pair: tuple[Path, Path]) -> Callable[[str], Engine]:
         (f"{HERE}:no_drafter", "makes a str, not a speculation.drafter.Drafter"),
     ],
 )
-def test_what_is_no_drafter_is_refused(deployed: Callable[[str], Engine], drafter: str, why: str) -> None:
+def test_objects_that_are_no_drafters_are_refused(
+    deployed: Callable[[str], Engine], drafter: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^--speculative-config: drafter: .*{why}"):
         deployed(drafter)
 
 
-def test_what_no_step_can_run_is_dropped(
+def test_invalid_drafts_are_dropped(
     deployed: Callable[[str], Engine], pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     requests = [ask(f"r{i}", prompt_of(20, i), 24, ignore_eos=True) for i in range(2)]
@@ -104,5 +106,5 @@ def test_what_no_step_can_run_is_dropped(
         (Draft([1], parents=[-2]), "a node does not come after its parent"),
     ],
 )
-def test_what_is_wrong_with_a_draft_is_said(draft: Draft, why: str) -> None:
+def test_the_fault_of_a_draft_is_reported(draft: Draft, why: str) -> None:
     assert problem(draft, 3, 10) == why

@@ -1,7 +1,4 @@
-"""When a draft model reads prompts: not before a draft is wanted, and not too much of them at once.
-
-And what is said when there is no draft model to read them.
-"""
+"""A draft model reads prompts only when a draft is wanted, and in parts; loading errors name their option."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def engine_with(pair: tuple[Path, Path]) -> Engine:
     return Engine(replace(small_config(target, 128), speculative_config=asked), speculate=speculate)
 
 
-def test_with_the_first_draft(pair: tuple[Path, Path]) -> None:
+def test_a_prompt_is_read_with_the_first_draft(pair: tuple[Path, Path]) -> None:
     engine = engine_with(pair)
     engine.add(ask("a", prompt_of(PROMPT), 8, ignore_eos=True, temperature=0.0))
     assert engine.step().outputs[0].token_ids
@@ -35,8 +32,10 @@ def test_with_the_first_draft(pair: tuple[Path, Path]) -> None:
     assert engine.draft_state("a").num_tokens > PROMPT
 
 
-def test_a_long_one_over_several_steps(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two requests: neither drafts before its prompt is read, and nobody's tokens wait or change."""
+def test_a_long_prompt_is_read_over_several_steps(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of two requests drafts before its prompt is read, and no token waits or changes."""
     requests = [
         ask(name, prompt_of(PROMPT, i), 24, ignore_eos=True, temperature=0.0) for i, name in enumerate("ab")
     ]

@@ -1,4 +1,4 @@
-"""EAGLE in the engine: drafts against a plain reference, whatever is accepted, shared, preempted or moved."""
+"""EAGLE in the engine: drafts equal a plain reference's, whatever is accepted, shared, preempted or moved."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def assert_as_plain(watched: Watched, plain: PlainHead, first_row: int = 0) -> N
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_drafts_of_published_formats(name: str, target: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_drafts_of_published_formats_equal_the_references(
+    name: str, target: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
     published = FORMATS[name](target)
     watched = Watched(target, published.write(tmp_path / "head"), num_tokens=3)
     prompt = prompt_of(37)  # two chunks
@@ -120,7 +122,7 @@ def no_room(step: ScheduledStep, sequence: SequenceState, wish: int) -> int:
 
 
 def drafts_if(monkeypatch: pytest.MonkeyPatch, drafts: Callable[[], bool]) -> None:
-    """Whether the controller's plans draft, from now on."""
+    """Let the controller's plans draft only if `drafts()` is true."""
     chosen = property(lambda self: drafts(), lambda self, value: None)
     monkeypatch.setattr(DraftController, "drafts", chosen, raising=False)
 
@@ -144,7 +146,7 @@ def test_steps_without_drafts_are_caught_up(
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
 
 
-def test_drafts_go_on_behind_steps_that_went_by_unseen(
+def test_drafts_continue_after_steps_that_were_not_read(
     target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(target, official)
@@ -170,7 +172,7 @@ def test_drafts_go_on_behind_steps_that_went_by_unseen(
     assert [draft.is_blind for draft in watched.trees] == [length > resumed[0] for length in lengths]
 
 
-def test_steps_that_went_by_unseen_are_read_when_drafts_go_on(
+def test_unread_steps_are_read_when_drafts_resume(
     target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(target, official)
@@ -189,10 +191,10 @@ def test_steps_that_went_by_unseen_are_read_when_drafts_go_on(
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
 
 
-def test_what_a_gap_in_the_steps_seen_makes_useless_is_not_written(
+def test_rows_made_useless_by_a_gap_are_not_written(
     target: Path, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt and a later step, read together: nothing of them is left to write."""
+    """A prompt and a later step are read together, and none of their rows is left to write."""
     watched = Watched(target, official)
     watched.ask("a", prompt_of(20), 4)
     drafter = watched.drafter
@@ -208,7 +210,7 @@ def test_what_a_gap_in_the_steps_seen_makes_useless_is_not_written(
     assert (known.first, known.written, known.end) == (26, 26, 27)
 
 
-def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
+def test_after_unread_prompts_drafts_are_shorter_sighted_but_right(
     target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(target, official)
@@ -228,7 +230,7 @@ def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
 def test_a_prompt_is_read_for_a_fixed_number_of_tokens(
     reads: bool, target: Path, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is known of the load, since nobody asks whether those drafts pay."""
+    """Under any load, since fixed drafts need not pay."""
     monkeypatch.setattr(DraftController, "reads_prompts", lambda *arguments: reads)
     watched = Watched(target, official)
     watched.ask("a", prompt_of(30), 10)
@@ -237,7 +239,7 @@ def test_a_prompt_is_read_for_a_fixed_number_of_tokens(
 
 
 def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, official: Path) -> None:
-    """One hidden state is missing: that of the last cached token. The rest is as without the cache."""
+    """Only the last cached token's hidden state is missing. The drafts equal those without the cache."""
     watched = Watched(target, official)
     prompt = prompt_of(40)
     watched.ask("first", prompt, 8)
@@ -259,7 +261,7 @@ def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, off
     assert_as_plain(watched, plain)
 
 
-def test_prompt_found_whole_lacks_nothing(target: Path, model: PreTrainedModel, official: Path) -> None:
+def test_a_fully_cached_prompt_lacks_nothing(target: Path, model: PreTrainedModel, official: Path) -> None:
     watched = Watched(target, official)
     for seed in range(4):
         for turn in ("first", "second"):
@@ -268,9 +270,7 @@ def test_prompt_found_whole_lacks_nothing(target: Path, model: PreTrainedModel, 
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
 
 
-def test_blocks_without_draft_kv_are_not_looked_at(
-    target: Path, model: PreTrainedModel, official: Path
-) -> None:
+def test_blocks_without_draft_kv_are_not_read(target: Path, model: PreTrainedModel, official: Path) -> None:
     watched = Watched(target, official)
     prompt = prompt_of(40)
     watched.ask("a", prompt, 6)
@@ -292,10 +292,10 @@ def test_blocks_without_draft_kv_are_not_looked_at(
 
 
 @pytest.mark.parametrize("uncomputed", [0, 5])
-def test_hand_off_drafts_at_once(
+def test_a_handed_over_request_drafts_at_once(
     target: Path, model: PreTrainedModel, official: Path, uncomputed: int
 ) -> None:
-    """The decode worker's first draft is what it would be had it computed the prompt."""
+    """The decode worker's first draft is the same as if it had computed the prompt."""
     prefill, decode = Watched(target, official), Watched(target, official)
     prompt = prompt_of(45)
     prefill.ask("a", prompt, 6, prefill_only=True)
@@ -307,7 +307,7 @@ def test_hand_off_drafts_at_once(
     decode.engine.pool.memory[reservation.sequence_blocks.blocks[0]] = prefill.engine.pool.memory[source]
     state = prefill.engine.draft_state("a")
     assert (state.kind, state.num_tokens) == ("carried", len(prompt))
-    if uncomputed:  # the hidden state is that of the prompt's last token, of no use then
+    if uncomputed:  # the prompt's last hidden state, which is useless then
         state = msgspec.structs.replace(state, feature=b"\xff" * len(state.feature))
     decode.engine.activate(reservation, first[0], len(prompt) - uncomputed, draft=state)
     assert first + decode.run()["a"] == greedy(model, prompt, 6)
@@ -334,7 +334,7 @@ def test_sampled_drafts_have_the_targets_noise(target: Path, model: PreTrainedMo
 def test_trees_grow_along_the_likeliest_paths(
     temperature: float, decision: float, target: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """The head is so undecided that trees are wide."""
+    """The head is undecided, so trees are wide."""
     published = files.eagle3()
     published.tensors["lm_head.weight"] *= decision
     watched = Watched(target, published.write(tmp_path), num_tokens=4, tree_nodes=14)
@@ -363,7 +363,7 @@ def ranked_after(
     return scores[0], tokens[0]
 
 
-def test_rejection_sampling_gets_the_distributions(
+def test_rejection_sampling_gets_the_drafts_distributions(
     target: Path, model: PreTrainedModel, official: Path
 ) -> None:
     watched = Watched(target, official, num_tokens=3, verification="standard")

@@ -1,4 +1,4 @@
-"""Heads in the native decoder against those in torch, and chains in one call against step by step."""
+"""Heads in the native decoder equal those in torch, and chains in one call equal step-by-step ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float32", 1e-5)])
 @pytest.mark.parametrize("name", HEADS)
-def test_native_rows_are_those_of_torch(
+def test_native_rows_equal_torchs(
     name: str, dtype: str, tolerance: float, target: Path, tmp_path: Path
 ) -> None:
     head = HEADS[name](target).write(tmp_path / "head")
@@ -58,8 +58,10 @@ def test_native_rows_are_those_of_torch(
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_they_are_with_the_target_s_head_in_int8_too(reduced: bool, target: Path, tmp_path: Path) -> None:
-    """EAGLE-1 scores with the target's head, EAGLE-3 without one of its own with some of its outputs."""
+def test_native_rows_equal_torchs_with_an_int8_target_head(
+    reduced: bool, target: Path, tmp_path: Path
+) -> None:
+    """EAGLE-1 uses the target's head. EAGLE-3 without its own uses some of that head's outputs."""
     published = files.eagle3() if reduced else files.eagle1(target)
     published.tensors.pop("lm_head.weight", None)
     watched = native(target, published.write(tmp_path / "head"), quantize_lm_head=True)
@@ -71,7 +73,7 @@ def test_they_are_with_the_target_s_head_in_int8_too(reduced: bool, target: Path
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-target-s-lm-head"])
-def test_a_rounded_head_is_that_of_torch_too(
+def test_a_quantized_head_equals_torchs(
     name: str, format: Quantization, target: Path, tmp_path: Path
 ) -> None:
     published = files.eagle1(target) if name == "eagle1" else files.eagle3()
@@ -86,7 +88,7 @@ def test_a_rounded_head_is_that_of_torch_too(
     assert_native_rows(watched)
 
 
-def test_a_rounded_head_changes_no_token(target: Path, tmp_path: Path) -> None:
+def test_a_quantized_head_changes_no_token(target: Path, tmp_path: Path) -> None:
     head = files.eagle3().write(tmp_path / "head")
     requests = [(f"r{i}", prompt(i, 12 + i), {"temperature": 0.7 * (i % 2), "seed": i}) for i in range(4)]
     answers = []
@@ -125,7 +127,7 @@ def assert_native_rows(watched: Watched, tolerance: float = 0.03) -> None:
 @pytest.mark.parametrize("verification", ["coupled", "standard"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", HEADS)
-def test_chains_in_one_call_are_those_step_by_step(
+def test_chains_in_one_call_equal_step_by_step_ones(
     name: str, temperature: float, verification: Verification, target: Path, tmp_path: Path
 ) -> None:
     head = HEADS[name](target).write(tmp_path / "head")

@@ -1,4 +1,4 @@
-"""What of a published EAGLE head is read how, and what is said of one that does not fit."""
+"""Reading published EAGLE heads, and the errors for heads that do not fit."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ def test_layer_ids_follow_the_formats(target: LoadedModel, tmp_path: Path) -> No
         assert shape.captured == published.captured, name
 
 
-def test_empty_layer_ids_stand_for_the_default(target: LoadedModel, tmp_path: Path) -> None:
+def test_empty_layer_ids_mean_the_default(target: LoadedModel, tmp_path: Path) -> None:
     published = files.eagle3(
         eagle_config={"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True}
     )
     assert load_head(str(published.write(tmp_path)), target).head.shape.captured == (2, 4, 5)
 
 
-def test_positions_and_rope_base_of_the_longer_and_of_the_target(target: LoadedModel, tmp_path: Path) -> None:
+def test_positions_come_from_the_longer_model_and_the_rope_base_from_the_target(
+    target: LoadedModel, tmp_path: Path
+) -> None:
     published = files.eagle3(theta=None)
     shape = load_head(str(published.write(tmp_path)), target).head.shape
     assert published.config["max_position_embeddings"] < shape.max_positions == files.MAX_POSITIONS
@@ -59,7 +61,7 @@ def test_positions_and_rope_base_of_the_longer_and_of_the_target(target: LoadedM
         {"rope_theta": 7e3, "rope_scaling": {"type": "linear", "factor": 2.0}},
     ],
 )
-def test_rope_of_the_head(target: LoadedModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_rope_parameters_of_the_head(target: LoadedModel, tmp_path: Path, fields: dict[str, Any]) -> None:
     head = load_head(str(files.eagle3(theta=None, **fields).write(tmp_path)), target).head
     half = files.HEAD_DIM // 2
     expected = 1 / 7e3 ** (torch.arange(half) / half) / (2 if "rope_scaling" in fields else 1)
@@ -67,7 +69,7 @@ def test_rope_of_the_head(target: LoadedModel, tmp_path: Path, fields: dict[str,
 
 
 def test_the_rotation_is_not_rounded_to_the_targets_dtype(target: LoadedModel, tmp_path: Path) -> None:
-    """Positions that lie far apart would be turned by another angle than in training."""
+    """Rounded, distant positions would be rotated by other angles than in training."""
     folder = str(files.eagle3().write(tmp_path))
     exact, halves = (
         load_head(folder, replace(target, dtype=dtype)).head for dtype in (torch.float32, torch.bfloat16)
@@ -76,7 +78,7 @@ def test_the_rotation_is_not_rounded_to_the_targets_dtype(target: LoadedModel, t
     assert torch.equal(halves.rotary.inv_freq, exact.rotary.inv_freq)
 
 
-def test_the_targets_embedding_is_not_held_twice(target: LoadedModel, tmp_path: Path) -> None:
+def test_the_targets_embedding_is_shared(target: LoadedModel, tmp_path: Path) -> None:
     published = files.eagle3()
     theirs = target.model.get_input_embeddings().weight
     published.tensors["embed_tokens.weight"] = theirs.detach().clone()
@@ -86,7 +88,7 @@ def test_the_targets_embedding_is_not_held_twice(target: LoadedModel, tmp_path: 
     assert own is not None and not torch.equal(own, theirs)
 
 
-def test_without_an_lm_head_the_targets_rows_serve(target: LoadedModel, tmp_path: Path) -> None:
+def test_without_an_lm_head_the_targets_rows_are_used(target: LoadedModel, tmp_path: Path) -> None:
     published = files.eagle3()
     del published.tensors["lm_head.weight"]
     loaded = load_head(str(published.write(tmp_path)), target)
@@ -139,7 +141,7 @@ def say(**fields: Any) -> Callable[[Published], object]:
         (say(hidden_size=40), r"hidden_size|40"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_heads_that_do_not_fit_are_named(
     spoil: Callable[[Published], object], complaint: str, target: LoadedModel, tmp_path: Path
 ) -> None:
     published = files.eagle3()

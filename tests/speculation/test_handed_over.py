@@ -1,4 +1,4 @@
-"""A prompt that is to be handed over gets one token here, whatever could be drafted for it."""
+"""A prompt that is to be handed over gets one token here, without drafts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.worker.tiny_model import greedy, load
 NUM_EMITTED = 5
 
 
-def test_the_last_chunk_of_a_request_placed_anew_drafts_nothing(target: Path) -> None:
-    """Of its prompt and emitted tokens exactly one is left for the second step, as in decoding."""
+def test_the_last_chunk_of_a_request_placed_again_drafts_nothing(target: Path) -> None:
+    """One token of its prompt and emitted tokens is left for the second step, which resembles decoding."""
     prompt = list(range(1, CHUNK + 2 - NUM_EMITTED))
     expected = greedy(load(target), prompt, 24)
     asked = SpeculativeConfig(method="draft_model", model=str(target), num_speculative_tokens=4)

@@ -1,4 +1,4 @@
-"""From a CUDA step's rows to its verdicts the host waits once, for the tokens: see `absent_gpu`."""
+"""From a CUDA step's rows to its verdicts the host waits once, for the tokens (see `absent_gpu`)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def rows_of(sequence: SequenceState, block: int) -> SequenceRows:
 
 
 def sampling_of(gpu: AbsentGpu, sequences: list[SequenceState]) -> list[str]:
-    """The kernels after the forward of a second step, in which the host has waited for the tokens alone."""
+    """Return the kernels launched after the second step's forward, after checking that the host waited only
+    for tokens.
+    """
     backend = TritonBackend(pool_of().layers(TARGET))
     runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
     sampler = Sampler(512, GPU, [2])
@@ -160,7 +162,7 @@ def chain_drafting(runner: CudaRunner, verification: Verification) -> ChainDraft
     return ChainDrafting(runner, options, GPU, rows_of, lambda logits: logits, Sampler(512, GPU, [2]))
 
 
-def test_a_chain_that_is_drawn_by_chance_waits_once() -> None:
+def test_a_sampled_chain_waits_once() -> None:
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of().layers(TARGET))
         runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
@@ -173,7 +175,7 @@ def test_a_chain_that_is_drawn_by_chance_waits_once() -> None:
         assert lengths_of(drafts) == [4, 3]
     assert [draft.distributions is None for draft in drafts] == [True, False]
     assert drafts[1].distributions is not None and drafts[1].distributions.shape == (3, 512)
-    assert gpu.launches["weigh"] == 3  # the last token is drawn for the greedy one alone
+    assert gpu.launches["weigh"] == 3  # the greedy request's last token needs no draw
     assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
 
 
@@ -194,7 +196,7 @@ def drafting_sequences() -> list[SequenceState]:
 
 
 def lengths_of(drafts: Sequence[Draft | None]) -> list[int]:
-    """Of their tokens, which come now."""
+    """Return the drafts' lengths, for which tokens arrive now."""
     return [len(draft.token_ids) for draft in drafts if draft is not None]
 
 
@@ -203,7 +205,7 @@ def waits_for_the_tokens(gpu: AbsentGpu) -> bool:
     return times == 1 and line.startswith("/engine/download.py") and line.endswith("an event")
 
 
-def test_a_chain_of_a_models_own_layers_is_a_replay_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_a_models_own_layers_is_one_replay_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, options = pool_of(), SpeculativeConfig(method="self_speculative", skip_layers=[0])
     config = ServeConfig(max_num_seqs=2, speculative_config=options)
     with absent_gpu() as gpu:
@@ -229,7 +231,7 @@ def test_a_chain_of_a_models_own_layers_is_a_replay_a_token(monkeypatch: pytest.
     assert joined.untyped_storage()._cdata == own.untyped_storage()._cdata, "weights are there twice"
 
 
-def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:
+def test_a_draft_models_chain_is_one_replay_per_token_and_waits_once() -> None:
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of().layers(TARGET))
         buckets = Buckets([2], [1, 2], [4], trees=False)
@@ -238,7 +240,7 @@ def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:
         runner.warm_up()
         drafting = chain_drafting(runner, "coupled")
         sequences = drafting_sequences()
-        for _ in range(2):  # the first one makes what is made once
+        for _ in range(2):  # the first run makes what is made once
             gpu.clear()
             drafts = drafting.draft(sequences, [rows_of(each, 1) for each in sequences], [5, 3])
         assert not gpu.waits, "\n".join(gpu.waits)
@@ -248,7 +250,7 @@ def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:
     assert waits_for_the_tokens(gpu)
 
 
-def test_a_chain_of_a_head_is_a_replay_a_token_and_waits_once(
+def test_a_heads_chain_is_one_replay_per_token_and_waits_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle_drafter, "select_backend", lambda *_: (TritonBackend, ""))
@@ -276,7 +278,7 @@ def test_a_chain_of_a_head_is_a_replay_a_token_and_waits_once(
     assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
 
 
-def test_all_that_may_be_launched_is_compiled_at_the_start() -> None:
+def test_every_kernel_is_compiled_at_the_start() -> None:
     with absent_gpu() as gpu:
         Sampler(512, GPU, [2]).warm_up(torch.bfloat16)
     assert [gpu.launches[name] for name in ("scan", "sift", "settle")] == [3, 2, 1]

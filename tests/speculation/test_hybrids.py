@@ -1,4 +1,4 @@
-"""Drafts for models with recurrent layers: the tokens of `transformers.generate`, whatever is drafted."""
+"""Drafts for models with recurrent layers give the tokens of `transformers.generate`, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 
 MODELS = ["qwen3_next", "falcon_h1", "jamba", "lfm2"]
 LENGTHS = [1, 14, 16, 31, 50]
-"""Of the prompts: drafts lie before, at and behind grid points (16)."""
+"""Prompt lengths, so that drafts begin before, at and after grid points (multiples of 16)."""
 NUM_TOKENS = 24
 
 
@@ -96,9 +96,7 @@ def scripts(answers: Answers) -> dict[str, Script]:
     [*(("qwen3_next", count) for count in (1, 8, 32)), ("falcon_h1", 1), ("jamba", 8), ("lfm2", 32)],
     indirect=["model"],
 )
-def test_right_and_wrong_drafts_leave_the_tokens_as_they_are(
-    model: Path, answers: Answers, num_tokens: int
-) -> None:
+def test_right_and_wrong_drafts_change_no_token(model: Path, answers: Answers, num_tokens: int) -> None:
     drafter = ScriptedDrafter(scripted.right(answers))
     engine = scripted.engine_with(config_of(model), drafter, num_tokens)
     for name, script in scripts(answers).items():
@@ -133,7 +131,7 @@ def plain(given: Given) -> Answers:
 
 
 def cramped(engine: Engine, num_blocks: int) -> ServeConfig:
-    """The configuration of one with so many blocks beside its state_slots."""
+    """Return a configuration with this number of blocks in addition to its state slots."""
     pool = engine.pool
     assert pool.state_slots is not None
     room = (
@@ -145,15 +143,15 @@ def cramped(engine: Engine, num_blocks: int) -> ServeConfig:
 
 DRAFTING = [name for name in METHODS if "scripted" not in name]
 CASES = [(method, num_tokens) for method in DRAFTING for num_tokens in (4, 8 if "tree" in method else 1)]
-"""The tokens that each method drafts at most."""
+"""Methods with the most tokens that each drafts."""
 
 
 @pytest.mark.parametrize(("method", "num_tokens"), CASES)
 def test_every_method_drafts_and_changes_no_token(
     given: Given, plain: Answers, method: str, num_tokens: int
 ) -> None:
-    """Sampled and greedy, some of few tokens, so that even heads without training are right at times; and
-    with so little room that some requests are preempted.
+    """Sampled and greedy requests, some limited to few tokens, so that untrained heads are sometimes right.
+    Room is so short that some requests are preempted.
     """
     given = replace(given, answers=plain, num_tokens=num_tokens)
     engine = METHODS[method](given)
@@ -195,10 +193,10 @@ def drafting_itself(config: ServeConfig, num_tokens: int, **options: Any) -> Eng
     [("qwen3_next", 4), ("qwen3_next", 16), ("falcon_h1", 16), ("jamba", 4), ("lfm2", 16)],
     indirect=["model"],
 )
-def test_with_all_of_its_layers_it_drafts_what_is_right(
+def test_drafting_with_all_layers_is_always_right(
     model: Path, answers: Answers, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However far its states lag behind: a draft from another one would be wrong sometimes."""
+    """However far its states lag behind. A draft from a wrong state would sometimes be wrong."""
     monkeypatch.setattr(self_drafter, "with_defaults", lambda options, *_, **__: options)
     found = run(drafting_itself(config_of(model), num_tokens), requests())
     assert tokens(found) == answers
@@ -221,10 +219,10 @@ SKIPPING, EXITING = {"skip_layers": [1]}, {"exit_layer": 2}
     indirect=["model"],
     ids=str,
 )
-def test_some_of_its_layers_leave_the_tokens_as_they_are(
+def test_drafting_with_some_layers_changes_no_token(
     model: Path, answers: Answers, options: dict[str, Any]
 ) -> None:
-    """The others' states must not stay behind."""
+    """The skipped layers' states must not fall behind."""
     found = run(drafting_itself(config_of(model), 4, **options), requests())
     assert tokens(found) == answers
     drafted = sum(output.drafted_tokens for output in found.values())
@@ -232,7 +230,7 @@ def test_some_of_its_layers_leave_the_tokens_as_they_are(
 
 
 @pytest.mark.parametrize("model", ["jamba"], indirect=True)
-def test_layers_whose_kind_follows_from_their_place_are_not_skipped(model: Path) -> None:
+def test_models_whose_layer_kind_depends_on_its_index_skip_no_layers(model: Path) -> None:
     with pytest.raises(ConfigError, match="skip_layers: the kinds of jamba's layers follow"):
         drafting_itself(config_of(model), 4, **SKIPPING)
 
@@ -272,8 +270,10 @@ def test_hybrids_in_the_native_decoder_draft_for_each_other(tmp_path: Path, tree
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ServeConfig, Path, Answers]]:
-    """A hybrid target with a draft much like it, and a pure one: the draft is a hybrid for both. With what
-    they answer without it. No chunk depends on the machine's speed, or tokens that are nearly tied might.
+    """Return a hybrid target with a similar draft, and a pure target, both drafted for by the hybrid, with
+    their answers without drafts.
+
+    No chunk depends on the machine's speed, since that might turn near ties.
     """
     folder = tmp_path_factory.mktemp("drafts")
     made = {}
@@ -290,7 +290,7 @@ Proposals = dict[tuple[int, ...], tuple[list[int], list[int] | None]]
 
 @contextmanager
 def recorded(engine: Engine, num_tokens: int) -> Iterator[Proposals]:
-    """What is drafted after which text, where there is room for so many tokens."""
+    """Record drafts by their text, each with room for `num_tokens` tokens."""
     assert isinstance(engine._speculator, BatchSpeculator)
     draft_model = engine._speculator._drafters["draft_model"]
     found: Proposals = {}
@@ -307,12 +307,12 @@ def recorded(engine: Engine, num_tokens: int) -> Iterator[Proposals]:
 
 
 def proposals(engine: Engine, asked: list[EngineRequest], num_tokens: int) -> tuple[Proposals, Answers]:
-    """What is drafted, and the answers."""
+    """Return the drafts and the answers."""
     with recorded(engine, num_tokens) as found:
         return found, tokens(run(engine, asked))
 
 
-def test_a_request_that_lost_its_state_slot_is_read_anew(
+def test_a_request_that_lost_its_state_slot_is_read_again(
     drafts: dict[str, tuple[ServeConfig, Path, Answers]],
 ) -> None:
     config, draft, _ = drafts["llama"]
@@ -340,10 +340,10 @@ def test_a_request_that_lost_its_state_slot_is_read_anew(
 
 
 @pytest.mark.parametrize(("target", "tree"), [("qwen3_next", True), ("llama", False)])
-def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
+def test_a_draft_with_recurrent_layers_returns_to_committed_tokens(
     drafts: dict[str, tuple[ServeConfig, Path, Answers]], target: str, tree: bool
 ) -> None:
-    """Whatever was rejected before, it drafts what it would after reading the text at once."""
+    """After any rejection it drafts the same as after reading the text at once."""
     config, draft, expected = drafts[target]
     num_tokens = 9 if tree else 5
     options: dict[str, Any] = {"tree": True, "tree_nodes": num_tokens} if tree else {}
@@ -354,7 +354,7 @@ def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
     engine = Engine(drafting, speculate=speculate)
     found, answers = proposals(engine, requests(), num_tokens)
     assert answers == expected
-    again, _ = proposals(engine, requests(), num_tokens)  # with prefixes that the cache has
+    again, _ = proposals(engine, requests(), num_tokens)  # with prefixes from the cache
     assert {text: again[text] for text in found.keys() & again.keys()} == found
     texts = sorted(found, key=len)[:: max(len(found) // 8, 1)]
     assert len(texts) >= 8
@@ -363,7 +363,7 @@ def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
     assert {text: fresh[text] for text in texts} == {text: found[text] for text in texts}
 
 
-def test_a_request_without_a_state_slot_takes_that_of_one_that_does_not_draft() -> None:
+def test_a_request_without_a_state_slot_takes_one_of_an_idle_drafter() -> None:
     layout = StateLayout((RecurrentLayer(channels=4, taps=2),), torch.float32)
     state_slots = DraftStateSlots(StateSlots(layout, 2, torch.device("cpu")))
     assert state_slots.sit(["a", "b"]) == []
@@ -375,7 +375,7 @@ def test_a_request_without_a_state_slot_takes_that_of_one_that_does_not_draft() 
     assert state_slots.sit(["d", "c"]) == []
 
 
-def test_a_state_is_not_carried(drafts: dict[str, tuple[ServeConfig, Path, Answers]]) -> None:
+def test_states_are_not_handed_over(drafts: dict[str, tuple[ServeConfig, Path, Answers]]) -> None:
     config, draft, _ = drafts["llama"]
     asked = SpeculativeConfig(method="draft_model", model=str(draft), prefill="carry")
     config = replace(config, speculative_config=asked)

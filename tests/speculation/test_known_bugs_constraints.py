@@ -1,5 +1,6 @@
-"""Faults of other servers with penalties, bans and log-probabilities of drafted tokens. The numbers are the
-reference's; 13 and 14 concern grammars, which there are none of yet.
+"""Faults of other servers with penalties, bans and log-probabilities of drafted tokens.
+
+Numbers follow our reference list; 13 and 14 concern grammars, which other tests cover.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def requests(**sampling: Any) -> list[EngineRequest]:
-    """All constraints at once, so that rows with and without each of them lie side by side."""
+    """Return requests with all constraints, so that rows with and without each lie side by side."""
     return [
         ask(name, prompt_of(12 + 3 * index, index), ignore_eos=True, **(sampling | constraint))
         for index, (name, constraint) in enumerate(CONSTRAINTS.items())
@@ -98,7 +99,7 @@ def test_bug_15_a_draft_model_keeps_no_penalties_of_rejected_tokens(
 def test_bug_15_rejection_sampling_obeys_all_constraints(
     pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], verification: Verification
 ) -> None:
-    """top_k=1 leaves chance no choice, but takes its way: the tokens are those of the greedy requests."""
+    """With top_k=1 the sampling path has no choice, so its tokens equal those of greedy requests."""
     script = scripted.sometimes_right(tokens(plain["greedy"]), 0.7, VOCAB_SIZE)
     engine = scripted.engine_with(
         small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification

@@ -1,6 +1,6 @@
-"""Faults of other servers that change what is drawn. The numbers are the reference's.
+"""Faults of other servers that change the distribution of tokens. Numbers follow our reference list.
 
-Numbers 1, 2 and 4 as they show in what comes out: tests/statistics/test_rejection_sampling.py.
+Effects of numbers 1, 2 and 4 on outputs: tests/statistics/test_rejection_sampling.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sequence_of(seed: int, output: list[int], **sampling: Any) -> SequenceState:
 def test_bugs_01_and_03_drafts_come_with_the_distribution_they_were_drawn_from(
     name: str, dtype: torch.dtype
 ) -> None:
-    """All processing included, and from the very logits that the ratio is made of, whatever their dtype."""
+    """The distribution includes all processing, and comes from the same logits as the ratio, in any dtype."""
     size, count = 20, 3_000
     sequences = [sequence_of(seed, [2, 2, 7], **PROCESSING[name]) for seed in range(count)]
     logits = 2 * torch.randn(2, 1, size, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -68,7 +68,7 @@ def test_bugs_01_and_03_drafts_come_with_the_distribution_they_were_drawn_from(
         assert counts[drawn[0].distributions[0] == 0].sum() == 0
 
 
-def test_bug_04_what_no_chance_chose_has_no_distribution() -> None:
+def test_bug_04_greedy_drafts_have_no_distribution() -> None:
     runner = LogitsRunner(20, lambda last: torch.randn(len(last), 20))
     drafts = runner.draft([sequence_of(0, []), sequence_of(1, [], temperature=0.0)], 1, "standard")
     assert [draft.distributions is not None for draft in drafts] == [True, False]
@@ -76,10 +76,10 @@ def test_bug_04_what_no_chance_chose_has_no_distribution() -> None:
 
 @pytest.mark.parametrize("verification", ["coupled", *BY_CHANCE])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4, 5])
-def test_bug_05_the_token_after_a_rejection_is_that_row_s(
+def test_bug_05_the_token_after_a_rejection_comes_from_its_own_row(
     pair: tuple[Path, Path], verification: Verification, depth: int
 ) -> None:
-    """top_k=1 leaves chance no choice, so that a token of any other row would show."""
+    """With top_k=1 sampling has no choice, so a token of any other row would show."""
     request = ask("r", prompt_of(20), ignore_eos=True, temperature=1.0, top_k=1)
     expected = tokens(run(Engine(small_config(pair[0])), [request]))
     script = scripted.wrong_from(expected, depth, VOCAB_SIZE)
@@ -93,12 +93,12 @@ def test_bug_05_the_token_after_a_rejection_is_that_row_s(
 
 
 def unrelated_drafts(sequence: SequenceState, count: int) -> Draft:
-    """The same for the same tokens, whatever else runs."""
+    """Draft tokens that depend on the sequence's own tokens alone."""
     return Draft([(7 * token + 1) % VOCAB_SIZE for token in sequence.token_ids[-count:]])
 
 
 def crowd() -> list[EngineRequest]:
-    """Greedy and sampled ones, some of them with a seed in common, with several parameters."""
+    """Return greedy and sampled requests with several parameters, some with a common seed."""
     return [
         ask(f"r{index}", prompt_of(15 + index, index), ignore_eos=True, **sampling)
         for index, sampling in enumerate(
@@ -132,7 +132,7 @@ def test_bugs_06_and_07_a_request_is_the_same_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("verification", ["coupled", *BY_CHANCE])
-def test_bug_06_requests_that_differ_in_their_seeds_alone_differ(
+def test_bug_06_requests_that_differ_only_in_their_seeds_differ(
     pair: tuple[Path, Path], verification: Verification
 ) -> None:
     prompt = prompt_of(20)
@@ -148,10 +148,10 @@ def test_bug_06_requests_that_differ_in_their_seeds_alone_differ(
 
 
 @pytest.mark.parametrize("verification", BY_CHANCE)
-def test_who_does_not_speculate_gets_the_tokens_of_a_server_without(
+def test_requests_without_speculation_get_the_tokens_of_a_server_without(
     pair: tuple[Path, Path], verification: Verification
 ) -> None:
-    """Beside others that do, in one batch."""
+    """They run in one batch with others that speculate."""
     plain = tokens(run(Engine(small_config(pair[0])), crowd()))
 
     def half_of_them(sequence: SequenceState, count: int) -> Draft | None:

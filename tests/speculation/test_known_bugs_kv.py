@@ -1,7 +1,7 @@
-"""Faults of other servers with the KV of drafted tokens. The numbers are the reference's.
+"""Faults of other servers with the KV of drafted tokens. Numbers follow our reference list.
 
-Number 19, hidden states that the drafter only guessed and keeps: tests/speculation/test_eagle_drafter.py.
-Number 21 with the model itself, whose state cannot be rolled back: tests/engine/load/test_loader.py.
+Number 19, hidden states that the drafter only guessed: tests/speculation/test_eagle_drafter.py. Number 21 for
+the model itself, whose state cannot be rolled back: tests/engine/load/test_loader.py.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ BLOCK_SIZE = 16
 
 def engine_with(model: Path, draft: Path, num_blocks: int = 128, **options: Any) -> Engine:
     asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED)
-    # The draft's segment takes as much as the model's own KV.
+    # The draft's segment is as large as the model's own KV.
     config = small_config(model, 2 * num_blocks, speculative_config=asked, **options)
     return Engine(config, speculate=speculate)
 
 
 @pytest.fixture
 def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a model runs, each row has a place in a block of its sequence's own."""
+    """Check that each row of every forward writes to a block of its own sequence."""
     run_rows = RowsForward.run
 
     def checked(self: RowsForward, step: Step, fill: Fill | None = None) -> Any:
@@ -57,10 +57,10 @@ def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("length", "emitted"), [(15, 0), (16, 2), (17, 0), (48, 2), (CHUNK, 0), (CHUNK + 1, 2)]
 )
-def test_bug_17_blocks_that_are_handed_over_are_the_prompts_alone(
+def test_bug_17_only_the_prompts_blocks_are_handed_over(
     pair: tuple[Path, Path], length: int, emitted: int
 ) -> None:
-    """Room for drafts would shift them; the decode worker drafts for another request meanwhile."""
+    """Room for drafts would shift them. The decode worker drafts for another request meanwhile."""
     model, _ = pair
     request = ask("a", prompt_of(length - emitted), ignore_eos=True)
     other = ask("b", prompt_of(20, 1), ignore_eos=True)
@@ -91,8 +91,8 @@ def finish(engine: Engine) -> list[Any]:
 
 
 @pytest.mark.usefixtures("checked_rows")
-def test_bug_18_drafts_have_blocks_of_their_own(pair: tuple[Path, Path]) -> None:
-    """Or are left out where the pool has none for them."""
+def test_bug_18_drafts_have_their_own_blocks(pair: tuple[Path, Path]) -> None:
+    """Without free blocks the drafts are left out."""
     model, _ = pair
     asked = [ask(f"r{index}", prompt_of(12 + index, index), 40, ignore_eos=True) for index in range(6)]
     engine = engine_with(model, model, num_blocks=16, max_model_len=64)
@@ -101,7 +101,7 @@ def test_bug_18_drafts_have_blocks_of_their_own(pair: tuple[Path, Path]) -> None
 
 
 def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tuple[Path, Path]) -> None:
-    """Neither rows that only pad, nor made-up sequences, nor what is drafted for others."""
+    """This covers padding rows, made-up sequences, and drafts for other requests."""
     model, _ = pair
     engine = engine_with(model, model)
     begun = ask("begun", prompt_of(40), ignore_eos=True)
@@ -133,7 +133,7 @@ def test_bug_21_a_draft_whose_state_cannot_be_rolled_back_is_refused(
 @pytest.mark.usefixtures("checked_rows")
 @pytest.mark.parametrize("right", [True, False])
 def test_bug_22_no_length_runs_ahead_of_the_committed_tokens(pair: tuple[Path, Path], right: bool) -> None:
-    """Requests of the greatest length, whose drafts are all accepted, or not."""
+    """Requests of the greatest length, with accepted and with rejected drafts."""
     model, draft = pair
     longest = 96
     asked: list[EngineRequest] = []

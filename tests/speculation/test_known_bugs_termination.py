@@ -1,6 +1,6 @@
-"""Faults of other servers when a sequence ends within its accepted tokens. The numbers are the reference's.
+"""Faults of other servers when a sequence ends within accepted tokens. Numbers follow our reference list.
 
-Number 10, stop strings within a run, is the router's: tests/router/text/test_choice.py.
+Number 10, stop strings within accepted tokens, concerns the router: tests/router/text/test_choice.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NUM_DRAFTED = 8
 
 @pytest.fixture(scope="module")
 def answer(pair: tuple[Path, Path]) -> list[int]:
-    """What follows the prompt when nothing ends it."""
+    """Return the continuation of the prompt without any end."""
     engine = Engine(small_config(pair[0]))
     return tokens(run(engine, [ask("r", PROMPT, LONG, ignore_eos=True)]))["r"]
 
 
 def fresh_at(answer: list[int], earliest: int) -> int:
-    """The first place from `earliest` on whose token has not come before."""
+    """Return the first place from `earliest` on with a token that has not occurred before."""
     return next(i for i in range(earliest, len(answer)) if answer[i] not in answer[:i])
 
 
@@ -45,7 +45,7 @@ def model_that_ends_with(folder: Path, token: int, copy: Path) -> Path:
 def both(
     folder: Path, script: Script, num_tokens: int = NUM_DRAFTED, **sampling: object
 ) -> tuple[TokenOutput, TokenOutput, Engine]:
-    """One request without speculation and with it."""
+    """Run one request without and with speculation."""
     request = ask("r", PROMPT, **({"max_tokens": LONG} | sampling))
     plain = run(Engine(small_config(folder)), [request])["r"]
     engine = scripted.engine_with(small_config(folder), ScriptedDrafter(script), num_tokens)
@@ -71,7 +71,7 @@ def test_bug_08_an_accepted_end_of_text_ends_the_request(
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 8, 9, 10, 18])
-def test_bug_09_the_length_cuts_a_run_where_it_is_reached(
+def test_bug_09_max_tokens_cuts_accepted_tokens(
     pair: tuple[Path, Path], answer: list[int], max_tokens: int
 ) -> None:
     plain, speculated, _ = both(
@@ -82,7 +82,7 @@ def test_bug_09_the_length_cuts_a_run_where_it_is_reached(
 
 
 @pytest.mark.parametrize("max_tokens_after", [0, 1, 3])
-def test_bug_09_a_stop_within_a_run_comes_before_the_length(
+def test_bug_09_a_stop_within_accepted_tokens_comes_before_max_tokens(
     pair: tuple[Path, Path], answer: list[int], max_tokens_after: int
 ) -> None:
     end = fresh_at(answer, 6)
@@ -97,7 +97,7 @@ def test_bug_09_a_stop_within_a_run_comes_before_the_length(
     assert_same_end(plain, speculated)
 
 
-def test_bug_11_a_drafted_end_that_the_model_rejects_ends_nothing(
+def test_bug_11_a_rejected_end_ends_nothing(
     pair: tuple[Path, Path], answer: list[int], tmp_path: Path
 ) -> None:
     end = next(token for token in range(VOCAB_SIZE) if token not in answer)
@@ -114,9 +114,7 @@ def test_bug_11_a_drafted_end_that_the_model_rejects_ends_nothing(
     assert_same_end(plain, speculated)
 
 
-def test_bug_12_only_tokens_that_became_output_count_as_accepted(
-    pair: tuple[Path, Path], answer: list[int]
-) -> None:
+def test_bug_12_only_output_tokens_count_as_accepted(pair: tuple[Path, Path], answer: list[int]) -> None:
     end = fresh_at(answer, 4)
     plain, speculated, engine = both(
         pair[0], scripted.right({"r": answer}), stop_token_ids=[answer[end]], ignore_eos=True
@@ -126,20 +124,20 @@ def test_bug_12_only_tokens_that_became_output_count_as_accepted(
     accepted = counters['spec_decode_num_accepted_tokens_total{method="ngram"}']
     drafts = counters['spec_decode_num_drafts_total{method="ngram"}']
     assert speculated.accepted_tokens == accepted
-    # One token comes from the prompt, one from each round's end unless a drafted token ended it.
+    # One token comes from the prompt, and one from each round unless a drafted token ended it.
     assert len(speculated.token_ids) - 1 - drafts <= accepted <= len(speculated.token_ids) - 1
     by_position = [value for name, value in counters.items() if "per_pos" in name]
     assert sum(by_position) == accepted
 
 
-def test_nothing_of_the_request_is_kept(pair: tuple[Path, Path], answer: list[int]) -> None:
+def test_an_ended_request_leaves_nothing(pair: tuple[Path, Path], answer: list[int]) -> None:
     drafter = ScriptedDrafter(scripted.right({"r": answer}))
     engine = scripted.engine_with(small_config(pair[0]), drafter, NUM_DRAFTED)
     run(engine, [ask("r", PROMPT, 7, ignore_eos=True)])
     assert drafter.forgotten == ["r"]
 
 
-def test_min_tokens_holds_back_an_end_that_was_drafted(
+def test_min_tokens_prevents_a_drafted_end(
     pair: tuple[Path, Path], answer: list[int], tmp_path: Path
 ) -> None:
     end = fresh_at(answer, 3)

@@ -1,4 +1,4 @@
-"""Drafted tokens that the host learns with the verdicts: all tokens are those that it knew from the start."""
+"""Drafted tokens that the host learns together with the verdicts equal those that it would know at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refuse(*_: object) -> NoReturn:
 
 @pytest.fixture
 def late_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Chains are drafted as on a GPU; counts the steps that take their tokens from the device."""
+    """Draft chains as on a GPU, and count the steps that take their tokens from the device."""
     steps: Counter[str] = Counter()
     run = RowsForward.run
 
@@ -58,7 +58,7 @@ def late_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def engine_of(given: Given, method: str, verification: Verification) -> Any:
-    """Alike but for the rule."""
+    """Make an engine. Engines differ only in the verification rule."""
     deploy = Given.deploy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -73,7 +73,7 @@ def given_for(method: str, pair: tuple[Path, Path], head: Path, medusa: Path) ->
 
 
 def asked(sampling: str) -> list[EngineRequest]:
-    """Without those whose drafts the host must know."""
+    """Return requests whose drafts the host need not know."""
     return [each for each in requests(sampling, NUM_TOKENS) if not needs_history(each.sampling)]
 
 
@@ -89,7 +89,7 @@ def test_tokens_come_with_the_verdicts(
     late_steps: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the path of a device with kernels, and never by a copy of their own. One request has no drafts."""
+    """They use the path of a device with kernels, and never a separate copy. One request has no drafts."""
     expected = plain[sampling]
     monkeypatch.setattr(Sampler, "has_kernels", True)
     monkeypatch.setattr("speculation.verification.verify._is_native", lambda *_: False)
@@ -107,7 +107,7 @@ def without_download(init: Any) -> Any:
 
 @CHAINS
 @pytest.mark.parametrize("rule", ["coupled", "standard", "block"])
-def test_whoever_must_know_them_waits(
+def test_requests_that_edit_logits_wait_for_the_tokens(
     method: str,
     rule: Verification,
     pair: tuple[Path, Path],
@@ -115,7 +115,7 @@ def test_whoever_must_know_them_waits(
     medusa: Path,  # noqa: F811
     request: pytest.FixtureRequest,
 ) -> None:
-    """By what verifies on a CPU, beside requests that edit logits by what is drafted before."""
+    """They use the verification of a CPU, beside requests whose edits depend on drafted tokens."""
     given = given_for(method, pair, head, medusa)
     batches = requests(SEEDED, NUM_TOKENS), asked(SEEDED)
     engine = engine_of(given, method, rule)
@@ -129,7 +129,7 @@ def test_whoever_must_know_them_waits(
 
 
 def late_drafts(values: Sequence[int], lengths: Sequence[int]) -> tuple[list[Draft], list[int]]:
-    """Chains of tokens on the device, and a list to which each download adds how many came."""
+    """Return chains on the device, and a list to which each download appends its number of tokens."""
     downloads: list[int] = []
 
     def download(on_device: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def late_drafts(values: Sequence[int], lengths: Sequence[int]) -> tuple[list[Dra
     return [Draft([~next(names) for _ in range(length)], late=late) for length in lengths], downloads
 
 
-def test_a_drafts_tokens_come_once_for_all() -> None:
+def test_drafted_tokens_are_downloaded_once() -> None:
     drafts, downloads = late_drafts([7, 8, 9], [1, 2])
     assert [draft.num_nodes for draft in drafts] == [draft.depth for draft in drafts] == [1, 2]
     assert [draft.masks() for draft in drafts] == [None, None] and not downloads
@@ -150,7 +150,7 @@ def test_a_drafts_tokens_come_once_for_all() -> None:
     assert drafts[1].path(1) == [8, 9]
 
 
-def test_tokens_of_another_turn_come_where_they_are_read() -> None:
+def test_tokens_of_another_step_are_read_at_their_place() -> None:
     (first,), _ = late_drafts([7], [1])
     (other,), downloads = late_drafts([8], [1])
     late = late_among([first, other])

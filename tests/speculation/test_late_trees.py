@@ -1,6 +1,7 @@
-"""Trees that grow where the model runs, and that the host learns with the verdicts: they are those that it
-would have grown itself, and so are all tokens. Where a model drafts, they grow by Triton's kernels:
-`tests/engine/devices/test_interpreted_kernels.py` runs these tests with its interpreter.
+"""Trees grown on the device, which the host learns together with the verdicts, equal those grown on the host.
+
+Draft models grow them by Triton kernels: `tests/engine/devices/test_interpreted_kernels.py` runs these tests
+with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TREES = pytest.mark.parametrize(
 
 @pytest.fixture
 def grown(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Trees grow as on a GPU; counts those that did."""
+    """Grow trees as on a GPU, and count them."""
     counts: Counter[str] = Counter()
     end = TreeGrowth.end
 
@@ -81,7 +82,7 @@ def test_trees_come_with_the_verdicts(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the path of a device with kernels, and never by a copy of their own."""
+    """They use the path of a device with kernels, and never a separate copy."""
     given = given_for(method, pair, head, medusa)
     expected = run(engine_of(given, method, "coupled"), asked(sampling))
     grown = request.getfixturevalue("grown")
@@ -97,7 +98,7 @@ def test_trees_come_with_the_verdicts(
 
 
 def as_kernels(choose: Any) -> Any:
-    """What takes rows that are further than they say."""
+    """Wrap a function to accept rows like a kernel does."""
 
     def tokens(sampler: Sampler, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None) -> Any:
         if further is not None:
@@ -117,7 +118,7 @@ def as_kernels(choose: Any) -> Any:
         pytest.param("eagle tree", "block", marks=INTERPRETED),
     ],
 )
-def test_whoever_must_know_them_waits(
+def test_requests_that_edit_logits_wait_for_the_trees(
     method: str,
     rule: Verification,
     pair: tuple[Path, Path],
@@ -125,7 +126,7 @@ def test_whoever_must_know_them_waits(
     medusa: Path,  # noqa: F811
     request: pytest.FixtureRequest,
 ) -> None:
-    """By what verifies on a CPU, beside requests that edit logits by what is drafted before."""
+    """They use the verification of a CPU, beside requests whose edits depend on drafted tokens."""
     given = given_for(method, pair, head, medusa)
     batches = requests(SEEDED, NUM_TOKENS), asked(SEEDED)
     engine = engine_of(given, method, rule)
@@ -138,7 +139,7 @@ def test_whoever_must_know_them_waits(
     assert method == "medusa tree" or grown["trees"] > 10
 
 
-def test_a_trees_shape_comes_with_its_tokens() -> None:
+def test_a_trees_shape_is_downloaded_with_its_tokens() -> None:
     nodes = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 1, 2, 0, 0, -1], [0] * 6, [0, 1, 2, 0, 0, 0]])
     downloads: list[Tensor] = []
 

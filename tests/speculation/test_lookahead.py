@@ -1,4 +1,4 @@
-"""Lookahead: the window's layout and its course, what is remembered, and what a draft may hold."""
+"""Lookahead decoding: the window, the remembered n-grams, and the contents of drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.speculation.decoding import decoding
 
 EOS = 0
 Model = Callable[[list[int]], int]
-"""The likeliest token after a context."""
+"""Returns the likeliest token after a context."""
 
 
 def options(ngram: int = 4, window: int = 5, guesses: int = 5) -> SpeculativeConfig:
@@ -42,7 +42,7 @@ def drafter(**sizes: int) -> LookaheadDrafter:
 
 
 def step(drafting: LookaheadDrafter, sequence: SequenceState, model: Model, num_rows: int) -> Draft | None:
-    """One step as the engine does it, with a model that sees what the masks show."""
+    """Run one step like the engine, with a model that sees what the masks show."""
     draft = drafting.propose([sequence], [num_rows])[0]
     start = len(sequence.token_ids) - 1
     rows = [sequence.token_ids[-1], *(draft.token_ids if draft is not None else [])]
@@ -60,7 +60,7 @@ def step(drafting: LookaheadDrafter, sequence: SequenceState, model: Model, num_
 
 
 def run(drafting: LookaheadDrafter, model: Model, num_tokens: int, num_rows: int = 63) -> float:
-    """Tokens a step; they must be the model's own."""
+    """Return the tokens per step, after checking that they are the model's own."""
     sequence = decoding([1, 2, 3], [4])
     num_steps = 0
     while len(sequence.output_token_ids) < num_tokens:
@@ -74,14 +74,14 @@ def run(drafting: LookaheadDrafter, model: Model, num_tokens: int, num_rows: int
 
 
 def never_repeating(context: list[int]) -> int:
-    """Depends on the place alone, and each is another one."""
+    """A model whose tokens depend on the position alone and are all different."""
     return 5 + len(context) * 5 % 10_007
 
 
 # --- the window --------------------------------------------------------------------------------------
 
 
-def test_what_each_row_of_the_window_sees() -> None:
+def test_the_window_rows_masks() -> None:
     # Probes: 0 1 are columns 1 2 of level 0, 2 3 4 level 1, 5 6 7 level 2.
     seen = [[0], [0, 1], [2], [0, 3], [0, 1, 4], [2, 5], [0, 3, 6], [0, 1, 4, 7]]
     assert window_masks(3, 3) == [sum(1 << probe for probe in row) for row in seen]
@@ -89,22 +89,22 @@ def test_what_each_row_of_the_window_sees() -> None:
 
 
 @pytest.mark.parametrize(("levels", "columns"), [(1, 4), (2, 1), (3, 5), (7, 4)])
-def test_a_row_sits_as_far_out_as_it_sees_others(levels: int, columns: int) -> None:
-    """Its position is that of the last token, and one more for each row that it sees and itself."""
+def test_a_rows_position_counts_the_rows_that_it_sees(levels: int, columns: int) -> None:
+    """Its position is the last token's, and one more for each row that it sees and itself."""
     places = [column + level for level in range(levels) for column in range(columns)][1:]
     masks = window_masks(levels, columns)
     assert [mask.bit_count() for mask in masks] == places
     assert [mask.bit_length() for mask in masks] == list(range(1, levels * columns))
 
 
-def test_a_window_moves_on_and_brings_ngrams() -> None:
+def test_a_window_moves_and_yields_ngrams() -> None:
     window = LookaheadWindow(np.arange(10, 22, dtype=np.int32), 3, 3, [EOS])
     assert window.probes() == [14, 18, 11, 15, 19, 12, 16, 20]  # pieces of the text, column by column
     ngrams = window.advance(99, [51, 52, 53])
     assert ngrams == [(99, (11, 12, 51)), (14, (15, 16, 52)), (18, (19, 20, 53))]
     assert window.probes() == [15, 19, 12, 16, 20, 51, 52, 53]
     assert window.advance(98, [61, EOS, 63])[1] == (15, (16, 52, EOS))
-    assert window.probes() == [16, 20, 51, 52, 53, 61, 15, 63]  # the end of text does not go on
+    assert window.probes() == [16, 20, 51, 52, 53, 61, 15, 63]  # nothing follows the end of text
 
 
 def test_a_short_text_fills_a_window() -> None:
@@ -124,12 +124,12 @@ def test_a_short_text_fills_a_window() -> None:
 
 
 @pytest.mark.parametrize(("ngram", "window", "least"), [(2, 4, 1.4), (3, 5, 1.7), (4, 5, 1.9), (5, 6, 2.0)])
-def test_the_window_foresees_what_the_text_has_not_shown(ngram: int, window: int, least: float) -> None:
+def test_the_window_finds_ngrams_that_the_text_lacks(ngram: int, window: int, least: float) -> None:
     assert run(drafter(ngram=ngram, window=window), never_repeating, 200) >= least
 
 
-def test_each_row_is_computed_from_what_it_should_see() -> None:
-    """A model that looks far back gives other tokens where a mask is wrong by one row."""
+def test_each_row_is_computed_from_the_rows_that_it_should_see() -> None:
+    """A model that looks far back gives other tokens if a mask is wrong by one row."""
 
     def model(context: list[int]) -> int:
         return 1 + (sum((i + 2) * token for i, token in enumerate(context[-7:])) + len(context)) % 13
@@ -137,14 +137,14 @@ def test_each_row_is_computed_from_what_it_should_see() -> None:
     assert run(drafter(), model, 300) >= 1.0
 
 
-def test_a_loop_is_drafted_whole() -> None:
+def test_a_loop_is_drafted_completely() -> None:
     assert run(drafter(), lambda context: 1 + context[-1] % 6, 100) > 3.0
 
 
 # --- drafts ------------------------------------------------------------------------------------------
 
 
-def test_ngrams_become_a_tree_of_their_common_beginnings() -> None:
+def test_ngrams_with_common_beginnings_become_a_tree() -> None:
     assert tree([(1, 2, 3), (1, 2, 4), (5, 2), (1, 2)], 9) == ([1, 2, 3, 4, 5, 2], [-1, 0, 1, 1, -1, 4])
     assert tree([(1, 2, 3), (1, 2, 4), (5, 2)], 4) == ([1, 2, 3, 4], [-1, 0, 1, 1])
     assert tree([], 4) == ([], [])
@@ -157,7 +157,7 @@ def test_ngrams_of_the_text_are_the_most_recent_ones() -> None:
     assert len(list(ngrams_of(many, 3))) == 64
 
 
-def test_window_and_text_take_turns() -> None:
+def test_ngrams_of_window_and_text_alternate() -> None:
     drafting = drafter(guesses=3)
     sequence = decoding([1, 20, 21, 22, 1, 30, 31, 32], [1])
     drafting.propose([sequence], [0])
@@ -168,7 +168,7 @@ def test_window_and_text_take_turns() -> None:
     assert draft.token_ids[: draft.num_nodes] == [50, 51, 52, 30, 31, 32, 40, 41, 42]
 
 
-def test_the_pool_keeps_what_came_last() -> None:
+def test_the_pool_keeps_the_latest_ngrams() -> None:
     pool = NgramPool(2)
     for ngram in [(1, 1), (2, 2), (1, 1), (3, 3)]:
         pool.add(7, ngram)
@@ -178,7 +178,7 @@ def test_the_pool_keeps_what_came_last() -> None:
     assert list(pool.starting_with(9)) == []
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookahead, "_MAX_KEYS", 50)
     drafting = drafter()
     run(drafting, never_repeating, 400)
@@ -189,7 +189,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 8, 13, 14, 20, 63])
-def test_too_little_room_costs_only_speed(num_rows: int) -> None:
+def test_too_little_room_only_costs_speed(num_rows: int) -> None:
     assert run(drafter(), lambda context: 1 + context[-1] % 6, 60, num_rows) >= 1.0
 
 
@@ -202,7 +202,7 @@ def test_too_little_room_costs_only_speed(num_rows: int) -> None:
     st.integers(0, 63),
     st.randoms(use_true_random=False),
 )
-def test_drafts_keep_to_the_rules(
+def test_drafts_are_valid(
     text: list[int], ngram: int, window: int, guesses: int, num_rows: int, rng: Any
 ) -> None:
     sizes = options(ngram, window, guesses)
@@ -223,6 +223,7 @@ def test_drafts_keep_to_the_rules(
         for row, mask in enumerate(masks):
             assert mask & 1 and mask.bit_length() == row + 1
             seen = [other for other in range(row) if mask >> other & 1]
-            assert all(masks[other] & ~mask == 0 for other in seen)  # a path: who is seen sees no more
+            # a path: rows on it see only their ancestors
+            assert all(masks[other] & ~mask == 0 for other in seen)
         probes_see = [mask >> 1 & ((1 << draft.num_nodes) - 1) for mask in draft.probes]
         assert not any(probes_see)

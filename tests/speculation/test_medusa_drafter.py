@@ -1,4 +1,4 @@
-"""Drafting with Medusa heads: the right tokens for the right places, and never another output."""
+"""Medusa heads draft the right tokens for the right places, and change no output."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def drafted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
 @pytest.mark.parametrize(
     ("dtype", "shared"), [("float32", False), pytest.param("bfloat16", True, marks=NEEDS_KERNEL)]
 )
-def test_rounded_heads_draft_nearly_the_same_and_change_no_token(
+def test_quantized_heads_draft_nearly_the_same_and_change_no_token(
     target: Path, tmp_path: Path, shared: bool, dtype: str
 ) -> None:
-    """With an LM head and two layers each, or one LM head for all."""
+    """With an LM head and two layers for each head, or one LM head for all."""
     heads = random_heads(NUM_HEADS, 2, HIDDEN_SIZE, VOCAB_SIZE)
     if shared:
         heads.lm_heads = [heads.lm_heads[0]] * NUM_HEADS
@@ -154,7 +154,7 @@ def test_heads_that_the_format_does_not_fit_are_refused(tmp_path: Path) -> None:
         make_engine(tmp_path / "target", tmp_path / "heads", heads_in="int4")
 
 
-def test_each_head_drafts_for_its_place(drafted: Drafted) -> None:
+def test_each_head_drafts_for_its_own_place(drafted: Drafted) -> None:
     """The i-th drafted token is head i's best, from the hidden state of the last token but one."""
     requests = [ask(f"r{seed}", prompt_of(50 - 20 * seed, seed), 10) for seed in range(3)]
     found = drafted.drafts(*requests, num_speculative_tokens=8)
@@ -184,7 +184,7 @@ def test_sampled_drafts_use_the_noise_of_their_places(
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
-def test_a_tree_has_the_ranks_of_the_static_one(
+def test_a_draft_tree_follows_the_static_tree(
     drafted: Drafted, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
@@ -202,7 +202,7 @@ def test_a_tree_has_the_ranks_of_the_static_one(
         assert draft.token_ids == [int(ranked[depth, rank]) for depth, rank in nodes]
 
 
-def test_under_rejection_sampling_drafts_say_what_they_were_drawn_from(drafted: Drafted) -> None:
+def test_under_rejection_sampling_drafts_carry_their_distributions(drafted: Drafted) -> None:
     requests = [ask(name, prompt_of(20, seed), 30, **SAMPLED) for seed, name in enumerate("rs")]
     found = drafted.drafts(*requests, num_speculative_tokens=3, verification="standard")
     assert len(found) > 10
@@ -212,7 +212,7 @@ def test_under_rejection_sampling_drafts_say_what_they_were_drawn_from(drafted: 
         torch.testing.assert_close(draft.distributions, expected, atol=1e-5, rtol=1e-3)
 
 
-def test_under_rejection_sampling_a_tree_is_no_matter_of_chance(drafted: Drafted) -> None:
+def test_under_rejection_sampling_trees_are_greedy(drafted: Drafted) -> None:
     options: dict[str, Any] = {"num_speculative_tokens": 12, "tree": True, "tree_nodes": 12}
     tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
     request = ask("r", prompt_of(20), 30, **SAMPLED)
@@ -222,7 +222,7 @@ def test_under_rejection_sampling_a_tree_is_no_matter_of_chance(drafted: Drafted
 
 
 class Oracle:
-    """Heads that have the right token of each place at `rank`, for the `sequences` that are drafted for."""
+    """Heads whose `rank`-th token is right at each place, for the known `sequences`."""
 
     num_heads = NUM_HEADS
 
@@ -230,7 +230,7 @@ class Oracle:
         self.sequences: list[Any] = []
         self._answers = answers
         self._rank = rank
-        self._gap = 100.0 if rank == 0 else 5.0  # more than noise bridges, where there is noise
+        self._gap = 100.0 if rank == 0 else 5.0  # more than any noise
 
     def logits(self, features: Tensor, count: int) -> Tensor:
         assert len(features) == len(self.sequences)
@@ -245,10 +245,10 @@ class Oracle:
 
 
 @pytest.mark.parametrize(("tree", "rank"), [(False, 0), (True, 0), (True, 1)])
-def test_right_drafts_are_accepted_and_the_path_is_kept(
+def test_right_drafts_are_accepted_and_their_path_is_kept(
     drafted: Drafted, tree: bool, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the right token of each head at a certain rank, each step brings what the tree has of them."""
+    """Each head's right token has a certain rank, so each step yields the tree's tokens of this rank."""
     requests = [
         ask(f"r{i}", prompt_of(10 + i, i), 60, **(SAMPLED if i and rank == 0 else {})) for i in range(2)
     ]
@@ -287,7 +287,7 @@ def deepest(tree: StaticTree, rank: int) -> int:
     return depth
 
 
-def test_the_hidden_state_goes_along_with_a_hand_off(drafted: Drafted) -> None:
+def test_the_hidden_state_is_handed_over(drafted: Drafted) -> None:
     request = ask("r", prompt_of(35), 20)
     prefill, decode = (
         make_engine(drafted.target, drafted.folder, num_speculative_tokens=3) for _ in range(2)
@@ -308,5 +308,5 @@ def test_the_hidden_state_goes_along_with_a_hand_off(drafted: Drafted) -> None:
         assert tokens(run(decode))["r"] == expected[1:]
         found.append(drafts)
     assert len(found[0][0][0]) == 36  # after the prompt and the first token
-    assert len(found[1][0][0]) == 37  # without the state one step later
+    assert len(found[1][0][0]) == 37  # one step later, without the state
     assert found[0][1][1].token_ids == found[1][0][1].token_ids

@@ -1,4 +1,4 @@
-"""The static tree is the best there is for its size."""
+"""The static tree is optimal for its size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE = [[0.6, 0.15, 0.1, 0.02], [0.4, 0.2, 0.05], [0.3, 0.1]]
 
 
 def probabilities(tree: StaticTree, table: list[list[float]]) -> list[float]:
-    """Of each node: it and all before it are right."""
+    """Return for each node the probability that it and all its ancestors are right."""
     found: list[float] = []
     for parent, depth, rank in zip(tree.parents, tree.depths, tree.ranks, strict=True):
         found.append((found[parent] if parent >= 0 else 1.0) * table[depth][rank])
@@ -31,12 +31,12 @@ def all_paths(table: list[list[float]]) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 12, 30])
-def test_its_nodes_are_the_likeliest_ways(size: int) -> None:
+def test_its_nodes_are_the_likeliest_paths(size: int) -> None:
     found = probabilities(choose_tree(TABLE, size), TABLE)
     assert found == pytest.approx(all_paths(TABLE)[:size])
 
 
-def test_random_tables() -> None:
+def test_random_tables_give_optimal_trees() -> None:
     rng = random.Random(3)
     for _ in range(20):
         table = [
@@ -68,7 +68,7 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger() -> None:
     )
 
 
-def test_what_was_never_right_comes_last() -> None:
+def test_ranks_that_were_never_right_come_last() -> None:
     tree = choose_tree([[0.5, 0.0, 0.3], [0.0]], 10)
     assert tree.ranks[0] == 0
     assert len(tree.ranks) == 6

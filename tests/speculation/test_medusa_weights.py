@@ -1,4 +1,4 @@
-"""Published layouts of Medusa heads load unchanged, and compute what a plain reference computes."""
+"""Published layouts of Medusa heads load unchanged, and compute the same as a plain reference."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def assert_computes(folder: Path, loaded: LoadedModel, heads: PlainHeads) -> Non
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize(("num_heads", "num_layers"), [(5, 1), (3, 2), (1, 0)])
-def test_v1(tmp_path: Path, loaded: LoadedModel, suffix: str, num_heads: int, num_layers: int) -> None:
+def test_v1_layout(tmp_path: Path, loaded: LoadedModel, suffix: str, num_heads: int, num_layers: int) -> None:
     """config.json always says 2 heads of 1 layer."""
     heads = random_heads(num_heads, num_layers, HIDDEN_SIZE, VOCAB_SIZE)
     write_v1(tmp_path, own_names(heads), suffix)
     assert_computes(tmp_path, loaded, heads)
 
 
-def test_v1_blocks_that_are_one_object_are_in_the_file_once(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_v1_blocks_that_are_one_object_are_stored_once(tmp_path: Path, loaded: LoadedModel) -> None:
     heads = random_heads(3, 1, HIDDEN_SIZE, VOCAB_SIZE)
     tensors = {}
     for head, (((weight, bias),), lm_head) in enumerate(zip(heads.layers, heads.lm_heads, strict=True)):
@@ -74,7 +74,7 @@ def test_v1_blocks_that_are_one_object_are_in_the_file_once(tmp_path: Path, load
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_medusa_2_beside_the_base_weights_in_shards(
+def test_medusa_2_heads_within_sharded_base_weights(
     tmp_path: Path, loaded: LoadedModel, target: Path, kind: str
 ) -> None:
     heads = random_heads(4, 1, HIDDEN_SIZE, VOCAB_SIZE)
@@ -96,7 +96,7 @@ def test_medusa_2_beside_the_base_weights_in_shards(
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 @pytest.mark.parametrize("bias", [False, True])
-def test_vllm(tmp_path: Path, loaded: LoadedModel, bias: bool, prefix: str) -> None:
+def test_vllm_layout(tmp_path: Path, loaded: LoadedModel, bias: bool, prefix: str) -> None:
     heads = random_heads(3, 2, HIDDEN_SIZE, VOCAB_SIZE, bias=bias)
     tensors = {prefix + name: tensor for name, tensor in vllm_names(heads).items()}
     write_vllm(tmp_path, tensors, num_heads=9, num_hidden_layers=1, medusa_fc_bias=bias)
@@ -129,14 +129,14 @@ def test_vllm_with_one_lm_head_for_all(tmp_path: Path, loaded: LoadedModel, name
     assert_computes(tmp_path, loaded, heads)
 
 
-def test_logits_are_scaled_and_padding_rows_left_out(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_logits_are_scaled_without_padding_rows(tmp_path: Path, loaded: LoadedModel) -> None:
     heads = random_heads(2, 1, HIDDEN_SIZE, VOCAB_SIZE + 4)
     write_vllm(tmp_path, vllm_names(heads), num_heads=2, logit_scale=0.25)
     heads.lm_heads = [lm_head[:VOCAB_SIZE] * 0.25 for lm_head in heads.lm_heads]
     assert_computes(tmp_path, loaded, heads)
 
 
-def test_fewer_heads_than_there_are(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_fewer_heads_than_the_file_has(tmp_path: Path, loaded: LoadedModel) -> None:
     heads = random_heads(4, 2, HIDDEN_SIZE, VOCAB_SIZE)
     write_v1(tmp_path, own_names(heads))
     features = torch.randn(3, HIDDEN_SIZE)
@@ -197,13 +197,13 @@ def test_faults_name_the_file_and_the_tensor(tmp_path: Path, change: Any, said: 
     assert str(tmp_path) in message
 
 
-def test_a_shared_lm_head_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_shared_lm_head(tmp_path: Path) -> None:
     heads = random_heads(2, 1, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
     write_vllm(tmp_path, shared(heads, heads.lm_heads[0]), original_lm_head=True)
     assert "head 0 has no LM head" in fault(tmp_path)
 
 
-def test_a_token_map_of_foreign_tokens(tmp_path: Path) -> None:
+def test_a_token_map_with_unknown_tokens(tmp_path: Path) -> None:
     heads = random_heads(2, 1, HIDDEN_SIZE, 3, bias=False)
     tensors = vllm_names(heads) | {"token_map": torch.tensor([1, 2, 300])}
     write_vllm(tmp_path, tensors, truncated_vocab_size=3)
@@ -216,7 +216,7 @@ def test_a_truncated_vocabulary_without_a_map(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("table", [[[0.5]], [[0.5], ["x"]], [[0.5], [1.5]], 3, [[0.5, 0.1], [0.5]]])
-def test_a_bad_table_of_ranks(tmp_path: Path, table: Any) -> None:
+def test_a_bad_table_of_rank_acceptance(tmp_path: Path, table: Any) -> None:
     heads = random_heads(2, 1, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
     write_vllm(tmp_path, vllm_names(heads), rank_acceptance=table)
     assert "rank_acceptance must have" in fault(tmp_path)
@@ -227,9 +227,7 @@ class Malicious:
         return (Path.touch, (Path("medusa-was-here"),))
 
 
-def test_a_pickle_that_is_more_than_tensors_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickle_with_more_than_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path)
     path = tmp_path / "medusa_lm_head.pt"
@@ -240,7 +238,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(
     assert not (tmp_path / "medusa-was-here").exists()
 
 
-def test_files_that_are_not_there_or_damaged(tmp_path: Path) -> None:
+def test_missing_or_damaged_files(tmp_path: Path) -> None:
     assert "config.json: cannot be read" in fault(tmp_path)
     write_config(tmp_path)
     assert "has none of medusa_lm_head.safetensors, medusa_lm_head.pt" in fault(tmp_path)

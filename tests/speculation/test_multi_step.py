@@ -1,4 +1,6 @@
-"""A sequence that drafts for a target: held, given tokens, rewound. It drafts what its model would say."""
+"""A sequence that drafts for a remote target is held, given tokens and rewound, and still drafts its model's
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ SAMPLING: dict[str, Any] = {"temperature": 0.7, "seed": 3, "ignore_eos": True}
 
 
 def continuation(plain: Engine, output: list[int], count: int) -> list[int]:
-    """What the model says after the prompt and this much output."""
+    """Return the model's continuation of the prompt and this much output."""
     request = ask("plain", PROMPT, len(output) + count, **SAMPLING)
     request.output_token_ids.extend(output)
     return run(plain, [request])["plain"].token_ids
 
 
 def draft(engine: Engine) -> list[int]:
-    """Whatever it drafts until it is held."""
+    """Return what it drafts until it is held."""
     engine.resume("a")
     while engine.has_work():
         engine.step()
@@ -41,10 +43,10 @@ def draft(engine: Engine) -> list[int]:
     ],
     ids=["native", "native-float32", "eager"],
 )
-def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
+def test_drafts_after_given_tokens_equal_fresh_ones(
     target: Path, forward: str, options: dict[str, Any]
 ) -> None:
-    """With the native decoder several tokens come in a step, without it one."""
+    """The native decoder computes several tokens per step, the other path one."""
     plain = Engine(small_config(target, enable_prefix_caching=False, **options))
     engine = Engine(small_config(target, **options), speculate=multi_step_speculator)
     assert engine.start_up["forward"].startswith(forward)
@@ -75,13 +77,13 @@ def test_only_given_tokens_are_published(target: Path) -> None:
     assert len(engine.blocks.tables[0].entries) == (len(PROMPT) + 20) // 16
 
 
-def test_it_is_held_where_it_is_told_and_never_ends_by_itself(target: Path) -> None:
+def test_it_is_held_at_its_limit_and_never_ends_by_itself(target: Path) -> None:
     engine = Engine(small_config(target), speculate=multi_step_speculator)
     engine.add(ask("a", PROMPT, 100, logit_bias={0: 100.0}), hold_at=len(PROMPT) + 5)
     assert draft(engine) == [0] * 5  # the end of text
     sequence = engine.sequences["a"]
     assert sequence.stage is SequenceStage.HELD
-    engine.give("a", [0], len(PROMPT) + 4)  # its target has use for fewer than there are
+    engine.give("a", [0], len(PROMPT) + 4)  # its target can use fewer tokens than there are
     assert draft(engine) == [0] * 4
     engine.give("a", [0, 0], len(PROMPT) + 12)
     engine.resume("a")

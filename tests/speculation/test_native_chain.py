@@ -1,5 +1,6 @@
-"""Chains drafted in one native call against those drafted token by token, and what they are drawn from. The
-bundled pair, bf16.
+"""Chains drafted in one native call equal those drafted token by token, and carry their distributions.
+
+Uses the bundled pair in bf16.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def by_chance(prompts: list[list[int]]) -> Engine:
 
 
 def warm(engine: Engine, prompts: list[list[int]]) -> Engine:
-    """With the prompts in the cache, every run has the same steps, and so the same drafts."""
+    """Put the prompts into the cache, so that every run has the same steps and the same drafts."""
     serve(engine, prompts, 0.0, 1.0)
     return engine
 
@@ -75,7 +76,9 @@ def prompts() -> list[list[int]]:
 def serve(
     engine: Engine, prompts: list[list[int]], temperature: float, top_p: float
 ) -> tuple[dict, int, int]:
-    """All prompts at once, of unlike lengths of output: tokens, and how many were drafted and accepted."""
+    """Run prompts with answers of different lengths at once. Return tokens, and how many were drafted and
+    accepted.
+    """
     for index, prompt in enumerate(prompts):
         params = SamplingParams(
             max_tokens=20 + 3 * index, temperature=temperature, top_p=top_p, seed=-index, ignore_eos=True
@@ -99,7 +102,7 @@ def drafter_of(engine: Engine) -> DraftModel:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (1.3, 1.0)])
-def test_the_same_drafts(
+def test_greedy_drafts_are_the_same(
     engine: Engine,
     prompts: list[list[int]],
     temperature: float,
@@ -111,7 +114,7 @@ def test_the_same_drafts(
     assert serve(engine, prompts, temperature, top_p) == natively
 
 
-def test_nearly_the_same_where_filters_are_left_out(
+def test_drafts_without_filters_are_nearly_the_same(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, _, accepted = serve(engine, prompts, 0.9, 0.9)
@@ -122,14 +125,14 @@ def test_nearly_the_same_where_filters_are_left_out(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-50, 0.7, 1.3])
-def test_the_same_drafts_by_chance(
+def test_sampled_drafts_are_the_same(
     by_chance: Engine,
     engine: Engine,
     prompts: list[list[int]],
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which are the target's own tokens where chance has no part in it."""
+    """With greedy sampling they are the target's own tokens."""
     natively = serve(by_chance, prompts, temperature, 1.0)
     monkeypatch.setattr(drafter_of(by_chance)._drafting, "_native", None)
     assert serve(by_chance, prompts, temperature, 1.0) == natively
@@ -138,20 +141,20 @@ def test_the_same_drafts_by_chance(
 
 
 def test_a_model_that_drafts_for_itself_is_always_accepted(prompts: list[list[int]]) -> None:
-    """Rows, places and noise are all in their order: a draft judged by another row would be rejected."""
+    """A wrong order of rows, places or noise would cause rejections."""
     engine = engine_with("standard", Path(BUNDLED_MODEL))
     _, drafted, accepted = serve(engine, prompts, 0.8, 1.0)
     assert accepted == drafted > 100
 
 
-# --- what is drawn ----------------------------------------------------------------------------------
+# --- distributions ----------------------------------------------------------------------------------
 
 NUM_DRAWS = 4_000
 
 
 @pytest.fixture(scope="module")
 def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
-    """Drafts of three tokens after the same prompt, of unlike seeds."""
+    """Return drafts of three tokens after one prompt, with different seeds."""
     drafter = drafter_of(by_chance)
     assert isinstance(drafter._drafting, ChainDrafting)
     native = drafter._drafting._native
@@ -168,7 +171,7 @@ def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
     return found
 
 
-def test_drafts_come_with_the_softmax_they_were_drawn_from(
+def test_drafts_carry_the_softmax_that_they_were_drawn_from(
     by_chance: Engine, drawn: list[tuple[SequenceState, Draft]]
 ) -> None:
     drafter = drafter_of(by_chance)
@@ -183,7 +186,7 @@ def test_drafts_come_with_the_softmax_they_were_drawn_from(
         torch.testing.assert_close(draft.distributions, expected, atol=1e-7, rtol=4e-6)
 
 
-def test_drafts_are_drawn_with_noise_of_their_own_place_and_purpose(
+def test_drafts_use_the_noise_of_their_place_and_purpose(
     drawn: list[tuple[SequenceState, Draft]],
 ) -> None:
     sequences = [sequence for sequence, _ in drawn]
@@ -198,7 +201,7 @@ def test_drafts_are_drawn_with_noise_of_their_own_place_and_purpose(
 def test_drafts_are_as_frequent_as_their_probabilities(
     place: int, drawn: list[tuple[SequenceState, Draft]]
 ) -> None:
-    """Each token's share of [0, 1), with a uniform number in it, is uniform if it was drawn from these."""
+    """A uniform number within each token's share of [0, 1) is uniform if the token was drawn from these."""
     places = []
     for number, (_, draft) in enumerate(drawn):
         assert draft.distributions is not None

@@ -1,4 +1,4 @@
-"""Prompt lookup: hand-checked drafts, and the compiled and the plain search against a naive one."""
+"""Prompt lookup: hand-checked drafts, and the compiled and the plain search compared with a naive one."""
 
 from __future__ import annotations
 
@@ -47,38 +47,39 @@ def naive(text: list[int], count: int, shortest: int, longest: int) -> list[int]
     [
         ([1, 2, 3, 4, 5, 9, 1, 2], [3, 4, 5]),
         ([1, 2, 3, 7, 1, 2, 4, 8, 1, 2], [4, 8, 1]),  # the most recent of equal matches
-        ([5, 1, 2, 3, 7, 6, 1, 2, 4, 8, 5, 1, 2], [3, 7, 6]),  # but a longer one before it
-        ([9, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 7, 1, 2, 3, 4, 5], [7, 1, 2]),  # no more than five count
-        ([1, 2, 3, 9, 3], []),  # one token is too few
+        ([5, 1, 2, 3, 7, 6, 1, 2, 4, 8, 5, 1, 2], [3, 7, 6]),  # but a longer match is preferred
+        # at most five tokens are compared
+        ([9, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 7, 1, 2, 3, 4, 5], [7, 1, 2]),
+        ([1, 2, 3, 9, 3], []),  # one token is too short a match
         ([1, 2, 3, 4], []),
         ([3], []),
         ([3, 3], []),
         ([6, 4, 4, 4], [4, 4, 4]),
-        ([1, 2, 1, 2, 1], [2, 1, 2]),  # goes on with what was just proposed
+        ([1, 2, 1, 2, 1], [2, 1, 2]),  # the drafted tokens themselves are searched, too
         ([8, 1, 2, 3, 1, 2], [3, 1, 2]),
     ],
 )
-def test_what_followed_before(way: str, text: list[int], want: list[int]) -> None:
+def test_it_drafts_what_followed_before(way: str, text: list[int], want: list[int]) -> None:
     assert draft(text, 3) == want
 
 
-def test_a_loop_goes_on_for_as_long_as_asked(way: str) -> None:
+def test_a_loop_is_drafted_for_any_length(way: str) -> None:
     assert draft([1, 2, 3, 1, 2, 3], 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_as_many_as_each_has_room_for(way: str) -> None:
+def test_drafts_fill_each_sequences_room(way: str) -> None:
     texts = [[1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7, 7]]
     sequences = [decoding(text, request_id=str(index)) for index, text in enumerate(texts)]
     assert chains(drafter().propose(sequences, [4, 5, 1, 2])) == [[3, 4, 5, 6], [], [3], [7, 7]]
 
 
-def test_finds_what_lies_far_back(way: str) -> None:
+def test_distant_matches_are_found(way: str) -> None:
     for distance in (63, 64, 65, 127, 128, 129, 500):
         text = [*range(1000, 1100), 1, 2, 3, *range(10, 10 + distance), 1, 2]
         assert draft(text, 2) == [3, 10], distance
 
 
-def test_follows_a_request_as_it_grows(way: str) -> None:
+def test_a_growing_request_is_followed(way: str) -> None:
     drafting, sequence = drafter(), decoding([1, 2, 3, 9, 1])
     assert chains(drafting.propose([sequence], [3])) == [[]]
     sequence.append(2)
@@ -87,7 +88,7 @@ def test_follows_a_request_as_it_grows(way: str) -> None:
     assert chains(drafting.propose([decoding([4, 5, 6, 4, 5])], [3])) == [[6, 4, 5]]
 
 
-def test_is_the_naive_search(way: str) -> None:
+def test_it_equals_the_naive_search(way: str) -> None:
     tokens = st.integers(1, 3) | st.integers(1, 40)
 
     @settings(deadline=None, max_examples=300)

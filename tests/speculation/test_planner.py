@@ -1,4 +1,4 @@
-"""One plan: which requests draft how much."""
+"""One plan: how much each request drafts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PLAIN = 1e-2
 
 
 class Batch:
-    """Requests of one method, of which drafting takes nothing but what is said. A drafted row takes
-    `row_seconds`, and one of the method's levels `level_seconds`.
+    """Requests of one method. A drafted row takes `row_seconds`, and one of the method's levels
+    `level_seconds`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Batch:
         return self.plans()[1]
 
 
-def test_rows_that_cost_nothing_are_all_used() -> None:
+def test_free_rows_are_all_used() -> None:
     best = Batch([0.9] * 3).best()
     assert best.granted == [8, 8, 8]
     assert best.step.drafted == 24
@@ -55,7 +55,7 @@ def test_rows_that_cost_nothing_are_all_used() -> None:
     assert (best.seconds, best.rate) == pytest.approx((PLAIN, best.step.tokens / PLAIN))
 
 
-def test_rows_that_cost_too_much_do_not_pay() -> None:
+def test_expensive_rows_do_not_pay() -> None:
     plain, best = Batch([0.9] * 3, row_seconds=4e-3).plans()
     assert best.rate < plain.rate
     assert plain.granted == [0, 0, 0]
@@ -68,7 +68,7 @@ def test_the_likelier_request_drafts_more() -> None:
     assert best.granted[1] > 2
 
 
-def test_levels_are_paid_for_once_for_all() -> None:
+def test_levels_are_paid_for_once_by_all_requests() -> None:
     alone = Batch([0.9], level_seconds=2e-3).best()
     many = Batch([0.9] * 8, level_seconds=2e-3).best()
     assert alone.granted[0] <= many.granted[0]
@@ -76,8 +76,8 @@ def test_levels_are_paid_for_once_for_all() -> None:
     assert Batch([0.9], level_seconds=2e-2).best().granted[0] < alone.granted[0]
 
 
-def test_what_drafting_takes() -> None:
-    """Nothing where nobody drafts; else a start, the deepest draft's levels, and all drafts' tokens."""
+def test_the_time_of_drafting() -> None:
+    """Nothing if no request drafts; else a fixed part, the deepest draft's levels, and all drafts' tokens."""
     plain, best = Batch([0.9, 0.9], level_seconds=1e-5, draft_start=4.0, draft_token=0.5).plans(drafting=3e-3)
     assert plain.step.drafting == 3e-3
     assert best.granted == [8, 8]
@@ -85,7 +85,7 @@ def test_what_drafting_takes() -> None:
     assert best.seconds == pytest.approx(PLAIN + best.step.drafting)
 
 
-def test_levels_are_those_of_the_deepest_draft() -> None:
+def test_the_deepest_draft_sets_the_levels() -> None:
     batch = Batch([0.95, 0.3], level_seconds=1e-5)
     batch.requests[1].most = 1
     best = batch.best()
@@ -93,14 +93,14 @@ def test_levels_are_those_of_the_deepest_draft() -> None:
     assert best.step.drafting == pytest.approx(8e-5)
 
 
-def test_rows_that_others_draft_are_in_the_step() -> None:
+def test_rows_of_other_drafts_count_in_the_step() -> None:
     plain, best = Batch([0.9, 0.9], row_seconds=1e-3).plans(drafted=10)
     assert plain.step.drafted == 10
     assert plain.seconds == pytest.approx(PLAIN + 10e-3)
     assert best.step.drafted == 10 + sum(best.granted)
 
 
-def test_a_text_that_must_be_read_must_earn_it() -> None:
+def test_reading_a_text_must_pay() -> None:
     batch = Batch([0.9, 0.9], row_seconds=1e-4)
     batch.requests[1].unread = 1000
     for per_read, drafts in ((2e-3, False), (1e-6, True)):
@@ -111,20 +111,20 @@ def test_a_text_that_must_be_read_must_earn_it() -> None:
 
 
 def test_reading_is_shared_among_the_steps_that_follow() -> None:
-    """A request that will make 128 tokens, 9 in each step."""
+    """A request that will generate 128 tokens, 9 in each step."""
     batch = Batch([1.0])
     batch.requests[0].unread = 100
     batch.known.time.per_read = 1e-3
     assert batch.best().rate == pytest.approx(9 / (PLAIN + 0.1 * 9 / 128))
 
 
-def test_trees_are_drafted_whole_or_not() -> None:
+def test_trees_are_drafted_completely_or_not_at_all() -> None:
     best = Batch([0.95, 0.05], row_seconds=5e-5, shape=Shape(24, whole=True)).best()
     assert best.granted == [24, 0]
     assert best.step.tokens == pytest.approx(2 + sum(0.95**i for i in range(1, 9)), rel=0.01)
 
 
-def test_what_is_seldom_found_costs_few_rows() -> None:
+def test_drafts_that_are_rarely_found_cost_few_rows() -> None:
     batch = Batch([0.9], row_seconds=1e-3)
     batch.known.acceptance.found = 0.01
     best = batch.best()
@@ -133,7 +133,7 @@ def test_what_is_seldom_found_costs_few_rows() -> None:
 
 
 @pytest.mark.parametrize(("most", "shape", "granted"), [(3, Shape(8), 3), (5, Shape(24, whole=True), 0)])
-def test_no_request_drafts_more_than_it_may(most: int, shape: Shape, granted: int) -> None:
+def test_no_request_exceeds_its_limit(most: int, shape: Shape, granted: int) -> None:
     batch = Batch([0.95], shape=shape)
     batch.requests[0].most = most
     plain, best = batch.plans()

@@ -1,4 +1,4 @@
-"""Ranking tokens by what the target will do, against the sampler that does it."""
+"""Ranking tokens by the target's later choice agrees with the sampler that makes it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def logits_of(num_rows: int, sharpness: float = 3.0) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_the_first_is_what_the_sampler_takes(sampling: dict[str, Any]) -> None:
+def test_the_first_token_is_the_samplers_choice(sampling: dict[str, Any]) -> None:
     logits = logits_of(40)
     params = [SamplingParams(max_tokens=1, seed=seed, **sampling) for seed in range(40)]
     rows = [SamplingRow(p, [], [], 100 + i, str(i)) for i, p in enumerate(params)]
@@ -45,8 +45,8 @@ def test_the_first_is_what_the_sampler_takes(sampling: dict[str, Any]) -> None:
     torch.testing.assert_close(scores.exp().sum(1), torch.ones(40))
 
 
-def test_without_noise_drawn_rows_have_their_own_probabilities() -> None:
-    """Greedy ones are surer: the target's likeliest token is no draw."""
+def test_without_noise_sampled_rows_have_their_own_probabilities() -> None:
+    """Greedy rows are surer: the target takes the likeliest token without a draw."""
     logits = logits_of(2)
     params = [SamplingParams(max_tokens=1, temperature=t, seed=1) for t in (0.0, 2.0)]
     scores, token_ids = rank(logits, params, [5, 5], upload_to(CPU), with_noise=False)
@@ -57,7 +57,7 @@ def test_without_noise_drawn_rows_have_their_own_probabilities() -> None:
     assert scores[0, 0] > logits[0].log_softmax(0).max()
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_a_row_does_not_depend_on_others() -> None:
     logits = logits_of(3)
     params = [SamplingParams(max_tokens=1, temperature=t, seed=3, top_k=9) for t in (0.0, 0.7, 1.0)]
     together, _ = rank(logits, params, [7, 8, 9], upload_to(CPU), with_noise=True)

@@ -1,4 +1,4 @@
-"""A slice of the suite of schemas, in fp32: answers are valid, and drafts change no token."""
+"""A part of the JSON schema suite in fp32: answers are valid, and drafts change no token."""
 
 from __future__ import annotations
 

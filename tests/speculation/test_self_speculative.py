@@ -1,4 +1,4 @@
-"""The model drafts with a part of itself."""
+"""The model drafts with some of its own layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models whose layers but the first change little."""
+    """Write models in which layers after the first change little."""
     made = {}
     for name, fields in MODELS.items():
         folder = made[name] = tmp_path_factory.mktemp(name)
@@ -93,7 +93,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> Callable[[str, str], Answers]:
-    """What a model of a name answers in a dtype where nobody drafts."""
+    """Return a model's answers in a dtype, without drafts."""
     return functools.cache(lambda model, dtype: tokens(run(plain_of(folders[model], dtype), REQUESTS)))
 
 
@@ -107,7 +107,7 @@ DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_K
     [{"skip_layers": [1, 2]}, {"exit_layer": 3}, {"quantization": "int4"}, {}],
     ids=lambda options: "-".join(options) or "default",
 )
-def test_any_part_drafts_and_no_token_changes(
+def test_no_choice_of_layers_changes_a_token(
     folders: dict[str, Path],
     plain: Callable[[str, str], Answers],
     model: str,
@@ -127,10 +127,10 @@ def test_any_part_drafts_and_no_token_changes(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
-def test_all_layers_are_always_right(
+def test_drafts_of_all_layers_are_always_right(
     folders: dict[str, Path], model: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One with another's KV, or out of its order, would be wrong sometimes."""
+    """A layer with another's KV, or out of order, would sometimes be wrong."""
     monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
     found = run(engine_of(folders[model], dtype), REQUESTS).values()
     drafted = sum(output.drafted_tokens for output in found)
@@ -140,10 +140,10 @@ def test_all_layers_are_always_right(
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4"}], ids=str)
 @pytest.mark.parametrize("model", ["falcon_h1", "qwen3_moe"])
-def test_layers_of_two_mixers_and_of_experts_draft_natively(
+def test_layers_with_two_mixers_or_experts_draft_natively(
     model: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them, so that unless they are rounded they are always right."""
+    """All layers draft, so unquantized drafts are always right."""
     monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
     write_model(model, tmp_path)
     config = replace(config_of(tmp_path, **options), compile="auto")
@@ -161,7 +161,7 @@ def test_layers_of_two_mixers_and_of_experts_draft_natively(
 
 
 def kv(engine: Engine, sequence: SequenceState, places: range, num_layers: int = NUM_LAYERS) -> Tensor:
-    """[layers, places, planes, KV heads, head_dim]"""
+    """Return KV as [layers, places, planes, KV heads, head_dim]."""
     (blocks,) = sequence.held.blocks
     size = engine.pool.block_size
     numbers, offsets = [blocks[place // size] for place in places], [place % size for place in places]
@@ -172,7 +172,7 @@ def kv(engine: Engine, sequence: SequenceState, places: range, num_layers: int =
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
-def test_the_first_layers_write_the_bits_that_the_verification_writes(
+def test_draft_and_verification_write_the_same_bits_in_the_first_layers(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(folders["llama"], exit_layer=3)
@@ -208,10 +208,8 @@ def test_the_first_layers_write_the_bits_that_the_verification_writes(
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
 @pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"quantization": "int4"}], ids=str)
-def test_the_models_kv_is_what_it_is_without_drafts(
-    folders: dict[str, Path], options: dict[str, Any]
-) -> None:
-    """Also of layers whose weights, or whose inputs, are others in the draft."""
+def test_drafts_do_not_change_the_models_kv(folders: dict[str, Path], options: dict[str, Any]) -> None:
+    """This includes layers whose weights or inputs differ in the draft."""
     place = range(60)
     values = []
     for engine in (engine_of(folders["llama"], **options), plain_of(folders["llama"], "bfloat16")):
@@ -223,13 +221,13 @@ def test_the_models_kv_is_what_it_is_without_drafts(
     assert torch.equal(*values)
 
 
-# --- what can't draft -------------------------------------------------------------------------------
+# --- models that cannot draft ------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels of ours")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("pays", [True, False])
-def test_inputs_are_rounded_where_that_pays(
+def test_inputs_are_quantized_if_that_pays(
     folders: dict[str, Path], name: str, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups: set[int] = set()
@@ -263,7 +261,7 @@ def test_layers_out_of_range_are_named(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_that_are_quantized_are_not_rounded_again(folders: dict[str, Path], dtype: str) -> None:
+def test_quantized_weights_are_not_quantized_again(folders: dict[str, Path], dtype: str) -> None:
     config = replace(config_of(folders["llama"], dtype, quantization="int4"), quantization="int8")
     with pytest.raises(ConfigError, match="quantization: the model's weights are already quantized"):
         Engine(config, speculate=speculate)

@@ -1,4 +1,4 @@
-"""Steps that go ahead beside speculation, by the workers' own engine: the tokens are those without either."""
+"""Steps launched ahead beside speculation, in the workers' engine: the tokens equal those without either."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_engine(target: Path) -> MakeEngine:
 def ask(
     name: str, max_tokens: int, speculation: RequestSpeculation | None = None, **sampling: Any
 ) -> EngineRequest:
-    """Answered in few words, so that prompt lookup finds them again."""
+    """Make a request of few allowed words, so that prompt lookup finds them again."""
     prompt = prompt_of(24, ord(name))
     params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "seed": ord(name)}
     params |= {"allowed_token_ids": WORDS} | sampling
@@ -55,8 +55,8 @@ def ask(
 
 
 class Play:
-    """Steps an engine to its end. `kinds` has of each step whether it was launched ahead, and whether it had
-    drafts to verify.
+    """Runs an engine to its end. `kinds` records for each step whether it was launched ahead and whether it
+    verified drafts.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -109,12 +109,12 @@ def test_by_the_default_configuration(make_engine: MakeEngine, sampling: dict[st
     assert ahead_play.tokens == apart.tokens
     assert apart.num_ahead == 0
     longest = max(map(len, apart.tokens.values()))
-    assert ahead_play.num_ahead >= longest - 2 > 0  # all but those of the prompts
+    assert ahead_play.num_ahead >= longest - 2 > 0  # all but the prompts' steps
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_who_speculates_beside_who_does_not(make_engine: MakeEngine, sampling: dict[str, Any]) -> None:
-    """While it runs no step goes ahead; before and after, all do."""
+def test_a_speculating_request_beside_a_plain_one(make_engine: MakeEngine, sampling: dict[str, Any]) -> None:
+    """No step is launched ahead while it runs. Before and after, all are."""
     play, plain = Play(make_engine()[0]), Play(make_engine(ahead=False)[0])
     for each, speculation in ((play, NGRAM), (plain, None)):
         each.engine.add(ask("a", 80, **sampling))
@@ -131,8 +131,8 @@ def test_who_speculates_beside_who_does_not(make_engine: MakeEngine, sampling: d
     assert all(was_ahead for was_ahead, _ in play.kinds[1:10] + play.kinds[-10:])
 
 
-def test_who_begins_to_speculate_later(make_engine: MakeEngine) -> None:
-    """The step that is under way then is plain to its end, and the one behind it drafts."""
+def test_a_request_that_starts_to_speculate(make_engine: MakeEngine) -> None:
+    """The running step stays plain, and the next one drafts."""
     play, plain = Play(make_engine()[0]), Play(make_engine(ahead=False)[0])
     for each in (play, plain):
         asked = ask("a", 60, RequestSpeculation(num_speculative_tokens=3))
@@ -153,7 +153,7 @@ def test_who_begins_to_speculate_later(make_engine: MakeEngine) -> None:
 @needs_hooks
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
 def test_drafts_of_a_model_with_recurrent_layers(tmp_path: Path, model_type: str) -> None:
-    """Behind steps that went ahead, the state may still be at the last grid point but one."""
+    """After steps launched ahead, the state may still be one grid point behind."""
     write_model(model_type, tmp_path)
     options: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory_bytes": 2**22, "itl_budget": 0.0}
     play, plain = (Play(build_engine(small_config(tmp_path, **options))[0]) for _ in range(2))
@@ -170,8 +170,8 @@ def test_drafts_of_a_model_with_recurrent_layers(tmp_path: Path, model_type: str
     assert play.num_ahead > 20 and play.num_verified > 10
 
 
-def test_whose_drafts_do_not_pay(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the steps that are planned anew go ahead."""
+def test_requests_whose_drafts_do_not_pay(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps are launched ahead except those that are planned."""
     monkeypatch.setattr("speculation.control.controller._is_faster", lambda *_: False)
     monkeypatch.setattr("costs.explorer.Explorer.tries", lambda *_: False)
     options = {"speculative_config": SpeculativeConfig(method="ngram")}
@@ -187,7 +187,7 @@ def test_whose_drafts_do_not_pay(make_engine: MakeEngine, monkeypatch: pytest.Mo
     assert counters['spec_decode_steps_total{drafts="no"}'] == len(play.kinds)
 
 
-def test_one_that_is_aborted_while_its_step_runs(make_engine: MakeEngine) -> None:
+def test_a_request_aborted_during_its_step(make_engine: MakeEngine) -> None:
     play, plain = Play(make_engine()[0]), Play(make_engine(ahead=False)[0])
     for each, speculation in ((play, NGRAM), (plain, None)):
         each.engine.add(ask("a", 40))

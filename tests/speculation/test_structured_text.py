@@ -1,4 +1,4 @@
-"""Texts of a schema are valid, and the same tokens by whatever method they are drafted. fp32."""
+"""Texts that a schema constrains are valid, and have the same tokens with every method of drafting. fp32."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokenizer() -> Tokenizer:
 
 
 def requests(tokenizer: Tokenizer, method: Method | None = None) -> list[EngineRequest]:
-    """The last one has no grammar."""
+    """Return requests of which the last one has no grammar."""
     asked = RequestSpeculation(method=method, num_speculative_tokens=4)
     return [
         EngineRequest(
@@ -67,7 +67,7 @@ def requests(tokenizer: Tokenizer, method: Method | None = None) -> list[EngineR
 
 
 def answers(engine: Engine, tokenizer: Tokenizer, method: Method) -> dict[str, TokenOutput]:
-    """All of them at once; those with a grammar are checked."""
+    """Run all requests at once, and check those with a grammar."""
     found = run(engine, requests(tokenizer, method))
     for number in range(5):
         answer = found[f"r{number}"]
@@ -78,7 +78,9 @@ def answers(engine: Engine, tokenizer: Tokenizer, method: Method) -> dict[str, T
 
 @pytest.fixture(scope="module")
 def plain(tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """Without speculation, one alone after the other, and no mask computed beside the forward."""
+    """Return the answers without speculation, one after the other, without masks computed beside
+    the forward.
+    """
     engine, _ = make_engine(TARGET, None)
     engine._sampler.expect = lambda rows: None  # type: ignore[method-assign]
     found = {}
@@ -98,7 +100,7 @@ def test_forced_tokens_are_drafted_without_a_method(
     assert all((output.accepted_tokens > 10) == (name != "r5") for name, output in found.items())
 
 
-def test_the_first_nodes_of_a_draft() -> None:
+def test_the_first_nodes_of_a_draft_are_the_forced_tokens() -> None:
     tree = Draft([7, 8, 9, 6], [-1, 0, 0, 2])
     assert tree.path(3) == [7, 9, 6] and tree.path(-1) == []
     assert (tree.first(3).token_ids, tree.first(3).parents) == ([7, 8, 9], [-1, 0, 0])
@@ -108,10 +110,10 @@ def test_the_first_nodes_of_a_draft() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_texts_are_valid_and_those_without_speculation(
+def test_texts_are_valid_and_equal_those_without_speculation(
     tokenizer: Tokenizer, plain: dict[str, list[int]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The masks that verification asks for are there then."""
+    """The masks are ready when verification needs them."""
     engine, speculator = make_engine(TARGET, DRAFT, num_speculative_tokens=4, **METHODS[method])
     fill, verify, late = Matcher.fill, speculator.verify, []
 

@@ -1,5 +1,5 @@
-"""Suffix decoding: hand-checked drafts, the search against counted substrings, and what is kept of earlier
-outputs, for how long and for whom.
+"""Suffix decoding: hand-checked drafts, the search compared with counted substrings, and kept outputs by age
+and tenant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def drafter(**options: Any) -> SuffixDrafter:
 
 
 def keep(drafting: SuffixDrafter, output: list[int], salt: str = "") -> None:
-    """A request of this output comes and goes."""
+    """Run a request with this output to its end."""
     drafting.begin(decoding([0], output, request_id="earlier", salt=salt), 0, None)
     drafting.forget("earlier")
 
@@ -61,11 +61,11 @@ def corpus(drafting: SuffixDrafter) -> Corpus:
         ([3], 4, []),
     ],
 )
-def test_the_likeliest_continuation(text: list[int], count: int, want: list[int]) -> None:
+def test_the_likeliest_continuation_is_drafted(text: list[int], count: int, want: list[int]) -> None:
     assert draft(drafter(), text, count) == want
 
 
-def test_the_better_of_text_and_earlier_outputs() -> None:
+def test_the_better_match_of_text_and_earlier_outputs_is_used() -> None:
     drafting = drafter()
     text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]  # after "1 2" twice 3, once 4
     assert draft(drafting, text, 2) == [3, 8]
@@ -95,7 +95,7 @@ def test_a_prediction_is_drafted_from_to_its_end(text: list[int], want: list[int
     ],
     ids=["of the text", "of both", "a later end", "of an earlier output"],
 )
-def test_what_came_from_the_prediction_is_counted(
+def test_tokens_from_the_prediction_are_counted(
     text: list[int], earlier: list[int], want: list[int], num_predicted: int
 ) -> None:
     drafting = drafter()
@@ -106,7 +106,7 @@ def test_what_came_from_the_prediction_is_counted(
     assert draft.first(1).num_predicted == num_predicted
 
 
-def test_a_prediction_stays_before_the_text_as_it_grows_and_shrinks() -> None:
+def test_a_prediction_stays_in_front_of_a_changing_text() -> None:
     drafting, sequence = drafter(), decoding([1], [5, 6], prediction=[*range(4, 90)])
     assert chains(drafting.propose([sequence], [8]))[0] == [7, 8]
     sequence.token_ids[:] = [1, *range(5, 60)]
@@ -128,7 +128,7 @@ def test_limits_of_a_draft() -> None:
 
 
 class Counted:
-    """Substrings counted one by one: what a tree of all suffixes counts at its nodes."""
+    """Counts substrings one by one, as a tree of all suffixes counts them at its nodes."""
 
     def __init__(self, texts: Iterable[list[int]]) -> None:
         self.places: dict[tuple[int, ...], list[int]] = {}
@@ -170,7 +170,7 @@ def naive(
     return best
 
 
-def test_is_the_tree_of_all_suffixes() -> None:
+def test_it_equals_a_tree_of_all_suffixes() -> None:
     texts = st.lists(st.integers(0, 2), min_size=2, max_size=40) | st.lists(
         st.integers(0, 8), min_size=2, max_size=40
     )
@@ -197,8 +197,10 @@ def test_is_the_tree_of_all_suffixes() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 6), st.integers(2, 600), st.integers(2, 40), st.randoms(use_true_random=False))
-def test_is_the_plain_search_where_much_repeats(alphabet: int, length: int, depth: int, rng: Any) -> None:
-    """More occurrences than are looked at."""
+def test_it_equals_the_plain_search_in_repetitive_text(
+    alphabet: int, length: int, depth: int, rng: Any
+) -> None:
+    """There are more occurrences than the search examines."""
     drafting = drafter(max_tree_depth=depth)
     options = SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=depth)
     for size in (length, 300, 40):
@@ -212,7 +214,7 @@ def test_is_the_plain_search_where_much_repeats(alphabet: int, length: int, dept
         assert draft(drafting, text, count) == want
 
 
-def test_without_a_compiler_n_grams_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_n_grams_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "compiled", lambda: None)
     options = SpeculativeConfig(method="suffix")
     made = build_drafter("suffix", options, ServeConfig(model=""), cast(Any, None))
@@ -222,7 +224,7 @@ def test_without_a_compiler_n_grams_are_looked_up(monkeypatch: pytest.MonkeyPatc
 # --- earlier outputs ---------------------------------------------------------------------------------
 
 
-def test_no_text_passes_from_one_tenant_to_another() -> None:
+def test_tenants_do_not_see_each_others_text() -> None:
     drafting = drafter()
     keep(drafting, [1, 2, 3, 4, 5, 6], salt="one")
     assert draft(drafting, [9, 1, 2, 3], 8, salt="one") == [4, 5, 6]
@@ -234,7 +236,7 @@ def test_no_text_passes_from_one_tenant_to_another() -> None:
     assert draft(drafting, [9, 1, 2, 3], 8) == []
 
 
-def test_one_output_does_not_run_on_into_the_next() -> None:
+def test_outputs_are_separate() -> None:
     drafting = drafter()
     keep(drafting, [1, 2, 3])
     keep(drafting, [4, 5, 6])
@@ -243,7 +245,7 @@ def test_one_output_does_not_run_on_into_the_next() -> None:
     assert draft(drafting, [0, 1, 2], 8) == [3]
 
 
-def test_only_outputs_are_kept() -> None:
+def test_prompts_are_not_kept() -> None:
     drafting = drafter()
     drafting.begin(decoding([1, 2, 3, 4], [7, 8, 9]), 0, None)
     drafting.forget("a")
@@ -251,7 +253,7 @@ def test_only_outputs_are_kept() -> None:
     assert draft(drafting, [0, 7, 8], 8) == [9]
 
 
-def test_what_was_decoded_up_to_the_end_is_kept() -> None:
+def test_the_last_committed_tokens_are_kept() -> None:
     drafting, sequence = drafter(), decoding([1, 2, 3], [4, 5])
     drafting.propose([sequence], [3])
     for token in (6, 7):
@@ -262,7 +264,7 @@ def test_what_was_decoded_up_to_the_end_is_kept() -> None:
     assert draft(drafting, [0, 4, 5, 6], 8) == [7]
 
 
-def test_nothing_is_kept_if_so_configured() -> None:
+def test_nothing_is_kept_if_configured_so() -> None:
     drafting = drafter(max_cached_requests=0)
     keep(drafting, [1, 2, 3, 4])
     assert drafting._corpus is None
@@ -270,7 +272,7 @@ def test_nothing_is_kept_if_so_configured() -> None:
     assert draft(drafting, [1, 2, 5, 1, 2], 8) == [5, 1]
 
 
-def test_the_oldest_requests_go_first() -> None:
+def test_the_oldest_requests_are_dropped_first() -> None:
     drafting = drafter(max_cached_requests=2)
     for first in (10, 20, 30):
         keep(drafting, [first, first + 1, first + 2])
@@ -280,7 +282,7 @@ def test_the_oldest_requests_go_first() -> None:
     assert draft(drafting, [0, 30], 8) == [31]
 
 
-def test_the_ring_is_bounded_and_forgets_whole_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_is_bounded_and_drops_whole_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 64)
     drafting = drafter()
     arrays = corpus(drafting)._symbols, corpus(drafting)._chains
@@ -296,7 +298,9 @@ def test_the_ring_is_bounded_and_forgets_whole_outputs(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("length", "stays"), [(15, True), (16, False)])
-def test_an_outputs_end_takes_room_too(monkeypatch: pytest.MonkeyPatch, length: int, stays: bool) -> None:
+def test_an_outputs_end_mark_takes_room_too(
+    monkeypatch: pytest.MonkeyPatch, length: int, stays: bool
+) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 64)
     drafting = drafter()
     keep(drafting, list(range(100, 131)))
@@ -306,7 +310,7 @@ def test_an_outputs_end_takes_room_too(monkeypatch: pytest.MonkeyPatch, length: 
     assert draft(drafting, [0, 210], 1) == [211]
 
 
-def test_of_an_output_longer_than_the_ring_its_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_longer_than_the_ring_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 64)
     drafting = drafter()
     keep(drafting, list(range(1, 201)))
@@ -315,7 +319,7 @@ def test_of_an_output_longer_than_the_ring_its_end_is_kept(monkeypatch: pytest.M
     assert draft(drafting, [0, 137], 8) == []
 
 
-def test_places_count_on_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_may_exceed_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 256)
     fresh, late = drafter(), drafter()
     corpus(late)._oldest = corpus(late)._end = 2**32 - 300
@@ -328,7 +332,7 @@ def test_places_count_on_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None
     assert corpus(late)._oldest > 2**32
 
 
-def test_a_batch_has_each_its_own() -> None:
+def test_each_of_a_batch_has_its_own_draft() -> None:
     drafting = drafter()
     keep(drafting, [1, 2, 3, 4, 5, 6], salt="one")
     sequences = [

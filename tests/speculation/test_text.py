@@ -1,4 +1,4 @@
-"""Requests' tokens as arrays: what is new is appended, what was cut or replaced is read again."""
+"""Requests' tokens as arrays: new tokens are appended, and changed ones are read again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.speculation.decoding import decoding
 
 
 class CountingTokens(list[int]):
-    """Counts the tokens that slices take out."""
+    """Counts the tokens that slices return."""
 
     num_read = 0
 
@@ -23,7 +23,7 @@ class CountingTokens(list[int]):
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40), min_size=1, max_size=10))
-def test_holds_all_tokens_however_it_grows(pieces: list[list[int]]) -> None:
+def test_it_holds_all_tokens_after_any_change(pieces: list[list[int]]) -> None:
     sequence = decoding(pieces[0])
     text = Text(sequence)
     for piece in [[], *pieces[1:]]:
@@ -34,7 +34,7 @@ def test_holds_all_tokens_however_it_grows(pieces: list[list[int]]) -> None:
         assert text.address == text.tokens.ctypes.data
 
 
-def test_reads_only_what_is_new() -> None:
+def test_only_new_tokens_are_read() -> None:
     sequence = decoding(range(1000))
     text = Text(sequence)
     text.update()
@@ -59,7 +59,7 @@ def test_a_cut_sequence_is_read_again() -> None:
     assert text.tokens.tolist() == [*range(30), *[7] * 50]
 
 
-def test_an_id_that_comes_back_is_another_text() -> None:
+def test_a_reused_id_is_another_text() -> None:
     class Drafter(NgramDrafter):
         def tokens(self, *args: object, **fields: object) -> list[int]:
             return self._updated(decoding(*args, **fields)).tokens.tolist()  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""With coupled verification a request's tokens are what they are without speculation, however it is served.
+"""With coupled verification, speculation changes no token, however a request is served.
 
-fp32, one engine. To try a further method, give it a line in `METHODS`.
+fp32, one engine. To test another method, add a line to `METHODS`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from training.heads.medusa import build_medusa
 
 CHUNK = 128
 LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]
-"""Of the prompts: the last one is computed in chunks, beside others that draft already."""
+"""Prompt lengths. The last prompt is computed in chunks, beside others that already draft."""
 
 NUM_TOKENS = 36
 ROOMY, CRAMPED = 128, 26
-"""Blocks of a pool for all of them, and of one where some are preempted."""
+"""Blocks of a pool for all requests, and of one in which some are preempted."""
 
 ALLOWED = [5, 6, 7]
 FEW = {"allowed_token_ids": ALLOWED}
-"""The tiny model hardly repeats itself by its own choice, which some methods live on."""
+"""Limits the tiny model to few tokens: it hardly repeats itself otherwise, and some methods need
+repetitions.
+"""
 
 SAMPLING: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}, {"temperature": 0.0, **FEW}],
@@ -59,7 +61,7 @@ def requests(sampling: str, num_tokens: int = NUM_TOKENS) -> list[EngineRequest]
 
 @dataclass(frozen=True)
 class Given:
-    """What a method may need: an engine's config, a draft model, heads, the right tokens and how many."""
+    """Inputs of a method: an engine's config, a draft model, heads, the right tokens and their number."""
 
     config: ServeConfig
     draft: Path
@@ -69,7 +71,7 @@ class Given:
     num_tokens: int
 
     def deploy(self, **options: Any) -> Engine:
-        """An engine with these options of the `SpeculativeConfig`."""
+        """Make an engine with these options of the `SpeculativeConfig`."""
         asked = SpeculativeConfig(num_speculative_tokens=self.num_tokens, **options)
         config = replace(self.config, speculative_config=asked)
         return Engine(config, speculate=speculate)
@@ -108,12 +110,12 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
 
 
 SEGMENTS = {"draft_model": 2.0, "eagle": 1.25}
-"""How many times the target's own KV a block holds."""
+"""The size of a block by method, in multiples of the target's own KV."""
 
 
 @pytest.fixture(scope="module")
 def head(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Untrained: it drafts nothing but the few allowed tokens, so that some are right."""
+    """Write an untrained head. It drafts only the few allowed tokens, so some are right."""
     folder = tmp_path_factory.mktemp("head")
     counts = torch.zeros(VOCAB_SIZE).index_fill(0, torch.tensor(ALLOWED), 1)
     torch.manual_seed(0)
@@ -133,7 +135,7 @@ def medusa(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def plain(pair: tuple[Path, Path]) -> dict[str, dict[str, list[int]]]:
-    """Without speculation, alone and with room."""
+    """Return the answers without speculation, alone and with room."""
     engine = Engine(small_config(pair[0], ROOMY))
     return {
         sampling: {r.request_id: run(engine, [r])[r.request_id].token_ids for r in requests(sampling)}
@@ -150,7 +152,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "num_tokens", "sampling", "cramped"), CASES)
-def test_tokens_are_those_without_speculation(
+def test_tokens_equal_those_without_speculation(
     pair: tuple[Path, Path],
     head: Path,
     medusa: Path,
@@ -160,7 +162,7 @@ def test_tokens_are_those_without_speculation(
     sampling: str,
     cramped: bool,
 ) -> None:
-    """First with an empty cache, then again with the prompts' blocks found there."""
+    """First with an empty cache, then again with the prompts' blocks in it."""
     target, draft = pair
     blocks = round(SEGMENTS.get(method.split()[0], 1.0) * (CRAMPED if cramped else ROOMY))
     config = small_config(target, blocks, max_num_batched_tokens=CHUNK)

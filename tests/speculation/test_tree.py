@@ -1,4 +1,4 @@
-"""Draft trees over a table of probabilities: their shape, and that they hold the likeliest paths."""
+"""Draft trees over a table of probabilities have valid shapes and contain the likeliest paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB_SIZE = 5
 
 
 def log_probs_after(path: tuple[int, ...], seed: int) -> Tensor:
-    """A model for the tests: log-probabilities [vocab_size] after a path from the root."""
+    """Return log-probabilities [vocab_size] after a path from the root."""
     generator = torch.Generator().manual_seed(random.Random(f"{seed} {path}").getrandbits(40))
     return (torch.randn(VOCAB_SIZE, generator=generator) * 1.5).log_softmax(0)
 
@@ -33,7 +33,7 @@ def path_to(draft: Draft, node: int) -> tuple[int, ...]:
 def grow_all(
     seeds: list[int], max_nodes: list[int], depth: int, width: int
 ) -> tuple[list[Draft], list[list[DraftRows]]]:
-    """The drafts, and the rows of all levels."""
+    """Return the drafts, and the rows of all levels."""
     tokens = torch.arange(VOCAB_SIZE)
     drafts, levels = grow_trees(
         max_nodes, depth, width, lambda tree, path: (log_probs_after(path, seeds[tree]), tokens)
@@ -43,7 +43,7 @@ def grow_all(
 
 
 @pytest.mark.parametrize(("max_nodes", "depth", "width"), [(24, 5, 4), (63, 8, 5), (3, 8, 4), (10, 1, 4)])
-def test_rows_and_nodes_fit_together(max_nodes: int, depth: int, width: int) -> None:
+def test_rows_agree_with_nodes(max_nodes: int, depth: int, width: int) -> None:
     (draft,), levels = grow_all([1], [max_nodes], depth, width)
     assert draft.parents is not None and draft.num_nodes <= max_nodes
     assert all(parent < node for node, parent in enumerate(draft.parents))
@@ -63,8 +63,8 @@ def test_rows_and_nodes_fit_together(max_nodes: int, depth: int, width: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_likeliest_paths_are_in_it(seed: int) -> None:
-    """All that was run and the likeliest of what is known of the rest: nearly the best tree."""
+def test_the_likeliest_paths_are_in_the_tree(seed: int) -> None:
+    """It has all nodes that were run and the likeliest known others, which is nearly the best tree."""
     depth, max_nodes = 4, 12
     (draft,), levels = grow_all([seed], [max_nodes], depth, width=VOCAB_SIZE)
     nodes = [path_to(draft, node) for node in range(draft.num_nodes)]
@@ -97,7 +97,7 @@ def test_a_tree_of_width_one_is_the_likeliest_chain() -> None:
         path = (*path, token)
 
 
-def test_a_batch_is_its_trees() -> None:
+def test_a_batch_grows_each_tree_independently() -> None:
     together, _ = grow_all([1, 2, 3], [20, 5, 1], depth=5, width=3)
     for index, (seed, limit) in enumerate([(1, 20), (2, 5), (3, 1)]):
         (alone,), _ = grow_all([seed], [limit], depth=5, width=3)

@@ -26,7 +26,7 @@ def make_engine(target: Path, draft: Path) -> Engine:
     return Engine(small_config(target, speculative_config=asked), speculate=speculate)
 
 
-def test_a_draft_that_knows_the_target_is_right_to_the_last_token(target: Path) -> None:
+def test_a_draft_that_equals_the_target_is_right_to_the_last_token(target: Path) -> None:
     """It ranks sampled tokens by the target's own noise. Only a path that looked unlikely is left out."""
     engine = make_engine(target, target)
     for index, sampling in enumerate(({}, SAMPLED)):
@@ -40,11 +40,11 @@ def test_a_draft_that_knows_the_target_is_right_to_the_last_token(target: Path) 
 
 
 @pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=INTERPRETED)])
-def test_the_drafts_kv_is_that_of_the_committed_tokens(
+def test_the_drafts_kv_equals_that_of_committed_tokens(
     target: Path, tmp_path: Path, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each step, place by place: a draft model that reads the text anew gets the same. Where trees grow
-    on the device, the host does not know which of their nodes were run.
+    """Compares after each step with a draft model that reads the text from the start. If trees grow on the
+    device, the host does not know which nodes were run.
     """
     monkeypatch.setattr(tree_drafting, "stays_on_device", lambda *_: on_device)
     write_noisy(target, tmp_path, 0.08)
@@ -69,7 +69,7 @@ def test_the_drafts_kv_is_that_of_the_committed_tokens(
 
 
 def places(segment: Tensor, blocks: list[int], count: int) -> Tensor:
-    """[places, num_layers, 2, num_kv_heads, head_dim]."""
+    """Return KV as [places, num_layers, 2, num_kv_heads, head_dim]."""
     return segment[blocks].movedim(3, 1).flatten(0, 1)[:count]
 
 

@@ -1,4 +1,6 @@
-"""Models with unlike layers, shared KV, sinks or latents give `generate`'s tokens when such a one drafts."""
+"""Models with unlike layers, shared KV, sinks or latents give `generate`'s tokens when a similar model
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def make_engine(folder: Path, **speculation: Any) -> Engine:
 
 
 def write_pair(model_type: str, folder: Path) -> tuple[Path, Path]:
-    """A model, and one much like it."""
+    """Write a model and a similar one."""
     target, draft = folder / "target", folder / "draft"
     write_model(model_type, target)
     model = load(target)
@@ -58,7 +60,7 @@ def test_drafts_change_no_token(model_type: str, is_tree: bool, tmp_path: Path) 
     assert 0 < accepted < drafted
 
 
-def test_some_layers_alone_cannot_draft_where_layers_share_their_kv(tmp_path: Path) -> None:
+def test_models_with_shared_kv_cannot_draft_with_some_layers(tmp_path: Path) -> None:
     write_model("gemma4_text", tmp_path)
     with pytest.raises(ConfigError, match="skip_layers: gemma4_text has layers that share their KV"):
         make_engine(tmp_path, method="self_speculative", skip_layers=[1])

@@ -1,4 +1,4 @@
-"""Verdicts on single drafts, by every rule. What they come to in the long run: tests/statistics."""
+"""Verdicts on single drafts by every rule. Long-run distributions: tests/statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB_SIZE = 12
 RULES: list[Verification] = ["coupled", "standard", "block"]
 BY_CHANCE: list[Verification] = ["standard", "block"]
 TREE = Draft([5, 6, 7, 8, 9, 10], [-1, -1, 1, 1, 3, 0])
-"""6 follows the last token as 5 does; 7 and 8 follow 6, 9 follows 8, and 10 follows 5."""
+"""5 and 6 follow the last token; 7 and 8 follow 6, 9 follows 8, and 10 follows 5."""
 
 
 def sequence_with(draft: Draft | None, **sampling: Any) -> SequenceState:
@@ -32,7 +32,7 @@ def sequence_with(draft: Draft | None, **sampling: Any) -> SequenceState:
 
 
 def certain(*tokens: int) -> Tensor:
-    """Logits of rows that leave no doubt."""
+    """Return logits of rows that make these tokens certain."""
     logits = torch.full((len(tokens), VOCAB_SIZE), -1e4)
     logits[torch.arange(len(tokens)), list(tokens)] = 1e4
     return logits
@@ -57,7 +57,7 @@ def test_a_chain_is_accepted_up_to_the_first_difference(rule: Verification, temp
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_path_through_a_tree_is_the_model_s(rule: Verification, temperature: float) -> None:
+def test_the_models_path_through_a_tree_is_accepted(rule: Verification, temperature: float) -> None:
     sequence = sequence_with(TREE, temperature=temperature)
     (verdict,) = judge(rule, certain(6, 11, 8, 11, 9, 4, 11), sequence)
     assert (verdict.accepted, verdict.token_ids) == ([1, 3, 4], [6, 8, 9, 4])
@@ -74,7 +74,7 @@ def test_the_path_through_a_tree_is_the_model_s(rule: Verification, temperature:
 def test_probes_get_the_likeliest_token_and_are_never_accepted(
     rule: Verification, temperature: float
 ) -> None:
-    """Even where the request itself bans it or draws with much noise."""
+    """Even if the request bans that token or samples with much noise."""
     draft = Draft([5, 6, 6, 6], probes=[0b1001, 0b11001])
     sequence = sequence_with(draft, temperature=temperature and 50.0, banned_token_sequences=[[9]])
     logits = certain(5, 6, 7, 8, 9)
@@ -85,7 +85,7 @@ def test_probes_get_the_likeliest_token_and_are_never_accepted(
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_a_finite_score_fails_whoever_gets_there(
+def test_a_row_without_a_finite_score_fails_requests_that_reach_it(
     rule: Verification, temperature: float
 ) -> None:
     logits = certain(5, 6, 7)
@@ -98,7 +98,7 @@ def test_a_row_without_a_finite_score_fails_whoever_gets_there(
 
 
 @pytest.mark.parametrize("rule", BY_CHANCE)
-def test_distributions_that_cannot_be_right_do_no_worse_than_wrong_drafts(rule: Verification) -> None:
+def test_impossible_distributions_do_no_worse_than_wrong_drafts(rule: Verification) -> None:
     for distributions in (torch.zeros(2, VOCAB_SIZE), torch.ones(2, VOCAB_SIZE)):
         sequence = sequence_with(Draft([5, 6], distributions=distributions))
         (verdict,) = judge(rule, torch.randn(3, VOCAB_SIZE), sequence)
@@ -106,7 +106,7 @@ def test_distributions_that_cannot_be_right_do_no_worse_than_wrong_drafts(rule: 
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_log_probabilities_are_those_of_the_rows_on_the_path(rule: Verification) -> None:
+def test_log_probabilities_come_from_the_rows_on_the_path(rule: Verification) -> None:
     logits = certain(6, 11, 8, 11, 9, 4, 11) / 1e3 + torch.randn(7, VOCAB_SIZE)
     sequence = sequence_with(TREE, logprobs=2, top_k=1)
     (verdict,) = judge(rule, logits, sequence)
@@ -118,7 +118,7 @@ def test_log_probabilities_are_those_of_the_rows_on_the_path(rule: Verification)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_each_of_a_mixed_batch_gets_the_verdict_that_it_gets_alone(rule: Verification) -> None:
+def test_a_mixed_batch_gets_the_verdicts_of_lone_requests(rule: Verification) -> None:
     drawn = torch.rand(3, VOCAB_SIZE)
     drafts: list[Draft | None] = [
         Draft([5, 6]),

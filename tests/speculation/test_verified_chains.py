@@ -1,4 +1,4 @@
-"""Chains verified in one compiled call against the same by torch's operators, verdict for verdict."""
+"""Chains verified in one compiled call get the same verdicts as by torch's operators."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def sequence_with(number: int, draft: Draft | None, **sampling: Any) -> Sequence
 
 
 def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[SequenceState], Tensor]:
-    """Sequences of all parameters with drafts much like the model, drawn or certain, or none; and logits.
+    """Return logits, and sequences with all parameters whose drafts resemble the model, drawn or certain, or
+    absent.
 
-    Certain ones may begin with the target's own tokens.
+    Certain drafts may begin with the target's own tokens.
     """
     generator = torch.Generator().manual_seed(vocab_size)
     pick = random.Random(vocab_size)
@@ -88,8 +89,8 @@ def summary(verdicts: list[Verdict]) -> list[tuple[list[int], list[int], int, bo
 @pytest.mark.parametrize("rule", ["coupled", "standard"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [2, 15, 128, 1000, 4099])
-def test_verdicts_are_those_of_torch(vocab_size: int, dtype: torch.dtype, rule: Verification) -> None:
-    """But for what one bit decides."""
+def test_verdicts_equal_torchs(vocab_size: int, dtype: torch.dtype, rule: Verification) -> None:
+    """Except where a single bit decides."""
     sequences, logits = crowd(300, vocab_size, dtype)
     found, expected = (
         summary(judge(sequences, logits, rule, natively=natively)) for natively in (True, False)
@@ -100,7 +101,7 @@ def test_verdicts_are_those_of_torch(vocab_size: int, dtype: torch.dtype, rule: 
     assert 20 < sum(rejected) < len(rejected) - 20
 
 
-def test_threads_change_nothing() -> None:
+def test_the_number_of_threads_changes_nothing() -> None:
     sequences, logits = crowd(100, 30_000, torch.bfloat16)
     num_threads = torch.get_num_threads()
     found = []
@@ -113,7 +114,7 @@ def test_threads_change_nothing() -> None:
     assert found[0] == found[1]
 
 
-def test_memory_need_not_be_in_order() -> None:
+def test_tensors_need_not_be_contiguous() -> None:
     sequences, logits = crowd(60, 200, torch.float32)
     expected = summary(judge(sequences, logits))
     wider = torch.cat([logits, torch.full_like(logits, 50.0)], dim=1)[:, :200]
@@ -125,7 +126,7 @@ def test_memory_need_not_be_in_order() -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "standard"])
-def test_rows_after_the_first_rejection_are_not_looked_at(rule: Verification) -> None:
+def test_rows_after_the_first_rejection_are_not_read(rule: Verification) -> None:
     logits = torch.full((4, 20), -1e4)
     logits[:, 5] = 1e4
     logits[2:] = torch.nan
@@ -136,7 +137,7 @@ def test_rows_after_the_first_rejection_are_not_looked_at(rule: Verification) ->
 
 
 @pytest.mark.parametrize("rule", ["coupled", "standard"])
-def test_what_it_cannot_verify_gets_the_same_verdict_beside_others(rule: Verification) -> None:
+def test_other_sequences_get_the_same_verdict_in_a_mixed_batch(rule: Verification) -> None:
     """Trees, probes, edited logits and log-probabilities are left to torch's operators."""
     others = [
         sequence_with(0, Draft([1, 2, 3], [-1, -1, 0])),
@@ -166,6 +167,6 @@ def test_distributions_of_another_shape_are_refused(shape: tuple[int, int]) -> N
         judge([sequence_with(0, draft)], torch.randn(3, 9))
 
 
-def test_rows_that_are_not_there_are_not_read() -> None:
+def test_missing_rows_are_not_read() -> None:
     with pytest.raises(ValueError, match="rows of logits"):
         judge([sequence_with(0, Draft([1, 2]))], torch.randn(2, 9))

@@ -1,4 +1,4 @@
-"""The methods without weights in a real engine: the tokens are those without, in fewer steps."""
+"""Methods without weights in a real engine: they change no token and save steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "seed": 11, "ignore_eos": True},
     "of few tokens": {"allowed_token_ids": [5, 6, 7], "ignore_eos": True},
 }
-"""The tiny model hardly repeats itself by its own choice."""
+"""The tiny model hardly repeats itself without such limits."""
 
 
 def requests(sampling: dict[str, Any], max_tokens: int = 40) -> list[EngineRequest]:
-    """A prompt that repeats itself, one that does not, one longer than a step, and one seen before."""
+    """Return a repetitive prompt, a varied one, one longer than a step, and one seen before."""
     repeated = prompt_of(12, seed=1)
     prompts = [repeated * 3, prompt_of(20, seed=2), prompt_of(90, seed=3), [*repeated * 3, 5]]
     return [ask(str(index), prompt, max_tokens, **sampling) for index, prompt in enumerate(prompts)]
@@ -34,7 +34,7 @@ def requests(sampling: dict[str, Any], max_tokens: int = 40) -> list[EngineReque
 
 @pytest.fixture(scope="module")
 def plain(target: Path) -> dict[str, dict[str, list[int]]]:
-    """By kind of sampling: each request's tokens without speculation."""
+    """Return each request's tokens without speculation, by kind of sampling."""
     engine = Engine(small_config(target))
     return {kind: tokens(run(engine, requests(sampling))) for kind, sampling in SAMPLING.items()}
 
@@ -45,8 +45,8 @@ def engine_with(target: Path, method: Method, count: int, num_blocks: int = 128,
     return Engine(config, speculate=speculate)
 
 
-def test_behind_the_ends_of_a_tree_nothing_is_expected(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lookahead's paths are three tokens long: however often all are accepted, a fourth never is."""
+def test_beyond_the_ends_of_a_tree_acceptance_is_zero(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lookahead's paths are three tokens long, so a fourth token is never accepted."""
     ticks(monkeypatch)
     engine = engine_with(target, "lookahead", 8)
     run(engine, requests(SAMPLING["of few tokens"], max_tokens=160))
@@ -55,7 +55,7 @@ def test_behind_the_ends_of_a_tree_nothing_is_expected(target: Path, monkeypatch
     assert state.methods[0].acceptance[3] < FIRST_RATE / 2
 
 
-def test_a_tree_has_room_beside_a_single_sequence(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_fits_beside_a_single_sequence(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch)
     asked = SpeculativeConfig(method="lookahead")
     engine = Engine(small_config(target, max_num_seqs=1, speculative_config=asked), speculate=speculate)
@@ -74,7 +74,7 @@ def drafter_of(engine: Engine, method: Method) -> TextDrafter:
 
 
 @pytest.mark.parametrize("method", WEIGHTLESS)
-def test_fewer_steps_where_text_repeats(target: Path, method: Method) -> None:
+def test_repetitive_text_takes_fewer_steps(target: Path, method: Method) -> None:
     engine = engine_with(target, method, 5)
     run(engine, [ask("a", prompt_of(16), 120, **SAMPLING["of few tokens"])])
     assert engine.stats().steps < 0.8 * 120
@@ -121,7 +121,7 @@ def test_an_aborted_request_leaves_nothing(target: Path) -> None:
         assert not drafter_of(engine, method)._texts
 
 
-def test_without_a_compiler_nothing_else_changes(
+def test_without_a_compiler_tokens_are_the_same(
     target: Path, plain: dict[str, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for method in ("ngram", "suffix"):

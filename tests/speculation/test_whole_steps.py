@@ -1,5 +1,6 @@
-"""Whole steps of an engine on a CUDA device, from schedule to outputs: how often the host waits for that and
-copies to it. See `absent_gpu`. All tokens are 0 there, so that a draft of these is accepted.
+"""Whole steps of an engine on a CUDA device: the waits of the host and its copies to the device.
+
+Uses `absent_gpu`, on which all tokens are 0, so drafts of zeros are accepted.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ SAMPLING = pytest.mark.parametrize(
 
 
 class Trees(Drafter):
-    """Of which the second branch is accepted."""
+    """A drafter of trees whose second branch is accepted."""
 
     def __init__(self, *_: object) -> None:
-        """It reads no option."""
+        """Ignore all options."""
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
-        """It knows nothing of a sequence."""
+        """Do nothing at a sequence's start."""
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         return [Draft([1, 0, 0], [-1, -1, 1]) for _ in sequences]
 
     def forget(self, request_id: str) -> None:
-        """There is nothing to forget."""
+        """Do nothing at a sequence's end."""
 
 
 ADAPTERS = [Adapter(name=name, path=f"/{name}", digest=digest * 32) for name, digest in ("xa", "yb")]
@@ -72,7 +73,7 @@ def absent_model(num_layers: int, sights: tuple[int, ...] = (), with_adapters: b
 
 
 def absent_adapters(model: PreTrainedModel) -> Adapters:
-    """With `ADAPTERS`."""
+    """Return a model with `ADAPTERS`."""
     adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64)
     for each in ADAPTERS:
         adapters._put(next(adapters._numbers), each.path, AdapterFiles(RawAdapter(b"", b""), each.digest, {}))
@@ -81,7 +82,7 @@ def absent_adapters(model: PreTrainedModel) -> Adapters:
 
 
 class Steps:
-    """Of an engine as workers make it, of the default configuration but for `speculative`."""
+    """The steps of an engine as workers make it, with the default configuration except for `speculative`."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Steps:
         )
 
     def steady(self) -> int:
-        """Tokens of a step after some others, the first of which make what is made once."""
+        """Return the tokens of a step after some others, which make what is made once."""
         for _ in range(6):
             self.engine.step()
         self.gpu.clear()
@@ -133,7 +134,7 @@ class Steps:
 
     @property
     def waits(self) -> int:
-        """All of them for tokens, which come in one copy."""
+        """Return the waits, after checking that each was for tokens in one copy."""
         assert all(each.startswith("/engine/download.py") for each in self.gpu.waits), self.gpu.waits
         return self.gpu.waits.total()
 
@@ -143,7 +144,7 @@ class Steps:
 def test_a_step_without_drafts(
     sampling: dict[str, Any], drafted: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for its tokens alone, and the device has the next one to do meanwhile."""
+    """The host waits only for its tokens, while the device already has the next step."""
     options = None if drafted is None else SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
     with absent_gpu() as gpu:
         steps = Steps(gpu, monkeypatch, options)
@@ -155,7 +156,7 @@ def test_a_step_without_drafts(
             assert gpu.num_done < gpu.num_queued
             assert steps.waits == 1
             assert gpu.launches["graph"] == 1
-            assert gpu.uploads == 2  # the rows, and what their tokens are chosen by
+            assert gpu.uploads == 2  # the rows, and the sampler's inputs
 
 
 @SAMPLING
@@ -163,7 +164,9 @@ def test_a_step_without_drafts(
 def test_a_step_of_requests_with_adapters(
     sampling: dict[str, Any], drafted: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two, beside a request without: waits, launches and uploads are those of a step without any."""
+    """Two adapters beside a request without: waits, launches and uploads equal those of a step without
+    adapters.
+    """
     options = None if drafted is None else SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
     with absent_gpu() as gpu:
         steps = Steps(gpu, monkeypatch, options, with_adapters=True)
@@ -180,7 +183,7 @@ def test_a_step_of_requests_with_adapters(
 
 @SAMPLING
 def test_a_step_that_verifies_chains(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of prompt lookup, beside a request that drafts nothing."""
+    """Chains of prompt lookup, beside a request that drafts nothing."""
     options = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     with absent_gpu() as gpu:
         steps = Steps(gpu, monkeypatch, options)
@@ -194,7 +197,7 @@ def test_a_step_that_verifies_chains(sampling: dict[str, Any], monkeypatch: pyte
 
 @SAMPLING
 def test_a_step_that_verifies_trees(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accepted path's KV moves."""
+    """The accepted path's KV is moved."""
     drafter = f"{__name__}:{Trees.__name__}"
     options = SpeculativeConfig(method="custom", drafter=drafter, num_speculative_tokens=3, tree=True)
     with absent_gpu() as gpu:
@@ -212,7 +215,7 @@ def test_a_step_that_verifies_trees(sampling: dict[str, Any], monkeypatch: pytes
 def test_a_step_that_drafts_chains(
     sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head's, by each rule; the drafted tokens come with those that the model adds."""
+    """A head's chains by each rule. The drafted tokens arrive with the model's own."""
     head = eagle_files.eagle3().write(tmp_path / "head")
     options = SpeculativeConfig(
         method="eagle", model=str(head), num_speculative_tokens=3, verification=verification
@@ -222,7 +225,7 @@ def test_a_step_that_drafts_chains(
         steps = Steps(gpu, monkeypatch, options)
         for name in "ab":
             steps.ask(name, **sampling)
-        assert steps.steady() == 2 * (1 if by_chance else 4)  # as bits, zeros accept nothing
+        assert steps.steady() == 2 * (1 if by_chance else 4)  # interpreted as bits, zeros accept nothing
         assert steps.waits == 1
         assert gpu.launches["graph"] == 1 + 3
         assert gpu.uploads == 2 * (1 + 3) + by_chance  # of the nodes
@@ -236,7 +239,7 @@ def test_a_step_that_drafts_chains(
 def test_a_step_that_drafts_at_once(
     sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Medusa's heads, a chain's tokens together."""
+    """Medusa's heads draft a chain's tokens together."""
     options = SpeculativeConfig(
         method="medusa",
         model=heads_of("medusa", tmp_path),
@@ -257,7 +260,7 @@ def test_a_step_that_drafts_at_once(
 def test_a_step_that_a_model_drafts_for(
     sampling: dict[str, Any], method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a request that has no draft and one that looks at what it drafts, which begins later."""
+    """The batch also has a later request without a draft, and one that looks at its drafted tokens."""
     if method == "draft_model":
         options = SpeculativeConfig(method=method, model="absent", num_speculative_tokens=3)
     else:
@@ -292,7 +295,7 @@ def test_a_step_that_drafts_trees(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They come with the tokens of the step that verifies them, tokens and shapes."""
+    """Tokens and shapes arrive with the tokens of the step that verifies them."""
     options = SpeculativeConfig(
         method=method,
         model=heads_of(method, tmp_path),
@@ -302,7 +305,7 @@ def test_a_step_that_drafts_trees(
         verification=verification,
     )
     by_chance = verification == "standard" and sampling["temperature"] > 0
-    num_accepted = 3 if method == "medusa" else 1  # zeros are the parents of all that grows there: a star
+    num_accepted = 3 if method == "medusa" else 1  # all nodes are children of node 0: a star
     with absent_gpu() as gpu:
         steps = Steps(gpu, monkeypatch, options)
         for name in "ab":
@@ -312,7 +315,7 @@ def test_a_step_that_drafts_trees(
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
-def test_what_grows_trees_is_compiled_first(
+def test_tree_kernels_are_compiled_first(
     method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = SpeculativeConfig(
@@ -325,7 +328,7 @@ def test_what_grows_trees_is_compiled_first(
 
 
 def test_trees_beside_a_request_that_looks_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host reads them before they are verified, and waits once for it."""
+    """The host reads them before verification, and waits once for that."""
     options = SpeculativeConfig(
         method="eagle",
         model=heads_of("eagle", tmp_path),

@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer, on disk, and text for it."""
+"""Writes a tiny model with a tokenizer, and text for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END = 0
 
 
 def write_tiny_tokenizer(folder: Path) -> None:
-    """Its tokens are bytes."""
+    """Write a tokenizer whose tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<|end|>": END} | {symbol: index for index, symbol in enumerate(alphabet, start=1)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -23,7 +23,7 @@ def write_tiny_tokenizer(folder: Path) -> None:
 
 
 def write_tiny_model(folder: Path) -> None:
-    """The layers are weak beside the embeddings, so that it repeats itself soon."""
+    """Write a model with weak layers and strong embeddings, so that it soon repeats itself."""
     write_tiny_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
