@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = (
-    "checkpoints",
     "bench",
+    "checkpoints",
     "costs",
     "decode_worker",
     "deploy",
     "draft_worker",
     "engine",
+    "examples",
     "kvtransfer",
     "labs",
     "messaging",
@@ -31,7 +32,7 @@ PACKAGES = (
     "quantization",
     "router",
     "speculation",
-    "tests/bench",
+    "tests",
     "training",
     "worker",
 )
