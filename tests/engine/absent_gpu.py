@@ -1,5 +1,6 @@
-"""A GPU that is not there: tensors without memory stand for those on it. Its kernels are counted, none is
-run, and each line is noted at which the host would wait for it.
+"""A simulated GPU whose tensors have no memory.
+
+Its kernels are counted instead of run, and each line is recorded at which the host would wait for it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from engine.lora import layers
 GPU = torch.device("meta")
 ROOT = str(Path(__file__).parents[2])
 DEVICE_MS = 1234.0
-"""Between any two marks."""
+"""The time between any two events."""
 _LAUNCHERS: dict[Any, Callable[..., Any]] = {
     transformers_hook.paged_attention: transformers_hook._run,
     layers.add_adapters: layers._run,
 }
-"""Operators of ours, which launch others."""
+"""Our operators that launch others."""
 _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "_reshape_alias"}
 
 
 class AbsentGpu:
-    """`waits` are counted by reason and line, `launches` by kernel or operator, and `uploads`: copies from
-    the host.
+    """Counts `waits` by reason and line, `launches` by kernel or operator, and `uploads`, copies from the
+    host.
     """
 
     def __init__(self) -> None:
@@ -45,11 +46,11 @@ class AbsentGpu:
         self.uploads = 0
         self.pinned: set[int] = set()
         self.num_queued = 0
-        """Things that the host has asked of the GPU, and of these those known to be done."""
+        """The number of things asked of the GPU, and how many of them are known to be done."""
         self.num_done = 0
 
     def wait(self, why: str, until: int | None = None) -> None:
-        """For the first `until` things, or for all."""
+        """Wait for the first `until` things, or for all."""
         self.num_done = self.num_queued if until is None else until
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ROOT)]
         foreign = ("site-packages", f"{sys.prefix}/bin/")  # of a virtual environment in the root
@@ -73,7 +74,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 class _Calls(TorchFunctionMode):
-    """What never comes to the dispatcher, or would fail without memory."""
+    """Handles calls that bypass the dispatcher, or that would fail without memory."""
 
     def __init__(self, gpu: AbsentGpu) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ def absent_gpu() -> Iterator[AbsentGpu]:
     gpu = AbsentGpu()
 
     class Event:
-        """Of torch.cuda."""
+        """Replaces torch.cuda.Event."""
 
         def __init__(self, enable_timing: bool = False) -> None:
             self._after = 0
@@ -161,7 +162,7 @@ def absent_gpu() -> Iterator[AbsentGpu]:
                 gpu.wait("an event", self._after)
 
         def elapsed_time(self, end: Event) -> float:
-            """In milliseconds. Before the end has come it is an error."""
+            """Return milliseconds. Raises an error if the end has not been reached."""
             assert self._enable_timing and end._enable_timing and end.query()
             return DEVICE_MS
 

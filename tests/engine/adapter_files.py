@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them, made by hand, and their merge into a model by PEFT's formula."""
+"""Writes LoRA adapters as PEFT does, and merges them into a model by PEFT's formula."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write_adapter(
     ranks: Callable[[str], int] | None = None,
     **fields: Any,
 ) -> Path:
-    """Of random tensors for the model's linear layers whose paths end with one of the `targets`, strong
-    enough to change what it says.
+    """Write random tensors for the linear layers whose paths end with one of `targets`, strong enough to
+    change tokens.
     """
     base = AutoModelForCausalLM.from_pretrained(model)
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def merge(model: PreTrainedModel, folder: Path, scale: Callable[[str], float]) -> PreTrainedModel:
-    """W + B A * scale, the scale by the layer's path."""
+    """Return a model with W + B A * scale. `scale` depends on the layer's path."""
     _, tensors = read(folder)
     with torch.no_grad():
         for name in [name for name in tensors if name.endswith(".lora_A.weight")]:

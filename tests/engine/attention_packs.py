@@ -1,5 +1,5 @@
-"""Random packs for the attention tests: sequences of (query_len, context_len) over scattered blocks, trees of
-query rows in them, and a float64 reference.
+"""Random packs for attention tests: sequences of (query_len, context_len) over scattered blocks, trees of
+query rows, and a float64 reference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.kv.row_codes import KvRows
 LAYERS = 3
 BACKENDS = [name for name in ("cpu", "sdpa", "torch") if backend_fault(name, torch.device("cpu")) is None]
 Masks = list[int]
-"""Of each query row of a sequence, the rows that it sees."""
+"""For each query row of a sequence, the rows that it sees."""
 
 # Chunks, chains, decode rows and trees: within a tile, over two, over two splits, and from key 0 on.
 CHAINS = [(80, 200), (5, 33), (1, 40), (70, 70)]
@@ -30,12 +30,12 @@ CHAINS_AND_TREES = [pair for both in zip(CHAINS, TREES, strict=False) for pair i
 class Pack:
     lengths: list[tuple[int, int]]
     keys: list[Tensor]
-    """Per sequence [context_len, kv_heads, head_dim]: all its keys, this step's included."""
+    """Per sequence all keys, including this step's: [context_len, kv_heads, head_dim]."""
     values: list[Tensor]
     pool: Tensor
     """[blocks, layers, 2, block_size, kv_heads, head_dim]"""
     scales: Tensor | None
-    """Of coded rows, as `Segment.views` has them."""
+    """The scales of quantized rows, as from `Segment.views`."""
     rows: KvRows
     block_size: int
     metadata: AttentionMetadata
@@ -49,7 +49,7 @@ class Pack:
         return [LayerKv.of(*layer) for layer in zip(self.pool.unbind(1), scales, strict=True)]
 
     def put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Of each slot, in all layers: [slots, kv_heads, head_dim]."""
+        """Put keys and values of each slot, [slots, kv_heads, dim], into all layers."""
         for layer in self.layers:
             put_rows(layer, self.rows, slots, keys, values)
 
@@ -57,7 +57,9 @@ class Pack:
 def empty_layer(
     rows: KvRows, kv_heads: int, dims: tuple[int, int], num_blocks: int, block_size: int
 ) -> LayerKv:
-    """Of a pool of two layers, keys and values of a block one behind the other. NaN: must not be read."""
+    """Return a layer of a pool of two, with a block's values behind its keys. It is filled with NaN, which
+    must not be read.
+    """
     segments = [
         Segment(1, kv_heads, dim, rows.dtype, num_planes=1, quantization=rows.quantization) for dim in dims
     ]
@@ -72,7 +74,7 @@ def empty_layer(
 
 
 def put_rows(layer: LayerKv, rows: KvRows, slots: Tensor, *new: Tensor) -> None:
-    """Keys and values [slots, kv_heads, dim]."""
+    """Put keys and values [slots, kv_heads, dim] into a layer."""
     block_size = layer.keys.shape[1]
     blocks, places = slots // block_size, slots % block_size
     for pool, side in zip(layer.sides, new, strict=True):
@@ -106,7 +108,7 @@ def make_pack(
     first_seed: int = 0,
     quantization: str = "none",
 ) -> Pack:
-    """Sequence s has the numbers of seed first_seed + s, whatever else is in the pack."""
+    """Make a pack. Sequence s gets the numbers of seed first_seed + s, whatever else is in the pack."""
     rows = KvRows(dtype, quantization)
     contexts = [context for _, context in lengths]
     counts = [-(-context // block_size) for context in contexts]
@@ -169,7 +171,7 @@ def run(
 
 
 def tree_masks(num_rows: int, seed: int) -> Masks:
-    """A random tree: each row sees its parent's rows and itself."""
+    """Return the masks of a random tree: each row sees its parent's rows and itself."""
     rng = random.Random(seed)
     masks = [1]
     for row in range(1, num_rows):
@@ -182,12 +184,14 @@ def chain_masks(num_rows: int) -> Masks:
 
 
 def mixed_masks(lengths: list[tuple[int, int]]) -> list[Masks | None]:
-    """None for the chains among `CHAINS_AND_TREES`."""
+    """Return masks, with None for the chains among `CHAINS_AND_TREES`."""
     return [None if pair in CHAINS else tree_masks(pair[0], seed) for seed, pair in enumerate(lengths)]
 
 
 def with_masks(pack: Pack, masks: list[Masks | None], earlier: int = 0) -> Pack:
-    """`masks` are those of the query rows; the trees begin `earlier` keys before these."""
+    """Return the pack with these masks of its query rows. Trees begin `earlier` keys before the
+    query rows.
+    """
     flat: Masks = []
     for (query_len, _), of_sequence in zip(pack.lengths, masks, strict=True):
         flat += of_sequence or [0] * query_len
@@ -207,7 +211,7 @@ def with_first_keys(pack: Pack, first_keys: list[int]) -> Pack:
 
 
 def decoded(pack: Pack) -> Pack:
-    """With the keys and values that its rows decode to, not rounded to the pack's dtype."""
+    """Return the pack with its rows decoded, not rounded to the pack's dtype."""
     exact = KvRows(torch.float32, pack.rows.quantization)
     keys, values = ([exact.decode(exact.encode(rows)) for rows in side] for side in (pack.keys, pack.values))
     return replace(pack, keys=keys, values=values)
@@ -223,7 +227,7 @@ def reference(
     masks: list[Masks | None] | None = None,
     first_keys: list[int] | None = None,
 ) -> Tensor:
-    """Row by row in float64, from the contexts that the pack was made of."""
+    """Compute attention row by row in float64, from the pack's original contexts."""
     out = torch.zeros((*pack.query.shape[:2], pack.value.shape[2]), dtype=torch.float64)
     group = pack.query.shape[1] // pack.key.shape[1]
     row = 0

@@ -9,6 +9,6 @@ from protocol.ids import BlockIdentity
 
 
 def cached_prefix(manager: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> int:
-    """How many leading tokens are cached."""
+    """Return how many leading tokens are cached."""
     _, covered = find_prefix(copy.deepcopy(manager), token_ids, root, compute_last=False)
     return covered

@@ -22,7 +22,7 @@ def threads_restored() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama, which no test changes."""
+    """Write a tiny Llama, which no test changes."""
     from tests.worker.tiny_model import write_tiny_llama
 
     folder = tmp_path_factory.mktemp("llama")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> PreTrainedModel:
-    """The model in `folder`, as Transformers runs it."""
+    """Load the model in `folder` with Transformers."""
     from tests.worker.tiny_model import load
 
     return load(folder)

@@ -1,4 +1,4 @@
-"""A pool and lower tiers without bytes, for a block manager. They keep what they are asked to do."""
+"""A pool and lower tiers without bytes, for a block manager. They record their calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ListMemory:
         self.slots: list[list[Any]] = [[] for _ in range(num_slots)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> ListMemory:
-        return self  # the copies of a manager only look things up
+        return self  # a manager's copies only look entries up
 
     def save(self, block: int, slot: int) -> None:
         self.slots[slot] = list(self.content[block])
@@ -49,7 +49,7 @@ class ListMemory:
 
 
 class FakeTier:
-    """Holds blocks by these names, and loses the last `lost` of those that are loaded first."""
+    """Holds blocks by these names, and loses the last `lost` blocks of its first load."""
 
     def __init__(self, names: Sequence[bytes], lost: int = 0) -> None:
         self.names, self.lost = [*names], lost

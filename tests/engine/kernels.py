@@ -1,4 +1,4 @@
-"""Our kernels on CPUs: whether this machine has them."""
+"""Tells whether this machine has our CPU kernels."""
 
 from __future__ import annotations
 

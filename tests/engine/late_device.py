@@ -1,5 +1,6 @@
-"""A device that is late: what it is given is computed on the CPU, in order, when the host waits for it. Then
-it may be anywhere between that and the end of its queue.
+"""A device that computes late: work runs on the CPU in order when the host waits for it.
+
+At a wait the device may be anywhere between the awaited work and the end of its queue.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from engine.sampler.rows import SamplingRow
 
 
 class LateDevice:
-    """`log` has what was launched and what was waited for, by number, in the host's order."""
+    """Records in `log` the numbers of launched and awaited work, in the host's order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -34,12 +35,12 @@ class LateDevice:
         self._random = random.Random(1)
 
     def put(self, work: Callable[[], object]) -> int:
-        """Returns when it is done: once so many things are."""
+        """Queue work. Return the number of things that must be done before it is."""
         self._queue.append(work)
         return self._num_done + len(self._queue)
 
     def reach(self, end: int) -> None:
-        """At least."""
+        """Compute at least up to `end`."""
         end = max(end, self._num_done + self._random.randint(0, len(self._queue)))
         while self._num_done < end:
             self._queue.pop(0)()
@@ -54,7 +55,7 @@ class LateDevice:
 
 
 class LateStateSlots:
-    """Puts what reads or writes states on the device. The host knows at once where they will be."""
+    """Moves reads and writes of states to the device. The host knows at once where they will be."""
 
     def __init__(self, state_slots: Any, device: LateDevice) -> None:
         self._states, self._device = state_slots._states, device
@@ -64,7 +65,7 @@ class LateStateSlots:
         self._state_slots.run, self._state_slots.save, self._state_slots.load = self.run, self.save, self.load
 
     def launch(self, batch: Sequence[SequenceRows]) -> None:
-        """Of a step: what its operators ask for when it is computed."""
+        """Queue a step's state accesses, which its operators need when it is computed."""
         state_slots = range(len(self._states))
         self._state_slots._states = [
             SimpleNamespace(zero_=partial(self._clear, state_slot)) for state_slot in state_slots
@@ -98,7 +99,7 @@ class LateStateSlots:
 
 
 class LateRunner:
-    """Rows are as they are at the launch; what fills them is read on the device by then."""
+    """Rows are fixed at the launch; the device reads what fills them later."""
 
     can_fill = True
 
@@ -165,8 +166,8 @@ class LateSampler:
 
 
 def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
-    """An engine on the CPU, with a runner in torch, computes on such a device from now on; with or without
-    steps ahead. Drafts must not come from a model.
+    """Put an engine's torch runner on such a device, with or without steps ahead. Drafts must not come from a
+    model.
     """
     device, held = LateDevice(), engine.pool
     state_slots = LateStateSlots(held.state_slots, device) if held.state_slots is not None else None
@@ -185,7 +186,7 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
 
 
 def _assembly(engine: Engine, device: str) -> Assembly:
-    """That of such an engine on another device."""
+    """Return the assembly of such an engine on another device."""
     loaded: Any = SimpleNamespace(device=torch.device(device), recurrent=None)
     unused: Any = None
     return Assembly(engine.config, loaded, engine._speculator, unused)

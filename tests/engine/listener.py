@@ -1,4 +1,4 @@
-"""Somebody who knows of a prefix cache what its events tell."""
+"""Tracks a prefix cache by its events alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class Listener:
         self.held: Held = set()
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
-        """No event is told twice, and those of computed blocks say what their identity is made of."""
+        """Take events, checking that none is repeated and that those of computed blocks include their
+        identity's inputs.
+        """
         for event in events:
             block = (event.medium, event.identity)
             if event.kind == "cleared":
@@ -33,7 +35,9 @@ class Listener:
 
 
 def really_held(manager: BlockManager) -> Held:
-    """States if the model has some, else blocks of the first table, also below if it is the only one."""
+    """Return the held states if the model has some, else the first table's blocks, including lower tiers if
+    it is the only table.
+    """
     told = manager.states if manager.states is not None else manager.tables[0]
     held = {(Medium.GPU, identity) for identity in told.entries}
     return held | held_below(manager.tier) if manager.tier and manager.stores == [told] else held

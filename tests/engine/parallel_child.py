@@ -1,4 +1,4 @@
-"""A whole engine on several ranks, in a process that forks them, as `multiprocessing` starts it."""
+"""Runs a whole engine on several ranks, in a process that forks them as `multiprocessing` starts it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from protocol.requests import EngineRequest
 
 
 def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connection) -> None:
-    """Send what the engine is and each request's tokens and log-probabilities, or why it can't start."""
+    """Send the engine's description and each request's tokens and log-probabilities, or why it
+    cannot start.
+    """
     checked = msgspec.convert(config, ServeConfig)
 
     def be_rank(ranks: Ranks, link: socket.socket) -> None:
@@ -63,8 +65,8 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
 
 
 def lose_a_rank(pipe: Connection) -> None:
-    """Send whether the loss of an idle rank is seen, and what a gather says then; once all others were ended,
-    of which one is stopped.
+    """Send whether the loss of an idle rank is noticed, and a gather's error. Then end all other ranks, one
+    of them stopped.
     """
     pids = multiprocessing.SimpleQueue()
 
@@ -87,7 +89,7 @@ def lose_a_rank(pipe: Connection) -> None:
 
 
 def refuse_an_adapter(pipe: Connection) -> None:
-    """Send why not all ranks of three have it, and which ranks are told to drop which slot then."""
+    """Send why not all of three ranks have the adapter, and which ranks are told to drop which slot."""
     dropped = multiprocessing.SimpleQueue()
 
     def be_rank(ranks: Ranks, link: socket.socket) -> None:
@@ -108,7 +110,7 @@ def refuse_an_adapter(pipe: Connection) -> None:
 
 
 def lead_a_deaf_rank(pipe: Connection) -> None:
-    """Send the processes of this leader and of its rank, which listens to nobody; wait to be killed."""
+    """Send the process ids of this leader and of its rank, which ignores it, then wait to be killed."""
 
     def be_rank(ranks: Ranks, link: socket.socket) -> None:
         pipe.send((os.getppid(), os.getpid()))
@@ -121,7 +123,7 @@ def lead_a_deaf_rank(pipe: Connection) -> None:
 
 
 def follow_nobody(pipe: Connection) -> None:
-    """Be a rank whose leader has ended before the rank asked to end with it. Sends nothing."""
+    """Be a rank whose leader has ended before the rank could ask to end with it. Sends nothing."""
     ours, _ = socket.socketpair()
     _follow(lambda *_: pipe.send("it follows"), os.getpid(), Ranks(2).other(1), ours)
 

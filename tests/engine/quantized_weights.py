@@ -15,7 +15,9 @@ def make_weight(
     zeros: bool = False,
     permuted: bool = False,
 ) -> QuantizedWeight:
-    """Random codes, scales near those of a trained layer; `group` None: one scale for each output."""
+    """Return random codes, and scales like a trained layer's. A `group` of None means one scale for each
+    output.
+    """
     torch.manual_seed(inputs + outputs)
     groups = 1 if group is None else inputs // group
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""For packages whose tests make hundreds of engines: at a start each of its steps is run once."""
+"""Speeds up tests that make hundreds of engines: each step at an engine's start runs once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from engine.step import calibration
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_starts() -> Iterator[None]:
-    """What a step takes, for which the fastest of several counts elsewhere, decides no token."""
+    """Measure each kind of step once instead of taking the fastest of several runs. No token
+    depends on it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_RUNS", 1)
         yield

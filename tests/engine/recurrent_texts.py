@@ -1,4 +1,4 @@
-"""Sequences of random rows for the operators of recurrent layers, and these serving them."""
+"""Sequences of random rows for the operators of recurrent layers, run by these operators."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LAYERS = {
     "delta by channel": replace(LAYER, decay_dim=LAYER.key_dim),
     "scan": replace(LAYER, num_heads=70, num_key_heads=1, value_dim=1),
 }
-"""By what a token adds: its value or, by the delta rule, what lacks of it; decays of heads or channels; heads
-of one value each, more than the kernel takes at once.
+"""Layers by what a token adds (its value, or by the delta rule the difference), by decays of heads or
+channels, and with heads of one value each, more than the kernel takes at once.
 """
 LENGTH = 53
-"""Tokens: three grid points, and some behind the last one."""
+"""Tokens: three grid points, and some more."""
 CPU = torch.device("cpu")
 
 
@@ -68,7 +68,7 @@ def served(
     device: torch.device = CPU,
     grid: int = GRID,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each text, what the operators give: in chunks at random places beside the others, or whole."""
+    """Return the operators' results for each text, in chunks at random places beside the others, or whole."""
     length = texts[0].length
     layout = StateLayout((texts[0].layer,), texts[0].inputs.dtype, grid, grid)
     operators = kind(StateSlots(layout, len(texts) + 1, device))
@@ -95,8 +95,8 @@ def served(
 def served_ahead(
     kind: type[StepOperators], text: Text, rng: random.Random, device: torch.device = CPU
 ) -> tuple[Tensor, Tensor]:
-    """As `served`: a prompt, then row by row, of which some run before they are certain. So at a grid point
-    all of the window lies behind the state.
+    """Return the same as `served` for a prompt, then row by row, some of which run before they are committed.
+    At a grid point the whole window lies behind the state.
     """
     operators = kind(StateSlots(StateLayout((text.layer,), text.inputs.dtype), 1, device))
     count = rng.randint(1, GRID)
@@ -122,7 +122,7 @@ def _run(operators: StepOperators, text: Text, rows: list[Tensor]) -> tuple[Tens
 
 
 def token_by_token(text: Text) -> tuple[Tensor, Tensor]:
-    """float64, as the papers have it."""
+    """Compute by the papers' recurrence in float64."""
     layer = text.layer
     padded = torch.cat([torch.zeros(layer.taps - 1, layer.channels), text.inputs]).double()
     taps = text.weight.double().t()
@@ -150,8 +150,8 @@ def drafted(
     trees: bool,
     device: torch.device = CPU,
 ) -> int:
-    """Asserts that the text's rows come out as in `whole`, drafted as chains or trees with wrong ones beside
-    or behind them, and another sequence's. Returns how many drafted rows were accepted.
+    """Check that the text's rows equal `whole` when drafted as chains or trees, with wrong drafts and another
+    sequence's around them. Return how many drafted rows were accepted.
     """
     noise = Text(
         1, "sum" if text.beta is None else "delta", text.inputs.dtype, dict.fromkeys(LAYERS, text.layer)
@@ -173,7 +173,7 @@ def drafted(
             last = masks[nodes[-1] + 1]
         if not trees:
             drafts += [None] * rng.randint(0, 40 - len(drafts))
-        start = certain - 1 if trees else done  # a tree's root is the last certain token
+        start = certain - 1 if trees else done  # a tree's root is the last committed token
         if trees and start > done:
             operators.begin_step([RowSpan(1, done, start - done, start)])
             _run(operators, text, [rows.to(device) for rows in text.rows(done, start)])
@@ -194,7 +194,7 @@ def drafted(
 
 
 def _rows_at(text: Text, noise: Text, places: list[int | None]) -> list[Tensor]:
-    """The text's rows at these places, and others for None."""
+    """Return the text's rows at these places, and noise for None."""
     chosen = [
         text.rows(place, place + 1) if place is not None else noise.rows(index, index + 1)
         for index, place in enumerate(places)

@@ -1,4 +1,4 @@
-"""The sampler's definition, written plainly: one row at a time, noise for every token, no short cuts."""
+"""The sampler's definition, written plainly: one row at a time, noise for every token, no shortcuts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_row(request_id: str = "r", prompt=(1, 2, 3), output=(), **params) -> Sa
 
 
 def processed(logits: Tensor, row: SamplingRow, eos_token_ids: list[int]) -> Tensor:
-    """Float32 [vocab] after everything that comes before the temperature."""
+    """Return float32 [vocab] after everything that precedes the temperature."""
     params, values = row.params, logits.float().clone()
     for token, bias in params.logit_bias.items():
         values[token] += bias
@@ -46,14 +46,14 @@ def processed(logits: Tensor, row: SamplingRow, eos_token_ids: list[int]) -> Ten
 
 
 def distribution(logits: Tensor, row: SamplingRow, eos_token_ids: list[int] | None = None) -> Tensor:
-    """Float64 [vocab]: the exact probabilities that the token is drawn with."""
+    """Return float64 [vocab], the exact probabilities of the token."""
     values = scaled(processed(logits, row, eos_token_ids or []), row.params).double()
     probabilities = values.softmax(0)
     return probabilities / probabilities.sum()
 
 
 def scaled(values: Tensor, params: SamplingParams) -> Tensor:
-    """Float32 [vocab], the maximum at 0, after temperature and filters; what is filtered out is -inf."""
+    """Return float32 [vocab] with maximum 0, after temperature and filters; filtered tokens have -inf."""
     values = values - values.max()
     if params.is_greedy:
         return torch.where(values == 0, 0.0, -math.inf)

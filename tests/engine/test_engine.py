@@ -1,4 +1,4 @@
-"""The engine alone: chunks, priorities, deadlines, reservations, log-probabilities, what it counts."""
+"""The engine in isolation: chunks, priorities, deadlines, reservations, log-probabilities, counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIFTY_TOKENS_IN_9_MS = StepCosts(step_s=1e-3, row_s=0.0, context_s=0.0, token_s=
 
 
 def tiny_engine(folder: Path, **options: Any) -> Engine:
-    """Of a small model in fp32, with steps of at most 64 tokens."""
+    """Make an engine of a small model in fp32, with steps of at most 64 tokens."""
     config = ServeConfig(
         model=str(folder), dtype="float32", device="cpu", compile="off", max_num_batched_tokens=64
     )
@@ -91,7 +91,7 @@ def test_a_long_prompt_runs_in_chunks(make_engine: Callable[..., Engine], refere
     assert_empty(engine)
 
 
-def test_a_block_aligned_prompt_is_found_again_whole(
+def test_a_block_aligned_prompt_is_found_whole(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     engine = make_engine()
@@ -108,7 +108,7 @@ def test_a_block_aligned_prompt_is_found_again_whole(
     assert_empty(engine)
 
 
-def test_one_prompt_asked_for_many_times_is_computed_once(
+def test_equal_prompts_are_computed_once(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     engine = make_engine()
@@ -127,12 +127,12 @@ def test_one_prompt_asked_for_many_times_is_computed_once(
             outputs.setdefault(output.request_id, []).append(output)
     # Of 150 tokens 144 are in full blocks; of the first 100, 96.
     assert prefilled == 150 + 3 * 6 + (160 - 96) + 20
-    assert list(outputs)[:2] == ["same-0", "other"]  # one that shares nothing waits for nobody
+    assert list(outputs)[:2] == ["same-0", "other"]  # a prompt that shares nothing waits for nobody
     assert all(tokens(outputs[f"same-{index}"]) == greedy(reference, prompt, 8) for index in range(4))
     assert_empty(engine)
 
 
-def test_followers_outlive_their_leader(
+def test_followers_survive_their_leader(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     engine = make_engine()
@@ -147,7 +147,7 @@ def test_followers_outlive_their_leader(
     assert_empty(engine)
 
 
-def test_nobody_waits_for_what_cannot_be_shared(make_engine: Callable[..., Engine]) -> None:
+def test_prompts_that_share_nothing_do_not_wait(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_num_batched_tokens=512)
     prompt = prompt_of(40)
     engine.add(ask("plain", prompt))
@@ -164,8 +164,8 @@ def test_nobody_waits_for_what_cannot_be_shared(make_engine: Callable[..., Engin
 def hand_over(
     source: Engine, target: Engine, request: EngineRequest, foreign_format: str = "", **how: Any
 ) -> tuple[list[int], int]:
-    """`target` takes over a prompt that `source` computes. Return the first token, and how many tokens of the
-    prompt `target` had.
+    """Hand over a prompt that `source` computes to `target`. Return the first token, and how many tokens of
+    the prompt `target` had.
     """
     source.add(request, prefill_only=True)
     first = tokens(run(source)[request.request_id])
@@ -180,10 +180,10 @@ def hand_over(
 
 
 @pytest.mark.parametrize(("num_blocks", "preempts"), [(64, False), (20, True)])
-def test_what_is_handed_over_waits_for_a_row(
+def test_a_handed_over_request_waits_for_a_row(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, num_blocks: int, preempts: bool
 ) -> None:
-    """Its blocks are there already. If they run out, it gives its own before those that run."""
+    """It already has its blocks. If these run out, it gives up its own before running sequences do."""
     prefill, decode = make_engine(), make_engine(num_blocks, max_num_seqs=2, enable_prefix_caching=False)
     prompts = {name: prompt_of(62, seed) for seed, name in enumerate("abcde")}
     asked = {name: ask(name, prompt, max_tokens=20) for name, prompt in prompts.items()}
@@ -202,7 +202,7 @@ def test_what_is_handed_over_waits_for_a_row(
     assert_empty(decode)
 
 
-def test_decoding_goes_on_beside_a_long_prompt(make_engine: Callable[..., Engine]) -> None:
+def test_decoding_continues_beside_a_long_prompt(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     engine.add(ask("long", prompt_of(240)))
     engine.step()
@@ -228,7 +228,7 @@ def test_a_prompt_beside_decoding_keeps_within_the_budget(
     assert tokens(outputs["long"]) == greedy(reference, prompt_of(240, seed=1), 8)
 
 
-def test_a_prompt_keeps_within_the_slo_of_who_decodes_beside_it(make_engine: Callable[..., Engine]) -> None:
+def test_a_prompt_keeps_within_the_slo_of_decoding_requests(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
     engine.times.latest = FIFTY_TOKENS_IN_9_MS
     engine.add(ask("strict", prompt_of(20), max_tokens=3, slo_tpot_s=0.0055))
@@ -299,7 +299,7 @@ def test_emitted_tokens_continue_where_they_ended(
     assert_empty(engine)
 
 
-def test_a_ban_that_begins_in_emitted_tokens_holds(
+def test_a_ban_that_begins_in_emitted_tokens_applies(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     prompt = prompt_of(20)
@@ -315,7 +315,7 @@ def test_a_ban_that_begins_in_emitted_tokens_holds(
 
 @pytest.mark.parametrize("sampling", [{}, CONTINUED["penalties"]], ids=["greedy", "penalties"])
 @pytest.mark.parametrize(("stage", "steps"), [("waiting", 0), ("running", 1), ("held", 3)])
-def test_a_prefill_that_nobody_takes_goes_on_here(
+def test_a_prefill_whose_hand_off_fails_continues_here(
     make_engine: Callable[..., Engine], stage: str, steps: int, sampling: dict[str, Any]
 ) -> None:
     engine = make_engine()
@@ -363,7 +363,7 @@ def test_a_reservation_is_activated_or_freed(
 def test_a_handed_over_prompt_may_lack_its_last_tokens(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, missing: int
 ) -> None:
-    """They are computed before the first decode step, from whatever position on."""
+    """They are computed before the first decode step, from any position."""
     prompt = prompt_of(40)
     prefill, decode = make_engine(), make_engine()
     prefill.add(ask("a", prompt), prefill_only=True)
@@ -395,7 +395,7 @@ INT8, FP8 = ({"foreign_format": f"float32/{name}"} for name in ("int8", "fp8"))
     ],
     ids=["foreign formats", "other content than was said"],
 )
-def test_blocks_are_shared_with_those_of_their_format_alone(
+def test_blocks_are_shared_only_within_their_format(
     make_engine: Callable[..., Engine], turns: list[tuple[dict[str, Any], int]]
 ) -> None:
     prompt, prefill, decode = prompt_of(40), make_engine(), make_engine()
@@ -413,7 +413,7 @@ def test_a_request_may_fill_the_context_and_no_more(make_engine: Callable[..., E
         engine.add(ask("too long", prompt_of(MAX_LEN - 8), 9))
 
 
-def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> None:
+def test_a_reservation_without_room(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(num_blocks=17)
     first = engine.reserve(ask("a", prompt_of(200)))
     assert first is not None
@@ -455,7 +455,9 @@ def test_prompt_logprobs_across_chunks(
         ({"output_token_ids": [5] * 8}, "output_token_ids"),
     ],
 )
-def test_refuses_by_field(make_engine: Callable[..., Engine], changes: dict[str, Any], field: str) -> None:
+def test_bad_requests_are_refused_by_field(
+    make_engine: Callable[..., Engine], changes: dict[str, Any], field: str
+) -> None:
     engine = make_engine()
     arguments: dict[str, Any] = {"prompt": [1, 2, 3], **changes}
     with pytest.raises(InvalidRequestError) as refused:
@@ -486,7 +488,7 @@ def test_a_request_without_a_possible_token_fails_alone(
 def test_compiled_forward_gives_the_same_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model has one layer: each takes four CPU seconds."""
+    """The model has one layer, since compiling takes four CPU seconds for each."""
     caplog.set_level("INFO", "tandem.engine")
     monkeypatch.setattr(phases, "SLOW_S", 0.0)
     write_tiny_llama(tmp_path, num_layers=1)
@@ -506,13 +508,13 @@ def test_compiled_forward_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_float32_compiles_nothing_where_the_native_decoder_knows_the_model(
+def test_float32_compiles_nothing_if_the_native_decoder_knows_the_model(
     quantization: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It logs what it does at the start, and gives Transformers' tokens."""
+    """It logs its choice at the start, and gives Transformers' tokens."""
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
     write_tiny_llama(tmp_path)
     options = {
@@ -541,7 +543,7 @@ def test_float32_compiles_nothing_where_the_native_decoder_knows_the_model(
             assert tokens(outputs[str(index)]) == greedy(load(tmp_path), prompt, 8)
 
 
-def test_a_step_that_did_not_keep_its_lent_cores_tells_nothing_of_costs(make_engine: Callable[..., Engine]):
+def test_a_step_that_lost_its_lent_cores_is_not_learned_from(make_engine: Callable[..., Engine]):
     engine = make_engine()
     engine.borrow(lambda: False)
     first = engine.times.costs()
@@ -554,7 +556,7 @@ def test_a_step_that_did_not_keep_its_lent_cores_tells_nothing_of_costs(make_eng
     assert engine.times.costs() != first
 
 
-def test_requests_wait_for_room_that_pages_would_leave(folder: Path) -> None:
+def test_without_paging_requests_wait_for_whole_room(folder: Path) -> None:
     """A sequence has blocks for the longest one from its first step on."""
     prompts = {name: prompt_of(20, seed) for seed, name in enumerate("abcd")}
     answers, most = {}, {}

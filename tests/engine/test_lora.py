@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine: merged or separate, alone or in a crowd, and whose KV is whose."""
+"""LoRA adapters in the engine: merged or separate, alone or in a batch, and separate KV."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = ("llama", "gpt2")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each model, with two adapters below: one of all layers, one of some with several ranks."""
+    """Write each model with two adapters: one of all layers, one of some layers with several ranks."""
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     some = {"llama": ("q_proj", "v_proj", "down_proj"), "gpt2": ("c_attn",)}
     for name, folder in folders.items():
@@ -97,13 +97,13 @@ def test_merged_and_separate_weights_give_equal_tokens(name: str, folders: dict[
         found = tokens(outputs)
         assert found == greedy(expected[adapter], prompt[: 40 - int(number)], 12), request_id
         texts.add(tuple(found))
-    assert len(texts) > 3  # the adapters say something of their own
+    assert len(texts) > 3  # the adapters change the text
     assert_empty(engine)
 
 
 @pytest.mark.timeout(600)
 def test_a_compiled_forward_adds_adapters(tmp_path: Path) -> None:
-    """Of one layer, which takes a third of the time, with what it would compute as one product."""
+    """One layer takes a third of the time. Some of its products are fused."""
     write_model("llama", tmp_path, num_hidden_layers=1)
     write_adapter(tmp_path, tmp_path / "one", 1)
     write_adapter(tmp_path, tmp_path / "other", 2, targets=("q_proj", "v_proj", "down_proj"))
@@ -120,7 +120,7 @@ def test_a_compiled_forward_adds_adapters(tmp_path: Path) -> None:
 
 
 def logits_of(engine: Engine, batch: list[SequenceRows]) -> list[Tensor]:
-    """Of each sequence's last row."""
+    """Return the logits of each sequence's last row."""
     ends, end = [], 0
     for rows in batch:
         end += len(rows.token_ids)
@@ -131,7 +131,7 @@ def logits_of(engine: Engine, batch: list[SequenceRows]) -> list[Tensor]:
 @needs_kernel
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("name", "compile"), [("llama", "auto"), ("llama", "off"), ("gpt2", "off")])
-def test_a_row_has_the_same_bits_alone_and_in_a_crowd(
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     name: str, compile: str, threads: int, folders: dict[str, Path], threads_restored: None
 ) -> None:
     torch.set_num_threads(threads)
@@ -155,7 +155,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_crowd(
 
 
 @needs_kernel
-def test_the_native_decoder_adds_what_the_modules_add(folders: dict[str, Path]) -> None:
+def test_the_native_decoder_adds_the_same_as_the_modules(folders: dict[str, Path]) -> None:
     native, modules = (
         make_engine(folders["llama"], dtype="bfloat16", compile=compile) for compile in ("auto", "off")
     )
@@ -173,8 +173,8 @@ def test_the_native_decoder_adds_what_the_modules_add(folders: dict[str, Path]) 
         assert (ours.float() - theirs.float()).abs().mean() < 0.02 * theirs.float().abs().mean()
 
 
-def test_a_second_runner_of_a_model_adds_nothing_twice(folders: dict[str, Path]) -> None:
-    """On a GPU there is one before the engine's, for a trial."""
+def test_a_second_runner_of_a_model_adds_adapters_once(folders: dict[str, Path]) -> None:
+    """On a GPU a trial's runner is made before the engine's."""
     engine = make_engine(folders["llama"])
     attach(engine._runner._model, adapters_of(engine))  # type: ignore[attr-defined]
     prompt = prompt_of(20)
@@ -184,8 +184,8 @@ def test_a_second_runner_of_a_model_adds_nothing_twice(folders: dict[str, Path])
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_adapters_stand_beside_quantized_weights(format: str, folders: dict[str, Path]) -> None:
-    """In float32, where torch multiplies by the rounded weights."""
+def test_adapters_work_with_quantized_weights(format: str, folders: dict[str, Path]) -> None:
+    """In float32, where torch multiplies with the dequantized weights."""
     engine = make_engine(folders["llama"], quantization=format)
     rounded = load(folders["llama"])
     own = engine._runner._model  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ def test_adapters_stand_beside_quantized_weights(format: str, folders: dict[str,
 @pytest.mark.parametrize("strides", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_kernel)])
 def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: bool) -> None:
-    """Also where no whole vectors fit, and rows of the outputs lie apart."""
+    """Even if rows of outputs are strided and the width is no multiple of a vector."""
     generator = torch.Generator().manual_seed(5)
     for inputs, outputs, rank in ((7, 5, 4), (64, 96, 8), (50, 150, 12), (4096, 4096, 16)):
         x = torch.randn(1, 6, inputs, generator=generator).to(dtype)
@@ -221,7 +221,7 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
 
 
 @needs_kernel
-def test_an_adapter_lies_in_memory_in_the_order_in_which_it_is_read(folders: dict[str, Path]) -> None:
+def test_an_adapters_memory_has_the_order_of_its_use(folders: dict[str, Path]) -> None:
     engine = make_engine(folders["llama"], dtype="bfloat16")
     table = adapters_of(engine)
     products = table.weights(table.acquire(named(engine, "one"))).products
@@ -249,8 +249,8 @@ def test_adapters_share_no_kv_with_each_other_or_the_base(folders: dict[str, Pat
     assert reserved is not None and reserved.covered == 64
 
 
-def test_a_waiting_request_follows_none_of_another_adapter(folders: dict[str, Path]) -> None:
-    """But one of its own, whose prefix it shares when that is computed."""
+def test_a_waiting_request_shares_no_prefix_of_another_adapter(folders: dict[str, Path]) -> None:
+    """It does follow a request with its own adapter, and shares that prefix once it is computed."""
     engine = make_engine(folders["llama"], max_num_batched_tokens=64, itl_budget=0.0)
     prompt = prompt_of(100)
     engine.add(ask("base", prompt))
@@ -263,7 +263,7 @@ def test_a_waiting_request_follows_none_of_another_adapter(folders: dict[str, Pa
     assert cached["one 0"] == 0 and cached["one 1"] == 96
 
 
-def test_the_same_content_is_loaded_once_whatever_it_is_called(folders: dict[str, Path]) -> None:
+def test_equal_files_are_loaded_once_under_any_name(folders: dict[str, Path]) -> None:
     table = adapters_of(make_engine(folders["llama"]))
     path = str(folders["llama"] / "one")
     one, alias = table.load("one", path), table.load("alias", path)
@@ -274,7 +274,7 @@ def test_the_same_content_is_loaded_once_whatever_it_is_called(folders: dict[str
     table.release(slot)
 
 
-def test_one_that_is_unloaded_serves_those_who_use_it(folders: dict[str, Path]) -> None:
+def test_an_unloaded_adapter_still_serves_running_requests(folders: dict[str, Path]) -> None:
     engine = make_engine(folders["llama"])
     table, prompt = adapters_of(engine), prompt_of(20)
     one = named(engine, "one")
@@ -285,14 +285,14 @@ def test_one_that_is_unloaded_serves_those_who_use_it(folders: dict[str, Path]) 
     slot = next(iter(engine.sequences.values())).adapter
     table.unload("one")
     table.weights(slot)
-    assert len(tokens(run(engine)["during"])) == 7  # the first one was there
+    assert len(tokens(run(engine)["during"])) == 7  # the first adapter was used
     with pytest.raises(KeyError):
         table.weights(slot)
-    engine.add(ask("after", prompt, adapter=one))  # as a request that another worker began brings it
+    engine.add(ask("after", prompt, adapter=one))  # as a request resumed from another worker names it
     assert tokens(run(engine)["after"]) == expected
 
 
-def test_an_adapter_that_changed_on_the_disk_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+def test_a_changed_adapter_is_not_mistaken_for_the_old_one(tmp_path: Path) -> None:
     write_model("llama", tmp_path)
     write_adapter(tmp_path, tmp_path / "one", 1)
     engine = make_engine(tmp_path, lora_modules={"one": str(tmp_path / "one")})
@@ -330,7 +330,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("field", CONFIGS)
-def test_what_a_configuration_asks_for_in_vain_is_named(
+def test_unsupported_configurations_are_named(
     field: str, table: Adapters, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     value, message = CONFIGS[field]
@@ -361,7 +361,7 @@ TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
 
 
 @pytest.mark.parametrize("change", TENSORS)
-def test_a_tensor_that_does_not_fit_is_named(
+def test_a_tensor_with_a_wrong_shape_is_named(
     change: str, table: Adapters, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     config, tensors = read(folders["llama"] / "one")
@@ -388,7 +388,7 @@ def test_files_without_a_tensor_are_named(table: Adapters, folders: dict[str, Pa
         ("adapter_model.safetensors", bytes(2**23), "adapter_model.safetensors: has more than the"),
     ],
 )
-def test_files_that_are_none_are_named(
+def test_invalid_files_are_named(
     file: str,
     content: bytes | None,
     message: str,
@@ -405,10 +405,10 @@ def test_files_that_are_none_are_named(
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_regular_file_is_refused_unread(
+def test_special_files_are_refused_unread(
     file: str, kind: str, table: Adapters, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A pipe would be waited for, and a device might never end."""
+    """A read of a pipe would wait, and one of a device might never end."""
     folder = write(tmp_path, *read(folders["llama"] / "one"))
     (folder / file).unlink()
     match kind:
@@ -426,6 +426,6 @@ def assert_refused(table: Adapters, adapter: Path, message: str) -> None:
         table.load("bad", str(adapter))
 
 
-def test_an_adapter_that_cannot_be_served_is_named_at_the_start(folders: dict[str, Path]) -> None:
+def test_an_unusable_adapter_is_named_at_the_start(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"--lora-modules: sql: adapter_config.json: cannot be read"):
         make_engine(folders["llama"], lora_modules={"sql": str(folders["llama"] / "sql")})

@@ -1,4 +1,4 @@
-"""Several ranks: results have the bits that one process gives, and what can't be divided is refused."""
+"""Several ranks give the same bits as one process, and models that cannot be divided are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BLOCK_SIZE = 16
 
 
 def steps() -> list[tuple[list[SequenceRows], list[int]]]:
-    """Prompts, one of them in two chunks, and decoding beside them; with the rows whose logits are wanted."""
+    """Return prompts, one in two chunks, with decoding beside them, and the rows whose logits are needed."""
     first, second, third = ([(3 + 7 * i + j * j) % VOCAB_SIZE for j in range(40)] for i in range(3))
     return [
         (
@@ -77,7 +77,7 @@ def load(
     kv_codes: str = "none",
     **changes: Any,
 ) -> LoadedModel:
-    """A random model, packed."""
+    """Return a random packed model."""
     transformers_hook.register()
     torch.manual_seed(11)
     options = {"dtype": dtype, "attn_implementation": transformers_hook.NAME}
@@ -98,7 +98,7 @@ def load(
 
 
 def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
-    """Each step's logits and the pool's bytes, by one runner or by ranks that are threads here."""
+    """Return each step's logits and the pool's bytes, by one runner or by ranks in threads."""
     pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK_SIZE), 7, CPU, None)
     runners: list[Runner]
     if size == 1:
@@ -115,7 +115,7 @@ def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
 
 
 def qwen2(heads: int = 6, kv_heads: int = 2, **options: Any) -> dict[str, Any]:
-    """A shape that the native decoder runs, and shares among ranks."""
+    """Make a shape that the native decoder runs and divides among ranks."""
     shape = {"vocab_size": 330, "head_dim": 16, "hidden_size": 144, "intermediate_size": 200}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return {"model_type": "qwen2", "compile": "auto"} | shape | heads_of | options
@@ -140,7 +140,7 @@ SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
     "int4 weights, native decoder": (int_weights(CodeFormat.INT4, "auto"), [3]),
     "experts in ranks": ({"model_type": "mixtral", "compile": "auto", "in_ranks": True}, [2]),
 }
-"""Options of `load`, and numbers of ranks, 4 of which are more than the KV heads of most."""
+"""Options of `load`, and numbers of ranks. 4 exceeds the KV heads of most models."""
 
 
 @needs_kernel
@@ -158,7 +158,7 @@ def test_ranks_have_the_bits_of_one_process(case: str) -> None:
     assert len({int(row.argmax()) for step in expected for row in step}) > 2, "a test that cannot fail"
 
 
-def test_other_ranks_divide_the_layers_as_the_first_one_does() -> None:
+def test_other_ranks_divide_layers_like_the_first() -> None:
     loaded = load("gemma2", torch.float32)
     for kept in (loaded.kv_group, loaded.kv_group.in_tables(512)):
         layout = PoolLayout((kept,), BLOCK_SIZE)
@@ -166,19 +166,19 @@ def test_other_ranks_divide_the_layers_as_the_first_one_does() -> None:
 
 
 @needs_kernel
-def test_one_rank_next_to_several_leaves_experts_to_the_modules() -> None:
+def test_one_rank_leaves_experts_to_the_modules() -> None:
     assert load("mixtral", torch.bfloat16, "auto").description is not None
     assert load("mixtral", torch.bfloat16, "auto", in_ranks=True).description is None
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
-def test_in_float32_they_differ_by_rounding(model_type: str) -> None:
+def test_in_float32_ranks_differ_by_rounding(model_type: str) -> None:
     loaded = load(model_type, torch.float32)
     for logits, expected in zip(run(loaded, 4)[0], run(loaded, 1)[0], strict=True):
         assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_are_shared_in_whole_panels_if_there_are_enough() -> None:
+def test_layers_are_divided_in_whole_panels_if_possible() -> None:
     ranks = Ranks(3)
     assert ranks.parts(330, 64) == [range(128), range(128, 256), range(256, 330)]
     assert ranks.parts(100, 64) == [range(33), range(33, 66), range(66, 100)]
@@ -201,7 +201,7 @@ def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
         return list(threads.map(lambda rank: work(first.other(rank)), range(size)))
 
 
-def test_gathers_of_any_shape_one_after_the_other() -> None:
+def test_consecutive_gathers_of_any_shape() -> None:
     shapes = [(1, 5), (3, 700), (900, 330), (2, 3, 40), (1, 100_000)] * 20
     wholes = [torch.randn(shape) for shape in shapes]
 
@@ -216,7 +216,7 @@ def test_gathers_of_any_shape_one_after_the_other() -> None:
     assert on_ranks(3, gather) == [True] * 3
 
 
-def test_a_rank_that_does_not_come_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "GATHER_TIMEOUT_S", 0.05)
     ranks = Ranks(2)
     with pytest.raises(LostRankError):
@@ -247,7 +247,7 @@ ADAPTERS = ("of the start", "late")
 
 
 def requests(folder: Path) -> list[EngineRequest]:
-    """Long and short ones together, greedy and sampled; the last one again beforehand, alone, and with
+    """Return long and short requests, greedy and sampled. The last one also runs first, alone, and with
     adapters, one of which the worker does not have yet.
     """
     prompts = [[3 + (7 * i + j * j) % 300 for j in range(5 + 40 * i)] for i in range(4)]
@@ -265,7 +265,7 @@ def requests(folder: Path) -> list[EngineRequest]:
 
 
 def in_child(work: Callable[..., None], *arguments: Any) -> Any:
-    """Begin it in a process of one thread; the pipe's end that gets its answer."""
+    """Start work in a process of one thread. Return the pipe's end that gets its answer."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
@@ -300,16 +300,16 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile:
     assert tokens == expected_tokens
     assert len({token for ids in tokens["0"] for token in ids}) > 4, "a test that cannot fail"
     assert tokens["3"] != tokens[ADAPTERS[0]] != tokens[ADAPTERS[1]] != tokens["3"], "likewise"
-    if dtype == "bfloat16":  # torch's products in float32 have other bits for a part of the outputs
+    if dtype == "bfloat16":  # some of torch's float32 products have other bits for parts of the outputs
         assert results == expected, "the log-probabilities have the same bits"
         assert results["alone"] == results["3"], "with any batch"
 
 
-def test_the_loss_of_an_idle_rank_is_seen() -> None:
+def test_the_loss_of_an_idle_rank_is_noticed() -> None:
     assert answer(in_child(parallel_child.lose_a_rank)) == (True, "a rank does not answer")
 
 
-def test_ranks_end_with_their_worker_also_those_that_do_not_listen() -> None:
+def test_ranks_end_with_their_worker_even_if_they_ignore_it() -> None:
     pipe = in_child(parallel_child.lead_a_deaf_rank)
     leader, rank = answer(pipe)
     os.kill(leader, signal.SIGKILL)
@@ -351,7 +351,7 @@ def test_a_packed_layer_of_gpt2() -> None:
     assert torch.allclose(packed(x), linear(x), atol=1e-2, rtol=1e-2)
 
 
-def test_a_step_travels_as_it_is() -> None:
+def test_a_step_is_sent_unchanged() -> None:
     tree = SequenceRows([1, 2, 3], 7, [[4, 5]], [1, 3, 1 << 63], 6, 2)
     sent = RunStep([tree], [0, 2], False)
     got = msgspec.msgpack.decode(encode(sent), type=RunStep)

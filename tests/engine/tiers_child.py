@@ -1,7 +1,7 @@
-"""A process that writes blocks to a disk tier: `FOLDER BLOCK_BYTES CAPACITY FIRST COUNT`.
+"""Writes blocks to a disk tier in a separate process: `FOLDER BLOCK_BYTES CAPACITY FIRST COUNT`.
 
-It says `ready` once the first is written. With COUNT 0 it goes on until it is killed; else it closes the tier
-and says its counters as JSON.
+It prints `ready` once the first block is written. With COUNT 0 it continues until it is killed. Otherwise it
+closes the tier and prints its counters as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.kv.tiers.disk import DiskTier
 from tests.engine.tiers_parts import PlainMemory, content_of, identity_of, open_file
 
 LIFE_S = 60.0
-"""So that a test that fails leaves nothing running."""
+"""A limit, so that a failing test leaves nothing running."""
 
 
 def main(folder: str, block_bytes: int, capacity: int, first: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocks whose content follows from their identity, and the parts of the tiers over plain memory."""
+"""Blocks whose content follows from their identity, and parts of the tiers over plain memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def open_file(folder: Path, block_bytes: int, capacity: int, model: bytes = MODE
 
 
 def write_blocks(file: SlotFile, numbers: range) -> None:
-    """Block `number` into slot `number`."""
+    """Write block `number` into slot `number`."""
     for number in numbers:
         identity = identity_of(number)
         file.write(number, identity, number, memoryview(content_of(identity, file.block_bytes)))
 
 
 def check_blocks(file: SlotFile) -> int:
-    """Read everything that the file says it holds; returns how many blocks, all of them right."""
+    """Read and check all blocks of the file. Return their number."""
     into = bytearray(file.block_bytes)
     for stored in file.stored:
         file.read(stored.slot, stored.identity, memoryview(into))
@@ -42,7 +42,7 @@ def check_blocks(file: SlotFile) -> int:
 
 
 class PlainMemory:
-    """A pool and a host memory of byte strings, instead of tensors."""
+    """A pool and a host memory of byte strings in place of tensors."""
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         self.num_slots = num_slots
@@ -61,7 +61,7 @@ class PlainMemory:
 
 
 class StuckFile(SlotFile):
-    """A disk that takes as long as the test wants: until `go`."""
+    """A disk that answers only after `go`."""
 
     go: threading.Event
 

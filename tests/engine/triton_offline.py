@@ -1,5 +1,5 @@
-"""Triton's kernels compiled for devices that are not there, from the launches that the backend makes of
-tensors without memory, and what their machine code says.
+"""Compiles Triton kernels for absent devices, from the backend's launches on tensors without memory, and
+reads the machine code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 
 class _Absent:
-    """What Triton asks of a driver, of a device that is not there."""
+    """A Triton driver for an absent device."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -27,7 +27,7 @@ class _Absent:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return self._capability  # Triton remembers what it compiled by the device
+        return self._capability  # Triton caches compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -35,7 +35,7 @@ class _Absent:
 
 @contextmanager
 def launches(capability: int) -> Iterator[list[Any]]:
-    """Lists the compiled kernels of the launches that are made inside, of which none is run."""
+    """Collect the compiled kernels of the launches inside the block, without running any."""
     run, compiled = JITFunction.run, []
 
     def compile_alone(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -53,17 +53,17 @@ def launches(capability: int) -> Iterator[list[Any]]:
 
 @dataclass(frozen=True)
 class Code:
-    """Of a kernel's machine code."""
+    """Figures of a kernel's machine code."""
 
     threads: int
     registers: int
     spills: int
-    """Instructions that put registers aside or bring them back."""
+    """Instructions that spill registers or restore them."""
     shared_bytes: int
     wide_copies: int
-    """Asynchronous ones from global to shared memory of 128 bits a thread."""
+    """Asynchronous copies from global to shared memory of 128 bits per thread."""
     products: int
-    """Of matrices."""
+    """Matrix products."""
 
     @classmethod
     def of(cls, kernel: Any) -> Code:
@@ -89,13 +89,15 @@ class Code:
 class Device:
     name: str
     shared_bytes: int
-    """That a program may have. A multiprocessor has 1 KiB more, and keeps as much of each program's."""
+    """The shared memory that a program may have. A multiprocessor has 1 KiB more, and reserves 1 KiB for each
+    program.
+    """
     threads: int = 2048
-    """Of a multiprocessor."""
+    """Threads of a multiprocessor."""
     most_programs: int = 32
 
     def programs(self, code: Code) -> int:
-        """That are on a multiprocessor at a time."""
+        """Return how many programs run on a multiprocessor at a time."""
         registers = -(-code.registers // 8) * 8 * code.threads
         shared = (self.shared_bytes + 1024) // (code.shared_bytes + 1024)
         return min(65536 // registers, shared, self.threads // code.threads, self.most_programs)

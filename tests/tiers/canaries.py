@@ -21,7 +21,7 @@ CANARIES = {
         f"{_E2E}/test_structured_outputs.py::test_texts_are_valid_and_equal_on_all_deployments[killed]"
     ),
     "a grammar under drafts": (
-        "tests/speculation/test_structured_text.py::test_texts_are_valid_and_those_without_speculation[tree]"
+        "tests/speculation/test_structured_text.py::test_texts_are_valid_and_equal_those_without_speculation[tree]"
     ),
     "an adapter": f"{_E2E}/test_lora.py::test_tokens_equal_those_of_merged_weights[speculating]",
     "int8": f"{_QUANTIZED}[{{'quantization': 'int8'}}]",

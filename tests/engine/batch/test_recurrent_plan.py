@@ -1,4 +1,4 @@
-"""What the Triton kernels of recurrent layers are told of a step with several sequences."""
+"""The inputs of recurrent layers' Triton kernels for a step with several sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.kv.state_slots import RowSpan
 LAYOUT = StateLayout((RecurrentLayer(8, 4),), torch.float32).with_drafts(16)
 
 
-def test_each_sequence_whose_drafts_cross_a_grid_point_has_a_state_for_them() -> None:
+def test_each_sequence_with_drafts_across_a_grid_point_gets_a_state() -> None:
     crossing = [RowSpan(3, 14, 5, 15), RowSpan(5, 15, 3, 16, [1, 3, 7], 15)]
     spans = [crossing[0], RowSpan(4, 20, 5, 21), crossing[1], crossing[0]]
     tables = tables_of(spans, [0, 16, 0, 0], LAYOUT, 3)
@@ -25,13 +25,15 @@ def test_each_sequence_whose_drafts_cross_a_grid_point_has_a_state_for_them() ->
 
 
 def chain(state_slot: int, base: int, count: int) -> RowSpan:
-    """As far behind its state as a window reaches."""
+    """Return a chain as far behind its state as a window reaches."""
     start = base + LAYOUT.window
     return RowSpan(state_slot, start, count, start + 1)
 
 
 def tree(state_slot: int, base: int, count: int) -> RowSpan:
-    """A path alone, or one node behind another: each row reads all before it, or its own."""
+    """Return a tree: a single path, or one node behind another. Each row reads all before it, or its own
+    ancestors.
+    """
     masks = [(1 << row + 1) - 1 if row % 2 else 1 << row | 1 for row in range(count)]
     start = base + LAYOUT.window
     return RowSpan(state_slot, start, count, start + 1, masks, start)
@@ -39,9 +41,7 @@ def tree(state_slot: int, base: int, count: int) -> RowSpan:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 40, 64])
 @pytest.mark.parametrize("kind", [chain, tree])
-def test_no_step_of_a_shape_has_more_than_it_has_room_for(
-    kind: Callable[[int, int, int], RowSpan], count: int
-) -> None:
+def test_no_step_exceeds_the_room_of_its_shape(kind: Callable[[int, int, int], RowSpan], count: int) -> None:
     room = Room.of(LAYOUT, 3, count, trees=kind is tree, drafts=count > 1)
     spans = [kind(state_slot, 16 * state_slot, count) for state_slot in range(3)]
     for batch in (spans, spans[:1]):

@@ -1,4 +1,4 @@
-"""Sequences' blocks as an array, of which only what has changed is read again."""
+"""Sequences' block lists as an array, of which only changes are read again."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_a_table_follows_lists_that_change_in_place() -> None:
         width = max(map(len, lists))
         expected = [block_ids + [0] * (width - len(block_ids)) for block_ids in lists]
         seen.append((table.of([SequenceRows([0], 0, [block_ids]) for block_ids in lists]), expected))
-    for array, expected in seen:  # an array is its caller's own
+    for array, expected in seen:  # each caller has its own array
         assert array.dtype == np.int32 and array.tolist() == expected
 
 
-def test_a_table_that_gets_wider_keeps_what_has_not_changed() -> None:
+def test_a_table_that_gets_wider_keeps_unchanged_rows() -> None:
     table, lists = BlockTable(16), [[1, 2], [3]]
     for width in (2, 20):
         lists[1] = [3] * width
@@ -41,7 +41,7 @@ def test_a_table_that_gets_wider_keeps_what_has_not_changed() -> None:
         assert array.tolist() == [[1, 2] + [0] * (width - 2), lists[1]]
 
 
-def test_several_tables_lie_behind_one_another() -> None:
+def test_several_tables_follow_one_another() -> None:
     batch = [SequenceRows([0], 0, [[1, 2], [3]]), SequenceRows([0], 0, [[4], [5, 6, 7]])]
     several = BlockTable(16, num_tables=2).of(batch)
     assert several.tolist() == [[[1, 2, 0], [4, 0, 0]], [[3, 0, 0], [5, 6, 7]]]

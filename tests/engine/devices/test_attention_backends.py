@@ -1,4 +1,4 @@
-"""Every attention backend against a plain float64 reference, over random packs."""
+"""Every attention backend compared with a plain float64 reference, over random packs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check(
     masks: list[Masks | None] | None = None,
     first_keys: list[int] | None = None,
 ) -> None:
-    """Coded rows count as the values that they decode to."""
+    """Compare a backend with the reference. Quantized rows count as their decoded values."""
     tolerance = (CODED_TOLERANCE if pack.rows.coded else TOLERANCE)[pack.rows.dtype]
     scale = 0.125 if pack.rows.coded else pack.query.shape[-1] ** -0.5 * 2
     out = run(backend, pack, scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -69,7 +69,7 @@ trees_too = pytest.mark.parametrize("trees", [False, True])
 
 
 def packed(trees: bool, **options: Any) -> tuple[Pack, list[Masks | None] | None]:
-    """`MIXED`, or chains and trees with their masks."""
+    """Make a pack of `MIXED`, or of chains and trees with their masks."""
     if not trees:
         return make_pack(MIXED, **options), None
     masks = mixed_masks(CHAINS_AND_TREES)
@@ -113,7 +113,7 @@ def test_any_block_size(backend: str, block_size: int, trees: bool) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @backends
 def test_window_and_soft_cap(backend: str, window: int | None, softcap: float | None, trees: bool) -> None:
-    """In a tree, windows go by depth."""
+    """In a tree, windows count depths."""
     pack, masks = packed(trees)
     check(backend, pack, window, softcap, masks=masks)
 
@@ -122,7 +122,7 @@ def test_window_and_soft_cap(backend: str, window: int | None, softcap: float | 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (None, 5.0), (50, 5.0)])
 @backends
 def test_sinks(backend: str, softcap: float | None, window: int | None, dtype: torch.dtype) -> None:
-    """From one without weight to one with nearly all of it, which would overflow as an exponential."""
+    """The weights of sinks range from none to nearly all, which would overflow as an exponential."""
     sinks = torch.tensor([-torch.inf, -1.0, 3.0, 200.0]).to(dtype)
     check(backend, make_pack([*MIXED, (3, 1100)], dtype=dtype), window, softcap, sinks=sinks)
 
@@ -130,7 +130,7 @@ def test_sinks(backend: str, softcap: float | None, window: int | None, dtype: t
 @pytest.mark.parametrize(("dtype", "quantization"), CODED, ids=str)
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
 @backends
-def test_coded_rows(backend: str, head_dim: int, dtype: torch.dtype, quantization: str) -> None:
+def test_quantized_rows(backend: str, head_dim: int, dtype: torch.dtype, quantization: str) -> None:
     coded: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
     pack = make_pack([*MIXED, (1, 700)], head_dim=head_dim, **coded)
     check(backend, pack)
@@ -141,7 +141,7 @@ def test_coded_rows(backend: str, head_dim: int, dtype: torch.dtype, quantizatio
 
 
 @backends
-def test_masks_that_no_tree_has(backend: str) -> None:
+def test_masks_that_are_no_trees(backend: str) -> None:
     rng = random.Random(0)
     masks: list[Masks | None] = [[rng.getrandbits(row) | 1 << row for row in range(64)]]
     check(backend, with_masks(make_pack([(64, 200)]), masks), masks=masks)
@@ -152,7 +152,7 @@ def test_masks_that_no_tree_has(backend: str) -> None:
 def test_a_tree_that_grows_by_a_few_rows_or_one_at_a_time(
     backend: str, window: int | None, softcap: float | None
 ) -> None:
-    """The last rows alone, over the keys that an earlier forward left, give what they give among all."""
+    """The last rows alone, over the keys of an earlier forward, give the same as among all rows."""
     masks = tree_masks(40, 1)
     pack = with_masks(make_pack([(40, 530)]), [masks])
     whole = run(backend, pack, window=window, softcap=softcap)
@@ -193,7 +193,7 @@ def test_long_context(backend: str) -> None:
 
 @backends
 def test_scores_of_any_size(backend: str) -> None:
-    """Scores whose exponentials overflow float32 unless the maximum is taken off."""
+    """The exponentials of some scores overflow float32 unless the maximum is subtracted."""
     pack = make_pack(MIXED)
     pack.query *= 100
     out = run(backend, pack, scale=1.0)
@@ -224,8 +224,8 @@ def test_other_layers_stay_untouched(backend: str) -> None:
 
 @dtypes
 @backends
-def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> None:
-    """Layers of one step that differ in heads and head_dim give the bits that each gives in a pool alone."""
+def test_layers_with_different_shapes(backend: str, dtype: torch.dtype) -> None:
+    """Layers of one step that differ in heads and head_dim give the same bits as each in its own pool."""
     shapes = [(4, 2, 64), (8, 2, 128), (8, 4, 128), (4, 2, 24), (4, 2, 64)]
     packs = [
         make_pack(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
@@ -257,7 +257,7 @@ def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> No
 def test_values_of_another_size_than_keys(
     backend: str, key_dim: int, value_dim: int, values_in_keys: bool, dtype: torch.dtype
 ) -> None:
-    """They may lie in the keys: then values that are handed over are not read."""
+    """They may be stored within the keys; then the given values are not read."""
     shape = Shape(dtype, "none", 1, 5, key_dim, value_dim, values_in_keys=values_in_keys)
     sequences = tuple(Sequence(*lengths, seed) for seed, lengths in enumerate(MIXED))
     step = Step.of(Case(shape, Options(1.0, 50, sinks=not values_in_keys), sequences, padding=2))
@@ -290,7 +290,7 @@ def test_coded_values_of_another_size_than_keys(quantization: str) -> None:
 
 @backends
 def test_strided_inputs(backend: str) -> None:
-    """Rows as a fused projection or a transposed rotary embedding leave them."""
+    """Fused projections and transposed rotary embeddings produce such rows."""
     plain, strided = make_pack(MIXED), make_pack(MIXED)
     heads, kv_heads = plain.query.shape[1], plain.key.shape[1]
     fused = torch.cat([strided.query, strided.key, strided.value], dim=1)
@@ -301,7 +301,7 @@ def test_strided_inputs(backend: str) -> None:
 
 
 @backends
-def test_last_dimension_that_is_not_contiguous(backend: str) -> None:
+def test_a_last_dimension_that_is_not_contiguous(backend: str) -> None:
     plain, strided = make_pack(MIXED), make_pack(MIXED)
     strided.query = strided.query.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     strided.value = strided.value.permute(2, 0, 1).contiguous().permute(1, 2, 0)

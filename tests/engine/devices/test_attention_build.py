@@ -1,4 +1,4 @@
-"""How the CPU kernel is built, chosen and loaded, and what its Python side refuses."""
+"""Building, choosing and loading the CPU kernel, and the inputs that its Python side refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ has_compiler = pytest.mark.skipif(
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, and nothing remembered from earlier choices."""
+    """Start with an empty cache and without remembered choices."""
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
     forget = (cpu_backend.load.cache_clear, cpu_backend.build_fault.cache_clear)
     for clear in forget:
@@ -46,13 +46,13 @@ def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++ in PATH")
-def test_the_kernel_builds_where_there_is_a_compiler() -> None:
-    """Otherwise every test of the kernel would be skipped, and no one the wiser."""
+def test_the_kernel_builds_if_there_is_a_compiler() -> None:
+    """Otherwise every test of the kernel would be skipped unnoticed."""
     assert build.build(SOURCE).exists()
 
 
 @has_compiler
-def test_the_cpu_takes_the_kernel_and_other_dtypes_do_not() -> None:
+def test_the_cpu_uses_the_kernel_and_other_dtypes_do_not() -> None:
     assert select_backend(CPU, torch.bfloat16)[0] is CpuBackend
     cls, reason = select_backend(CPU, torch.float16)
     assert cls is TorchBackend
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_reported(forgetful: Path, monkeypatch
 
 
 def test_a_changed_header_makes_another_library(forgetful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one in another folder that a header includes."""
+    """Also in another folder that a header includes."""
     compiler = forgetful / "compiler"
     compiler.write_text("#!/bin/sh\nexit 0\n")
     compiler.chmod(0o755)
@@ -125,7 +125,7 @@ def test_a_changed_header_makes_another_library(forgetful: Path, monkeypatch: py
 
 
 def test_processes_that_start_together_compile_once(forgetful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two build all kernels side by side: one compiles, with one line of progress, the other waits."""
+    """Two processes build all kernels: one compiles and shows progress in one line, the other waits."""
     compiler = forgetful / "compiler"
     compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] || (sleep 0.2; echo $* >> {forgetful}/calls)\n")
     compiler.chmod(0o755)
@@ -149,7 +149,7 @@ def test_processes_that_start_together_compile_once(forgetful: Path, monkeypatch
 
 @pytest.mark.parametrize("spoilt", ["folder", "library"])
 @pytest.mark.parametrize("how", ["mode", "owner"])
-def test_libraries_that_others_may_have_planted_are_not_loaded(
+def test_libraries_that_others_can_write_are_not_loaded(
     spoilt: str, how: str, forgetful: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "true")
@@ -159,14 +159,14 @@ def test_libraries_that_others_may_have_planted_are_not_loaded(
         path.chmod(0o777)
     else:
         monkeypatch.setattr(ownership.os, "geteuid", lambda: 4321)
-        if os.getuid() == 0:  # root's files are trusted by all
+        if os.getuid() == 0:  # everyone trusts root's files
             os.chown(path, 1234, -1)
     with pytest.raises(build.BuildError, match="belongs to user" if how == "owner" else "written by others"):
         build.build(SOURCE)
 
 
 @has_compiler
-def test_structs_unlike_those_in_the_sources_are_refused() -> None:
+def test_structs_that_differ_from_the_sources_are_refused() -> None:
     class CallArgs(ctypes.Structure):
         _fields_ = structs.CallArgs._fields_[:-1]
 
@@ -182,7 +182,7 @@ def test_structs_unlike_those_in_the_sources_are_refused() -> None:
 def test_portable_code_gives_the_same_attention(
     level: str, forgetful: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel as less able CPUs would have it, against torch. Which code that is, -O3 doesn't decide."""
+    """Compares the code for less capable CPUs with torch. -O3 makes no difference to it."""
     if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in build._cpu()):
         pytest.skip(f"this CPU has no {level}")
     monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O0"])  # takes a sixth of -O3's time
@@ -201,7 +201,7 @@ def test_portable_code_gives_the_same_attention(
 
 @has_compiler
 def test_no_second_openmp_runtime() -> None:
-    """Two would bring two pools of threads that spin against each other."""
+    """Two runtimes would bring two pools of threads that spin against each other."""
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
     before = torch.get_num_threads()
@@ -217,7 +217,7 @@ def test_no_second_openmp_runtime() -> None:
 @pytest.mark.parametrize(
     ("field", "wrong"), [("block_table", 10_000), ("slot_mapping", 10**9), ("context_len", 10_000)]
 )
-def test_metadata_that_lead_outside_the_pool_are_refused(field: str, wrong: int) -> None:
+def test_metadata_that_point_outside_the_pool_are_refused(field: str, wrong: int) -> None:
     pack = make_pack([(1, 20), (3, 30)])
     getattr(pack.metadata, field).view(-1)[0] = wrong
     with pytest.raises(ValueError, match=field):

@@ -1,4 +1,4 @@
-"""The hook inside real Transformers models: packed, chunked and paged, it gives the plain model's logits."""
+"""The hook in real Transformers models gives the plain model's logits: packed, chunked and paged."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.engine.attention_packs import BACKENDS
 
 BLOCK_SIZE, BLOCKS_EACH, LENGTHS = 4, 16, [17, 31, 20]
 Span = tuple[int, int, int]
-"""(sequence, first position, last position + 1) of the rows of a pack."""
+"""The rows of a pack: (sequence, first position, last position + 1)."""
 
 UNLIKE = ("gemma3n_text", "gemma4_text", "mimo_v2_flash", "deepseek_v3")
-"""Not all of their layers have KV of the common shape."""
+"""Models in which some layers' KV has another shape."""
 
 
 def build(architecture: str, attention: str = transformers_hook.NAME, **changes: Any) -> PreTrainedModel:
@@ -32,7 +32,8 @@ def build(architecture: str, attention: str = transformers_hook.NAME, **changes:
     config = config_of(architecture, **window | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     for parameter in model.parameters():
-        if parameter.ndim > 1:  # as initialized, attention is nearly uniform and mistakes in it hardly show
+        # with the usual initialization, attention is nearly uniform and hides mistakes
+        if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 
@@ -64,7 +65,7 @@ def describe(spans: list[Span]) -> AttentionMetadata:
 
 
 def step(model: Any, backend: AttentionBackend, tokens: list[list[int]], spans: list[Span]) -> list[Tensor]:
-    """One packed forward; the logits of each span's rows."""
+    """Run one packed forward. Return the logits of each span's rows."""
     backend.begin_step(describe(spans))
     transformers_hook.set_current_backend(backend)
     ids = torch.tensor([[t for s, begin, end in spans for t in tokens[s][begin:end]]])
@@ -75,7 +76,9 @@ def step(model: Any, backend: AttentionBackend, tokens: list[list[int]], spans: 
 
 @torch.inference_mode()
 def packed_logits(model: Any, backend: AttentionBackend, tokens: list[list[int]]) -> list[Tensor]:
-    """Every sequence's first third in chunks of 7, then row by row: both kinds meet in one pack."""
+    """Return the logits of every sequence: its first third in chunks of 7, then row by row, so that packs mix
+    both.
+    """
     done = [0] * len(tokens)
     logits: list[list[Tensor]] = [[] for _ in tokens]
     while any(d < len(t) for d, t in zip(done, tokens, strict=True)):
@@ -126,7 +129,7 @@ def test_compiles_without_a_graph_break(backend: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe"])
 def test_serving_prepares_no_masks(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers looks for packed sequences in the position ids first, which waits for the device."""
+    """To find packed sequences, Transformers first checks position ids, which waits for the device."""
     looked: list[Tensor] = []
 
     def find_packed_sequence_indices(position_ids: Tensor) -> None:
@@ -157,13 +160,13 @@ def attention_inputs() -> tuple[Tensor, Tensor, Tensor]:
         ({"unheard_of": 3}, "unheard_of"),
     ],
 )
-def test_refuses_arguments_it_does_not_know(kwargs: dict[str, Any], named: str) -> None:
+def test_unknown_arguments_are_refused(kwargs: dict[str, Any], named: str) -> None:
     module = torch.nn.Module()
     with pytest.raises(UnsupportedModelError, match=named):
         transformers_hook.paged_attention_forward(module, *attention_inputs(), None, **kwargs)
 
 
-def test_refuses_inputs_it_would_get_wrong() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     module = torch.nn.Module()
     forward = transformers_hook.paged_attention_forward
     with pytest.raises(UnsupportedModelError, match="mask"):
@@ -179,7 +182,7 @@ def test_refuses_inputs_it_would_get_wrong() -> None:
         forward(module, *attention_inputs(), None)
 
 
-def test_says_so_when_no_backend_is_set() -> None:
+def test_a_missing_backend_is_an_error() -> None:
     model = build("llama")
     with pytest.raises(RuntimeError, match="set_current_backend"):
         model(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False)

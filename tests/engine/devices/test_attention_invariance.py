@@ -1,4 +1,4 @@
-"""A row's bits depend on what it sees alone: not on the rest of the pack, threads, chunks or its tree."""
+"""A row's bits depend only on what it sees, not on the rest of the pack, threads, chunks or its tree."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ variants = pytest.mark.parametrize(("options", "attention"), VARIANTS.values(), 
 
 @variants
 @pytest.mark.parametrize("trees", [False, True])
-def test_alone_in_a_crowd_and_on_any_number_of_threads(
+def test_rows_are_the_same_alone_in_a_batch_and_on_any_number_of_threads(
     trees: bool, options: dict[str, Any], attention: dict[str, Any], threads_restored: None
 ) -> None:
     lengths = CHAINS_AND_TREES if trees else CROWD
@@ -82,8 +82,12 @@ def test_alone_in_a_crowd_and_on_any_number_of_threads(
 
 
 @variants
-def test_prefill_whole_in_chunks_or_row_by_row(options: dict[str, Any], attention: dict[str, Any]) -> None:
-    """The bytes in the pool are the same, too. Few rows read codes where they lie, many read packed ones."""
+def test_prefill_is_the_same_whole_in_chunks_or_row_by_row(
+    options: dict[str, Any], attention: dict[str, Any]
+) -> None:
+    """The pool's bytes are the same, too. Steps of few rows read codes in place, steps of many read packed
+    ones.
+    """
     whole = make_pack([(600, 600)], **options)
     expected = run("cpu", whole, **attention)
     for size in (1, 16, 100):
@@ -97,7 +101,7 @@ def test_prefill_whole_in_chunks_or_row_by_row(options: dict[str, Any], attentio
 
 
 def rows_of(pack: Pack, first: int, last: int) -> Pack:
-    """These query rows of a pack of one sequence, as a chain after the keys before them."""
+    """Return these query rows of a pack of one sequence, as a chain after the keys before them."""
     (query_len, context_len), rows = pack.lengths[0], slice(first, last)
     lengths = [(last - first, context_len - query_len + last)]
     metadata = describe(lengths, pack.metadata.block_table, pack.metadata.slot_mapping[rows])
@@ -106,7 +110,7 @@ def rows_of(pack: Pack, first: int, last: int) -> Pack:
 
 
 @variants
-def test_a_chain_written_as_masks(options: dict[str, Any], attention: dict[str, Any]) -> None:
+def test_a_chain_written_as_masks_is_the_same(options: dict[str, Any], attention: dict[str, Any]) -> None:
     lengths = [(1, 40), (5, 33), (64, 64), (40, 530), (2, 1300), (80, 200)]
     masks = [chain_masks(q) if q <= 64 else None for q, _ in lengths]
     plain = run("cpu", make_pack(lengths, **options), **attention)
@@ -119,7 +123,7 @@ PATHS = [(base, name) for i, base in enumerate(BASES) for name in [*VARIANTS][i 
 
 @pytest.mark.parametrize(("base", "variant"), PATHS)
 def test_a_path_has_the_bits_of_a_chain(base: int, variant: str) -> None:
-    """Wherever its keys lie, also in the next tile or split. Each base has a third of the variants."""
+    """Wherever its keys are, even in the next tile or split. Each base has a third of the variants."""
     options, attention = VARIANTS[variant]
     masks = tree_masks(60, base)
     tree = with_masks(make_pack([(60, base + 60)], **options), [masks])
@@ -131,7 +135,7 @@ def test_a_path_has_the_bits_of_a_chain(base: int, variant: str) -> None:
 
 
 def chain_of(pack: Pack, places: list[int], query_len: int, options: dict[str, Any]) -> Pack:
-    """A chain of these keys of a pack of one sequence, the last of them with their queries."""
+    """Return a chain of these keys of a pack of one sequence, the last ones with their queries."""
     (full_query_len, context_len), key, value = pack.lengths[0], pack.keys[0][places], pack.values[0][places]
     chain = make_pack([(query_len, len(places))], **options)
     slots = torch.arange(len(places) - query_len)

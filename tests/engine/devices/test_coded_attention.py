@@ -1,4 +1,4 @@
-"""What is particular to attention over coded rows. They have the tests of other rows, too."""
+"""Special cases of attention over quantized rows, which also run the tests of other rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_both_backends_store_the_same_bytes(dtype: torch.dtype, quantization: st
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CODE_DTYPES)
 def test_every_code_is_read_as_its_value(name: str, dtype: torch.dtype) -> None:
-    """A row that sees itself alone gives its value, which has all codes, at a scale of 1."""
+    """A row that sees only itself gives its value, which contains all codes at a scale of 1."""
     values = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[name]).float()
     values = values.nan_to_num(0.0).clamp(min=-127 if name == "int8_row_scales" else -448).to(dtype)
     pack = make_pack([(1, 1)], kv_heads=1, head_dim=256, dtype=dtype, quantization=name)

@@ -1,4 +1,4 @@
-"""What Triton makes of our kernels for a GPU, where the interpreter cannot tell."""
+"""Properties of compiled Triton kernels that the interpreter does not show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.triton_offline import Code, launches
 
 @pytest.fixture(autouse=True)
 def whole_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of what the table says of them."""
+    """Compile whole kernels, without the table's records."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(Code, "of", lambda kernel: kernel)
 
@@ -37,10 +37,10 @@ def test_no_single_column_is_scanned(name: str) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8_row_scales", "fp8_row_scales"])
 @pytest.mark.parametrize("name", ["write", "rotate"])
-def test_codes_are_rounded_as_on_other_devices(
+def test_codes_are_rounded_like_on_other_devices(
     name: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product that is fused with what rounds it may be rounded to the other side."""
+    """A product fused with its rounding could be rounded in the other direction."""
     if name == "write":
         kernel = written(quantization)
     else:

@@ -1,4 +1,4 @@
-"""Which shape a step is padded to."""
+"""The choice of the shape that a step is padded to."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_shape_takes_the_steps_that_fill_it() -> None:
             assert shape(of, filled) == each
 
 
-def test_drafters_have_buckets_of_their_own() -> None:
+def test_drafters_have_their_own_buckets() -> None:
     options = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
     config = ServeConfig(max_num_seqs=4, block_size=BLOCK, speculative_config=options)
     of = Buckets.of_drafts(config, 100)
@@ -56,8 +56,8 @@ def test_drafters_have_buckets_of_their_own() -> None:
     assert shape(heads, step(1, 1)) == shape(heads, step(1, 1, first_key=9)) == expected
 
 
-def test_steps_with_adapters_have_shapes_of_their_own() -> None:
-    """Where rows may have some; else none of theirs fits."""
+def test_steps_with_adapters_have_their_own_shapes() -> None:
+    """If rows may have adapters. Otherwise no such shape exists."""
     config = ServeConfig(max_num_seqs=2, block_size=BLOCK)
     plain, of = Buckets.of(config, 100), Buckets.of(config, 100, True)
     assert {*of} == {replace(each, adapters=adapters) for each in plain for adapters in (False, True)}
@@ -81,7 +81,7 @@ def test_steps_with_adapters_have_shapes_of_their_own() -> None:
         (step(2, 2), StepShape(4, 4, 2, 2, 32)),
     ],
 )
-def test_a_step_takes_the_least_shape_that_it_fits(batch: list[SequenceRows], expected: StepShape) -> None:
+def test_a_step_takes_the_smallest_shape_that_fits(batch: list[SequenceRows], expected: StepShape) -> None:
     assert shape(buckets(num_speculative_tokens=4), batch) == expected
 
 
@@ -90,17 +90,17 @@ def test_a_step_takes_the_least_shape_that_it_fits(batch: list[SequenceRows], ex
     [step(6), step(1, 40), step(*[1] * 65), step(1, first_key=1), step(3, masks=True)],
     ids=["more drafted", "a chunk", "more sequences", "a first key", "a tree"],
 )
-def test_what_fits_none(batch: list[SequenceRows]) -> None:
+def test_steps_that_fit_no_shape(batch: list[SequenceRows]) -> None:
     assert shape(buckets(num_speculative_tokens=4), batch) is None
 
 
-def test_rows_that_are_many_fit_none() -> None:
+def test_steps_with_too_many_rows_fit_no_shape() -> None:
     of = buckets(128, num_speculative_tokens=8)
     assert shape(of, step(*[9] * 48)) is not None
     assert shape(of, step(*[9] * 64)) is None
 
 
-def test_trees_fit_where_they_are_drafted() -> None:
+def test_trees_fit_if_they_are_drafted() -> None:
     of = Buckets([1, 2], [1, 7], [8], trees=True)
     tree = shape(of, step(5, 7, masks=True))
     assert tree == StepShape(14, 14, 2, 7, 8, trees=True)

@@ -1,4 +1,4 @@
-"""Which graphs are captured, and what the log says of it."""
+"""The choice of captured graphs, and the log's report of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [StepShape(rows=rows, blocks=blocks) for rows in (1, 2, 4) for blocks i
 
 
 class Device:
-    """Each capture takes memory, and time."""
+    """A device on which each capture takes memory and time."""
 
     def __init__(self, nbytes: int, seconds: float = 0.0, too_large: int = 1000, refused: int = 0) -> None:
         self.free, self.now = 8 * GIB, 100.0
@@ -53,7 +53,7 @@ class Captured:
     def replay(self) -> None: ...
 
 
-def test_what_waits_for_the_device_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_wait_for_the_device_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
@@ -85,7 +85,7 @@ def shapes(rows_each: int, *sequences: int) -> list[StepShape]:
     ],
     ids=["all", "as memory goes", "as time goes", "but for what is too large", "until one is refused"],
 )
-def test_the_largest_is_captured_first_and_then_the_smallest(
+def test_the_largest_is_captured_first_then_the_smallest(
     device: Device, count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
@@ -99,10 +99,10 @@ def test_the_largest_is_captured_first_and_then_the_smallest(
     assert f"{(8 * GIB - device.free) / GIB:.2f} GiB (at most 4.00 GiB)" in line
 
 
-def test_steps_with_as_many_rows_of_a_sequence_have_a_graph_that_takes_them(
+def test_each_number_of_rows_per_sequence_has_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where time ends midway, the largest of each kind is there, and of the others the smallest."""
+    """If time runs out, the largest of each kind are captured, and of the others the smallest."""
     device = Device(0, seconds=10.0)
     monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
     decode, verify = shapes(1, 1, 2, 4, 8), shapes(3, 1, 2, 4)
@@ -112,8 +112,8 @@ def test_steps_with_as_many_rows_of_a_sequence_have_a_graph_that_takes_them(
     assert stand_ins([*verify, *decode], captured) == missing
 
 
-def test_of_the_largest_the_one_with_adapters_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes steps without, too, but those have their own where there was time."""
+def test_of_the_largest_graphs_the_one_with_adapters_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also takes steps without adapters, but with enough time these have their own."""
     plain = shapes(1, 1, 2, 4)
     adapted = [replace(shape, adapters=True) for shape in plain]
     device = Device(0, seconds=15.0)
@@ -125,8 +125,10 @@ def test_of_the_largest_the_one_with_adapters_is_captured_first(monkeypatch: pyt
     assert stand_ins(adapted[:1], plain) == {}
 
 
-def test_a_step_without_a_graph_takes_the_least_that_fits() -> None:
-    """Of fewer rows first, then of fewer keys; trees take chains, and chains no trees."""
+def test_a_step_without_a_graph_takes_the_smallest_that_fits() -> None:
+    """Fewest rows come first, then fewest keys. Trees' graphs take chains, but chains' graphs take
+    no trees.
+    """
     one, tree = StepShape(1, 1, 1, 1, 8), StepShape(3, 3, 1, 3, 8, trees=True)
     long, wide = StepShape(2, 2, 2, 1, 16), StepShape(8, 8, 8, 1, 8)
     assert stand_ins([one], [wide, long]) == {one: long}
@@ -150,7 +152,7 @@ def test_a_refused_capture_does_not_leave_the_thread_on_another_stream(
             current[0] = before
 
     class Refused:
-        """As `torch.cuda.graph` it ends the capture before it leaves its stream."""
+        """A capture that, like `torch.cuda.graph`, ends before it leaves its stream."""
 
         def __enter__(self) -> None:
             current[0] = "the capture's"

@@ -1,4 +1,4 @@
-"""The native decoder against Transformers' own modules over the same kernels."""
+"""The native decoder compared with Transformers' own modules over the same kernels."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def make_model(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedMode
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tandem")
     for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms and biases that matter
+        if parameter.ndim == 1:  # norms and biases with an effect
             parameter.data += torch.randn_like(parameter) * 0.3
     return model.eval().requires_grad_(False)
 
@@ -118,7 +118,7 @@ def new_backend(model: PreTrainedModel) -> CpuBackend:
 
 
 class Both:
-    """The same model, natively and by its own modules, each with a pool of its own."""
+    """The same model, natively and by its own modules, each with its own pool."""
 
     def __init__(
         self,
@@ -148,15 +148,16 @@ class Both:
 
 
 def most_swaps(fields: Mapping[str, Any]) -> float:
-    """Of a model with these fields: see `assert_same`."""
+    """Return the `swaps` of `assert_same` for a model with these fields."""
     return 0.1 if "num_experts_per_tok" in fields else 0.0
 
 
 def are_same(ours: Tensor, theirs: Tensor, slack: float = 1.0, swaps: float = 0.0) -> bool:
-    """But for a norm's float32 sum, taken in another order: now and then a value is rounded the other way.
+    """Tell whether results agree. A norm's float32 sum is taken in another order, so rarely a value is
+    rounded the other way.
 
-    Where inputs are rounded to int8 that is a larger step. States that last need some `slack`. In so many of
-    the rows, `swaps`, that may change which of two experts that are nearly tied is chosen.
+    If inputs are rounded to int8 that is a larger step. States that last need some `slack`. In the share
+    `swaps` of the rows, one of two nearly tied experts may be exchanged for the other.
     """
     difference = (ours.float() - theirs.float()).abs()
     scale = theirs.float().abs().mean()
@@ -165,12 +166,12 @@ def are_same(ours: Tensor, theirs: Tensor, slack: float = 1.0, swaps: float = 0.
 
 
 def assert_same(ours: Tensor, theirs: Tensor, slack: float = 1.0, swaps: float = 0.0) -> None:
-    """As `are_same`."""
+    """Assert what `are_same` tests."""
     assert are_same(ours, theirs, slack, swaps)
 
 
 def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
-    """A prompt, another beside its next token, and both with several rows."""
+    """Return a prompt, another one beside its next token, and both with several rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -187,9 +188,9 @@ def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_the_modules(name: str, threads: int, threads_restored: None) -> None:
-    """Where experts are swapped in a row of a prompt, all that see its keys and values are others: in one of
-    several conversations with such a model they may be.
+def test_logits_equal_the_modules(name: str, threads: int, threads_restored: None) -> None:
+    """If experts are swapped in a prompt's row, all rows that see its keys and values differ. This may happen
+    in one of several conversations with such a model.
     """
     torch.set_num_threads(threads)
     swaps, same = most_swaps(MODELS[name]), []
@@ -204,7 +205,7 @@ def test_logits_are_the_modules(name: str, threads: int, threads_restored: None)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not most_swaps(MODELS[name])])
-def test_float32_differs_from_the_modules_by_the_order_of_sums(name: str) -> None:
+def test_float32_differs_from_the_modules_only_by_the_order_of_sums(name: str) -> None:
     both = Both(name, hidden_layers=(1, 3), dtype=torch.float32)
     for batch, logit_rows in steps():
         ours, theirs = both.run(batch, logit_rows)
@@ -223,8 +224,10 @@ def test_float32_differs_from_the_modules_by_the_order_of_sums(name: str) -> Non
         *(("qwen3", {"hidden_layers": layers}) for layers in ((0,), (3,), (2, 0), (1, 2, 3))),
     ],
 )
-def test_quantized_layers_and_heads_and_hidden_states_too(name: str, options: dict[str, Any]) -> None:
-    """The head of `llama-biases` has its embeddings' weights."""
+def test_quantized_layers_heads_and_hidden_states_equal_the_modules(
+    name: str, options: dict[str, Any]
+) -> None:
+    """The head of `llama-biases` shares its embeddings' weights."""
     both = Both(name, **options)
     for batch, logit_rows in steps(seed=1):
         ours, theirs = both.run(batch, logit_rows)
@@ -234,7 +237,7 @@ def test_quantized_layers_and_heads_and_hidden_states_too(name: str, options: di
             assert_same(ours.hidden, theirs.hidden)
 
 
-def test_layers_of_one_input_that_are_quantized_in_several_ways_are_left_to_the_modules() -> None:
+def test_layers_of_one_input_in_several_formats_are_left_to_the_modules() -> None:
     model = make_model("llama")
     round_linears(model, CodeFormat.INT4)
     attention = model.model.layers[1].self_attn
@@ -243,7 +246,7 @@ def test_layers_of_one_input_that_are_quantized_in_several_ways_are_left_to_the_
     assert unfit(describe(model)) == "layer 1 has products of one input that are quantized in several ways"
 
 
-def test_trees_and_first_keys_too() -> None:
+def test_trees_and_first_keys_equal_the_modules() -> None:
     both = Both("llama")
     generator = torch.Generator().manual_seed(5)
     prompt = torch.randint(0, 331, (40,), generator=generator).tolist()
@@ -266,9 +269,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_may_change_between_calls_and_change_no_bit(
-    dtype: torch.dtype, threads_restored: None
-) -> None:
+def test_changing_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads_restored: None) -> None:
     both = Both("llama", dtype=dtype)
     found = {}
     for threads in (1, 7, 2, 1, 3):
@@ -280,7 +281,7 @@ def test_threads_may_change_between_calls_and_change_no_bit(
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (3,)])
-def test_logits_may_be_wanted_of_no_row_and_of_a_row_many_times(layers: tuple[int, ...]) -> None:
+def test_logits_of_no_row_and_of_repeated_rows(layers: tuple[int, ...]) -> None:
     both = Both("llama", layers)
     (prompt, _), *_ = steps(seed=3)
     whole = both.native.run(Step(prompt, range(70)))

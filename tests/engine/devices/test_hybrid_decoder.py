@@ -1,4 +1,6 @@
-"""Hybrids in the native decoder: against Transformers' modules over our operators, and their rows' bits."""
+"""Hybrids in the native decoder equal Transformers' modules over our operators, and their rows keep their
+bits.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +81,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "kimi_linear",
         "mlp_layer_types": ["dense"] * 3,
         "q_lora_rank": None,
-        "rms_norm_eps": 4.0,  # of which the norm of latents has its own
+        "rms_norm_eps": 4.0,  # the norm of latents has its own
     },
     "falcon_h1": MULTIPLIED | {"mamba_proj_bias": True, "projectors_bias": True, "mlp_bias": True},
     "falcon_h1-normed": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "falcon_h1-normed-first": {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
 }
-"""What differs from the small model of the type, with which a name begins unless it is told."""
+"""By name, which begins with the model type unless given: differences from the type's small model."""
 EXPANDED = [name for name in MODELS if name.startswith("kimi_linear")]
 """With adapters these keep keys and values, which the native decoder leaves to the modules."""
 FLOAT32 = [name for name, fields in MODELS.items() if not {"num_experts", "n_routed_experts"} & {*fields}]
@@ -93,7 +95,7 @@ FLOAT32.remove("granite-experts")
 """Experts are left to the modules there."""
 CASES = [(name, None) for name in MODELS]
 CASES += [("qwen3_5_text", "int8"), ("qwen3_next", "int4"), ("kimi_linear", "int4"), ("falcon_h1", "int8")]
-"""With the format of quantized weights, whose products do not depend on what mixes rows."""
+"""With the format of quantized weights, whose products do not depend on the batch's other rows."""
 
 pytestmark = [needs_hooks, needs_kernel]
 
@@ -119,18 +121,20 @@ class Model:
         self.runner: Runner = build_runner(loaded, backend, compile, hidden_layers, self.state_slots)
 
     def logits(self, batch: list[SequenceRows]) -> Tensor:
-        """Of all rows."""
+        """Return the logits of all rows."""
         return self.runner.run(Step(batch, range(sum(len(rows.token_ids) for rows in batch)))).logits
 
     def kept(self) -> list[Tensor]:
-        """Of the sequence in the first state slot, which has the first blocks."""
+        """Return the KV and the states of the sequence in the first state slot, which has the first
+        blocks.
+        """
         states = [part[0] for layer in self.state_slots.layers for part in layer if part.numel()]
         return states + [side.values[:3] for layer in self.pool.layers(TARGET) for side in layer.sides]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Norms, biases and what heads have one number of matter."""
+    """Write models with norms, biases and per-head parameters that have an effect."""
     found = {}
     for name, changes in MODELS.items():
         found[name] = tmp_path_factory.mktemp(name)
@@ -145,7 +149,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _preferences(model: nn.Module) -> list[Tensor]:
-    """Of routers."""
+    """Return the routers' biases."""
     return [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]
 
 
@@ -168,11 +172,11 @@ def rows_of(
 
 
 @pytest.mark.parametrize(("model_type", "quantization"), CASES)
-def test_logits_hidden_states_and_what_is_kept_are_the_modules(
+def test_logits_hidden_states_and_stored_states_equal_the_modules(
     folders: dict[str, Path], model_type: str, quantization: str | None
 ) -> None:
-    """In chunks, with another text, with drafts of which none is right, and as a tree. States and KV lie
-    where the modules keep them, as a worker may go on from another's.
+    """In chunks, with another text, with drafts that are all wrong, and as a tree. States and KV have the
+    modules' layout, since workers may continue each other's sequences.
     """
     folder, layers = folders[model_type], (1, 3)
     ours, theirs = (Model(folder, mode, layers, quantization=quantization) for mode in ("auto", "off"))
@@ -200,7 +204,7 @@ def test_logits_hidden_states_and_what_is_kept_are_the_modules(
 
 @pytest.mark.parametrize("model_type", FLOAT32)
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_float32_differs_from_the_modules_by_the_order_of_sums(
+def test_float32_differs_from_the_modules_only_by_the_order_of_sums(
     folders: dict[str, Path], model_type: str, quantization: str | None
 ) -> None:
     ours, theirs = (
@@ -214,12 +218,12 @@ def test_float32_differs_from_the_modules_by_the_order_of_sums(
 
 
 def bits(model: Model, text: Sequence[int]) -> Tensor:
-    """Its rows alone and at once."""
+    """Return the bits of its rows alone and together."""
     return model.logits([rows_of(text, 0, len(text))])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_bits_do_not_depend_on_chunks_and_company(
+def test_a_rows_bits_do_not_depend_on_chunks_and_batch(
     native: Model, threads: int, threads_restored: None
 ) -> None:
     text, mates = tokens(75), [tokens(90, 1), tokens(90, 2)]
@@ -235,8 +239,8 @@ def test_a_rows_bits_do_not_depend_on_chunks_and_company(
     assert torch.equal(torch.cat(found), whole)
 
 
-def test_drafts_get_the_bits_of_certain_rows_and_leave_nothing_behind(native: Model) -> None:
-    """Across a grid point: a chain of which one is right, then a tree with the right ones on one path."""
+def test_drafts_get_the_bits_of_committed_rows_and_leave_nothing_behind(native: Model) -> None:
+    """Across a grid point: a chain with one right draft, then a tree with the right ones on one path."""
     text, wrong = tokens(60), tokens(60, 9)
     whole = bits(native, text)
     native.logits([rows_of(text, 0, 29)])
@@ -254,8 +258,8 @@ def test_drafts_get_the_bits_of_certain_rows_and_leave_nothing_behind(native: Mo
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODELS if name not in EXPANDED])
-def test_adapters_are_the_modules(folders: dict[str, Path], model_type: str, tmp_path: Path) -> None:
-    """Of all linear layers, in a batch with two of them and none."""
+def test_adapters_equal_the_modules(folders: dict[str, Path], model_type: str, tmp_path: Path) -> None:
+    """Adapters of all linear layers, in a batch with two of them and without."""
     folder = folders[model_type]
     paths = [write_adapter(folder, tmp_path / f"{seed}", seed, rank=4 * seed) for seed in (1, 2)]
     found = []
@@ -281,7 +285,7 @@ def test_latents_that_adapters_expand_are_left_to_the_modules(
         describe(model)
 
 
-def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(
+def test_a_failed_build_of_the_operators_leaves_the_model_to_the_modules(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -291,7 +295,7 @@ def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(
     assert Model(folders["lfm2"], "auto").runner.choice.startswith("eager")
 
 
-def test_convolutions_that_reach_beyond_the_grid_are_left_to_the_modules() -> None:
+def test_convolutions_longer_than_the_grid_are_left_to_the_modules() -> None:
     config = config_of("qwen3_5_text", linear_conv_kernel_dim=GRID + 2)
     model = AutoModelForCausalLM.from_config(config)
     assert unfit(describe(model)) == f"layer 0 has a convolution of {GRID + 2} tokens, of at most {GRID + 1}"
@@ -304,7 +308,7 @@ def test_experts_on_latents_are_left_to_the_modules() -> None:
         describe(model)
 
 
-def test_hybrids_have_the_runner_on_cuda_with_adapters_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrids_use_the_same_runner_on_cuda_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     cuda = SimpleNamespace(runner_of=lambda *options: asked.append(options))
     monkeypatch.setattr("engine.load.select.importlib.import_module", lambda name: cuda)

@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU, against what torch and Transformers compute: see `interpreted/`."""
+"""Triton kernels without a GPU, compared with torch and Transformers (see `interpreted/`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = {
 FILES = {name: [f"{HERE}/{kind}.py" for kind in kinds] for name, kinds in GROUPS.items()} | {
     "whole engines": [
         "tests/speculation/test_late_trees.py",
-        "tests/speculation/test_tree_drafting.py::test_the_drafts_kv_is_that_of_the_committed_tokens[True]",
+        "tests/speculation/test_tree_drafting.py::test_the_drafts_kv_equals_that_of_committed_tokens[True]",
         "-k",
         "draft_model or eagle or True",
     ]
@@ -31,7 +31,7 @@ FASTER = "tests.engine.interpreted.faster"
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("group", FILES)
 def test_interpreted_kernels_compute_the_same(group: str) -> None:
-    """In a process of its own: Triton is another one from its import on where it interprets."""
+    """They run in another process, since Triton decides on import whether it interprets."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", FASTER, *FILES[group]]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Models with latent attention keep latents: how many bytes, which tokens and bits, and when they do not."""
+"""Models with latent attention store latents: their size, tokens and bits, and when they are expanded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import greedy, load
 
 LATENT = 16 + 8
-"""Values of a token and layer; expanded, they are four heads' keys of 24 and values of 16."""
+"""Values per token and layer. Expanded, they would be four heads' keys of 24 and values of 16."""
 
 
 def write(folder: Path, model_type: str = "deepseek_v2") -> Path:
@@ -53,7 +53,7 @@ def parts_of(model: torch.nn.Module) -> list[Absorbed]:
 
 
 def logits_of(folder: Path, batches: list[list[SequenceRows]], **options: Any) -> list[Tensor]:
-    """Of every row, in bfloat16, after the model's layers are packed."""
+    """Return the logits of every row, in bfloat16, after packing the layers."""
     options = {"model": str(folder), "dtype": "bfloat16", "device": "cpu", "compile": "off"} | options
     loaded = load_model(ServeConfig(**options))
     pool = KVPool(PoolLayout((loaded.kv_group,), 16), 16, CPU, None)
@@ -84,19 +84,19 @@ def test_tokens_equal_generate(folder: Path, backend: str) -> None:
     assert tokens(again) == expected[2]
 
 
-def test_adapters_expand_what_they_may_change(folder: Path) -> None:
+def test_adapters_of_the_projections_expand_latents(folder: Path) -> None:
     engine = make_engine(folder, enable_lora=True)
     assert engine.pool.token_bytes == 4 * (4 * 24 + 4 * 16) * 4
     told = "160 values a token and layer instead of latents of 24: adapters may change what they are made by"
     assert engine.start_up["kv_pool"].endswith(told)
 
 
-def test_latents_are_kept_as_they_are(folder: Path) -> None:
+def test_latents_are_stored_as_latents(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype: int8: latents, of which .* use auto"):
         make_engine(folder, kv_cache_dtype="int8")
 
 
-def test_why_latents_are_expanded() -> None:
+def test_reasons_for_expanding_latents() -> None:
     older = SimpleNamespace(kv_b_proj=None)
     model: Any = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [older])
     served = ServeConfig(model="m")
@@ -107,7 +107,7 @@ def test_why_latents_are_expanded() -> None:
 
 
 @needs_kernel
-def test_a_row_alone_and_in_a_crowd(folder: Path) -> None:
+def test_a_row_is_the_same_alone_and_in_a_batch(folder: Path) -> None:
     texts = [prompt_of(length, length) for length in (5, 33, 20)]
     crowd = [SequenceRows(text, 0, [[4 * i, 4 * i + 1, 4 * i + 2]]) for i, text in enumerate(texts)]
     together, *alone = logits_of(folder, [crowd, *([rows] for rows in crowd)])
@@ -118,7 +118,7 @@ def test_a_row_alone_and_in_a_crowd(folder: Path) -> None:
 
 @needs_kernel
 def test_quantized_weights_are_absorbed_too(folder: Path) -> None:
-    """Rounding changes some rows' experts."""
+    """Quantization changes some rows' experts."""
     batch = [SequenceRows(prompt_of(30), 0, [[0, 1]])]
     absorbed, expanded = (
         logits_of(folder, [batch], quantization="int8", enable_lora=lora)[0].float() for lora in (False, True)

@@ -1,4 +1,6 @@
-"""Programs by torch's operators, the reference for other executors, against Transformers' own modules."""
+"""Programs by torch's operators, the reference for other executors, compared with Transformers' own
+modules.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ pytestmark = needs_hooks
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_program_computes_what_the_modules_do(name: str, tmp_path: Path) -> None:
+def test_a_program_computes_the_same_as_the_modules(name: str, tmp_path: Path) -> None:
     """In chunks, with another text, and as a tree."""
     write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS[name])
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     for weight in model.parameters():
-        if weight.ndim == 1:  # norms and biases that matter
+        if weight.ndim == 1:  # norms and biases with an effect
             weight.data += 0.3 * torch.randn_like(weight)
     model.save_pretrained(tmp_path)
     loaded = load_model(ServeConfig(model=str(tmp_path), dtype="float32", device="cpu", max_model_len=256))

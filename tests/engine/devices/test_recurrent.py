@@ -1,4 +1,4 @@
-"""The arithmetic and bits of the operators of recurrent layers."""
+"""Results and bits of the operators of recurrent layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MATES = 2
 @pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
 @pytest.mark.parametrize("rule", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(
+def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_batch(
     kind: type[StepOperators], rule: str, dtype: torch.dtype
 ) -> None:
     texts = [Text(seed, rule, dtype) for seed in range(1 + MATES)]
@@ -41,10 +41,10 @@ def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(
 @pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
 @pytest.mark.parametrize("rule", LAYERS)
 @pytest.mark.parametrize("trees", [False, True])
-def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
+def test_drafted_rows_have_the_bits_of_committed_ones_and_leave_nothing_behind(
     kind: type[StepOperators], rule: str, trees: bool
 ) -> None:
-    """Drafts across two grid points, right for a while and then wrong; some of what is right is kept."""
+    """Drafts cross two grid points, first right and then wrong. Some of the right ones are kept."""
     text = Text(0, rule, torch.bfloat16)
     whole = served(kind, [text], None)[0]
     assert sum(drafted(kind, text, whole, random.Random(seed), trees) for seed in range(6)) > 100
@@ -52,7 +52,7 @@ def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
 
 @pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
 @pytest.mark.parametrize("rule", LAYERS)
-def test_rows_that_go_ahead_have_the_bits_of_certain_ones(kind: type[StepOperators], rule: str) -> None:
+def test_rows_run_ahead_have_the_bits_of_committed_ones(kind: type[StepOperators], rule: str) -> None:
     text = Text(0, rule, torch.bfloat16)
     whole = served(kind, [text], None)[0]
     for seed in range(4):
@@ -60,7 +60,7 @@ def test_rows_that_go_ahead_have_the_bits_of_certain_ones(kind: type[StepOperato
 
 
 def test_a_state_that_decays_to_almost_nothing_has_no_denormal_numbers() -> None:
-    """Which take a CPU a hundred times as long."""
+    """A CPU takes a hundred times as long for denormal numbers."""
     text = Text(0, "sum", torch.float32)
     state_slots = StateSlots(StateLayout((text.layer,), torch.float32), 1, torch.device("cpu"))
     operators = CpuOperators(state_slots)
@@ -79,7 +79,7 @@ def assert_empty(engine: Engine) -> None:
 
 
 def room_of(engine: Engine, num_blocks: int) -> int:
-    """Bytes for the state slots of an engine like this and `num_blocks` blocks."""
+    """Return the bytes for such an engine's state slots and `num_blocks` blocks."""
     state_slots, count = engine.pool.state_slots, engine.config.max_num_seqs
     assert state_slots is not None and count is not None
     return count * state_slots.layout.state_slot_bytes + num_blocks * engine.pool.memory.shape[1]

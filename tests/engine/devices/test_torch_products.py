@@ -1,4 +1,4 @@
-"""A model whose products are all our own gives a request the same bits in every batch, and says so."""
+"""A model whose products all use our kernels gives the same bits in every batch, and reports that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS, WEIGHT, BIAS = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)
         (lambda: (ROWS * ROWS).sum(-1).exp(), []),
     ],
 )
-def test_finds_sums_of_products(product: Any, found: list[str]) -> None:
+def test_sums_of_products_are_found(product: Any, found: list[str]) -> None:
     assert torch_products(product) == found
 
 
@@ -37,7 +37,7 @@ def test_finds_sums_of_products(product: Any, found: list[str]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "told"), [("gemma2", "yes"), ("gpt_oss", "no"), ("olmo_hybrid", "yes")]
 )
-def test_an_engine_tells_whether_its_bits_depend_on_the_batch(
+def test_an_engine_reports_whether_its_bits_depend_on_the_batch(
     tmp_path: Path, model_type: str, told: str
 ) -> None:
     write_model(model_type, tmp_path)

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: chosen, and compiled for GPUs."""
+"""Triton kernels without a GPU: they are chosen, and compile for GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_a_gpu_is_served_by_triton() -> None:
+def test_a_gpu_uses_triton() -> None:
     cls, reason = select_backend(CUDA, torch.bfloat16)
     assert cls is backend_of("triton")
     assert reason == "reads the KV blocks in place"
@@ -32,7 +32,7 @@ def test_a_gpu_is_served_by_triton() -> None:
         assert select_backend(CUDA, torch.bfloat16, name)[0] is backend_of(name)
 
 
-def test_what_launches_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calls_that_launch_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
     (tmp_path / "gcc").touch(0o755)
     monkeypatch.delenv("CC", raising=False)
@@ -48,7 +48,7 @@ def test_what_launches_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_what_triton_cannot_serve_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_triton_does_not_support_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cls, reason = select_backend(CUDA, torch.float64)
     assert cls is TorchBackend
     assert "torch.float64" in reason

@@ -1,4 +1,4 @@
-"""What adapters add to rows of a product, in Triton's interpreter, against torch's products."""
+"""Adapters' contributions to rows of a product, in Triton's interpreter, compared with torch's products."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engine.lora.table import Adapters
 
 CPU = torch.device("cpu")
 WIDE = {"q": LinearShape(150, 1100), "k": LinearShape(24, 1100), "v": LinearShape(24, 1100)}
-"""More than one split of inputs and one block of columns."""
+"""Inputs need several splits, and outputs several blocks of columns."""
 LINEARS = {"other": LinearShape(8, 8), **WIDE}
 
 
 class Side:
-    """Adapters of these ranks by layers, in the model's dtype; 0 is none."""
+    """Adapters with these ranks by layer, in the model's dtype; 0 is none."""
 
     def __init__(
         self,
@@ -40,7 +40,9 @@ class Side:
         self._dtype = dtype
 
     def added(self, paths: Sequence[str], out: Tensor, x: Tensor, owners: Sequence[int]) -> Tensor:
-        """To a copy of `out`, which may have columns beside; of rows without an adapter the owner is 0."""
+        """Return a copy of `out`, which may have further columns, with the adapters added. Owner 0 means no
+        adapter.
+        """
         addresses = [self._tables[owner - 1].data_ptr() if owner else 0 for owner in owners]
         found = out.clone(memory_format=torch.preserve_format)
         AdaptedProduct.of(paths, self.adapters).add(found, x, torch.tensor(addresses))
@@ -66,7 +68,7 @@ def random_product(shape: LinearShape, rank: int) -> Product:
 
 RANKS = [{"q": 4, "k": 16, "v": 1}, {"q": 33, "v": 64}, {"other": 4}, dict.fromkeys(WIDE, 8)]
 OWNERS = [1, 2, 1, 0, 3, 4, 2, 2, 1, 0, 0, 1, 1, 4, 4, 2, 2, 2, 1, 0, 3, 4]
-"""Of two tiles of rows, the second one not full."""
+"""Owners of two tiles of rows, the second one not full."""
 
 
 def inputs_of(num_rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -76,8 +78,10 @@ def inputs_of(num_rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("paths", [["q", "k", "v"], ["v"]], ids=["joined", "alone"])
-def test_rows_get_what_their_adapters_add(paths: list[str]) -> None:
-    """Several, of different ranks, and of which some leave some layers alone; each to its own columns."""
+def test_rows_get_their_adapters_contributions(paths: list[str]) -> None:
+    """Several adapters of different ranks, some of which leave some layers alone. Each writes to its own
+    columns.
+    """
     side, (out, x) = Side(RANKS), inputs_of(len(OWNERS))
     out = out[:, : sum(WIDE[path].outputs for path in paths)].contiguous()
     found, expected = (each(paths, out, x, OWNERS) for each in (side.added, side.expected))
@@ -87,7 +91,7 @@ def test_rows_get_what_their_adapters_add(paths: list[str]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_has_the_same_bits_alone_and_among_many(dtype: torch.dtype) -> None:
-    """Whatever the others' adapters are, and their ranks."""
+    """Whatever the other rows' adapters and ranks are."""
     side, (out, x) = Side(RANKS, dtype), inputs_of(len(OWNERS), dtype)
     together = side.added([*WIDE], out, x, OWNERS)
     for row in (*range(6), *range(16, len(OWNERS))):  # of every owner, in both tiles
@@ -109,7 +113,7 @@ def test_ranks_beyond_those_of_a_program() -> None:
 
 
 def test_matrices_lie_where_wide_loads_begin() -> None:
-    """Each, and each row of `up`: the compiler is told so, and the interpreter would not mind."""
+    """Each matrix, and each row of `up`. The compiler relies on it, but the interpreter would not notice."""
     for dtype in (torch.float32, torch.bfloat16):
         side = Side(RANKS, dtype)
         for products, table in zip(side._placed, side._tables, strict=True):
@@ -122,8 +126,8 @@ def test_matrices_lie_where_wide_loads_begin() -> None:
                     assert rank == len(products[path].down) == products[path].up.shape[1]
 
 
-def test_rows_that_lie_apart_and_inputs_in_any_layout() -> None:
-    """As a module's, which are of a batch of one."""
+def test_strided_rows_and_inputs_in_any_layout() -> None:
+    """A module's rows are of a batch of one."""
     side, owners = Side([{"layer": 5}], linears={"layer": LinearShape(20, 40)}), [1, 0, 1]
     whole, x = torch.randn(1, 3, 33), torch.randn(40, 3).T.unsqueeze(0)
     found = whole.clone()
@@ -135,8 +139,8 @@ def test_rows_that_lie_apart_and_inputs_in_any_layout() -> None:
     assert torch.equal(found[..., 20:], whole[..., 20:])
 
 
-def test_more_rows_are_no_more_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two, whatever the adapters: a graph holds them."""
+def test_more_rows_take_no_more_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are two for any adapters, so a graph can contain them."""
     launches: list[str] = []
 
     class Counted:

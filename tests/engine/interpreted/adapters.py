@@ -1,5 +1,6 @@
-"""The runner of a server with adapters on a GPU. Graphs are those of `recorder.py`.
-`test_interpreted_kernels.py` runs it in a process of its own.
+"""The runner of a server with adapters on a GPU.
+
+Graphs come from `recorder.py`. `test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = ["small_tiles"]
 CONFIG = ServeConfig(model="qwen3", compile="auto")
 BUCKETS, ADAPTED_BUCKETS = (Buckets([2], [1], [6], trees=False, adapters=each) for each in (False, True))
 OTHERS = slice(3 * 6, 4 * 6)
-"""The blocks of `chain(3, ...)`, which alone has an adapter here."""
+"""The blocks of `chain(3, ...)`, the only sequence with an adapter here."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def nothing_is_left_to_add() -> Iterator[None]:
 
 
 class Side:
-    """Of a server with an adapter in slot 1, or without `--enable-lora`."""
+    """The runner of a server with an adapter in slot 1, or without `--enable-lora`."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Side:
 
     @property
     def kv(self) -> Tensor:
-        """Of all but `OTHERS`."""
+        """Return the KV except `OTHERS`."""
         kept = torch.ones(len(self.pool.memory), dtype=torch.bool)
         kept[OTHERS] = False
         return self.pool.memory[kept]
@@ -124,17 +125,17 @@ ADAPTED = [[adapted(0, 5, 6, 7)], [adapted(3, 8)], [adapted(4, 9)]]
 
 @pytest.fixture(params=["CUDA decoder", "the model's own modules"])
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of who decodes from now on."""
+    """Select the decoder and return its name."""
     name: str = request.param
     if name != "CUDA decoder":
         monkeypatch.setattr(cuda_runner, "unfit", lambda program: "for a test")
     return name
 
 
-def test_steps_without_adapters_are_those_of_a_server_without(
+def test_steps_without_adapters_equal_those_of_a_server_without(
     decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, and replayed as often, whatever was run with adapters between them."""
+    """Bit by bit, with the same number of replays, whatever ran with adapters in between."""
     plain, ours = (Side(each, monkeypatch, replays=True) for each in (None, adapter))
     assert [side.runner.choice for side in (plain, ours)] == [f"{decoder}, {n} graphs" for n in (1, 2)]
     for number, (batch, logit_rows, _) in enumerate(PLAIN):
@@ -150,10 +151,10 @@ def test_steps_without_adapters_are_those_of_a_server_without(
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_steps_with_adapters_are_those_of_torchs_operators(
+def test_steps_with_adapters_equal_torchs_operators(
     decoder: str, replays: bool, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In which rows without one read what steps without have written."""
+    """Rows without adapters read KV that steps without adapters have written."""
     ours = Side(adapter, monkeypatch, replays)
     model, pool = made_model(), made_pool()
     loaded = loaded_of(model, pool, adapter)
@@ -179,10 +180,10 @@ def test_steps_with_adapters_are_those_of_torchs_operators(
     assert not torch.allclose(without, expected[:1], atol=1e-2)
 
 
-def test_a_replay_is_what_the_step_computes_when_it_is_launched(
+def test_a_replay_equals_the_launched_step(
     decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit: of rows with several adapters and none, with padding, and drafts to verify."""
+    """Bit by bit: rows with several adapters and without, padding, and drafts to verify."""
     buckets = Buckets([2], [1, 3], [6], trees=False, adapters=True)
     eager, replayed = (Side(adapter, monkeypatch, replays, buckets) for replays in (False, True))
     other = write_adapter(adapter.parent, adapter.parent / "other", 2, rank=9, targets=("q_proj", "up_proj"))
@@ -207,8 +208,8 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_adapters_stand_beside_quantized_weights(adapter: Path) -> None:
-    """In tiles, and one layer's product is joined with others'."""
+def test_adapters_work_with_quantized_weights(adapter: Path) -> None:
+    """Products use tiles, and one layer's product is joined with others'."""
     models, pools = [made_model(), made_model()], [made_pool(), made_pool()]
     for model in models:
         round_linears(model, CodeFormat.INT4)
@@ -225,13 +226,13 @@ def test_adapters_stand_beside_quantized_weights(adapter: Path) -> None:
         expected, found = (logits_of(each, batch, [0]) for each in (modules, runner))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(logits_of(runner, [replace(batch[0], adapter=0)], [0]), found, atol=1e-2)
-        logits_of(runner, batch, [0])  # its KV is that of the adapter again
+        logits_of(runner, batch, [0])  # its KV is the adapter's again
 
 
-def test_rows_of_a_slot_of_nothing_are_those_without_adapters(
+def test_rows_of_an_empty_slot_equal_rows_without_adapters(
     decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a trial of a step's memory has them."""
+    """A trial of a step's memory has such rows."""
     ours = Side(adapter, monkeypatch)
     expected = logits_of(ours.runner, [chain(0, 10, 3, 4)], [0, 1])
     nothing = replace(chain(0, 10, 3, 4), adapter=NOTHING)
@@ -240,7 +241,7 @@ def test_rows_of_a_slot_of_nothing_are_those_without_adapters(
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
 def test_a_model_with_recurrent_layers(model_type: str, tmp_path: Path) -> None:
-    """Replayed bit by bit as it is launched, and as torch's operators add."""
+    """Replayed bit by bit as launched, and as torch's operators add."""
     loaded = made.__wrapped__(model_type)
     loaded.model.save_pretrained(tmp_path)
     adapters = Adapters(adaptable(loaded.model), CPU, torch.float32, 64)
@@ -263,8 +264,8 @@ def test_a_model_with_recurrent_layers(model_type: str, tmp_path: Path) -> None:
     assert not torch.allclose(eager.logits(plain)[1], expected[1], atol=1e-3)
 
 
-def test_no_weight_is_there_twice(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor in what drafts with some of the layers, which is there before the runner."""
+def test_no_weight_is_stored_twice(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even in a draft that uses some of the layers and is made before the runner."""
     model, pool = made_model(), made_pool()
     loaded = loaded_of(model, pool, adapter)
     target = replace(loaded, device=torch.device("cuda"))
@@ -283,8 +284,8 @@ def test_no_weight_is_there_twice(adapter: Path, monkeypatch: pytest.MonkeyPatch
     assert part and {each.untyped_storage().data_ptr() for each in part} <= {*held}
 
 
-def test_what_drafts_with_the_layers_adds_nothing(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though they are copies of some to which adapters are attached."""
+def test_a_draft_of_the_models_layers_adds_nothing(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although its layers are copies of some with adapters."""
     found = []
     for each in (None, adapter):
         side = Side(each, monkeypatch)
@@ -298,5 +299,5 @@ def test_what_drafts_with_the_layers_adds_nothing(adapter: Path, monkeypatch: py
 
 
 def weights(model: PreTrainedModel) -> list[Tensor]:
-    """But for those that are both embeddings and head."""
+    """Return the weights, without those that are both embeddings and head."""
     return [*{each.data_ptr(): each for each in model.parameters()}.values()]

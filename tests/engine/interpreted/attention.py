@@ -1,7 +1,8 @@
-"""The Triton kernels in Triton's interpreter against torch's backend. `test_interpreted_kernels.py` runs it
-in a process of its own: TRITON_INTERPRET must be set before Triton is imported.
+"""The Triton attention kernels in Triton's interpreter, compared with torch's backend.
 
-ATTENTION_STEPS=300 pytest tests/engine/devices/test_interpreted_kernels.py draws so many random steps.
+`test_interpreted_kernels.py` runs this module in another process: TRITON_INTERPRET must be set before Triton
+is imported. `ATTENTION_STEPS=300 pytest tests/engine/devices/test_interpreted_kernels.py` draws that many
+random steps.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ few = settings(max_examples=6, deadline=None, database=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    """So that small steps have several of everything."""
+    """Use small tiles, so that small steps have several of everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
         patch.setattr(tiles, "SPLIT", 32)
         patch.setattr(tiles, "SHORT", 6)
         patch.setattr(backend, "_MERGED_TOGETHER", 2)
-        # The interpreter multiplies the bits of bfloat16 as integers.
+        # The interpreter multiplies bfloat16's bits as integers.
         patch.setattr(backend, "MULTIPLIED", dict.fromkeys(backend.MULTIPLIED, tl.float32))
         torch.set_num_threads(1)
         yield
@@ -52,7 +53,7 @@ def narrow(sequence: Sequence, sliding_window: int | None = None) -> Case:
     return Case(Shape(kv_heads=1), Options(sliding_window=sliding_window), (sequence,))
 
 
-# Where blocks of 16 keys, splits of 32 and what is merged together begin or end with what a row sees.
+# Rows see keys up to, and from, the edges of blocks of 16 keys, splits of 32, and merged splits.
 @example(narrow(Sequence(3, 17, 1)))
 @example(narrow(Sequence(1, 37, 1), sliding_window=20))
 @example(narrow(Sequence(2, 75, 1), sliding_window=20))
@@ -61,7 +62,7 @@ def narrow(sequence: Sequence, sliding_window: int | None = None) -> Case:
 @example(narrow(Sequence(6, 114, 1, tree=True, earlier=58), sliding_window=20))
 @settings(few, max_examples=int(os.environ.get("ATTENTION_STEPS", "45")))
 @given(cases())
-def test_it_is_what_torch_computes(case: Case) -> None:
+def test_it_equals_torch(case: Case) -> None:
     step = Step.of(case)
     expected = step.in_float64().run(TorchBackend)
     step.forget_unseen()
@@ -85,9 +86,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
     ids=str,
 )
 def test_rows_to_verify_have_the_bits_of_decode_rows(options: Options) -> None:
-    """Where a row's window begins in another split than that of the first row beside it, and three splits are
-    left to add up, too.
-    """
+    """A row's window begins in another split than the first row's, and three splits remain to be merged."""
     shape, context = Shape(kv_heads=1), 66 + (options.sliding_window or 3)
     together = Step.of(Case(shape, options, (Sequence(6, context, 3),))).run(TritonBackend)
     for row in range(6):
@@ -116,8 +115,8 @@ def test_large_heads(key_dim: int, value_dim: int) -> None:
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(576, 512), (40, 24)])
-def test_values_that_lie_in_the_keys(key_dim: int, value_dim: int) -> None:
-    """Values that are handed over are not read."""
+def test_values_stored_within_keys(key_dim: int, value_dim: int) -> None:
+    """Given values are not read."""
     shape = Shape(kv_heads=1, group=3, key_dim=key_dim, value_dim=value_dim, values_in_keys=True)
     step = Step.of(Case(shape, Options(), (Sequence(2, 20, 1), Sequence(9, 40, 2)), padding=1))
     query, key, value = step.new
@@ -132,7 +131,7 @@ def test_groups_larger_than_a_tile() -> None:
 
 @pytest.mark.parametrize("quantization", ["none", "int8_row_scales", "fp8_row_scales"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_pool_gets_the_bytes_that_torch_writes(dtype: torch.dtype, quantization: str) -> None:
+def test_the_pool_gets_the_same_bytes_as_by_torch(dtype: torch.dtype, quantization: str) -> None:
     steps = [
         Step.of(Case(Shape(dtype, quantization, key_dim=64), Options(), (Sequence(8, 9, 1),))) for _ in "ab"
     ]
@@ -152,7 +151,7 @@ def test_the_pool_gets_the_bytes_that_torch_writes(dtype: torch.dtype, quantizat
 
 @pytest.mark.parametrize("quantization", ["int8_row_scales", "fp8_row_scales"])
 def test_every_code_is_read_as_its_value(quantization: str) -> None:
-    """A row that sees itself alone gives its value, which has all codes, at a scale of 1."""
+    """A row that sees only itself gives its value, which contains all codes at a scale of 1."""
     shape = Shape(torch.float32, quantization, kv_heads=1, value_dim=256)
     step = Step.of(Case(shape, Options(), (Sequence(1, 1, 1),)))
     codes = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[quantization]).float()
@@ -163,7 +162,7 @@ def test_every_code_is_read_as_its_value(quantization: str) -> None:
 
 
 def test_programs_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None writes where another one does."""
+    """No program writes where another one does."""
     sequences = Sequence(3, 70, 1), Sequence(9, 20, 2)
     step = Step.of(Case(Shape(group=3), Options(sinks=True), sequences, padding=1))
     expected = step.run(TritonBackend)
@@ -178,7 +177,7 @@ def test_programs_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pools_of_more_elements_than_32_bits_count() -> None:
-    """Their pages are not there but for the few that are written."""
+    """Only the few written pages exist."""
     step = Step.of(
         Case(Shape(torch.float32, "int8_row_scales", kv_heads=1), Options(), (Sequence(2, 20, 1),))
     )
@@ -207,7 +206,7 @@ def test_a_row_of_a_sequence_may_be_padding() -> None:
     assert not expected[[2, 11]].any() and expected[[1, 10]].all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     step = Step.of(Case(Shape(), Options(), (Sequence(1, 1, 1),)))
     with pytest.raises(RuntimeError, match="begin_step must come before forward"):
         TritonBackend([step.layer]).forward(0, *step.new, scale=1.0, sliding_window=None, softcap=None)

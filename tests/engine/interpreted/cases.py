@@ -26,7 +26,7 @@ class Sequence:
     first_key: int = 0
 
     def masks(self) -> list[int]:
-        """Of the query rows."""
+        """Return the query rows' masks."""
         rng = random.Random(self.seed)
         paths = [1]
         for row in range(1, self.earlier + self.query_len):
@@ -34,7 +34,7 @@ class Sequence:
         return paths[self.earlier :]
 
     def numbers(self, shape: Shape) -> list[Tensor]:
-        """Queries, keys and values of all its tokens."""
+        """Return queries, keys and values of all tokens."""
         generator = torch.Generator().manual_seed(self.seed)
         heads = shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads
         dims = shape.key_dim, shape.key_dim, shape.value_dim
@@ -45,7 +45,7 @@ class Sequence:
         return [query, key, key[..., : shape.value_dim] if shape.values_in_keys else value]
 
     def first_seen(self, window: int | None) -> int:
-        """No row sees keys before this one."""
+        """Return the first key that any row sees."""
         first_row = self.context_len - self.query_len - self.earlier
         return max(self.first_key, first_row - window + 1) if window else self.first_key
 
@@ -142,7 +142,7 @@ def cases(draw: Any) -> Case:
 
 @dataclass
 class Step:
-    """A case with numbers: those of a sequence depend on itself alone."""
+    """A case with numbers. A sequence's numbers depend on the sequence alone."""
 
     case: Case
     layer: LayerKv
@@ -194,7 +194,7 @@ class Step:
         return Step(self.case, layer, metadata, tuple(new), sinks)
 
     def run(self, backend: Any) -> Tensor:
-        """A class of a backend."""
+        """Run the step on a backend class."""
         attention = backend([self.layer], rows=self.rows)
         attention.plan(self.metadata)
         attention.begin_step(self.metadata)
@@ -209,7 +209,7 @@ class Step:
         )
 
     def forget_unseen(self) -> None:
-        """Keys that no row sees become NaN, as others' may be that their blocks have gone to."""
+        """Set keys that no row sees to NaN, like blocks that others may have reused."""
         size, window = self.case.shape.block_size, self.case.options.sliding_window
         for each, table in zip(self.case.sequences, self.metadata.block_table, strict=True):
             place = torch.arange(each.first_seen(window))
@@ -217,7 +217,7 @@ class Step:
             put_rows(self.layer, self.rows, slots, *(new[:1] * torch.nan for new in self.new[1:]))
 
     def in_float64(self) -> Step:
-        """The same values; coded ones are decoded."""
+        """Return the same values in float64, with quantized ones decoded."""
         exact = KvRows(torch.float32, self.rows.quantization)
         decoded = LayerKv(*(exact.decode(side).double() for side in self.layer.sides))
         new = [tensor.double() for tensor in self.new]
@@ -232,7 +232,7 @@ def _of_shape(shape: Shape, keys: Tensor, values: Tensor, *scales: Tensor | None
 
 
 def _moved(layer: LayerKv, device: torch.device) -> list[Any]:
-    """With the strides that they have in their pool."""
+    """Move a layer to a device, keeping its strides in the pool."""
     moved: list[Tensor | None] = []
     for side in layer:
         if side is None:

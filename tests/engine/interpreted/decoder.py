@@ -1,5 +1,7 @@
-"""The CUDA decoder, with its kernels in Triton's interpreter, against Transformers' modules over the same
-attention. `test_interpreted_kernels.py` runs it in a process of its own.
+"""The CUDA decoder with kernels in Triton's interpreter, compared with Transformers' modules over the same
+attention.
+
+`test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ CASES = [*((name, "none") for name in CONFIGS), ("qwen3", "int8_row_scales")]
 
 
 @pytest.mark.parametrize(("name", "quantization"), CASES)
-def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
+def test_it_equals_transformers(name: str, quantization: str) -> None:
     model = made(CONFIGS[name])
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases
@@ -137,7 +139,7 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
     assert unfit(describe(model)) == "layers of one input are multiplied in several ways"
 
 
-def test_padding_rows_write_nowhere() -> None:
+def test_padding_rows_write_nothing() -> None:
     model, results = made(CONFIGS["qwen3"]), []
     for least in (StepShape(), StepShape(rows=8, logits=4, sequences=6, rows_each=4, blocks=4)):
         pool = pool_of(16, "none")

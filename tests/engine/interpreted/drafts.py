@@ -1,5 +1,6 @@
-"""Chains that are drafted on the device, whose steps are replayed, against those that the host draws token by
-token with steps that are launched anew. `test_interpreted_kernels.py` runs it in a process of its own.
+"""Chains drafted on the device by replayed steps, compared with chains that the host draws by launched steps.
+
+`test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def test_a_chain_of_a_model() -> None:
 
 @pytest.mark.parametrize("counts", [[12, 5], [3, 1]])
 def test_trees_of_a_model(counts: list[int]) -> None:
-    """Those that grow on the device are the host's, and so is the KV of what was run."""
+    """Trees grown on the device equal the host's, and so does the KV of the nodes that ran."""
     sequences = sequences_with(PARAMS)
     rows = [SequenceRows(each.token_ids, 0, each.held.blocks) for each in sequences]
     options = SpeculativeConfig(method="draft_model", model="", tree=True, max_speculative_tokens=4)
@@ -121,7 +122,7 @@ def whole(logits: Tensor) -> Tensor:
 
 
 def test_some_of_a_models_layers() -> None:
-    """They are at their places in its pool, and no weight is there twice."""
+    """They use their places in the model's pool, and no weight is stored twice."""
     model, pools = made_model(num_hidden_layers=4, layer_types=KINDS * 2), [made_pool(4) for _ in range(2)]
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
     part = with_layers(model, [0, 3])
@@ -145,7 +146,7 @@ def test_some_of_a_models_layers() -> None:
 UNREAD = [chain(0, 10, 3), chain(1, 28, 5, 6)]
 
 
-def test_what_looks_at_the_tokens_before_is_drawn_by_the_host() -> None:
+def test_drafts_that_depend_on_earlier_tokens_are_drawn_by_the_host() -> None:
     sequences = sequences_with([*PARAMS, {"presence_penalty": 0.5}])
     rows = [SequenceRows(each.token_ids[-1:], each.position - 1, each.held.blocks) for each in sequences]
     options = SpeculativeConfig(method="draft_model", model="")
@@ -171,7 +172,7 @@ SHAPE = HeadShape(
 
 
 def test_steps_of_a_head() -> None:
-    """Launched and replayed, fed with rows of any number, those of the step before among them."""
+    """Launched and replayed with any number of rows, some from the step before."""
     torch.manual_seed(1)
     described = head_program(Head(SHAPE).eval(), nn.Embedding(60, 24), nn.Linear(24, 60, bias=False))
     head = TorchProgram(described, SHAPE.max_positions)

@@ -1,6 +1,7 @@
-"""A plugin for pytest that makes Triton's interpreter more than twice as fast. It computes the same: what was
-done anew at each launch, call and operator is done once, and what it finds out of types is remembered.
-Products of matrices alone are others, for the sake of rows' bits.
+"""A pytest plugin that makes Triton's interpreter more than twice as fast.
+
+It computes the same results. Work that was repeated for each launch, call and operator is done once, and
+findings about types are cached. Only products of matrices differ, so that rows keep their bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 
 @cache
 def patch_lang(function: Any) -> Any:
-    """The interpreter's operators stay in the language: each launch and call would put them there anew."""
+    """Leave the interpreter's operators in the language, instead of patching them for each launch
+    and call.
+    """
     modules = {each for each in function.__globals__.values() if inspect.ismodule(each)} & {tl, core}
     if any(core.is_builtin(each.load) for each in modules):
         _patch_lang(function)
@@ -51,11 +54,11 @@ def are_equal(self: Any, other: Any) -> bool:
 
 
 class _Shape:
-    """What all blocks of a shape, and tensors of these, have in common."""
+    """Caches the common properties of all blocks of a shape and of their tensors."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         block: Any = SimpleNamespace()
-        _init_block(block, tl.int1, list(lengths))  # refuses what is no shape
+        _init_block(block, tl.int1, list(lengths))  # raises for invalid shapes
         self.shape, self.numel, self.text = block.shape, block.numel, str(block.shape)
         self.of_tensors = core.tuple([core.constexpr(length) for length in lengths])
         self.numel_of_tensors = core.constexpr(block.numel)
@@ -99,7 +102,7 @@ def check_types(
     arithmetic_check: bool = True,
     div_or_mod: bool = False,
 ) -> Any:
-    """Tensors of one type stay what they are."""
+    """Return tensors of one type unchanged."""
     tensors = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
     if tensors and lhs.type.name == rhs.type.name and not (div_or_mod or lhs.dtype.is_ptr()):
         return lhs, rhs
@@ -107,13 +110,15 @@ def check_types(
 
 
 def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-    """Tensors of one shape stay what they are."""
+    """Return tensors of one shape unchanged."""
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 
 def dot_of_rows(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-    """Row by row: some CPUs' BLAS gives a row other bits at another place of a matrix, which no GPU does. And
-    of the values of bfloat16, for whose bits the interpreter multiplies the integers.
+    """Multiply row by row, since some CPUs' BLAS gives a row other bits at another place in a matrix, which
+    no GPU does.
+
+    It also multiplies bfloat16's values, where the interpreter multiplies their bits as integers.
     """
 
     def shown(handle: Any, data: Any) -> Any:
@@ -142,4 +147,4 @@ TritonSemantic.binary_op_type_checking_impl = check_types
 TritonSemantic.broadcast_impl_value = broadcast
 TritonSemantic.scalar_constant = lru_cache(maxsize=None, typed=True)(TritonSemantic.scalar_constant)
 _builder = interpreter.interpreter_builder
-_builder.options = replace(_builder.options, sanitize_overflow=False)  # it would be told with `debug` alone
+_builder.options = replace(_builder.options, sanitize_overflow=False)  # it would be set with `debug` alone

@@ -1,5 +1,6 @@
-"""A CUDA decoder whose steps are replayed, against the same one that launches them anew. Graphs are those of
-`recorder.py`. `test_interpreted_kernels.py` runs it in a process of its own.
+"""A CUDA decoder with replayed steps, compared with the same decoder launching them.
+
+Graphs come from `recorder.py`. `test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ TREES = Buckets([2], [1, 3], [6], trees=True)
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    """So that contexts of a bucket have several splits, and merge them."""
+    """Use small tiles, so that a bucket's contexts have several splits that are merged."""
     with pytest.MonkeyPatch.context() as patch, pageable_memory():
         patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
         patch.setattr(tiles, "SPLIT", 32)
@@ -65,7 +66,7 @@ def small_tiles() -> Iterator[None]:
 
 
 class Side:
-    """A decoder with a pool of its own, of the same values."""
+    """A decoder with its own pool of the same values."""
 
     def __init__(self, model: PreTrainedModel, buckets: Buckets, graphs: Graphs | None, hidden: bool) -> None:
         self.pool = made_pool()
@@ -130,14 +131,14 @@ STEPS: list[tuple[list[SequenceRows], list[int], int]] = [
     ([chain(0, 20, 2), chain(1, 46, 3), chain(2, 4, 4), chain(3, 9, 5)], [0, 1, 2, 3], 0),
     ([chain(0, 21, 2)], [0], 1),
 ]
-"""With the number of graphs that each replays: alone and in crowds, short and long, padded and not, with
-drafts, and two that fit no bucket.
+"""Steps and the number of graphs that each replays: alone and in batches, short and long, padded and not,
+with drafts, and two that fit no bucket.
 """
 
 
-def test_a_replay_is_what_the_step_computes_when_it_is_launched() -> None:
-    """A step without a graph is a replay of a larger one, where there was time for the largest of each kind
-    and no more.
+def test_a_replay_equals_the_launched_step() -> None:
+    """A step without its own graph replays a larger one, if there was time only for the largest of
+    each kind.
     """
     eager, replayed, graphs = sides(BUCKETS)
     two_graphs = RecordedGraphs(2)
@@ -156,7 +157,7 @@ def num_replays(graphs: RecordedGraphs) -> int:
 
 
 def test_the_models_own_modules_over_two_block_tables() -> None:
-    """Replayed, and launched where there is no bucket."""
+    """Replayed, and launched without a bucket."""
     model, graphs = made_model(), RecordedGraphs()
     pools = made_pool(), made_pool()
     plain, replayed = (TablesBackend([TritonBackend(p.layers(TARGET)) for _ in "ab"], [0, 1]) for p in pools)
@@ -175,8 +176,8 @@ def two_tables(blocks: list[int]) -> list[list[int]]:
     return [blocks, [(block + 6) % 30 for block in blocks]]
 
 
-def test_tokens_that_only_the_device_knows() -> None:
-    """Launched and replayed, each row takes the token that it names, and one that failed takes any."""
+def test_tokens_known_only_to_the_device() -> None:
+    """Launched and replayed. Each row takes the token that it names, and a failed one takes any."""
     late = LateTokens(torch.tensor([3, -1, 9]), Downloader(CPU))
     for side in sides(FEW_BUCKETS)[:2]:
         named = [chain(0, 10, ~2), chain(1, 40, ~0)]
@@ -189,7 +190,7 @@ def test_tokens_that_only_the_device_knows() -> None:
         assert failed.isfinite().all()
 
 
-def test_drafts_that_only_the_device_knows() -> None:
+def test_drafts_known_only_to_the_device() -> None:
     """Launched and replayed, beside rows whose tokens the host knows."""
     late = LateTokens(torch.tensor([8, 5, 0]), Downloader(CPU))
     for side in sides(BUCKETS, hidden=True)[:2]:
@@ -202,8 +203,8 @@ def test_drafts_that_only_the_device_knows() -> None:
         assert torch.equal(side.pool.memory, kv)
 
 
-def test_trees_whose_shape_only_the_device_knows() -> None:
-    """Launched and replayed, beside a chain. The last row of the tree is none of its nodes."""
+def test_trees_whose_shape_is_known_only_to_the_device() -> None:
+    """Launched and replayed, beside a chain. The tree's last row is none of its nodes."""
     nodes = torch.tensor([[8, 5, 6, 9], [0, 1, 1, -1], [0b11, 0b111, 0b1011, 0b10001], [0, 1, 1, 0]])
     late = LateTrees(nodes, Downloader(CPU))
     known = chain(0, 28, 4, 8, 5, 6, 9)

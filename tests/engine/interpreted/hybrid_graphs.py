@@ -1,6 +1,4 @@
-"""Models with recurrent layers whose steps are replayed, against the same ones that launch them anew: see
-`graphs.py`.
-"""
+"""Models with recurrent layers with replayed steps, compared with launched ones (see `graphs.py`)."""
 
 from __future__ import annotations
 
@@ -56,12 +54,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_groups": 1,
     },
 }
-"""With gated delta nets, and with Mamba2."""
+"""One model has gated delta nets, the other Mamba2."""
 CHAINS = Buckets([3], [1, 4], [6], trees=False)
 TREES = Buckets([2], [1, 5], [6], trees=True)
 
 Case = tuple[list[SequenceRows], int]
-"""And the number of graphs that it replays."""
+"""A batch, and the number of graphs that it replays."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +78,7 @@ def made(model_type: str) -> LoadedModel:
 
 
 class Side:
-    """A runner with blocks and state slots of its own."""
+    """A runner with its own blocks and state slots."""
 
     def __init__(
         self,
@@ -102,18 +100,18 @@ class Side:
         self.runner: Runner = self.cuda
 
     def logits(self, batch: list[SequenceRows]) -> Tensor:
-        """Of all rows."""
+        """Return the logits of all rows."""
         return self.runner.run(Step(batch, range(num_rows(batch)))).logits.clone()
 
     @property
     def memory(self) -> list[Tensor]:
-        """Keys and values, states, and what is behind these."""
+        """Return keys and values, states, and the inputs since the states."""
         block_pool = self.pool.memory.view(torch.float32)
         return [block_pool, *(part for layer in self.state_slots.layers for part in layer)]
 
 
 class Modules(Side):
-    """The same modules with the operators of CPUs."""
+    """The same modules with the CPU's operators."""
 
     def __init__(self, model_type: str) -> None:
         super().__init__(model_type, CHAINS)
@@ -131,7 +129,7 @@ def shape_of(buckets: Buckets, batch: list[SequenceRows]) -> StepShape | None:
 
 
 def rows_of(state_slot: int, start: int, count: int, certain: int | None = None) -> SequenceRows:
-    """Of a text, and behind what is certain other tokens."""
+    """Return rows of a text, with other tokens after the first `certain` ones."""
     end = start + count
     wrong = range(end if certain is None else certain, end)
     tokens = [(7 * place + state_slot + 5 * (place in wrong)) % 290 + 3 for place in range(start, end)]
@@ -143,7 +141,7 @@ def blocks_of(state_slot: int) -> list[int]:
 
 
 def tree(state_slot: int, start: int) -> SequenceRows:
-    """Behind one certain token: a branch of three, and one of one."""
+    """Return a tree behind one committed token: a branch of three and a branch of one."""
     masks = [0b1, 0b11, 0b101, 0b1011, 0b11011]
     return SequenceRows(
         [9, 8, 7, 6, 5], start, [blocks_of(state_slot)], masks, state_slot=state_slot, certain=start + 1
@@ -162,8 +160,8 @@ STEPS: list[Case] = [
     ([rows_of(2, 0, 1)], 1),
     ([rows_of(2, 1, 1), rows_of(1, 33, 1)], 1),
 ]
-"""Prompts and what shares a step with one; decode rows, and drafts of which none is right, on both sides of
-grid points; and a state slot that another sequence takes.
+"""Prompts, and rows that share a step with one; decode rows and wrong drafts on both sides of grid points; a
+state slot that another sequence takes over.
 """
 TREE_STEPS: list[Case] = [
     (PROMPTS[:2], 0),
@@ -179,10 +177,8 @@ TREE_STEPS: list[Case] = [
 @pytest.mark.parametrize(
     ("buckets", "steps"), [(CHAINS, STEPS), (TREES, TREE_STEPS)], ids=["chains", "trees"]
 )
-def test_a_replay_is_what_the_step_computes_when_it_is_launched(
-    model_type: str, buckets: Buckets, steps: list[Case]
-) -> None:
-    """And what it computes without padding, by other operators: padding changes no row and no state."""
+def test_a_replay_equals_the_launched_step(model_type: str, buckets: Buckets, steps: list[Case]) -> None:
+    """It also equals other operators without padding: padding changes no row and no state."""
     graphs = RecordedGraphs()
     eager, replayed = Side(model_type, buckets), Side(model_type, buckets, graphs)
     modules = Modules(model_type)
@@ -201,8 +197,8 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_rows_that_go_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their states come to a grid point one step later: all of a window without drafts lies behind them."""
+def test_rows_run_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their states reach a grid point one step later, so a whole window without drafts lies behind them."""
     monkeypatch.setattr(sys.modules[__name__], "DRAFTS", 0)
     graphs, buckets = RecordedGraphs(), Buckets([2], [1], [6], trees=False)
     known, ahead = Side(model_type, buckets), Side(model_type, buckets, graphs)
@@ -222,8 +218,8 @@ def test_rows_that_go_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) ->
         assert all(map(torch.equal, ours[:2], others[:2]))
 
 
-def test_drafted_tokens_that_only_the_device_knows() -> None:
-    """One row at a time, behind a state that no draft changes, and across a grid point."""
+def test_drafted_tokens_known_only_to_the_device() -> None:
+    """One row at a time, across a grid point, behind a state that no draft changes."""
     graphs = RecordedGraphs()
     drafting = Buckets([2], [1], [6], trees=False)
     eager = Side("qwen3_5_text", drafting, drafts=True)
@@ -246,8 +242,8 @@ def test_drafted_tokens_that_only_the_device_knows() -> None:
         assert torch.equal(layer.state[:2], state[:2])
 
 
-def test_drafts_that_only_the_device_knows() -> None:
-    """To be verified, of which nothing but the tokens is to be known: states and all else come out alike."""
+def test_drafts_known_only_to_the_device() -> None:
+    """Only the tokens are unknown to the host. States and results are the same."""
     told, learning = (Side("qwen3_5_text", CHAINS, RecordedGraphs()) for _ in range(2))
     for side in (told, learning):
         side.logits([rows_of(0, 0, 14), rows_of(1, 0, 30)])

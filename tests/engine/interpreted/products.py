@@ -1,4 +1,4 @@
-"""Products by our kernel, in Triton's interpreter, against torch's with the dequantized weights."""
+"""Our matrix product kernel in Triton's interpreter, compared with torch's with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_zeros_and_order(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_product_with_the_dequantized_weight(case: str) -> None:
+def test_it_equals_the_product_with_the_dequantized_weight(case: str) -> None:
     weight, bias = weight_of(*CASES[case]), torch.randn(OUTPUTS)
     check(weight, bias)
     check(weight, None)
@@ -90,7 +90,7 @@ def test_inputs_in_any_layout() -> None:
     assert tiled(x[:0]).shape == (0, 5, OUTPUTS)
 
 
-def test_layers_that_are_joined_are_parts_of_one() -> None:
+def test_joined_layers_are_parts_of_one_product() -> None:
     weights = [with_zeros_and_order(weight_of(INT4, 64, 32, seed)) for seed in range(2)]
     weights[1] = QuantizedWeight(
         INT4, *(getattr(weights[1], name) for name in ("codes", "scales", "zeros")), weights[0].permutation
@@ -128,7 +128,7 @@ def test_a_models_layers() -> None:
     torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
 
 
-def test_gpt2s_layers_which_have_their_weights_transposed() -> None:
+def test_gpt2s_transposed_layers() -> None:
     torch.manual_seed(5)
     layer = Conv1D(OUTPUTS, 64)
     nn.init.normal_(layer.bias)

@@ -1,5 +1,5 @@
-"""A CUDA graph on the CPU: keeps what a step launches, with its addresses and constants, and launches that
-again on the same memory, Triton's kernels in the interpreter.
+"""A CUDA graph on the CPU: it records a step's launches with addresses and constants, and repeats them on the
+same memory, with Triton kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LAUNCHERS: dict[Any, Callable[..., Any]] = {
     transformers_hook.paged_attention: transformers_hook._run,
     layers.add_adapters: layers._run,
 }
-"""Operators of ours, which launch others."""
+"""Our operators that launch others."""
 
 
 @contextmanager
 def pageable_memory() -> Iterator[None]:
-    """Without a GPU nothing can be pinned, and no copy is under way."""
+    """Replace pinned memory, which needs a GPU. No copy is ever under way."""
 
     class Event:
         def record(self) -> None: ...
@@ -47,7 +47,9 @@ def pageable_memory() -> Iterator[None]:
 
 
 class RecordedGraph:
-    """As in a graph's own memory, nothing is in what `work` allocates before a replay: it is NaN."""
+    """A recorded graph. As in a graph's private memory, all that `work` allocates is undefined before a
+    replay: NaN.
+    """
 
     def __init__(self) -> None:
         self._launches: list[Callable[[], object]] = []
@@ -95,14 +97,14 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LAUNCHERS:
-            with self:  # what it launches is launched again
+            with self:  # its own launches are recorded
                 return _LAUNCHERS[func](*args, **(kwargs or {}))
         return self._graph.operator(func, args, kwargs or {})
 
 
 class RecordedGraphs:
     def __init__(self, most: int = 100) -> None:
-        """Behind `most` the device's memory is used up."""
+        """Make a recorder. Beyond `most` captures the device's memory is used up."""
         self.graphs: list[RecordedGraph] = []
         self._most = most
 

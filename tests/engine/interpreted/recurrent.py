@@ -1,5 +1,6 @@
-"""The Triton kernels of recurrent layers in Triton's interpreter. `test_interpreted_kernels.py` runs it in a
-process of its own.
+"""The Triton kernels of recurrent layers in Triton's interpreter.
+
+`test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are several of everything."""
+    """Use small tiles, so that there are several of everything."""
     monkeypatch.setattr(operators, "_ROWS", 16)
     monkeypatch.setattr(operators, "_PART", 16)
     monkeypatch.setattr(operators, "_HEADS", 16)
@@ -36,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rule", LAYERS)
-def test_rows_are_what_torch_computes_and_have_the_same_bits_in_any_chunks_and_company(rule: str) -> None:
+def test_rows_equal_torchs_and_have_the_same_bits_in_any_chunks_and_batch(rule: str) -> None:
     texts = [Text(seed, rule, torch.float32, LAYERS, 37) for seed in range(2)]
     alone = served(TritonOperators, texts[:1], None)[0]
     for got, expected in zip(alone, served(TorchOperators, texts[:1], None)[0], strict=True):
@@ -46,13 +47,13 @@ def test_rows_are_what_torch_computes_and_have_the_same_bits_in_any_chunks_and_c
 
 
 @pytest.mark.parametrize("rule", LAYERS)
-def test_rows_that_go_ahead_have_the_bits_of_certain_ones(rule: str) -> None:
+def test_rows_run_ahead_have_the_bits_of_committed_ones(rule: str) -> None:
     text = Text(0, rule, torch.bfloat16, LAYERS, 35)
     whole = served(TritonOperators, [text], None)[0]
     assert all(map(torch.equal, served_ahead(TritonOperators, text, random.Random(0)), whole))
 
 
-def test_grids_smaller_than_what_is_multiplied() -> None:
+def test_grids_smaller_than_a_matrix_tile() -> None:
     texts = [Text(0, "delta", torch.float32, LAYERS, 11)]
     outputs = [served(kind, texts, random.Random(0), grid=4)[0] for kind in (TritonOperators, TorchOperators)]
     torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
@@ -62,10 +63,10 @@ def test_grids_smaller_than_what_is_multiplied() -> None:
     ("rule", "trees", "seeds"),
     [("delta", True, (1, 11)), ("delta by channel", False, (0,)), ("scan", True, (1,))],
 )
-def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
+def test_drafted_rows_have_the_bits_of_committed_ones_and_leave_nothing_behind(
     rule: str, trees: bool, seeds: tuple[int, ...]
 ) -> None:
-    """The seeds of trees are of one whose root ends a grid, and one with branches across a grid point."""
+    """The trees' seeds give one whose root ends a grid, and one with branches across a grid point."""
     layer = replace(LAYERS[rule], num_heads=1, value_dim=min(LAYERS[rule].value_dim, 16))
     text = Text(0, rule, torch.bfloat16, {rule: layer}, 37)
     whole = served(TritonOperators, [text], None)[0]

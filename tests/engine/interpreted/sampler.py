@@ -1,5 +1,7 @@
-"""The sampler's kernels in Triton's interpreter, against torch's operators and the compiled choice, token for
-token. `test_interpreted_kernels.py` runs it in a process of its own.
+"""The sampler's kernels in Triton's interpreter choose the same tokens as torch's operators and the compiled
+choice.
+
+`test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ few = settings(max_examples=6, deadline=None, database=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    """So that small vocabularies have several of everything."""
+    """Use small tiles, so that small vocabularies have several of everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chooser, "TILE", 64)
         patch.setattr(chooser, "_GROUP", 16)
@@ -39,7 +41,7 @@ def small_tiles() -> Iterator[None]:
 
 
 def samplers(vocab_size: int) -> tuple[Sampler, Sampler, Sampler]:
-    """With the kernels, with torch's operators, and the CPU's own."""
+    """Return samplers with the kernels, with torch's operators, and with the CPU's own code."""
     kernels, plain, own = (Sampler(vocab_size, CPU, [0]) for _ in range(3))
     kernels._native, kernels._kernels = None, TritonSampler(CPU)
     plain._native = None
@@ -67,7 +69,7 @@ def with_grammars(samplers: Iterable[Sampler], grammars: Any) -> Iterator[Sample
 
 
 def choose(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int]]:
-    """What all of them choose: tokens, and failed rows."""
+    """Return the common choice of all samplers: tokens, and failed rows."""
     before = logits.clone()
     found, *others = (each.choose(logits, rows) for each in samplers(logits.shape[1]))
     failed_rows = found[1]
@@ -82,7 +84,7 @@ def choose(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int
 @few
 @given(cases())
 def test_batches(case: Case) -> None:
-    """Each row has the token that it has alone, too."""
+    """Each row also has the token that it has alone."""
     logits, rows = case.batch()
     found, failed_rows = choose(logits, rows)
     kernels, _, _ = samplers(case.vocab_size)
@@ -97,7 +99,7 @@ def test_rows_of_all_filters_and_edits() -> None:
     choose(*Case(tuple(FILTERS), edits, 150, torch.bfloat16, 3.0, -math.inf, 1).batch())
 
 
-def test_edits_of_tokens_that_win() -> None:
+def test_edits_of_winning_tokens() -> None:
     for seed in range(4):
         choose(*Case(("greedy",) * len(EDITS), tuple(EDITS), 6, torch.float32, 1.0, 0.0, seed).batch())
     logits = torch.zeros(1, 10)
@@ -143,8 +145,8 @@ def test_among_equal_scores_the_lowest_id_wins() -> None:
     assert choose(torch.zeros(1, 200), [make_row(temperature=0.0)])[0] == [0]
 
 
-def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
-    """The next token stays outside."""
+def test_a_nucleus_ends_at_exactly_top_p() -> None:
+    """The next token is outside."""
     for logits, *bounds in itertools.islice(exact_nuclei(-0.1), 2):
         rows = [make_row(seed=seed, top_k=2, top_p=top_p) for top_p in bounds for seed in range(4)]
         found, _ = choose(logits.expand(len(rows), -1).contiguous(), rows)
@@ -152,7 +154,7 @@ def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
 
 
 def test_distributions_and_drafts() -> None:
-    """As torch has them; drafts are drawn with the compiled choice's noise."""
+    """Distributions equal torch's, and drafts use the compiled choice's noise."""
     vocab_size = 150
     names = ["none", "hottest", "greedy", "top-k 1", "top-p of many", "min-p", "top-k, top-p", "all"]
     rows = make_rows(len(names), random.Random(8), names)
@@ -172,7 +174,7 @@ def test_distributions_and_drafts() -> None:
     assert torch.equal(tokens[sound], expected_tokens[sound])
 
 
-def test_more_rows_than_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     monkeypatch.setattr(chooser, "LISTS_BYTES", 2 * 100 * 10)
     rows = make_rows(4, random.Random(5), ["hot", "top-p tiny", "greedy"])

@@ -1,5 +1,6 @@
-"""Trees that the device grows are those that the host grows, node for node and row for row.
-`test_interpreted_kernels.py` runs it in a process of its own.
+"""Trees grown on the device equal trees grown on the host, node for node and row for row.
+
+`test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ KINDS = ["random", "ties", "close", "few", "none"]
 
 
 def scores_after(path: Path, seed: int, kind: str) -> Tensor:
-    """float32 [VOCAB], of a model for the tests."""
+    """Return a test model's scores, float32 [VOCAB]."""
     generator = torch.Generator().manual_seed(random.Random(f"{seed} {path}").getrandbits(40))
     scores = (torch.randn(VOCAB, generator=generator) * 1.5).log_softmax(0)
     if kind == "ties":
         scores = scores.round().clamp_max(-1.0)
-    if kind == "close":  # float32 has their sums as equals
+    if kind == "close":  # float32 has equal sums for them
         scores = -1 - torch.randint(4, (VOCAB,), generator=generator) * 2**-23
     if kind == "few":
         scores[torch.rand(VOCAB, generator=generator) < 0.6] = -math.inf
@@ -50,7 +51,7 @@ def scores_after(path: Path, seed: int, kind: str) -> Tensor:
     ("max_nodes", "depth", "width"),
     [([24, 24], 6, 4), ([63, 40, 9], 8, 5), ([7, 3, 2, 1], 5, 4), ([1], 4, 4), ([10, 2], 1, 4), ([6], 9, 1)],
 )
-def test_trees_are_those_of_the_host(max_nodes: list[int], depth: int, width: int, kind: str) -> None:
+def test_trees_equal_the_hosts(max_nodes: list[int], depth: int, width: int, kind: str) -> None:
     count, tokens = len(max_nodes), torch.arange(VOCAB).flip(0)
     for seed in range(6):
 
@@ -89,7 +90,7 @@ def test_trees_are_those_of_the_host(max_nodes: list[int], depth: int, width: in
 
 
 class Steps:
-    """Of a batch, in the shape of a bucket, whose first blocks and places differ."""
+    """The steps of a batch in a bucket's shape, with varying first blocks and places."""
 
     def __init__(self, max_nodes: Sequence[int], num_tables: int) -> None:
         self._roots = [5 + 4 * tree for tree in range(len(max_nodes))]
@@ -118,14 +119,14 @@ class Steps:
     def check(
         self, found: StepInputs, told: Sequence[DraftRows], sizes: Sequence[int], each_has: int
     ) -> None:
-        """Against what the host would lay out, where the trees had rows of these `sizes`."""
+        """Compare with the host's layout for trees with rows of these `sizes`."""
         expected, ours = self._inputs(told, []), found.attention
         theirs, counts = expected.attention, [len(rows.token_ids) for rows in told]
         end, num_trees, num_rows = sum(counts), len(told), each_has * len(told)
         assert torch.equal(found.token_ids[:end], expected.token_ids)
         assert torch.equal(found.positions[:end], expected.positions)
         last = max(root + limit for root, limit in zip(self._roots, self._max_nodes, strict=True))
-        assert int(found.positions.max()) <= last  # models have rotations for no more
+        assert int(found.positions.max()) <= last  # models have no rotations for more
         assert ours.visible is not None and theirs.visible is not None
         assert torch.equal(ours.visible[:end], theirs.visible)
         assert torch.equal(ours.slot_mapping[..., :end], theirs.slot_mapping)
@@ -143,7 +144,7 @@ class Steps:
 
 
 def late_drafts(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
-    """What the host learns, where the device had it right meanwhile."""
+    """Return the drafts that the host learns, from the device's correct nodes."""
     late, most = LateTrees(nodes, Downloader(CPU)), max_nodes[0]
     drafts = [
         Draft([~(tree * most + i) for i in range(count)], [-1] * count, late=late)
@@ -160,8 +161,8 @@ def late_drafts(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
     return drafts
 
 
-def test_rows_of_many_trees() -> None:
-    """They lie one after another, and so do the hidden states of what they follow."""
+def test_rows_of_several_trees() -> None:
+    """They follow one another, and so do the hidden states of their parents."""
     count, width = 150, 3
     state, rng = State.of(count, 4, width, CPU), random.Random(3)
     counts = [rng.randrange(width + 1) for _ in range(count)]

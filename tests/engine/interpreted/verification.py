@@ -1,5 +1,6 @@
-"""Verification's kernels in Triton's interpreter against torch's operators, verdict for verdict.
-`test_interpreted_kernels.py` runs it in a process of its own.
+"""Verification's kernels in Triton's interpreter give the same verdicts as torch's operators.
+
+`test_interpreted_kernels.py` runs this module in another process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def small_tiles() -> Iterator[None]:
 
 
 class Weighed(Sampler):
-    """With torch's operators; only the verification is by kernels."""
+    """Distributions by torch's operators; only the verification uses kernels."""
 
     @property
     def has_kernels(self) -> bool:
@@ -70,7 +71,7 @@ def sampler_of(cls: type[Sampler], kernels: TritonSampler | None = None) -> Samp
 
 
 class Batch:
-    """Sequences of all kinds, and logits by which some of what is drafted is accepted."""
+    """Sequences of all kinds, and logits that accept some of the drafts."""
 
     def __init__(self, seed: int) -> None:
         self._random, self._generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -86,7 +87,9 @@ class Batch:
 
     @classmethod
     def of_many(cls, seed: int) -> Batch:
-        """Chains that were drawn much and little like the target has it, and trees of likely tokens."""
+        """Return chains drawn from distributions near to and far from the target's, and trees of likely
+        tokens.
+        """
         batch = cls(seed)
         batch.sequences, batch._logits = [], []
         for drawn in (0.3, 0.6, 0.9, 1.2, 1.5):
@@ -115,7 +118,7 @@ class Batch:
         sequence = SequenceState(request, number)
         logits = 1.5 * torch.randn(1 + count + len(probes), VOCAB, generator=self._generator)
         if parents:
-            logits[:, 4:] -= 20  # so that siblings take much of what there is
+            logits[:, 4:] -= 20  # so that siblings take most of the probability
         q = (logits[:count] + drawn * torch.randn(count, VOCAB, generator=self._generator)).softmax(dim=1)
         if drawn:
             tokens = q.multinomial(1, generator=self._generator)[:, 0].tolist()
@@ -169,8 +172,8 @@ def test_rows_that_fail(rule: Verification) -> None:
     assert [each.failed for each in found][:2] == [True, True] and not found[4].failed
 
 
-def test_what_is_rejected_may_leave_nothing() -> None:
-    """Rounding aside, a token that is rejected was likelier drawn than the target has it."""
+def test_a_rejection_may_leave_no_probability() -> None:
+    """Except for rounding, a rejected token was drawn with a greater probability than the target's."""
     sequence = SequenceState(
         EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=9, seed=3)), 0
     )
@@ -192,8 +195,8 @@ def test_kernels_from_logits_to_verdicts() -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", *RULES])
-def test_chains_whose_tokens_only_the_device_knows(rule: Verification) -> None:
-    """Beside trees and a sequence without a draft: in one copy come the verdicts and what was drafted."""
+def test_chains_known_only_to_the_device(rule: Verification) -> None:
+    """The batch also has trees and a sequence without a draft. One copy brings verdicts and tokens."""
     expected = told(verify(rule, Batch(3).sequences, Batch(3).logits, sampler_of(Sampler)))
     batch, kernels = Batch(3), sampler_of(Sampler, TritonSampler(CPU))
     chains = [each.draft for each in batch.sequences if each.draft and each.draft.parents is None]
@@ -210,8 +213,8 @@ def test_chains_whose_tokens_only_the_device_knows(rule: Verification) -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", *RULES])
-def test_trees_whose_shape_only_the_device_knows(rule: Verification) -> None:
-    """In the places of a larger one. What is beyond their nodes is never accepted, whatever token it has."""
+def test_trees_known_only_to_the_device(rule: Verification) -> None:
+    """They lie in the places of a larger tree. Places beyond their nodes are never accepted."""
     found, expected = Batch(4), Batch(4)
     for batch in (found, expected):
         batch.sequences, batch._logits = [], []
@@ -251,7 +254,7 @@ class Downloads(Downloader):
         return super().__call__(values)
 
 
-def test_what_is_left_to_torch() -> None:
+def test_cases_left_to_torch() -> None:
     (sequence,) = Batch(0).sequences[1:2]
     assert on_device.can_verify(sequence) and sequence.draft is not None
     sequence.draft.parents = [-1, -1, 0, 0]

@@ -1,4 +1,6 @@
-"""Random use of the block manager against a plain model that counts by looking, and a fake KV pool."""
+"""Random use of the block manager, compared with a plain model that counts by inspection, on a fake
+KV pool.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.engine.listener import Listener, really_held
 
 ROOTS = [root_identity("model", "fp32"), root_identity("model", "fp32", "salt")]
 Prefix = tuple[int, ...]
-"""Root number and token ids up to some point: what KV depends on, hence what a written slot holds."""
+"""Root number and token ids up to a point. KV depends on these, so they stand for a written slot's
+content.
+"""
 
 
 def tokens(shortest: int, longest: int) -> st.SearchStrategy[list[int]]:
@@ -120,7 +124,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.publish_committed(table, behind)
 
     def write(self, table: ModelTable, extra: list[int], rewind: int) -> bool:
-        """Write some tokens: the rest of the prompt, new ones, or (as after rejected drafts) some anew."""
+        """Write some tokens: the rest of the prompt, new ones, or, as after rejected drafts, some again."""
         write_from = max(0, table.num_written - rewind)
         rejected = table.token_ids[write_from : table.num_written]
         others = [1 - token for token in rejected]
@@ -170,7 +174,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         del self.cache[block.published_as]
 
     def bring(self, table: ModelTable, covered: int) -> int:
-        """Tokens covered after a look into lower tiers, of which this manager has none."""
+        """Return the tokens covered by the lower tiers, which this manager lacks."""
         return covered
 
     def fill(self, table: ModelTable, write_from: int) -> None:
@@ -216,7 +220,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.free(0, False)
         assert self.manager.num_free + self.manager.num_cached == self.manager.num_blocks
 
-    # --- what must always hold ---
+    # --- invariants ---
 
     @invariant()
     def counts_agree(self) -> None:
@@ -228,7 +232,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_hold_their_own_content(self) -> None:
-        """A block is in two tables only where the model shares it, and holds what each has written."""
+        """Check that a block is in two tables only if the model shares it, and that it holds the written
+        content.
+        """
         owner: dict[int, ModelBlock] = {}
         for table in getattr(self, "live", []):
             assert len(table.real.blocks[0]) == len(table.blocks)
@@ -243,7 +249,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_same_prefixes_are_cached(self) -> None:
-        """So every eviction took what the model's order says."""
+        """Check that every eviction followed the model's order."""
         for root, *token_ids in getattr(self, "ever_published", ()):
             expected = len(self.cached_blocks(root, token_ids)) * self.block_size
             assert cached_prefix(self.manager, token_ids, ROOTS[root]) == expected

@@ -1,4 +1,4 @@
-"""Tensors that stay lie side by side on whole pages, and keep their values."""
+"""Long-lived tensors are moved side by side onto whole pages and keep their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_tensors_lie_side_by_side() -> None:
     assert pages.copy(torch.empty(0)).numel() == 0
 
 
-def test_one_that_does_not_fit_gets_room_of_its_own() -> None:
+def test_a_tensor_that_does_not_fit_gets_its_own_room() -> None:
     pages = HugePages(100)
     small = pages.copy(torch.ones(4))
     large = pages.copy(torch.full((host_memory._PAGE // 4 + 1,), 2.0))

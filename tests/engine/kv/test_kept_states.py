@@ -1,4 +1,4 @@
-"""Engines of models with recurrent layers, whose states are kept with the prefixes that they follow."""
+"""Engines of models with recurrent layers keep states together with the prefixes that they follow."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Asker:
         self.engine, self._reference, self._count = engine, reference, 0
 
     def __call__(self, *prompts: list[int], max_tokens: int = 9) -> int:
-        """How many tokens of these prompts, asked together, were found."""
+        """Ask these prompts together. Return how many of their tokens were cached."""
         before = self.engine.stats().prefix_hit_tokens
         for index, prompt in enumerate(prompts):
             self.engine.add(ask(f"{self._count}-{index}", prompt, max_tokens))
@@ -59,7 +59,7 @@ class Asker:
 @needs_hooks
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("budget", [23, 256])
-def test_prompts_go_on_from_the_last_state_that_they_share(
+def test_prompts_continue_from_their_last_shared_state(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, block_size: int, budget: int
 ) -> None:
     asked = Asker(make_engine(block_size=block_size, max_num_batched_tokens=budget), reference)
@@ -86,7 +86,7 @@ def asked_again(asked: Asker, prompt: list[int], max_tokens: int) -> list[int]:
 
 
 @needs_hooks
-def test_prompts_that_arrive_together_share_what_the_first_computes(
+def test_prompts_that_arrive_together_share_the_first_ones_states(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     asked = Asker(make_engine(), reference)
@@ -116,10 +116,10 @@ def test_evicted_and_preempted_prompts_get_the_same_tokens(
 
 
 @needs_hooks
-def test_a_hit_fits_where_its_prompt_just_fitted(
+def test_a_hit_fits_if_its_prompt_just_fitted(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
-    """The state that it goes on from gives room to the one that it hands over."""
+    """The state that it continues from makes room for the one that it hands over."""
     roomy = make_engine(max_model_len=128)
     blocks = 128 // 16 + 1 + roomy.pool.state_blocks
     engine = make_engine(max_model_len=128, kv_cache_memory_bytes=room_of(roomy, blocks))
@@ -135,7 +135,7 @@ def test_a_hit_fits_where_its_prompt_just_fitted(
 
 
 @needs_hooks
-def test_what_the_pool_evicts_comes_back_with_its_state(
+def test_evicted_blocks_return_with_their_state(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
 ) -> None:
     """From the host memory, and after a restart from the disk."""
@@ -181,7 +181,7 @@ def test_random_prompts_over_small_tiers_get_the_same_tokens(
 
 
 def chat(engine: Engine, *, chats: int, turns: int) -> float:
-    """The hit rate of conversations with one preamble, in turns."""
+    """Return the hit rate of conversations with one preamble, in turns."""
     histories = [prompt_of(40) for _ in range(chats)]
     for turn in range(turns):
         for index, history in enumerate(histories):
@@ -195,7 +195,7 @@ def chat(engine: Engine, *, chats: int, turns: int) -> float:
 
 
 @needs_hooks
-def test_a_chat_hits_as_often_as_with_a_pure_model(folder: Path, tmp_path: Path) -> None:
+def test_a_chat_hits_as_often_as_with_full_attention(folder: Path, tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     rates = [chat(engine_of(model), chats=4, turns=4) for model in (folder, tmp_path)]
     assert rates[0] >= 0.9 * rates[1] > 0.5
@@ -203,11 +203,11 @@ def test_a_chat_hits_as_often_as_with_a_pure_model(folder: Path, tmp_path: Path)
 
 @needs_hooks
 @pytest.mark.parametrize(("num_blocks", "least"), [(32, 0.35), (40, 0.6)])
-def test_in_a_small_pool_states_that_chats_have_gone_on_from_make_room(
+def test_in_a_small_pool_states_already_continued_from_make_room(
     folder: Path, num_blocks: int, least: float
 ) -> None:
-    """Before those that other chats will go on from. The rates are 0.39 and 0.63; where states are not passed
-    over as the next one is kept, or as a prompt begins from them, 0.29 and 0.57.
+    """They go before states that other chats will continue from. The rates are 0.39 and 0.63. If states are
+    not passed over when the next one is kept, or when a prompt continues from them, they are 0.29 and 0.57.
     """
     room = room_of(engine_of(folder), num_blocks)
     assert chat(engine_of(folder, kv_cache_memory_bytes=room), chats=4, turns=4) > least
@@ -245,7 +245,7 @@ def test_without_prefix_caching_no_state_is_kept(
 
 
 @needs_hooks
-def test_a_prompt_that_nobody_took_over_goes_on_here(
+def test_a_prompt_whose_hand_off_failed_continues_here(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     engine = make_engine()
@@ -271,7 +271,7 @@ def test_a_prompt_that_nobody_took_over_goes_on_here(
 
 @needs_hooks
 @pytest.mark.parametrize("compile", ["auto", "off"])
-def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(
+def test_bfloat16_gives_the_same_bits_in_any_chunks_and_batch(
     make_engine: Callable[..., Engine], compile: str
 ) -> None:
     def served(budget: int, num_mates: int) -> list[TokenOutput]:
@@ -299,7 +299,7 @@ def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(
         ({"max_num_seqs": 4000}, r"--max-num-seqs: 4000 sequences' states.*; \d+ fit"),
     ],
 )
-def test_what_cannot_be_served_is_named(
+def test_unsupported_options_are_named(
     make_engine: Callable[..., Engine], options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -307,7 +307,7 @@ def test_what_cannot_be_served_is_named(
 
 
 @needs_hooks
-def test_a_state_goes_to_equal_pools_alone(make_engine: Callable[..., Engine]) -> None:
+def test_states_only_move_to_equal_pools(make_engine: Callable[..., Engine]) -> None:
     ours = make_engine().segments
     assert conversion_problem(ours, ours) is None
     for other in (make_engine(block_size=32), make_engine(dtype="bfloat16")):

@@ -1,6 +1,8 @@
-"""Engines with `--kv-cache-dtype`: more tokens fit, nothing is shared with other formats, and a request's
-tokens are the same in a batch, in chunks, after a prefix hit, from a lower tier, taken up in the middle, and
-drafted."""
+"""Engines with `--kv-cache-dtype`: more tokens fit, and nothing is shared with other formats.
+
+A request's tokens are the same in a batch, in chunks, after a prefix hit, from a lower tier, resumed in the
+middle, and drafted.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ NUM_TOKENS = 24
 PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((200, 37, 64, 90))]
 CODED = pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 ALLOWED = [5, 6, 7, 8]
-"""Few, so that the tiny model repeats itself, and drafts are accepted."""
+"""Few allowed tokens, so that the tiny model repeats itself and drafts are accepted."""
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def make_engine(folder: Path) -> Iterator[Make]:
 
 
 def ask(index: int, given: Sequence[int] = ()) -> EngineRequest:
-    """Request `index`, of which these output tokens were emitted before, by a worker that is gone."""
+    """Make request `index`, of which a lost worker emitted these output tokens before."""
     params = SamplingParams(
         max_tokens=NUM_TOKENS, temperature=0.5, seed=index, ignore_eos=True, allowed_token_ids=ALLOWED
     )
@@ -65,15 +67,15 @@ def ask(index: int, given: Sequence[int] = ()) -> EngineRequest:
 
 
 def alone(engine: Engine, index: int, given: Sequence[int] = ()) -> tuple[list[int], int]:
-    """Its tokens, and how many of its prompt were cached."""
+    """Return its tokens, and how many of its prompt were cached."""
     engine.add(ask(index, given))
     outputs = run(engine)[f"r{index}"]
     return tokens(outputs), outputs[0].cached_tokens or 0
 
 
 def settled(engine: Engine, index: int) -> tuple[list[int], int]:
-    """As `alone`; then all that was evicted is on the disk, so that what is found there does not depend on
-    how fast it is.
+    """Return the same as `alone`, then wait until evicted blocks are on the disk, so that later hits do not
+    depend on its speed.
     """
     answer = alone(engine, index)
     written(engine)
@@ -136,11 +138,11 @@ def test_blocks_come_back_from_host_and_disk(make_engine: Make, tmp_path: Path, 
     again = make_engine(**tight)
     found = [alone(again, index) for index in range(len(PROMPTS))]
     assert [tokens for tokens, _ in found] == expected
-    assert sum(cached for _, cached in found) > 100  # from what the earlier worker left on the disk
+    assert sum(cached for _, cached in found) > 100  # from the earlier worker's blocks on the disk
 
 
 @CODED
-def test_more_tokens_fit_and_the_format_has_a_name_of_its_own(make_engine: Make, kv_cache_dtype: str) -> None:
+def test_more_tokens_fit_and_the_format_has_its_own_name(make_engine: Make, kv_cache_dtype: str) -> None:
     engine, plain = make_engine(kv_cache_dtype=kv_cache_dtype), make_engine()
     # A head's 16 values are 32 bytes, or 16 and a scale.
     assert engine.blocks.num_blocks == plain.blocks.num_blocks * 32 // 20
@@ -153,7 +155,7 @@ def test_more_tokens_fit_and_the_format_has_a_name_of_its_own(make_engine: Make,
     assert not engine.blocks.tables[0].entries.keys() & plain.blocks.tables[0].entries.keys()
 
 
-def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_head_sizes_are_refused_by_name(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=36, intermediate_size=32, num_hidden_layers=1, num_attention_heads=6
     )

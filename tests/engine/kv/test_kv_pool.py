@@ -1,4 +1,4 @@
-"""A pool of several segments: one extent a block, tokens and blocks that move in all, tiers that keep all."""
+"""A pool of several segments: a block is one extent, and moves and tiers include all segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BLOCKS, BLOCK_SIZE = 12, 4
 TABLE = [7, 2, 9, 4, 0]
 LIKE, WIDE_KEYS = LayerShape(2, 8, 8), LayerShape(1, 12, 4)
 UNLIKE = Group.of_layers(TARGET, [LIKE, WIDE_KEYS, LIKE, 0], torch.float32)
-"""The second layer has values of another size than keys, and the last shares the first one's KV."""
+"""The second layer's values differ in size from its keys, and the last layer shares the first one's KV."""
 LAYOUT = PoolLayout((UNLIKE, Group.uniform(DRAFT, Segment(1, 1, 4, torch.bfloat16))), BLOCK_SIZE)
 NAMES = [TARGET, f"{TARGET}.1", f"{TARGET}.2", DRAFT]
 
@@ -39,7 +39,7 @@ def at(segment: Tensor, place: int) -> Tensor:
     return segment[TABLE[place // BLOCK_SIZE], :, :, place % BLOCK_SIZE]
 
 
-def test_a_block_is_its_segments_one_after_the_other(pool: KVPool) -> None:
+def test_a_block_contains_its_segments_in_order(pool: KVPool) -> None:
     for block in range(NUM_BLOCKS):
         parts = [pool.segment(name)[block].contiguous().view(torch.uint8).flatten() for name in NAMES]
         assert torch.equal(pool.memory[block], torch.cat(parts))
@@ -80,7 +80,7 @@ def test_layers_of_one_shape_lie_together() -> None:
     assert plain == Group.uniform(TARGET, Segment(3, 2, 8, torch.float32))
 
 
-def test_values_that_are_part_of_the_keys_take_no_room() -> None:
+def test_values_within_keys_take_no_room() -> None:
     latent = LayerShape(1, 12, 8, values_in_keys=True)
     group = Group.of_layers(TARGET, [LIKE, latent, None, latent], torch.float32)
     assert group.segments[1:] == (Segment(2, 1, 12, torch.float32, num_planes=1),)
@@ -95,7 +95,7 @@ def test_values_that_are_part_of_the_keys_take_no_room() -> None:
     assert not pool.layers(TARGET)[0].values_in_keys
 
 
-def test_formats_of_unlike_shapes_have_unlike_names() -> None:
+def test_formats_of_different_shapes_have_different_names() -> None:
     plain = Segment(3, 2, 8, torch.float32)
     assert Group.uniform(TARGET, plain).describe(16) == "float32/3x2x8/16"
     assert len({group.describe(16) for group in (Group.uniform(TARGET, plain), *LAYOUT.groups)}) == 3
@@ -143,7 +143,7 @@ def test_the_host_tier_keeps_both_segments(pool: KVPool) -> None:
 
 GIB = 2**30
 PER_TOKEN = Segment(8, 4, 32, torch.bfloat16)
-"""4 KiB of KV a token."""
+"""4 KiB of KV per token."""
 
 
 def blocks_for(device: str = "cpu", max_model_len: int = 1024, kept_free: int = 0, **options: Any) -> int:
@@ -153,7 +153,7 @@ def blocks_for(device: str = "cpu", max_model_len: int = 1024, kept_free: int = 
 
 
 def test_two_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has 16 GiB of weights and nine twentieths of 80 GiB, whoever comes first."""
+    """Each has 16 GiB of weights and nine twentieths of 80 GiB, whichever starts first."""
     others = 0
     pools = []
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Sequences over all kinds of stores: what rows read is always what was written for them, here and below."""
+"""Sequences over all kinds of stores: rows always read what was written for them, in the pool and in lower
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ UNIT = 2 * BLOCK
 
 @dataclass(frozen=True)
 class Kind:
-    """The stores of a model; and how many blocks make a small pool and a small host memory."""
+    """The stores of a model, and the blocks of a small pool and a small host memory."""
 
     windows: tuple[Window | None, ...]
     num_blocks: int
@@ -60,7 +62,7 @@ def manager_of(kind: Kind, num_blocks: int, tier: FakeTier | HostTier | None = N
 
 
 def two_tables(num_blocks: int, tier: FakeTier | None = None) -> BlockManager:
-    """Two tables of layers that see all."""
+    """Make a manager with two tables of full layers."""
     return manager_of(Kind((None, None), 0, 0), num_blocks, tier)
 
 
@@ -71,7 +73,7 @@ def started(blocks: BlockManager, token_ids: Sequence[int]) -> tuple[SequenceBlo
 
 
 def published(blocks: BlockManager, token_ids: Sequence[int]) -> None:
-    """Cache these tokens, and the states that a sequence which ends could leave."""
+    """Cache these tokens, and the states that an ending sequence could leave."""
     held, _ = started(blocks, token_ids)
     held.publish(token_ids, len(token_ids))
     if blocks.states is not None:
@@ -87,7 +89,7 @@ def copies_of(blocks: BlockManager) -> list[tuple[int, int]]:
 
 
 class Live:
-    """A sequence: its tokens, the first `computed` of which have their KV, and how many it began with."""
+    """A sequence: its tokens, how many of them have their KV, and how many it began with."""
 
     def __init__(self, held: SequenceBlocks, tokens: list[int], computed: int) -> None:
         self.held, self.tokens, self.computed = held, tokens, computed
@@ -95,7 +97,7 @@ class Live:
 
 
 class Machine:
-    """Random use of the stores of one kind, with what each place of a block holds."""
+    """Random use of the stores of one kind, with a record of each block's content."""
 
     def __init__(self, kind: Kind, seed: int, has_tier: bool) -> None:
         self.kind, self.rng = kind, random.Random(seed)
@@ -129,7 +131,7 @@ class Machine:
         return tokens + self.rng.choices(range(9), k=self.rng.randint(0, 20))
 
     def begin(self) -> None:
-        """As the scheduler does."""
+        """Begin a sequence, as the scheduler does."""
         tokens = self.a_prompt()
         hands_over = self.rng.random() < 0.3
         found = admit(self.blocks, tokens, ROOT, hands_over=hands_over)
@@ -149,7 +151,7 @@ class Machine:
         self.live.append(Live(held, tokens, covered))
 
     def reserve(self) -> None:
-        """As a decode worker does for a prompt that another worker computes."""
+        """Reserve blocks, as a decode worker does for a prompt that another worker computes."""
         tokens = self.a_prompt()
         reserved = reserve_blocks(self.blocks, tokens, ROOT)
         if reserved is None:
@@ -167,7 +169,9 @@ class Machine:
         self.live.append(Live(held, tokens, len(tokens)))
 
     def step(self, live: Live) -> bool:
-        """A chunk, or a token with drafts of which some are kept; False where it ends or has no room."""
+        """Run a chunk, or a token with drafts of which some are kept. Return False if the sequence ends or
+        has no room.
+        """
         tokens, computed, held = live.tokens, live.computed, live.held
         if len(tokens) > 400:
             return False
@@ -195,7 +199,7 @@ class Machine:
         for table in live.held.tables:
             if table.store.window is not None and len(table.blocks) * BLOCK <= live.prompt:
                 window = table.store.window
-                most = (window.span() + window.span(ROWS)) // BLOCK  # what it found, and its own
+                most = (window.span() + window.span(ROWS)) // BLOCK  # the found blocks, and its own
                 assert len(table.blocks) - table.num_left <= most
 
     def keep_state(self, live: Live) -> None:
@@ -230,7 +234,7 @@ class Machine:
         self.lent.append(held)
 
     def fetch(self) -> None:
-        """Blocks come from another worker, before the prompt itself."""
+        """Take blocks from another worker before the prompt itself."""
         tokens = self.a_prompt()
         room = find_room(self.blocks, tokens, ROOT)
         if room is None:
@@ -284,7 +288,7 @@ class Machine:
         assert pool.num_references(block) == 1 and not pool.is_locked(block)
 
     def check_reads(self, held: SequenceBlocks, tokens: Sequence[int], first: int, end: int) -> None:
-        """Rows from `first` on find all that the tiles of the first one's window have."""
+        """Check that rows from `first` on find all keys of the tiles of the first one's window."""
         for table in held.tables:
             for position in range(table.store.first_place(first) * BLOCK, end):
                 block = table.blocks[position // BLOCK]
@@ -314,7 +318,7 @@ def value(table: int, tokens: Sequence[int], position: int) -> int:
 
 
 def own_blocks(held: SequenceBlocks) -> list[int]:
-    """The blocks in all stores, without the places that have none."""
+    """Return the blocks in all stores, without empty places."""
     return [*held.state_blocks, *(block for table in held.tables for block in table.blocks[table.num_left :])]
 
 
@@ -334,14 +338,14 @@ def test_rows_read_what_was_written(kind: Kind, has_tier: bool, seed: int) -> No
 # --- room -------------------------------------------------------------------------------------------
 
 
-def test_new_blocks_are_adjacent_where_they_can_be() -> None:
+def test_new_blocks_are_adjacent_if_possible() -> None:
     blocks = manager_of(FULL, 16)
     first, _ = started(blocks, [0] * 80)
     first.free()
     assert started(blocks, [0] * 160)[0].blocks[0] == list(range(10))
 
 
-def test_room_is_taken_in_every_table_or_in_none() -> None:
+def test_room_is_taken_in_all_tables_or_in_none() -> None:
     blocks = manager_of(MIXED, 10)
     held, _ = find_prefix(blocks, TOKENS[:10], ROOT)
     assert not held.grow(0, 64)
@@ -359,8 +363,8 @@ def test_a_reservation_without_a_prefix_begins_at_the_window_of_its_last_row() -
     assert reserved[0].first_places == [0, WINDOW.first_place(270), SMALL.first_place(270)]
 
 
-def test_room_that_falls_behind_the_window_comes_again_at_the_end() -> None:
-    """So nobody takes it meanwhile, until all of the sequence has its place."""
+def test_blocks_freed_behind_the_window_are_reused_at_the_end() -> None:
+    """The sequence keeps them until it has all its places, so nobody else takes them."""
     blocks = manager_of(Kind((None, WINDOW), 0, 0), 40)
     held, _ = find_prefix(blocks, TOKENS, ROOT)
     assert held.grow(0, len(TOKENS), ROWS)
@@ -373,7 +377,7 @@ def test_room_that_falls_behind_the_window_comes_again_at_the_end() -> None:
         assert blocks.available == 40 - 19 - min(room, 19 - left)
 
 
-def test_a_state_that_is_read_makes_room_for_the_one_to_be_handed_over() -> None:
+def test_a_state_that_was_read_makes_room_for_the_one_to_be_handed_over() -> None:
     blocks = manager_of(STATES, 4 + 3)
     published(blocks, TOKENS[:40])
     for hands_over in (True, False):
@@ -388,7 +392,7 @@ def test_a_state_that_is_read_makes_room_for_the_one_to_be_handed_over() -> None
 LEAST = 5
 
 
-def test_without_paging_the_first_token_takes_all_that_the_longest_sequence_needs() -> None:
+def test_without_paging_the_first_token_takes_the_longest_sequences_room() -> None:
     blocks = manager_of(FULL, 12)
     blocks.least_tokens = LEAST * BLOCK
     prompt = TOKENS[: 2 * BLOCK]
@@ -413,8 +417,8 @@ def test_without_paging_the_first_token_takes_all_that_the_longest_sequence_need
 
 
 @pytest.mark.parametrize("is_drafted", [True, False])
-def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted: bool) -> None:
-    """A block that had draft KV before may be the target."""
+def test_a_copied_block_has_its_sources_draft_kv_flag(is_drafted: bool) -> None:
+    """The target may be a block that had draft KV before."""
     blocks = manager_of(FULL, 4)
     first, _ = started(blocks, TOKENS[:32])
     first.publish(TOKENS, 32)
@@ -426,7 +430,7 @@ def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted: boo
 
 
 @pytest.mark.parametrize(("kind", "is_shared"), [(FULL, False), (STATES, True)])
-def test_blocks_computed_twice_become_one_where_states_are_kept(kind: Kind, is_shared: bool) -> None:
+def test_with_kept_states_blocks_computed_twice_become_one(kind: Kind, is_shared: bool) -> None:
     """The prefix of a state must not age before it."""
     blocks = manager_of(kind, 8)
     first, second = started(blocks, TOKENS[:32])[0], started(blocks, TOKENS[:32])[0]
@@ -458,7 +462,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert (blocks.num_free, blocks.num_cached) == (4, 0)
 
 
-def test_a_position_is_covered_where_every_table_has_its_blocks() -> None:
+def test_a_position_is_covered_if_every_table_has_its_blocks() -> None:
     blocks = two_tables(8)
     log = blocks.watch()
     published(blocks, TOKENS[:48])
@@ -479,7 +483,7 @@ def test_a_chain_moves_nothing_and_a_tree_moves_before_its_blocks_are_published(
     assert blocks.pool.moves == [(held.blocks, 30, [1, 3])] and len(held.identities) == 2
 
 
-def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
+def test_states_already_continued_from_go_first_and_shared_ones_last() -> None:
     """Two turns of a chat, and another chat with its preamble, in a pool that holds little more."""
     blocks = manager_of(STATES, 26)
     assert blocks.states is not None
@@ -519,7 +523,7 @@ def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
 # --- lower tiers ------------------------------------------------------------------------------------
 
 
-def test_the_lower_tier_brings_what_all_tables_have_there() -> None:
+def test_the_lower_tier_loads_blocks_that_all_tables_have_there() -> None:
     tier = FakeTier([*IDENTITIES[:3], *(table_identity(each, 1) for each in IDENTITIES[:2])])
     blocks = two_tables(16, tier)
     found = admit(blocks, TOKENS[:48], ROOT)
@@ -530,7 +534,7 @@ def test_the_lower_tier_brings_what_all_tables_have_there() -> None:
     assert tier.loaded == held.blocks[0][:2] + held.blocks[1][:2] and tier.num_missed == 0
 
 
-def test_blocks_that_come_back_are_told_with_their_tokens() -> None:
+def test_loaded_blocks_are_reported_with_their_tokens() -> None:
     blocks = manager_of(FULL, 8, FakeTier(IDENTITIES))
     published(blocks, TOKENS[:16])
     log = blocks.watch()
@@ -542,7 +546,7 @@ def test_blocks_that_come_back_are_told_with_their_tokens() -> None:
 
 
 class LosesStates(FakeTier):
-    """Loses the last block of each state while it is loaded."""
+    """A tier that loses the last block of each state while it is loaded."""
 
     def load(self, names: Sequence[bytes], block_ids: Sequence[int]) -> int:
         self.lost = int(len(names) == STATES.state_blocks)
@@ -550,8 +554,8 @@ class LosesStates(FakeTier):
 
 
 @pytest.mark.parametrize(("kind", "lost"), [(FakeTier, 0), (LosesStates, 0), (FakeTier, 1)])
-def test_a_state_comes_back_with_its_tokens(kind: type[FakeTier], lost: int) -> None:
-    """Where a part of the state or a block of its tokens gets lost, neither comes back."""
+def test_a_state_is_loaded_with_its_tokens(kind: type[FakeTier], lost: int) -> None:
+    """If a part of the state or a block of its tokens is lost, neither is used."""
     names = state_identities(IDENTITIES[3], STATES.state_blocks)
     is_lost = kind is LosesStates or lost > 0
     blocks = manager_of(STATES, 12, kind([*IDENTITIES, *names], lost))
@@ -567,7 +571,7 @@ def test_a_state_comes_back_with_its_tokens(kind: type[FakeTier], lost: int) -> 
     assert blocks.available == 12 and cached_prefix(blocks, TOKENS[:70], ROOT) == covered
 
 
-def test_the_disk_is_asked_for_what_the_next_row_reads() -> None:
+def test_the_disk_is_asked_for_the_blocks_that_the_next_row_reads() -> None:
     disk = FakeTier([*IDENTITIES[:3], *IDENTITIES[9:13]])
     blocks = manager_of(ALONE, 20, disk)
     published(blocks, TOKENS[:150])
@@ -582,7 +586,7 @@ def test_the_disk_is_asked_for_what_the_next_row_reads() -> None:
 @pytest.mark.parametrize(("num_tokens", "first"), [(230, 8), (270, 12)])
 @pytest.mark.parametrize("lost", [0, 2, 4])
 def test_a_reservation_has_the_window_of_its_last_row(lost: int, num_tokens: int, first: int) -> None:
-    """What got lost below is filled by another worker."""
+    """Another worker fills the blocks that the lower tier has lost."""
     blocks = manager_of(ALONE, 20, FakeTier(IDENTITIES[8:12], lost))
     reserved = reserve_blocks(blocks, TOKENS[:num_tokens], ROOT)
     assert reserved is not None
@@ -596,9 +600,9 @@ def test_a_reservation_has_the_window_of_its_last_row(lost: int, num_tokens: int
 
 
 @pytest.mark.parametrize(("lost", "covered"), [(0, 191), (1, 176), (2, 160)])
-def test_a_window_comes_from_below_behind_blocks_that_are_here(lost: int, covered: int) -> None:
-    """The last block of a prompt that is found whole is copied. Where so much got lost that the window begins
-    earlier, the prefix is looked for again.
+def test_a_window_is_loaded_behind_blocks_of_the_pool(lost: int, covered: int) -> None:
+    """A fully cached prompt's last block is copied. If losses move the window's begin, the prefix is searched
+    again.
     """
     tier = FakeTier([table_identity(each, 1) for each in IDENTITIES], lost)
     blocks, here = with_all_but_the_window(tier)
@@ -615,7 +619,7 @@ def test_a_window_comes_from_below_behind_blocks_that_are_here(lost: int, covere
 
 
 def with_all_but_the_window(tier: FakeTier) -> tuple[BlockManager, list[int]]:
-    """The pool has the first twelve blocks of the layers that see all, which are returned."""
+    """Return a manager whose pool has the first twelve blocks of the full layers, and these blocks."""
     blocks = manager_of(Kind((None, SMALL), 0, 0), 60, tier)
     here = blocks.take(12)
     for identity, block in zip(IDENTITIES, here, strict=False):
@@ -624,14 +628,14 @@ def with_all_but_the_window(tier: FakeTier) -> tuple[BlockManager, list[int]]:
     return blocks, here
 
 
-def test_a_window_that_got_lost_below_is_computed_again() -> None:
-    """The first row to be computed would read blocks before those that were found."""
+def test_a_window_lost_by_the_lower_tier_is_computed_again() -> None:
+    """The first row to compute would read blocks before the ones found."""
     blocks = manager_of(ALONE, 20, FakeTier(IDENTITIES[8:12], 4))
     admitted = admit(blocks, TOKENS[:200], ROOT)
     assert admitted is not None and (admitted[1], admitted[0].first_places) == (0, [0])
 
 
-def test_a_reservation_looks_again_for_what_got_lost() -> None:
+def test_a_reservation_searches_again_after_a_loss() -> None:
     """Another worker writes to its blocks."""
     tier = FakeTier([table_identity(each, 1) for each in IDENTITIES], 1)
     blocks, here = with_all_but_the_window(tier)
@@ -643,7 +647,7 @@ def test_a_reservation_looks_again_for_what_got_lost() -> None:
     assert blocks.available == 60
 
 
-def test_listeners_are_told_of_the_first_table_alone() -> None:
+def test_listeners_hear_only_of_the_first_table() -> None:
     tier = FakeTier([table_identity(IDENTITIES[0], 1)])
     blocks = manager_of(Kind((None, SMALL), 0, 0), 8, tier)
     log = blocks.watch()
@@ -658,7 +662,7 @@ def test_listeners_are_told_of_the_first_table_alone() -> None:
 
 
 def sent_by(holding: BlockManager, wanted: Sequence[bytes], first: int = 0) -> tuple[list[int], int, int]:
-    """The first places, blocks and states' blocks that a holder sends."""
+    """Return the first places, blocks and states' blocks that a holder sends."""
     lent = hold_blocks(holding, wanted, first)
     count = sum(len(extent.blocks) for extent in lent.extents(firsts=lent.first_places)) - len(
         lent.state_blocks
@@ -675,10 +679,10 @@ def sent_by(holding: BlockManager, wanted: Sequence[bytes], first: int = 0) -> t
         (STATES, 70, [0], 8, 8),
     ],
 )
-def test_another_worker_sends_what_is_missing(
+def test_another_worker_sends_the_missing_blocks(
     kind: Kind, here: int, firsts: list[int], blocks_found: int, num_sent: int
 ) -> None:
-    """After what is here, all that the layers read."""
+    """All blocks after the present ones that the layers read."""
     asking, holding = manager_of(kind, 70), manager_of(kind, 70)
     published(asking, TOKENS[:here])
     published(holding, TOKENS[:200])
@@ -698,7 +702,7 @@ def test_another_worker_sends_what_is_missing(
 
 
 @each_kind
-def test_the_block_of_the_last_token_is_not_wanted(kind: Kind) -> None:
+def test_the_last_tokens_block_is_not_requested(kind: Kind) -> None:
     blocks = manager_of(kind, 70)
     room = find_room(blocks, TOKENS[:128], ROOT)
     assert room is not None and len(room.wanted) == 7
@@ -708,14 +712,14 @@ def test_the_block_of_the_last_token_is_not_wanted(kind: Kind) -> None:
 
 
 @each_kind
-def test_no_room_where_the_pool_is_full(kind: Kind) -> None:
+def test_a_full_pool_has_no_room(kind: Kind) -> None:
     blocks = manager_of(kind, 3)
     assert find_room(blocks, TOKENS, ROOT) is None and blocks.available == 3
     room = find_room(blocks, TOKENS[:8], ROOT)
     assert room is not None and not room.wanted
 
 
-def test_held_blocks_stay_until_they_are_given_back() -> None:
+def test_held_blocks_stay_until_they_are_returned() -> None:
     blocks = manager_of(FULL, 8)
     published(blocks, TOKENS[:128])
     held = hold_blocks(blocks, [*IDENTITIES[:3], b"x" * 16, IDENTITIES[3]])

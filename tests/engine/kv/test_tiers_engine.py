@@ -1,5 +1,6 @@
-"""An engine whose device pool is far too small for its prompts: the tiers below bring them back, and no token
-changes."""
+"""An engine whose pool is far too small for its prompts: the tiers below return their blocks, and no token
+changes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ PROMPTS = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
 def serve(engine: Engine, prompt: list[int], **fields: Any) -> tuple[list[int], int]:
-    """The tokens, and how many of the prompt's were not computed."""
+    """Return the tokens, and how many of the prompt's were cached."""
     engine.add(ask("r", prompt, **fields))
     outputs = run(engine)["r"]
     assert outputs[0].cached_tokens is not None
@@ -59,7 +60,7 @@ def serve(engine: Engine, prompt: list[int], **fields: Any) -> tuple[list[int], 
 
 
 def written(engine: Engine) -> None:
-    """Wait until all is on the disk."""
+    """Wait until everything is on the disk."""
     assert engine.tiers is not None
     tiers = engine.tiers
 
@@ -79,9 +80,7 @@ def assert_empty(engine: Engine) -> None:
         assert len(tiers._free) + tiers.num_blocks == tiers._memory.num_slots
 
 
-def test_prompts_come_back_from_the_host(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_prompts_return_from_the_host(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
     plain, tiered = make_engine(), make_engine(host_blocks=80)
     for turn in range(3):
         for prompt in PROMPTS:
@@ -125,7 +124,7 @@ def test_preempted_sequences_get_their_blocks_back(
     assert computed[1] < computed[0]
 
 
-def test_a_reservation_counts_what_the_host_holds(
+def test_a_reservation_counts_blocks_on_the_host(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     engine, whole = make_engine(host_blocks=80), make_engine(num_blocks=64)
@@ -154,7 +153,7 @@ def test_a_reservation_counts_what_the_host_holds(
 
 
 @pytest.mark.parametrize(("tier", "num_prompts"), [("host", 1), ("disk", 4)])
-def test_tenants_are_apart_in_every_tier(
+def test_tenants_are_separate_in_every_tier(
     make_engine: Callable[..., Engine], tmp_path: Path, tier: str, num_prompts: int
 ) -> None:
     engine = make_engine(host_blocks=48, disk=tmp_path)
@@ -180,7 +179,7 @@ def test_tenants_are_apart_in_every_tier(
     assert hits() == before + 4
 
 
-def test_prompt_logprobs_are_computed_whatever_is_below(make_engine: Callable[..., Engine]) -> None:
+def test_prompt_logprobs_are_computed_despite_lower_tiers(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(host_blocks=80)
     serve(engine, PROMPTS[1])
     serve(engine, PROMPTS[0])
@@ -190,7 +189,7 @@ def test_prompt_logprobs_are_computed_whatever_is_below(make_engine: Callable[..
     assert len([*paged_logprobs(output.prompt_logprobs or [])]) == len(PROMPTS[1])
 
 
-def test_prompts_come_back_from_the_disk_also_after_a_restart(
+def test_prompts_return_from_the_disk_even_after_a_restart(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
 ) -> None:
     engine = make_engine(host_blocks=24, disk=tmp_path)
@@ -212,7 +211,7 @@ def test_prompts_come_back_from_the_disk_also_after_a_restart(
     assert_empty(again)
 
 
-def test_a_model_trained_again_finds_nothing_of_the_old_one(
+def test_a_retrained_model_finds_no_blocks_of_the_old_one(
     make_engine: Callable[..., Engine], folder: Path, tmp_path: Path
 ) -> None:
     old = make_engine(host_blocks=24, disk=tmp_path / "kv", served_model_name="m")
@@ -236,11 +235,11 @@ def test_a_model_trained_again_finds_nothing_of_the_old_one(
 def stuck_engine(
     make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engine]:
-    """Its first prompts are on a disk that does not answer until `StuckFile.go`."""
+    """Make an engine whose first prompts are on a disk that does not answer until `StuckFile.go`."""
     monkeypatch.setattr(StuckFile, "go", threading.Event(), raising=False)
     monkeypatch.setattr("engine.kv.tiers.build.SlotFile", StuckFile)
     StuckFile.go.set()
-    # Twice the blocks of a prompt: the host drops none, however slowly the disk takes them.
+    # Twice the blocks of a prompt: the host drops none, however slow the disk is.
     engine = make_engine(num_blocks=34, host_blocks=48, disk=tmp_path)
     for prompt in [*PROMPTS, *(prompt_of(240, seed) for seed in range(70, 78))]:
         serve(engine, prompt)
@@ -251,7 +250,7 @@ def stuck_engine(
     StuckFile.go.set()
 
 
-def test_others_run_while_a_prompt_comes_from_the_disk(
+def test_other_requests_run_while_a_prompt_comes_from_the_disk(
     stuck_engine: Engine, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_module, "FETCH_TIMEOUT_S", 60.0)
@@ -330,7 +329,7 @@ def test_random_traffic_keeps_the_tokens_and_leaks_nothing(
         ({"host_blocks": 8, "disk": "taken"}, "--kv-disk-path: cannot use .*worker-0"),
     ],
 )
-def test_what_cannot_be_had_names_the_flag(
+def test_unavailable_tiers_name_the_flag(
     make_engine: Callable[..., Engine], tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "file").write_text("no folder")

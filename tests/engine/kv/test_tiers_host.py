@@ -1,4 +1,4 @@
-"""The host tier over a real disk tier: what goes where, what is given up, what is never waited for."""
+"""The host tier over a real disk tier: where blocks go, which are dropped, and what is never waited for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rig:
         self.host.watch(self.log)
 
     def evict(self, *numbers: int) -> None:
-        """Blocks leave the pool; the disk gets the time that it needs."""
+        """Evict blocks from the pool, and give the disk the time that it needs."""
         for number in numbers:
             identity = identity_of(number)
             self.memory.pool[0] = content_of(identity, BLOCK_BYTES)
@@ -68,7 +68,7 @@ class Rig:
         wait_until(arrived)
 
     def load(self, *numbers: int) -> int:
-        """Load into pool blocks 100, 101, ...; all that comes must be right."""
+        """Load into pool blocks 100, 101, ... and check their content."""
         blocks = range(100, 100 + len(numbers))
         identities = [identity_of(number) for number in numbers]
         count = self.host.load(identities, blocks)
@@ -86,7 +86,7 @@ class Rig:
         return self.host.totals()[f"kv_{name}_total"]
 
     def check_slots(self) -> None:
-        """Every slot of host memory is free or holds a block; nothing is lent."""
+        """Check that every slot of host memory is free or holds a block, and that nothing is lent."""
         assert len(self.host._free) + self.host.num_blocks == self.memory.num_slots
         assert len(self.disk._free) + self.disk.num_blocks == self.disk.capacity
 
@@ -106,7 +106,7 @@ def make_rig(tmp_path: Path):
         rig.host.close()
 
 
-def test_the_oldest_go_to_the_disk_and_come_back(make_rig) -> None:
+def test_the_oldest_blocks_go_to_the_disk_and_return(make_rig) -> None:
     rig = make_rig()
     rig.evict(*range(10))
     assert rig.in_host(*range(10)) == list(range(2, 10))
@@ -121,7 +121,7 @@ def test_the_oldest_go_to_the_disk_and_come_back(make_rig) -> None:
     rig.check_slots()
 
 
-def test_a_block_that_is_below_already_is_not_copied_again(make_rig) -> None:
+def test_a_block_that_a_lower_tier_has_is_not_copied_again(make_rig) -> None:
     rig = make_rig()
     rig.evict(0, 1, 2)
     rig.evict(1)
@@ -135,7 +135,7 @@ def test_a_block_that_is_below_already_is_not_copied_again(make_rig) -> None:
     rig.check_slots()
 
 
-def test_touched_blocks_stay_longest_the_first_the_longest(make_rig) -> None:
+def test_touched_blocks_stay_longest_the_first_one_the_longest(make_rig) -> None:
     rig = make_rig()
     rig.evict(*range(8))
     rig.host.touch([identity_of(0), identity_of(1)])
@@ -143,7 +143,7 @@ def test_touched_blocks_stay_longest_the_first_the_longest(make_rig) -> None:
     assert rig.in_host(*range(8)) == [0]
 
 
-def test_a_fetch_counts_the_blocks_that_are_nowhere(make_rig) -> None:
+def test_a_fetch_counts_missing_blocks(make_rig) -> None:
     rig = make_rig(host_slots=16)
     rig.evict(*range(20))
     fetch = rig.host.fetch(map(identity_of, [0, 1]), num_unknown=2)
@@ -154,14 +154,14 @@ def test_a_fetch_counts_the_blocks_that_are_nowhere(make_rig) -> None:
     rig.check_slots()
 
 
-def test_a_fetch_does_not_displace_what_it_goes_on_from(make_rig) -> None:
+def test_a_fetch_does_not_displace_its_own_prefix(make_rig) -> None:
     rig = make_rig()
     rig.evict(*range(12))  # 4 is the oldest in host memory
     rig.fetch(4, 0, 1, 2)
     assert rig.load(4, 0, 1, 2) == 4
 
 
-def test_two_that_want_the_same_block_read_it_once(make_rig) -> None:
+def test_two_fetches_of_the_same_block_read_it_once(make_rig) -> None:
     rig = make_rig(host_slots=16)
     rig.evict(*range(20))
     first, second = (rig.host.fetch(map(identity_of, [0, 1])) for _ in range(2))
@@ -177,7 +177,7 @@ def test_a_fetch_takes_at_most_half_of_the_host(make_rig) -> None:
     assert rig.host.fetch(map(identity_of, range(14))).remaining == 4
 
 
-def test_without_a_disk_there_is_nothing_to_wait_for() -> None:
+def test_without_a_disk_nothing_is_waited_for() -> None:
     tier = HostTier(PlainMemory(2, BLOCK_BYTES))  # type: ignore[arg-type]
     assert not tier.is_pending(tier.fetch(map(identity_of, range(3))))
     assert not any(name.startswith("kv_disk") for name in tier.totals())
@@ -198,7 +198,7 @@ def stuck_rig(make_rig, monkeypatch: pytest.MonkeyPatch):
     StuckFile.go.set()
 
 
-def test_what_the_disk_cannot_take_in_time_is_dropped(stuck_rig: Rig) -> None:
+def test_blocks_that_the_disk_cannot_take_in_time_are_dropped(stuck_rig: Rig) -> None:
     rig = stuck_rig
     for number in range(20):
         rig.memory.pool[0] = content_of(identity_of(number), BLOCK_BYTES)
@@ -226,12 +226,12 @@ def test_a_slow_disk_is_waited_for_until_the_deadline(
     assert rig.count("disk_fetch_timeouts") == 1
     assert rig.load(0) == 0
     StuckFile.go.set()
-    rig.wait(fetch)  # late, but not for nothing
+    rig.wait(fetch)  # late, but not in vain
     assert rig.load(0, 1) == 2
     rig.check_slots()
 
 
-def test_what_nobody_waits_for_any_more_is_not_read(stuck_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_reads_are_not_started(stuck_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = stuck_rig
     StuckFile.go.set()
     rig.evict(*range(20))
@@ -247,7 +247,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(stuck_rig: Rig, monkeypatch:
     rig.check_slots()
 
 
-def test_a_damaged_block_is_dropped_counted_and_written_anew(make_rig) -> None:
+def test_a_damaged_block_is_dropped_counted_and_written_again(make_rig) -> None:
     rig = make_rig()
     rig.evict(*range(10))
     blocks = rig.file.path / "blocks"
@@ -264,18 +264,18 @@ def test_a_damaged_block_is_dropped_counted_and_written_anew(make_rig) -> None:
     assert rig.load(0) == 1
 
 
-def test_a_full_disk_gives_up_its_oldest(make_rig) -> None:
+def test_a_full_disk_drops_its_oldest_blocks(make_rig) -> None:
     rig = make_rig(host_slots=4, disk_slots=8)
     rig.evict(*range(12))
     assert rig.on_disk(*range(12)) == list(range(4, 12))
     assert rig.count("disk_evicted_blocks") == 4
     rig.fetch(4)
     rig.evict(20, 21, 22)
-    assert rig.on_disk(*range(12)) == [4, 8, 9, 10, 11]  # what was used last stays
+    assert rig.on_disk(*range(12)) == [4, 8, 9, 10, 11]  # recently used blocks stay
     rig.check_slots()
 
 
-def test_a_restart_finds_what_was_written(make_rig) -> None:
+def test_a_restart_finds_the_written_blocks(make_rig) -> None:
     rig = make_rig()
     rig.evict(*range(20))
     rig.host.close()
@@ -299,7 +299,7 @@ def test_closing_writes_what_is_queued(stuck_rig: Rig, make_rig) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(8))
-def test_random_traffic_serves_right_content_and_loses_no_slot(make_rig, seed: int) -> None:
+def test_random_traffic_returns_right_content_and_loses_no_slot(make_rig, seed: int) -> None:
     rng = random.Random(seed)
     rig = make_rig(host_slots=rng.randrange(4, 12), disk_slots=rng.randrange(12, 30))
     fetches = []

@@ -13,7 +13,7 @@ from engine.kv.tiers.host import HostMemory
 
 
 def test_pinned_slots_take_little_more_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch pins the next power of two."""
+    """torch rounds pinned memory up to a power of two."""
     num_slots, block_bytes, pinned = 350, 3 * 1024, 0
     empty, allocate = torch.empty, tier_memory._allocate
 

@@ -1,4 +1,4 @@
-"""Random use of the block manager over a host tier, against a plain model of both and a fake memory."""
+"""Random use of the block manager over a host tier, compared with a plain model of both, on fake memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engine.kv.test_block_manager_properties import (
 
 
 class HostTierMachine(BlockManagerMachine):
-    """Every start is an admission: room for all of the prompt, then what the host tier has of it."""
+    """Every start is an admission: it takes room for the whole prompt, then loads the host tier's part."""
 
     @initialize(
         num_blocks=st.integers(1, 8), block_size=st.sampled_from([1, 2, 2, 3]), host_slots=st.integers(1, 6)
@@ -34,7 +34,7 @@ class HostTierMachine(BlockManagerMachine):
         self.manager = BlockManager(self.pool, tier=self.tier)
         self.log = self.manager.watch()
         self.host: list[Prefix] = []
-        """Least recently used first."""
+        """Ordered from the least recently used."""
         self.below: list[Prefix] = []
         self.limit = 0
         self.hits = 0

@@ -1,4 +1,4 @@
-"""The disk tier's files: what a reopened folder serves is right, whatever happened to it."""
+"""The disk tier's files: a reopened folder returns only right blocks, whatever happened to it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_eight(folder: Path) -> None:
         write_blocks(file, range(8))
 
 
-def test_blocks_are_found_again_in_the_order_of_their_writing(tmp_path: Path) -> None:
+def test_blocks_are_found_again_in_the_order_of_writing(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         assert file.stored == []
         write_blocks(file, range(5))
@@ -58,7 +58,7 @@ def test_blocks_are_found_again_in_the_order_of_their_writing(tmp_path: Path) ->
         assert (again.num_corrupt, again.num_foreign) == (0, 0)
 
 
-def test_a_slot_serves_no_other_identity(tmp_path: Path) -> None:
+def test_a_slot_returns_no_other_identity(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write_blocks(file, range(2))
         with pytest.raises(CorruptBlockError):
@@ -77,7 +77,7 @@ def test_the_newer_of_two_equal_blocks_stays(tmp_path: Path) -> None:
             assert [(stored.age, stored.slot) for stored in again.stored] == [(9, 2)]
 
 
-def test_a_smaller_capacity_gives_the_room_back(tmp_path: Path) -> None:
+def test_a_smaller_capacity_frees_room(tmp_path: Path) -> None:
     write_eight(tmp_path)
     with opened(tmp_path, 3) as smaller:
         assert check_blocks(smaller) == 3
@@ -135,7 +135,7 @@ def inflict(path: Path, kind: str, seed: int) -> None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(damages=st.lists(DAMAGE, min_size=1, max_size=3))
-def test_no_damage_is_served(
+def test_damaged_blocks_are_never_returned(
     tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[str, str, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged")
@@ -155,7 +155,7 @@ def test_no_damage_is_served(
         check_blocks(repaired)
 
 
-def test_a_flipped_bit_is_found_and_a_cut_is_counted(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected_and_a_truncation_is_counted(tmp_path: Path) -> None:
     write_eight(tmp_path)
     blocks = tmp_path / "worker-0" / "blocks"
     raw = bytearray(blocks.read_bytes())
@@ -179,7 +179,7 @@ def test_a_flipped_bit_in_an_entry_drops_the_block(tmp_path: Path) -> None:
         assert (damaged.stored, damaged.num_corrupt) == ([], 8)
 
 
-def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
+def test_a_process_killed_during_a_write_leaves_only_whole_blocks(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -221,10 +221,8 @@ def test_one_process_claims_two_folders_and_releases_them(tmp_path: Path) -> Non
         fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_slot_holds_nothing_while_its_block_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a process that died in between, the old entry does not name the new block's bytes."""
+def test_a_slot_is_empty_while_its_block_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process dies meanwhile, the old entry must not name the new block's bytes."""
     with opened(tmp_path, 4) as file:
         write_blocks(file, range(2))
         write_all = slot_file._write_all
@@ -245,7 +243,7 @@ def test_a_slot_holds_nothing_while_its_block_is_written(
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
-    """Whoever made it first could put blocks of their own there."""
+    """Another user who made it first could put blocks into it."""
     claim_folder(tmp_path).release()
     (tmp_path / "worker-0").chmod(0o777)
     with pytest.raises(ConfigError, match=r"--kv-disk-path: .* written by others"):
@@ -254,7 +252,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lock", "index", "blocks"])
 @pytest.mark.parametrize("how", ["mode", "link"])
-def test_a_file_that_others_may_have_put_there_is_refused(tmp_path: Path, name: str, how: str) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path: Path, name: str, how: str) -> None:
     open_file(tmp_path, BLOCK_BYTES, 8).close()
     file = tmp_path / "worker-0" / name
     if how == "mode":
@@ -266,7 +264,7 @@ def test_a_file_that_others_may_have_put_there_is_refused(tmp_path: Path, name: 
         open_file(tmp_path, BLOCK_BYTES, 8)
 
 
-def test_a_folder_that_cannot_be_used_names_the_flag(tmp_path: Path) -> None:
+def test_an_unusable_folder_names_the_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--kv-disk-path: cannot use"):
         claim_folder(tmp_path / "file")
@@ -276,7 +274,7 @@ def test_a_folder_that_cannot_be_used_names_the_flag(tmp_path: Path) -> None:
 
 
 def on_small_disk(folder: Path, size: str, commands: str) -> subprocess.CompletedProcess[str]:
-    """Run shell commands with a small file system of their own in `folder`."""
+    """Run shell commands with a small file system in `folder`."""
     script = f"mount -t tmpfs -o size={size} tmpfs {folder} && {commands}"
     return subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True)
 
@@ -285,13 +283,13 @@ def test_a_full_disk_is_counted_and_survived(tmp_path: Path) -> None:
     if on_small_disk(tmp_path, "1m", "true").returncode != 0:
         pytest.skip("this host gives no mount namespace of one's own")
     child = f"{sys.executable} -m tests.engine.tiers_child {tmp_path} 65536 16 0 40"
-    # Of 1 MiB another file takes 600 KiB, so that the tier finds room for 6 of its 16 blocks.
+    # Another file takes 600 KiB of 1 MiB, so the tier has room for 6 of its 16 blocks.
     result = on_small_disk(tmp_path, "1m", f"head -c 600k /dev/zero > {tmp_path}/other && {child} && {child}")
     assert result.returncode == 0, result.stderr
     first, second = (json.loads(line) for line in result.stdout.splitlines() if line != "ready")
     assert first["written_blocks"] + first["dropped_blocks"] == 40
     assert first["io_errors"] == first["dropped_blocks"] > 0
-    assert first["evicted_blocks"] >= 20  # it goes on with the room that it has
+    assert first["evicted_blocks"] >= 20  # it continues with the room that it has
     assert second["written_blocks"] >= 30
     assert second["corrupt_blocks"] == 0
     assert "No space left on device" in result.stderr

@@ -1,5 +1,5 @@
-"""Models with sliding windows keep no blocks before the window in the tables of layers that have one, and
-give equal tokens.
+"""Models with sliding windows free blocks before the window in the tables of windowed layers, and give equal
+tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from training.heads.eagle import build_eagle3
 BUDGET = 40
 WINDOW = Window(SLIDING_WINDOW, 16)
 BLOCK_BYTES = {"mistral": 3 * 2 * 16 * 2 * 16 * 4, "gemma3_text": 2 * 16 * 2 * 16 * 4}
-"""All three layers of Mistral are in one table, and those of Gemma 3, of which one sees all, in three."""
+"""Bytes of a block. Mistral's three layers share one table. Gemma 3's three, of which one is full, have one
+each.
+"""
 WINDOWS = {"mistral": [WINDOW], "gemma3_text": [None, WINDOW, WINDOW]}
 BOUNDS: dict[str, dict[str, int]] = {
     "mistral": {"num_blocks": 64},
@@ -77,15 +79,15 @@ def make_engine(kind: str, folder: Path) -> Callable[..., Engine]:
 
 
 def drafting(engine: Engine, model: Path | None = None, **options: Any) -> Engine:
-    """One like `engine` that drafts."""
+    """Make an engine like `engine` that drafts."""
     asked = SpeculativeConfig(model=None if model is None else str(model), **options)
     changed = replace(engine.config, speculative_config=asked)
     return Engine(changed, speculate=speculate)
 
 
 def poisoned_run(engine: Engine, *others: str) -> tuple[list[TokenOutput], int]:
-    """Free blocks hold NaN in each step, in `others` of the pool's segments too. Return all outputs, and the
-    most blocks that were used.
+    """Fill free blocks with NaN in each step, in the segments `others` too. Return all outputs, and the most
+    blocks used.
     """
     outputs: list[TokenOutput] = []
     most = 0
@@ -102,12 +104,12 @@ def cached(output: list[TokenOutput]) -> int | None:
 
 
 def count(outputs: list[TokenOutput], what: str) -> int:
-    """How many tokens were `drafted` or `accepted`."""
+    """Return how many tokens were `drafted` or `accepted`."""
     return sum(getattr(output, f"{what}_tokens") for output in outputs)
 
 
-def test_rows_that_are_all_padding_have_all_tables() -> None:
-    """As where a forward is compiled or captured."""
+def test_rows_that_are_all_padding_use_all_tables() -> None:
+    """Such rows are used when a forward is compiled or captured."""
     assert BlockTable(16, num_tables=3).of([]).shape == (3, 0, 1)
 
 
@@ -123,7 +125,7 @@ def test_rows_that_are_all_padding_have_all_tables() -> None:
     ],
     indirect=["kind"],
 )
-def test_a_sequence_has_the_blocks_of_its_windows(
+def test_a_sequence_has_only_its_windows_blocks(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, block_size: int, backend: str
 ) -> None:
     engine = make_engine(enable_prefix_caching=False, block_size=block_size, attention_backend=backend)
@@ -141,7 +143,7 @@ def test_a_sequence_has_the_blocks_of_its_windows(
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_drafts_never_need_a_block_that_is_gone(
+def test_drafts_never_need_a_freed_block(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, shape: str
 ) -> None:
     prompts = {str(length): prompt_of(length) for length in (3, 70, 200)}
@@ -178,10 +180,10 @@ def test_a_pool_need_not_hold_a_whole_sequence(
     assert_empty(engine)
 
 
-def test_a_prefix_counts_as_far_as_all_tables_have_it(
+def test_a_prefix_ends_where_any_table_lacks_blocks(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str
 ) -> None:
-    """Blocks before a window are the first to go."""
+    """Blocks before a window are evicted first."""
     engine = make_engine(num_blocks={"mistral": 17, "gemma3_text": 60}[kind])
     prompt, other = prompt_of(350), prompt_of(64, 2)
     engine.add(ask("first", prompt, 20))
@@ -221,10 +223,10 @@ def test_evicted_and_preempted_prompts_get_the_same_tokens(
     engine.close()
 
 
-def test_a_prompt_comes_back_from_the_disk(
+def test_a_prompt_returns_from_the_disk(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, tmp_path: Path
 ) -> None:
-    """Others have driven it out of the pool and the host's memory of an engine before this one."""
+    """Earlier prompts displaced it from an earlier engine's pool and host memory."""
     host_blocks, disk_blocks = (32, 200) if kind == "mistral" else (96, 600)
     disk = {"kv_disk_path": str(tmp_path), "kv_disk_size": disk_blocks * BLOCK_BYTES[kind] / 2**30}
     before, prompt = make_engine(**TIGHT[kind], host_blocks=host_blocks, **disk), prompt_of(250)
@@ -244,10 +246,10 @@ def test_a_prompt_comes_back_from_the_disk(
 
 
 @pytest.mark.parametrize("num_found", [0, 150, 250])
-def test_a_hand_off_brings_the_windows_of_their_layers(
+def test_a_hand_off_moves_only_the_windows(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, num_found: int
 ) -> None:
-    """What the decode worker has of layers that see all counts, though it lacks a window."""
+    """Blocks of full layers at the decode worker count, even if it lacks a window."""
     prompt = prompt_of(250)
     prefill, decode = make_engine(**TIGHT[kind]), make_engine(num_blocks=60)
     if num_found:
@@ -279,8 +281,8 @@ def test_a_hand_off_brings_the_windows_of_their_layers(
 
 
 @only("mistral")
-def test_a_prompt_to_be_handed_over_never_lacks_its_blocks(make_engine: Callable[..., Engine]) -> None:
-    """It is never preempted, so what it needs to its end is its own from the start, though others come."""
+def test_a_prompt_to_be_handed_over_keeps_its_blocks(make_engine: Callable[..., Engine]) -> None:
+    """It is never preempted, so all blocks that it needs are reserved at the start, though others arrive."""
     engine = make_engine(num_blocks=21, max_num_batched_tokens=BUDGET)
     prompts = {str(seed): prompt_of(300, seed) for seed in range(4)}
     for name, prompt in prompts.items():
@@ -297,7 +299,7 @@ def test_a_prompt_to_be_handed_over_never_lacks_its_blocks(make_engine: Callable
 
 @pytest.mark.parametrize("position", [0, 22, 23, 86, 87, 88, 250])
 @pytest.mark.parametrize("block_size", [1, 16, 64, 100, 128])
-def test_the_first_place_is_that_of_the_first_tile_that_is_read(position: int, block_size: int) -> None:
+def test_the_first_place_is_the_first_tile_that_is_read(position: int, block_size: int) -> None:
     window = Window(SLIDING_WINDOW, block_size)
     first = max(position - SLIDING_WINDOW + 1, 0) // TILE * TILE
     place = window.first_place(position)
@@ -307,11 +309,11 @@ def test_the_first_place_is_that_of_the_first_tile_that_is_read(position: int, b
 
 @only("mistral")
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
+def test_a_draft_with_the_same_window_frees_the_same_blocks(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, folder: Path, tree: bool
 ) -> None:
-    """It has the target's weights, and reads a prompt only once it drafts: it begins at the window. All that
-    it drafts from a window later on is right.
+    """It has the target's weights, and begins to read at the window. Drafts after that window are
+    all right.
     """
     plain = make_engine(num_blocks=120, enable_prefix_caching=False)
     engine = drafting(plain, folder, method="draft_model", num_speculative_tokens=6 if tree else 4, tree=tree)
@@ -327,10 +329,10 @@ def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
 
 
 @only("gemma3_text")
-def test_a_draft_of_the_models_own_layers_reads_their_tables(
+def test_a_draft_of_the_models_own_layers_uses_their_tables(
     make_engine: Callable[..., Engine], folder: Path, tmp_path: Path
 ) -> None:
-    """The layer that it skips changes nothing here, so all that it drafts is right."""
+    """The skipped layer changes nothing here, so all drafts are right."""
     model = load(folder)
     for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
         linear.weight.data.zero_()
@@ -347,10 +349,12 @@ def test_a_draft_of_the_models_own_layers_reads_their_tables(
 
 @only("gemma3_text")
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_a_draft_lies_with_the_layers_that_see_all(
+def test_a_draft_uses_the_full_layers_table(
     make_engine: Callable[..., Engine], tmp_path: Path, method: str
 ) -> None:
-    """Two tables of two layers each; the draft has one. It begins after a prefix without its KV, too."""
+    """There are two tables of two layers each, and the draft has one. It also begins after a prefix without
+    its KV.
+    """
     model = AutoModelForCausalLM.from_config(
         config_of("gemma3_text", num_hidden_layers=4), dtype=torch.float32
     )
@@ -378,7 +382,9 @@ def test_a_draft_lies_with_the_layers_that_see_all(
 
 
 @only("mistral")
-def test_a_draft_that_sees_more_keeps_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_draft_with_a_larger_window_keeps_all_blocks(
+    make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
     write_model("llama", tmp_path)
     engine = drafting(make_engine(max_model_len=200), tmp_path, method="draft_model")
     assert not engine.blocks.has_windows
@@ -402,7 +408,7 @@ def divided(sights: list[int], layers: list[LayerShape | int] | None = None) -> 
     return Group.of_layers(TARGET, layers or [LIKE] * len(sights), torch.float32, sights)
 
 
-def test_layers_of_the_rarer_sight_fill_a_table() -> None:
+def test_layers_of_the_rarer_kind_fill_a_table() -> None:
     group = divided([SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]).in_tables(100)
     assert group.windows == (FULL, SLIDING, SLIDING, SLIDING)
     places = [(place.table, place.index) for place in group.layers]
@@ -412,8 +418,8 @@ def test_layers_of_the_rarer_sight_fill_a_table() -> None:
     assert group.describe(16) != divided([FULL] * 2).describe(16)
 
 
-def test_layers_of_several_shapes_lie_in_rows() -> None:
-    """As in Gemma 4 31B: five of twice the size within a window for each that sees all."""
+def test_layers_of_several_shapes_form_rows() -> None:
+    """As in Gemma 4 31B: five windowed layers of twice the size for each full one."""
     layers = ([LayerShape(16, 256, 256)] * 5 + [LayerShape(4, 512, 512)]) * 10
     whole = Group.of_layers(TARGET, layers, torch.float32, ([1024] * 5 + [FULL]) * 10)
     group = whole.in_tables(4096)
@@ -471,7 +477,7 @@ def test_models_with_layers_of_several_shapes_keep_their_windows(
         ([SLIDING] * 16 + [FULL], None, "17 layers of which 1 are unlike the others"),
     ],
 )
-def test_layers_that_do_not_divide_keep_all(sights: list[int], layers: Any, why: str) -> None:
+def test_layers_that_do_not_divide_keep_all_blocks(sights: list[int], layers: Any, why: str) -> None:
     group = divided(sights, layers)
     assert group.fault(100).startswith(why)
     assert group.in_tables(100) == group
@@ -479,7 +485,7 @@ def test_layers_that_do_not_divide_keep_all(sights: list[int], layers: Any, why:
 
 
 @only("gemma3_text")
-def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine], folder: Path) -> None:
+def test_the_start_logs_the_kept_blocks(make_engine: Callable[..., Engine], folder: Path) -> None:
     plain = make_engine(max_model_len=200)
     assert "2 keep the last 24 and 1 keep all, in 3 tables of 1 layers" in plain.start_up["kv_pool"]
     engine = drafting(plain, folder, method="draft_model")

@@ -1,4 +1,4 @@
-"""Experts that are one tensor, packed: right to bfloat16's last bits, and the same bits in every batch."""
+"""Fused experts in packed form: right to bfloat16's last bits, and the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def experts_of(model: PreTrainedModel) -> nn.Module:
 
 
 def packed(name: str, format: CodeFormat | None) -> tuple[nn.Module, Experts]:
-    """The experts as Transformers computes them in float32, with rounded weights, and ours."""
+    """Return the experts computed by Transformers in float32 with rounded weights, and ours."""
     plain, model = make_model(name), make_model(name)
     if format is None:
         pack_experts(model)
@@ -84,7 +84,7 @@ def routing(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_experts_are_those_of_transformers(name: str, format: CodeFormat | None) -> None:
+def test_experts_equal_transformers(name: str, format: CodeFormat | None) -> None:
     plain, ours = packed(name, format)
     expected = RoutedLinear if format is None else RoutedQuantizedLinear
     assert isinstance(ours.first, expected) and isinstance(ours.second, expected)
@@ -104,13 +104,13 @@ def test_a_row_has_the_same_bits_in_every_batch(name: str, format: CodeFormat | 
         assert torch.equal(ours(hidden[:rows], chosen[:rows], weights[:rows])[:8], alone)
 
 
-def test_an_expert_that_there_is_not_gives_zeros() -> None:
+def test_a_missing_expert_gives_zeros() -> None:
     layer = RoutedLinear(torch.ones(2, 3, 4).bfloat16(), None)
     out = layer(torch.ones(2, 4).bfloat16(), torch.tensor([1, 2, -1, 0]))
     assert out.tolist() == [[4, 4, 4], [0, 0, 0], [0, 0, 0], [4, 4, 4]]
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     layer = RoutedLinear(torch.ones(2, 3, 4).bfloat16(), None)
     with pytest.raises(ValueError, match="4 features for 3 experts"):
         layer(torch.ones(2, 4).bfloat16(), torch.tensor([1, 0, 1]))

@@ -1,4 +1,4 @@
-"""Some outputs of a linear layer are those of the whole layer, in the order asked for."""
+"""A linear layer restricted to some outputs gives the whole layer's, in the requested order."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_chosen_outputs(kind: str, bias: bool) -> None:
         assert torch.equal(part(x), whole(x)[:, outputs]), "the same kernel, the same bits"
 
 
-def test_other_layers_have_no_outputs_to_choose() -> None:
+def test_other_layers_cannot_be_restricted() -> None:
     with pytest.raises(TypeError, match="Embedding is no linear layer"):
         with_outputs(nn.Embedding(3, 4), torch.tensor([0]))

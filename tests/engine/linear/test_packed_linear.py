@@ -27,7 +27,7 @@ HAS_PAIRS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 @functools.cache
 def emulated(name: str) -> Any:
-    """The kernels for AMX-BF16 and AVX512-BF16, with these instructions in plain C++."""
+    """Return the kernels for AMX-BF16 and AVX512-BF16 with these instructions emulated in plain C++."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_FLAGS", EMULATING)
         function = getattr(build.load_library(EMULATED), name)
@@ -38,7 +38,7 @@ def emulated(name: str) -> Any:
 
 @pytest.fixture(params=[*KERNELS, "emulated tandem_linear", "emulated tandem_linear_in_pairs"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way to multiply, on any CPU: the first takes AMX only where there is AMX."""
+    """Select each way to multiply, on any CPU. The first uses AMX only if there is AMX."""
     *how, name = request.param.split()
     if name == "tandem_linear_in_pairs" and not (how or HAS_PAIRS):
         pytest.skip("this CPU can't multiply pairs of bfloat16; the emulated ones are tested")
@@ -96,7 +96,7 @@ def test_inputs_of_any_layout_and_batch_shape() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_what_is_no_number_stays_so() -> None:
+def test_nan_and_infinity_stay() -> None:
     _, ours = layers(64, 80)
     x = torch.randn(3, 64).bfloat16()
     sound = ours(x)
@@ -109,7 +109,7 @@ def test_what_is_no_number_stays_so() -> None:
 
 @pytest.mark.parametrize("out_features", [1, 63, 64, 200])
 @pytest.mark.parametrize("in_features", [1, 64, 65, 512])
-def test_a_product_of_float32_is_the_exact_one_and_its_rows_have_the_same_bits_in_every_batch(
+def test_a_float32_product_is_exact_and_its_rows_have_the_same_bits_in_every_batch(
     in_features: int, out_features: int
 ) -> None:
     torch.manual_seed(in_features + out_features)
@@ -154,7 +154,7 @@ def test_only_plain_bfloat16_layers_are_replaced() -> None:
     assert {type(model[name]) for name in ("odd", "float32", "special")} == {nn.Linear, Special}
 
 
-def test_what_multiplies_instead_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_replacement_is_logged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "float32" in (kernel_fault(CPU, torch.float32) or "")
     assert "cuda" in (kernel_fault(torch.device("cuda"), torch.bfloat16) or "")
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))

@@ -1,6 +1,6 @@
 """Packed quantized layers: right to bfloat16's last bit, and the same bits in every batch.
 
-Those that round their inputs have the integers of the definition, bit for bit.
+Layers that round their inputs have the definition's integers, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.engine.quantized_weights import make_weight
 pytestmark = needs_kernel
 
 KERNELS = ["", "_in_pairs", "_in_floats", " emulated", "_in_pairs emulated"]
-"""All ways to multiply, on any CPU: the first takes AMX only where there is AMX."""
+"""All ways to multiply, on any CPU. The first uses AMX only if there is AMX."""
 
 WEIGHTS: dict[str, Callable[[int, int], QuantizedWeight]] = {
     "int8 by channel": lambda k, n: make_weight(CodeFormat.INT8, k, n),
@@ -43,13 +43,13 @@ WEIGHTS: dict[str, Callable[[int, int], QuantizedWeight]] = {
 }
 ROUNDING = [kind for kind in WEIGHTS if kind.startswith("int")]
 ALL = [*WEIGHTS, *(f"{kind}, rounding" for kind in ROUNDING)]
-"""Those that can round their inputs do so, too."""
+"""Kinds that can round their inputs occur with and without rounding."""
 BATCHED = [
     (kernel, kind)
     for at, kernel in enumerate(KERNELS)
     for kind in (ALL[at % 3 :: 3] if "emulated" in kernel else ALL)
 ]
-"""Emulated instructions are slow: each of these kernels has a third of the weights."""
+"""Emulated instructions are slow, so each of these kernels has a third of the weights."""
 
 
 @pytest.fixture(params=KERNELS)
@@ -89,13 +89,13 @@ PRODUCTS = [
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("kernel", "kind", "inputs", "outputs"), PRODUCTS, indirect=["kernel"])
-def test_a_product_is_that_of_the_dequantized_weight(kind: str, inputs: int, outputs: int) -> None:
+def test_a_product_equals_the_dequantized_weights(kind: str, inputs: int, outputs: int) -> None:
     check_product(kind, inputs, outputs)
 
 
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_portable_code_has_the_same_codes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel as less able CPUs would have it."""
+    """Compares the code for less capable CPUs."""
     if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in build._cpu()):
         pytest.skip(f"this CPU has no {level}")
     monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O0"])  # takes a tenth of -O3's time
@@ -121,7 +121,7 @@ def check_product(kind: str, inputs: int, outputs: int) -> None:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The last dimension in units of its largest magnitude / 127, and these."""
+    """Return the last dimension in units of its largest magnitude / 127, and the units."""
     largest = x.float().abs().amax(-1, keepdim=True)
     return (x.float() * (torch.tensor(127.0) / largest)).round(), largest / 127
 
@@ -150,7 +150,7 @@ RUNS = [
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("kernel", "kind", "input_group"), RUNS, indirect=["kernel"])
 def test_rounded_runs_have_the_integers_of_the_definition(kind: str, input_group: int) -> None:
-    """All scales and units are powers of two, so that float32 is exact."""
+    """All scales and units are powers of two, so float32 is exact."""
     inputs, outputs = 384, 70
     weight = WEIGHTS[kind](inputs, outputs)
     scales = torch.randint(0, 2, weight.scales.shape).add(1).float()
@@ -200,7 +200,7 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(kind: str) -
     torch.set_num_threads(1)
     alone = torch.cat([ours(row) for row in x[:40].split(1)])
     torch.set_num_threads(2)
-    for rows in range(2, 41):  # of each number of rows, each place is taken by a row
+    for rows in range(2, 41):  # for each number of rows, a row is tried at every place
         assert torch.equal(ours(x[40 - rows : 40]), alone[40 - rows :]), rows
     assert torch.equal(ours(x)[:40], alone)
 
@@ -208,7 +208,7 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(kind: str) -
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("format", list(CodeFormat))
 def test_every_code_becomes_its_value(format: CodeFormat) -> None:
-    """One code in each row of the weight, all others zero."""
+    """Each row of the weight has one code; all others are zero."""
     codes = torch.arange(256 if format in (CodeFormat.INT8, CodeFormat.FP8) else 16, dtype=torch.uint8)
     zero = 8 if format is CodeFormat.INT4 else 0
     weights = torch.full((len(codes), 32), zero, dtype=torch.uint8)

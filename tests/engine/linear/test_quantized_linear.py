@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights: the dequantized product, in every format."""
+"""Linear layers with quantized weights give the dequantized product in every format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.quantized_weights import make_weight
 
 
 def dequantized_by_hand(weight: QuantizedWeight) -> Tensor:
-    """Element by element, as the format's definition reads; float64 [out_features, in_features]."""
+    """Dequantize element by element by the format's definition; float64 [out_features, in_features]."""
     magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     outputs, inputs = weight.codes.shape
     result = torch.zeros(outputs, inputs, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What the engine refuses to load, and how it says so."""
+"""Models and options that the engine refuses to load, with its messages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_facts_of_a_model(folder: Path, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == loaded.vocab_size
 
 
-def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: Path) -> None:
+def test_weights_are_shared_only_for_the_same_files_and_configuration(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     config = config_for(tmp_path)
     loaded = load_model(config)
@@ -91,8 +91,8 @@ def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: P
         keep_preloaded([])
 
 
-def test_an_engine_takes_a_model_that_was_packed_before(folder: Path) -> None:
-    """As a worker does that was forked. What tells weights apart can no longer be read off packed ones."""
+def test_an_engine_takes_an_already_packed_model(folder: Path) -> None:
+    """A forked worker does so. Packed weights no longer show what the check compares."""
     config = config_for(folder, dtype="bfloat16", load_format="auto", kv_cache_memory_bytes=2**24)
     keep_preloaded([(config, load_packed(config))])
     try:
@@ -110,7 +110,7 @@ def test_an_engine_takes_a_model_that_was_packed_before(folder: Path) -> None:
         ({"attention_backend": "torch"}, "with --attention-backend torch sums depend on the batch"),
     ],
 )
-def test_deterministic_is_refused_where_torch_would_sum(
+def test_deterministic_is_refused_if_torch_would_sum(
     folder: Path, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, before any weight is read."""
@@ -120,10 +120,10 @@ def test_deterministic_is_refused_where_torch_would_sum(
         load_model(config_for(folder, deterministic=True, **options))
 
 
-def test_deterministic_is_refused_for_a_model_whose_products_torch_keeps(
+def test_deterministic_is_refused_for_products_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on a CPU, whose kernel multiplies by all of them."""
+    """On a CPU it is accepted, since our kernel computes all products."""
     write_model("qwen3_moe", tmp_path)
     config = config_for(tmp_path, dtype="bfloat16", deterministic=True)
     load_model(config)
@@ -142,7 +142,7 @@ def test_deterministic_is_refused_for_a_model_whose_products_torch_keeps(
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES | HYBRIDS)
-def test_what_is_not_multiplied_in_tiles_is_found(model_type: str) -> None:
+def test_products_outside_our_kernels_are_found(model_type: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(model_type))
     has_experts = "num_experts_per_tok" in (ARCHITECTURES | HYBRIDS)[model_type]

@@ -1,4 +1,4 @@
-"""The load probe accepts what is served right, in any dtype, and refuses by name what is not."""
+"""The load probe accepts models that are served right, in any dtype, and refuses others by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(model: PreTrainedModel) -> Group:
 
 
 def planes(layers: int, heads: int, *dims: int) -> list[tuple[int, int, int, int]]:
-    """Segments of keys and of values, apart."""
+    """Return separate segments for keys and values."""
     return [(layers, heads, dim, 1) for dim in dims]
 
 
@@ -49,14 +49,14 @@ SEGMENTS: dict[str, list[tuple[int, int, int, int]]] = {
     "gpt_neox": [(3, 4, 16, 2)],
     "opt": [(3, 4, 16, 2)],
 }
-"""Layers, KV heads, dimensions and planes, where they are not (3, 2, 16, 2)."""
+"""Layers, KV heads, dimensions and planes of segments that differ from (3, 2, 16, 2)."""
 PLACES = {"gemma3n_text": [(0, 0), (0, 1), (0, 2), (0, 1)], "gemma4_text": [(0, 0), (1, 0)] * 2}
-"""The segment and index of each layer, where layers share their KV."""
+"""The segment and index of each layer, for models whose layers share KV."""
 
 
 @dtypes
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_accepts_models_that_are_served_right(model_type: str, dtype: torch.dtype) -> None:
+def test_models_that_are_served_right_are_accepted(model_type: str, dtype: torch.dtype) -> None:
     group = check(build(model_type, dtype))
     expected = [
         Segment(layers, heads, dim, dtype, num_planes=num_planes)
@@ -68,14 +68,14 @@ def test_accepts_models_that_are_served_right(model_type: str, dtype: torch.dtyp
 
 
 @dtypes
-def test_accepts_latents_of_which_keys_and_values_are_made(dtype: torch.dtype) -> None:
+def test_latents_with_expanded_keys_and_values_are_accepted(dtype: torch.dtype) -> None:
     model = build("deepseek_v3", dtype)
     absorb(model)
     assert check(model).segments == (Segment(3, 1, 24, dtype, num_planes=1),)
     assert check(model).layers[2] == LayerPlace(0, 2, value_dim=16)
 
 
-def test_refuses_latents_that_are_absorbed_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrongly_absorbed_latents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("deepseek_v3", torch.float32)
     absorb(model)
     monkeypatch.setattr(Absorbed, "queries", lambda _, rows: rows[..., :24])
@@ -84,13 +84,13 @@ def test_refuses_latents_that_are_absorbed_wrong(monkeypatch: pytest.MonkeyPatch
 
 
 @dtypes
-def test_refuses_recurrent_state_beside_attention(dtype: torch.dtype) -> None:
+def test_recurrent_state_beside_attention_is_refused(dtype: torch.dtype) -> None:
     """In bfloat16 the leak is smaller than rounding errors."""
     with pytest.raises(UnsupportedModelError, match="falcon_h1: tokens influence each other outside"):
         check(build("falcon_h1", dtype, initializer_range=0.02, **FALCON_H1))
 
 
-def test_refuses_what_leaks_by_its_logits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaks_are_detected_by_logits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("falcon_h1", torch.float32, initializer_range=0.02, **FALCON_H1)
     monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (LAYERS, [], []))
     with pytest.raises(UnsupportedModelError, match="falcon_h1: a text in chunks"):
@@ -98,7 +98,7 @@ def test_refuses_what_leaks_by_its_logits_too(monkeypatch: pytest.MonkeyPatch) -
 
 
 @dtypes
-def test_refuses_a_convolution_over_keys(dtype: torch.dtype) -> None:
+def test_a_convolution_over_keys_is_refused(dtype: torch.dtype) -> None:
     """Logits do not show it while attention is off."""
     model = build("llama", dtype)
     project = model.model.layers[1].self_attn.k_proj
@@ -108,7 +108,7 @@ def test_refuses_a_convolution_over_keys(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_refuses_positions_by_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_by_row_are_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a model is right only for a whole text alone."""
     model = build("llama", dtype)
 
@@ -126,8 +126,8 @@ def test_refuses_positions_by_row(dtype: torch.dtype, monkeypatch: pytest.Monkey
             check(model)
 
 
-def test_refuses_attention_unlike_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the backends do not know of would be wrong for a whole text too."""
+def test_attention_that_differs_from_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends lack some feature of it, so even a whole text would be wrong."""
     model = build("llama", torch.float32)
     for layer in model.model.layers:
         layer.self_attn.scaling = 1.0
@@ -146,7 +146,7 @@ def test_refuses_attention_unlike_transformers(monkeypatch: pytest.MonkeyPatch) 
         transformers_hook.register()
 
 
-def test_leaves_the_model_ready_to_serve() -> None:
+def test_the_probe_leaves_the_model_ready_to_serve() -> None:
     model = build("llama", torch.float32)
     check(model)
     assert model.config._attn_implementation == transformers_hook.NAME

@@ -1,4 +1,4 @@
-"""Checkpoints with parts for images or sound load as their language model alone."""
+"""Checkpoints with parts for images or sound load only their language model."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_parts_beside_the_language_model_are_not_loaded(tmp_path: Path, model_ty
     assert loaded.num_parameters() == sum(weight.numel() for part in parts for weight in part.parameters())
     assert loaded.num_parameters() < whole.num_parameters() / 1.5
     if model_type == "nemotron_h_omni":
-        whole = language_model  # whose whole class runs no text alone
+        whole = language_model  # its whole class does not run on text alone
     torch.testing.assert_close(logits(loaded), logits(whole))
 
 
 @pytest.mark.parametrize("model_type", ["mistral3", "step3p7"])
-def test_tokens_are_those_of_the_whole_class(model_type: str) -> None:
+def test_tokens_equal_the_whole_classs(model_type: str) -> None:
     found = verdict(model_type)
     assert found.kind == "served"
 
@@ -77,8 +77,10 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefixes", [("language_model.", "language_model."), ("model.language_", "")])
-def test_quantized_layers_of_the_language_model_stay_so(tmp_path: Path, prefixes: tuple[str, str]) -> None:
-    """Checkpoints name them in the older and in the newer way."""
+def test_quantized_layers_of_the_language_model_stay_quantized(
+    tmp_path: Path, prefixes: tuple[str, str]
+) -> None:
+    """Checkpoints use older and newer names for them."""
     dense = write_quantized(tmp_path, "llama", "awq")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

@@ -1,7 +1,7 @@
 """Makes `reference/`: one small layer in each layout, packed and dequantized by the library that defines it.
 
 Run it where AutoAWQ 0.2.9, GPTQModel 7.7.0 and compressed-tensors 0.20.0 can be imported: their Python code
-is enough. Each file has the layer's tensors as a checkpoint would (`layer.*`), the library's `dequantized`
+is enough. Each file has the layer's tensors as in a checkpoint (`layer.*`), the library's `dequantized`
 weight, [out_features, in_features], and as metadata the `quantization_config` of config.json.
 """
 
@@ -33,7 +33,7 @@ def weights(rows: int = OUT, columns: int = IN) -> Tensor:
 
 
 def grid(group_size: int, bits: int, symmetric: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Scales (float16 values) and zero points of groups of columns, [out_features, groups]."""
+    """Return scales (float16 values) and zero points of groups of columns, [out_features, groups]."""
     parts = (weights() if order is None else weights()[:, order]).unflatten(1, (-1, group_size))
     if symmetric:
         scales = parts.abs().amax(-1) / (2 ** (bits - 1) - 1)
@@ -50,7 +50,7 @@ def linear() -> nn.Linear:
 
 
 def make_awq() -> None:
-    stub = types.ModuleType("datasets")  # which AutoAWQ imports for its calibration
+    stub = types.ModuleType("datasets")  # AutoAWQ imports it for its calibration
     stub.load_dataset, stub.__spec__ = None, ModuleSpec("datasets", None)  # type: ignore[attr-defined]
     sys.modules.setdefault("datasets", stub)
     from awq.modules.linear.gemm import WQLinear_GEMM

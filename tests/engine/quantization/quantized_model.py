@@ -1,4 +1,4 @@
-"""Small random models on disk in each published layout, and the models that they stand for."""
+"""Writes small random models in each published layout, and returns their dequantized counterparts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[Layout, CodeFormat, int | None]] = {
         GROUP,
     ),
 }
-"""By name: the layout, what its codes are, and inputs with one scale (None: a whole row)."""
+"""By name: the layout, its code format, and the inputs that share a scale (None: a whole row)."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -60,7 +60,7 @@ _COMMON: dict[str, Any] = {
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-"""Of a `qwen3_moe`."""
+"""Fields of a `qwen3_moe`."""
 
 
 def write_quantized(
@@ -71,7 +71,9 @@ def write_quantized(
     dtype: torch.dtype = torch.float32,
     **shape: Any,
 ) -> PreTrainedModel:
-    """Writes a model of that layout, the rest in `dtype`; returns what it dequantizes to, in float32."""
+    """Write a model in that layout, with the rest in `dtype`. Return its dequantized counterpart in
+    float32.
+    """
     torch.manual_seed(7)
     layout = LAYOUTS[name][0]
     config = AutoConfig.for_model(model_type, **{**_COMMON, **shape})
@@ -95,7 +97,7 @@ def write_quantized(
 
 
 def _store(tensors: dict[str, Tensor], name: str, path: str, dense: Tensor) -> Tensor:
-    """Quantizes a layer's weight; returns what it dequantizes to."""
+    """Quantize a layer's weight. Return its dequantized values."""
     layout, format, group_size = LAYOUTS[name]
     weight = with_zero_points(dense) if name == "awq" else round_to_nearest(dense, format, group_size)
     if name == "gptq":
@@ -107,7 +109,7 @@ def _store(tensors: dict[str, Tensor], name: str, path: str, dense: Tensor) -> T
 
 
 def _store_experts(tensors: dict[str, Tensor], name: str, path: str, experts: nn.Module) -> None:
-    """One by one, as they are published; `experts` gets what they dequantize to."""
+    """Store experts one by one, as they are published. `experts` gets their dequantized values."""
     for fused in ("gate_up_proj", "down_proj"):
         del tensors[f"{path}.{fused}"]
     for number in range(experts.num_experts):
@@ -129,7 +131,7 @@ def save_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
 
 
 def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int | None) -> QuantizedWeight:
-    """Scales that each layout can store: of float16, of a 16 x 32 block, or powers of two."""
+    """Quantize with scales that each layout can store: float16, one per 16 x 32 block, or powers of two."""
     parts = weight.unflatten(1, (-1, group_size or weight.shape[1]))
     most = parts.abs().amax(-1)
     if format is CodeFormat.MXFP4:
@@ -151,7 +153,7 @@ def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int | None)
 
 
 def with_zero_points(weight: Tensor) -> QuantizedWeight:
-    """int4 that takes each group from its least value to its greatest."""
+    """Quantize to int4 with each group from its least to its greatest value."""
     parts = weight.unflatten(1, (-1, GROUP))
     low, high = parts.amin(-1), parts.amax(-1)
     scales = ((high - low) / 15).half().float()
@@ -161,16 +163,16 @@ def with_zero_points(weight: Tensor) -> QuantizedWeight:
 
 
 def permuted(weight: QuantizedWeight) -> QuantizedWeight:
-    """Its columns now multiply other inputs."""
+    """Return the weight with permuted inputs."""
     inputs = weight.codes.shape[1]
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
-    # Within a group, inputs are in their order, as a reader of `g_idx` finds them.
+    # Within a group, inputs keep their order, as a reader of `g_idx` expects.
     order = order.unflatten(0, (-1, weight.group_size)).sort(dim=1).values.flatten()
     return QuantizedWeight(weight.format, weight.codes, weight.scales, weight.zeros, order)
 
 
 def check_experts(model: nn.Module, exact: nn.Module) -> None:
-    """The model's experts stay quantized, and give about what those of `exact` give in float32."""
+    """Check that the model's experts stay quantized and give about the same as `exact` in float32."""
     x, chosen = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2], [1, 0]])
     weights = torch.rand(5, 2).bfloat16()
     for layer, like in zip(model.model.layers, exact.model.layers, strict=True):

@@ -1,4 +1,4 @@
-"""The layers in `reference/`, which `make_reference.py` has made."""
+"""Loads the layers in `reference/`, which `make_reference.py` made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = sorted(path.stem for path in FOLDER.iterdir())
 
 
 def load_reference(name: str) -> tuple[dict[str, Any], StoredLayer, Tensor]:
-    """The `quantization_config`, the layer, and what its library dequantizes it to."""
+    """Return the `quantization_config`, the layer, and its library's dequantized values."""
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
         config = json.loads(file.metadata()["quantization_config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files against the package `gguf`, and products by them."""
+"""Blocks of GGUF files, and products with them, compared with the package `gguf`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.quantization.gguf import dequantized, quantized_weight
 STORED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K")
 OTHERS = ("F32", "F16", "BF16", "Q2_K", "Q3_K", "Q6_K")
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
-"""How many float16 a block begins with, if not one."""
+"""The number of float16 values at the start of a block, if not one."""
 
 
 def tensor_of(name: str, rows: int = 4, blocks: int = 3) -> GgufTensor:
-    """A matrix of random blocks, the first of which has a scale of 0."""
+    """Return a matrix of random blocks, the first of which has a scale of 0."""
     kind = GGMLQuantizationType[name]
     values, size = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(7)
@@ -38,7 +38,7 @@ def tensor_of(name: str, rows: int = 4, blocks: int = 3) -> GgufTensor:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_stored_values_are_those_of_the_package(name: str) -> None:
+def test_stored_values_equal_the_packages(name: str) -> None:
     tensor = tensor_of(name)
     weight = quantized_weight(tensor)
     assert weight is not None and weight.group_size == 32

@@ -19,7 +19,7 @@ FORMATS = {"fp8": CodeFormat.FP8, "mxfp4": CodeFormat.MXFP4}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reads_what_the_library_reads(name: str) -> None:
+def test_it_reads_the_librarys_values(name: str) -> None:
     config, layer, dequantized = load_reference(name)
     layout = parse_layout(config)
     assert layout.is_stored(layer.tensors)
@@ -38,7 +38,7 @@ WRITTEN = [name for name in NAMES if name != "fp8_compressed_blocks"]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_writes_what_it_reads(name: str) -> None:
+def test_it_writes_the_same_tensors(name: str) -> None:
     config, layer, _ = load_reference(name)
     layout = parse_layout(config)
     assert parse_layout(layout.config(["lm_head"])) == layout
@@ -64,7 +64,7 @@ def test_writes_what_it_reads(name: str) -> None:
         ("fp8", {}, False),
     ],
 )
-def test_inputs_are_rounded_where_the_checkpoint_says_so(
+def test_inputs_are_rounded_if_the_checkpoint_says_so(
     name: str, inputs: dict[str, Any] | None, rounds: bool
 ) -> None:
     layout = LAYOUTS[name][0]
@@ -77,7 +77,7 @@ def test_inputs_are_rounded_where_the_checkpoint_says_so(
 
 
 @pytest.mark.parametrize("layout", [int8_layout(), fp8_layout()])
-def test_writes_a_scale_for_each_output(layout: Any) -> None:
+def test_it_writes_a_scale_for_each_output(layout: Any) -> None:
     is_int = layout == int8_layout()
     values = torch.arange(-64, 64).reshape(2, 64)
     weight = QuantizedWeight(
@@ -90,7 +90,7 @@ def test_writes_a_scale_for_each_output(layout: Any) -> None:
 
 
 def changed(name: str, suffix: str, change: Any) -> tuple[dict[str, Any], StoredLayer]:
-    """A layer with one tensor made worse by `change`, or left out if that is None."""
+    """Return a layer with one tensor damaged by `change`, or left out if that is None."""
     config, layer, _ = load_reference(name)
     tensors = dict(layer.tensors)
     tensor = tensors.pop(suffix)
@@ -129,19 +129,19 @@ def with_first(value: float) -> Any:
         ("mxfp4", "weight_scale", with_first(255), "layer.weight_scale: has scales that are NaN"),
     ],
 )
-def test_refuses_a_layer_by_its_tensor(name: str, suffix: str, change: Any, message: str) -> None:
+def test_a_bad_layer_is_refused_by_its_tensor(name: str, suffix: str, change: Any, message: str) -> None:
     config, layer = changed(name, suffix, change)
     with pytest.raises(UnsupportedModelError, match=message):
         parse_layout(config).read(layer)
 
 
-def test_refuses_groups_that_do_not_fill_a_row() -> None:
+def test_groups_that_do_not_divide_a_row_are_refused() -> None:
     config, layer, _ = load_reference("awq")
     with pytest.raises(UnsupportedModelError, match="layer: 64 inputs are no multiple of the group size 128"):
         parse_layout({**config, "group_size": 128}).read(layer)
 
 
-def test_blocks_need_not_fill_a_row() -> None:
+def test_blocks_may_exceed_a_row() -> None:
     rows, columns, block = 20, 96, 64
     codes = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -155,7 +155,7 @@ def test_blocks_need_not_fill_a_row() -> None:
 
 
 @pytest.mark.parametrize(("group_of", "is_ordered"), [([-1] * 64, True), ([0, 1] * 32, False)])
-def test_compressed_tensors_may_have_inputs_in_another_order(group_of: list[int], is_ordered: bool) -> None:
+def test_compressed_tensors_with_reordered_inputs(group_of: list[int], is_ordered: bool) -> None:
     config, layer, _ = load_reference("packed_int4")
     tensors = {**layer.tensors, "weight_g_idx": torch.tensor(group_of, dtype=torch.int32)}
     weight = parse_layout(config).read(replace(layer, tensors=tensors))
@@ -189,7 +189,7 @@ def group(**weights: Any) -> dict[str, Any]:
         (group(group_size=16), "group_size is 16, not one of 32, 64, 128"),
     ],
 )
-def test_refuses_a_configuration_by_its_field(config: dict[str, Any], message: str) -> None:
+def test_a_bad_configuration_is_refused_by_its_field(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"quantization_config: .*{message}"):
         parse_layout(config)
 

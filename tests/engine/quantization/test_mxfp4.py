@@ -25,7 +25,7 @@ TOKENS = torch.tensor([[5, 9, 250, 3, 77, 8]])
 
 
 def write(folder: Path) -> dict[str, Tensor]:
-    """A checkpoint as OpenAI publishes them, and beside it what its tensors stand for."""
+    """Write a checkpoint as OpenAI publishes them, and beside it the dequantized tensors."""
     torch.manual_seed(0)
     config = config_of("gpt_oss", intermediate_size=64)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -53,13 +53,13 @@ def load(folder: Path, dtype: Any = "float32") -> torch.nn.Module:
 
 
 @needs_kernel
-def test_experts_stay_so_where_our_kernel_multiplies(tmp_path: Path) -> None:
+def test_experts_stay_quantized_if_our_kernel_supports_them(tmp_path: Path) -> None:
     write(tmp_path)
     model, exact = load(tmp_path, "bfloat16"), load(tmp_path)
     check_experts(model, exact)
 
 
-def test_weights_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_weights_equal_transformers(tmp_path: Path) -> None:
     plain = write(tmp_path)
     model = load(tmp_path)
     loaded = model.state_dict()
@@ -83,9 +83,7 @@ def test_weights_are_those_that_transformers_makes_of_them(tmp_path: Path) -> No
         ("_blocks", None, "down_proj: is missing"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    tmp_path: Path, suffix: str, broken: object, reason: str
-) -> None:
+def test_bad_tensors_are_refused_by_name(tmp_path: Path, suffix: str, broken: object, reason: str) -> None:
     write(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     name = f"model.layers.1.mlp.experts.down_proj{suffix}"
@@ -99,7 +97,7 @@ def test_what_does_not_fit_is_refused_by_name(
         load(tmp_path)
 
 
-def test_a_tensor_of_no_experts_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_tensor_outside_the_experts_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     for suffix in ("_blocks", "_scales"):

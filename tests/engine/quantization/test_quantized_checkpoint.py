@@ -1,4 +1,4 @@
-"""Quantized checkpoints load as models whose logits are those of the dequantized weights."""
+"""Quantized checkpoints load as models with the logits of the dequantized weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def num_quantized(loaded: LoadedModel) -> int:
         ("awq", "phi3", 4),
     ],
 )
-def test_logits_are_those_of_the_dequantized_weights(
+def test_logits_equal_those_of_the_dequantized_weights(
     tmp_path: Path, name: str, model_type: str, per_layer: int
 ) -> None:
     dense = write_quantized(tmp_path, model_type, name)
@@ -63,13 +63,13 @@ def test_logits_are_those_of_the_dequantized_weights(
 
 
 @needs_kernel
-def test_the_native_decoder_runs_it(tmp_path: Path) -> None:
+def test_the_native_decoder_runs_them(tmp_path: Path) -> None:
     write_quantized(tmp_path, "llama", "gptq")
     loaded = load(tmp_path, "bfloat16")
     assert pack_model(loaded, "auto", CpuBackend).description is not None
 
 
-def test_reads_shards_and_keeps_biases_and_tied_embeddings(tmp_path: Path) -> None:
+def test_shards_biases_and_tied_embeddings_are_read(tmp_path: Path) -> None:
     shape = {"attention_bias": True, "tie_word_embeddings": True}
     dense = write_quantized(tmp_path, "llama", "packed_int4", shards=3, **shape)
     loaded = load(tmp_path)
@@ -89,7 +89,7 @@ def test_float16_checkpoints_run_in_bfloat16(tmp_path: Path) -> None:
     assert error < 0.05 * expected.square().mean().sqrt()
 
 
-def test_reads_the_generation_configuration(tmp_path: Path) -> None:
+def test_the_generation_configuration_is_read(tmp_path: Path) -> None:
     write_quantized(tmp_path, "llama", "awq")
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": [0, 7]}))
@@ -107,14 +107,14 @@ def test_experts_that_the_model_fuses_are_dequantized(tmp_path: Path) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("name", ["awq", "packed_int4", "int8", "fp8_blocks"])
-def test_they_stay_quantized_where_our_kernel_multiplies(tmp_path: Path, name: str) -> None:
+def test_separate_experts_stay_quantized_if_our_kernel_supports_them(tmp_path: Path, name: str) -> None:
     dense = write_quantized(tmp_path, "qwen3_moe", name, **EXPERTS)
     loaded = load(tmp_path, "bfloat16")
     check_experts(loaded.model, dense)
 
 
 class OnTheDevice(TorchFunctionMode):
-    """What is moved to the device, and the most tensors that were there at once as the files have them."""
+    """Records what is moved to the device, and the most tensors there at once in their file's format."""
 
     DEVICE = torch.device("cpu", 0)
 
@@ -138,7 +138,7 @@ class OnTheDevice(TorchFunctionMode):
 def test_each_layer_goes_to_the_device_as_it_is_read(
     tmp_path: Path, model_type: str, shape: dict[str, int]
 ) -> None:
-    """A host that has not the memory for a model fills a GPU with it."""
+    """So a host without enough memory for a model can fill a GPU with it."""
     write_quantized(tmp_path, model_type, "awq", **shape)
     stored = load_file(tmp_path / "model.safetensors")
     device = OnTheDevice()
@@ -152,7 +152,7 @@ def test_each_layer_goes_to_the_device_as_it_is_read(
     assert device.most <= 2 * 3, "a layer's codes, zero points and scales, and those of the layer before"
 
 
-def test_weights_are_told_from_other_quantizations_of_the_same_model(tmp_path: Path) -> None:
+def test_weights_differ_from_other_quantizations_of_the_same_model(tmp_path: Path) -> None:
     found = {}
     for name in ("awq", "packed_int4", "gptq_int8", "int8"):
         (tmp_path / name).mkdir()
@@ -177,7 +177,9 @@ PROJ = "model.layers.1.mlp.down_proj"
         ("awq", {"lm_head.weight": lambda t: t.to(torch.int8)}, "lm_head.weight: is torch.int8, and has no"),
     ],
 )
-def test_refuses_by_the_tensor(tmp_path: Path, name: str, change: dict[str, Any], message: str) -> None:
+def test_a_bad_tensor_is_refused_by_name(
+    tmp_path: Path, name: str, change: dict[str, Any], message: str
+) -> None:
     write_quantized(tmp_path, "llama", name)
     tensors = load_file(tmp_path / "model.safetensors")
     for tensor, make in change.items():
@@ -189,7 +191,7 @@ def test_refuses_by_the_tensor(tmp_path: Path, name: str, change: dict[str, Any]
         load(tmp_path)
 
 
-def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     write_quantized(tmp_path, "llama", "awq")
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -214,7 +216,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("awq", "int4 in groups of 32 and zero points"), ("gptq", "int4 in groups")]
 )
-def test_the_start_names_the_format_and_what_it_is_run_as(
+def test_the_start_logs_the_format_and_its_execution(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, kind: str, dtype: str, run_as: str
 ) -> None:
     write_quantized(tmp_path, "llama", name)

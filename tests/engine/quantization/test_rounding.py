@@ -1,4 +1,6 @@
-"""Rounding to nearest at load: errors within half a step, and what cannot be rounded is refused."""
+"""Quantization at load by rounding to nearest: errors within half a step, and unsupported layers
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def test_integers_err_by_half_a_step(format: CodeFormat, group: int) -> None:
     groups = weight.float().unflatten(1, (-1, group))
     error = (quantized.dequantized().unflatten(1, (-1, group)) - groups).abs()
     values = groups / quantized.scales[..., None]
-    # int4 has no +8: what is nearly as far as the farthest, on the other side, becomes 7.
+    # int4 has no +8: values near the range's far end on the other side become 7.
     most = torch.where(values > 7, 1.0, 0.5 + 1e-5) if format is CodeFormat.INT4 else 0.5 + 1e-5
     assert (error <= most * quantized.scales.abs()[..., None]).all()
     assert torch.allclose(values.abs().amax(2)[0], torch.tensor(127.0 if format is CodeFormat.INT8 else 8.0))
@@ -84,7 +86,7 @@ def test_mxfp4_takes_the_power_of_two_with_the_least_squared_error() -> None:
         (CodeFormat.FP8, 7, 7),
     ],
 )
-def test_the_largest_group_that_fits(format: CodeFormat, inputs: int, group: int | None) -> None:
+def test_the_largest_fitting_group_is_chosen(format: CodeFormat, inputs: int, group: int | None) -> None:
     assert group_size(format, inputs) == group
 
 
@@ -93,7 +95,7 @@ def config(folder: Path, quantization: str | None, dtype: str = "bfloat16") -> S
 
 
 @needs_kernel
-def test_a_model_is_rounded_at_load_but_for_its_head(tmp_path: Path) -> None:
+def test_a_model_is_quantized_at_load_except_its_head(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     plain, int8, fp8 = (load_model(config(tmp_path, each)) for each in (None, "int8", "fp8"))
     linears = [m for m in int8.model.modules() if isinstance(m, PackedQuantizedLinear)]
@@ -111,7 +113,7 @@ def write_plain(folder: Path, **shape: object) -> None:
 @needs_kernel
 @pytest.mark.parametrize("quantization", [None, "int4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_alone_is_rounded_to_int8(tmp_path: Path, tied: bool, quantization: str | None) -> None:
+def test_the_head_alone_can_be_int8(tmp_path: Path, tied: bool, quantization: str | None) -> None:
     write_plain(tmp_path, tie_word_embeddings=tied)
     asked = replace(config(tmp_path, quantization), load_format="dummy")
     plain = load_model(asked)
@@ -128,7 +130,7 @@ def test_the_head_alone_is_rounded_to_int8(tmp_path: Path, tied: bool, quantizat
     assert 0 < error < 0.02 * exact.square().mean().sqrt()
 
 
-def test_a_head_that_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     model = load_model(config(tmp_path, None, "float32")).model
     round_head(model)
@@ -139,7 +141,9 @@ def test_a_head_that_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
         round_head(model)
 
 
-def test_experts_that_are_not_rounded_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_that_are_not_quantized_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     AutoConfig.for_model("qwen3_moe", vocab_size=64, **sizes, **experts).save_pretrained(tmp_path)
@@ -150,7 +154,7 @@ def test_experts_that_are_not_rounded_are_told_of(tmp_path: Path, caplog: pytest
     assert f"fused experts ({megabytes:.1f} MB) are not rounded" in caplog.text
 
 
-def test_layers_that_no_group_fits_are_refused_if_they_are_all(tmp_path: Path) -> None:
+def test_layers_that_no_group_fits_are_refused_if_no_layer_fits(tmp_path: Path) -> None:
     shape = {"hidden_size": 40, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     AutoConfig.for_model("llama", vocab_size=64, **shape).save_pretrained(tmp_path)
     options = ServeConfig(model=str(tmp_path), device="cpu", load_format="dummy", quantization="int4")
@@ -158,7 +162,7 @@ def test_layers_that_no_group_fits_are_refused_if_they_are_all(tmp_path: Path) -
         load_model(options)
 
 
-def test_a_quantized_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     write_quantized(tmp_path, "llama", "awq")
     with pytest.raises(ConfigError, match=r"--quantization: .* is already quantized by awq: remove"):
         load_model(config(tmp_path, "int8", "float32"))

@@ -1,4 +1,4 @@
-"""What a grammar allows: masks that follow the output, and the tokens that come of them, by each sampler."""
+"""Grammars: masks that follow the output, and the resulting tokens by each sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIST_AND_TEXT = ANY_LIST.replace('"]"', '"] is a list of words"')
 
 
 class Fixed:
-    """Masks of rows that have a grammar, by their position."""
+    """Masks of rows that have a grammar, by position."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -50,7 +50,9 @@ class Fixed:
 
 
 def masked_rows(vocab_size: int) -> list[SamplingRow]:
-    """Of all filters, with edits and without; two of three have a grammar, which may allow nothing."""
+    """Return rows with all filters, with edits and without. Two of three have a grammar, which may allow
+    nothing.
+    """
     rows = make_rows(4 * len(FILTERS), random.Random(vocab_size))
     for number, row in enumerate(rows):
         extra = {"logit_bias": {0: 3.0}, "frequency_penalty": 0.5} if number % 5 == 0 else {}
@@ -97,8 +99,8 @@ def fresh_words(tokenizer: LLTokenizer, row: SamplingRow) -> np.ndarray:
 
 
 def test_a_place_in_a_grammar_is_a_function_of_the_output(tokenizer: LLTokenizer) -> None:
-    """In whatever order outputs are asked for: longer ones, others after rejected drafts, forbidden drafts,
-    those that are complete, and the middle of a text that must follow.
+    """In any order of outputs: longer ones, others after rejected drafts, forbidden drafts, complete ones,
+    and the middle of a forced text.
     """
     texts = ["", "[", "[ab", "[ab,", "[ab,c", "[a]", "[ab,c]"]
     texts += ["[a] is", "[ab,c] is a list", "[a] is a list of words"]
@@ -120,7 +122,7 @@ def test_a_place_in_a_grammar_is_a_function_of_the_output(tokenizer: LLTokenizer
 
 
 def test_a_place_follows_an_output_that_grows(tokenizer: LLTokenizer) -> None:
-    """Token by token, with drafts in between that are not kept."""
+    """Token by token, with rejected drafts in between."""
     asked, row = Grammars(lambda: tokenizer), make_row("r", grammar=LIST_AND_TEXT)
     for token in tokenizer.tokenize_str("[ab,c] is a list of words"):
         asked.allows(row, tokenizer.tokenize_str("abc,d]"))
@@ -131,8 +133,8 @@ def test_a_place_follows_an_output_that_grows(tokenizer: LLTokenizer) -> None:
     assert asked.forced(row) == [] and asked.allows(row, [tokenizer.eos_token])
 
 
-def test_texts_that_must_follow_are_the_only_ones_allowed(tokenizer: LLTokenizer) -> None:
-    """What is forced at a place is what llguidance's own mask has there; elsewhere there is a choice."""
+def test_forced_texts_are_the_only_allowed_ones(tokenizer: LLTokenizer) -> None:
+    """A forced token equals llguidance's own mask. Elsewhere there is a choice."""
     grammars, forced = Grammars(lambda: tokenizer), 0
     output = tokenizer.tokenize_str("[ab,c] is a list of words")
     matcher = grammars.compile(LIST_AND_TEXT).result().deep_copy()
@@ -147,8 +149,8 @@ def test_texts_that_must_follow_are_the_only_ones_allowed(tokenizer: LLTokenizer
     assert forced > 4
 
 
-def test_where_llguidance_fails_no_token_may_follow(tokenizer: LLTokenizer) -> None:
-    """As when a grammar comes to a bound of the work it may cause: also in the middle of a draft."""
+def test_if_llguidance_fails_no_token_is_allowed(tokenizer: LLTokenizer) -> None:
+    """A grammar may reach its limit of work even in the middle of a draft."""
     asked, row = (
         Grammars(lambda: tokenizer),
         make_row("r", output=tokenizer.tokenize_str("["), grammar=ANY_LIST),
@@ -162,9 +164,7 @@ def test_where_llguidance_fails_no_token_may_follow(tokenizer: LLTokenizer) -> N
         assert again is not None and (again.words == fresh_words(tokenizer, row)).all()
 
 
-def test_grammars_are_kept_while_they_are_used(
-    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammars_are_cached_while_in_use(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.sampler.grammars.MAX_COMPILED", 2)
     grammars = Grammars(lambda: tokenizer)
     one, two, three = (f'start: "{name}"' for name in ("one", "two", "three"))
@@ -185,10 +185,8 @@ def ask(request_id: str, grammar: str, **sampling: object) -> EngineRequest:
     return EngineRequest(request_id=request_id, prompt_token_ids=[5, 6, 7], sampling=params)
 
 
-def test_where_no_token_may_follow_the_request_fails_and_the_others_do_not(
-    engine: Engine, tokenizer: LLTokenizer
-) -> None:
-    """All that begins with a `b` is banned, and the grammar wants one behind the `a`."""
+def test_a_request_without_an_allowed_token_fails_alone(engine: Engine, tokenizer: LLTokenizer) -> None:
+    """All tokens that begin with `b` are banned, and the grammar requires one after the `a`."""
     banned = [[token] for prefix in (b"b", b"ab") for token in beginning_with(prefix, tokenizer)]
     engine.add(ask("stuck", 'start: "a" /bc*/', banned_token_sequences=banned))
     engine.add(ask("free", ANY_LIST, seed=2))
@@ -210,7 +208,7 @@ def beginning_with(prefix: bytes, tokenizer: LLTokenizer) -> list[int]:
     return [token for token in tokens if tokenizer.decode_bytes([token]).startswith(prefix)]
 
 
-def test_a_grammar_that_is_none_is_refused(engine: Engine) -> None:
+def test_an_invalid_grammar_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="ignore_eos"):
         engine.add(ask("r", ANY_LIST, ignore_eos=True))
     assert not engine.has_work()
@@ -219,8 +217,10 @@ def test_a_grammar_that_is_none_is_refused(engine: Engine) -> None:
     assert [(end.finish_reason, end.error_kind) for end in ends] == [("error", "invalid")]
 
 
-def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is handed over by another worker waits for it."""
+def test_other_requests_run_while_a_grammar_is_compiled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handed-over request waits for it as well."""
     compiling, threads, woken = threading.Event(), [], threading.Event()
 
     def compiled(*args: object, **options: object) -> LLMatcher:

@@ -1,4 +1,4 @@
-"""Grammars' masks are computed beside the forward, and are those of the rows that ask for them. fp32."""
+"""Grammars' masks computed beside the forward equal those of the rows that need them. fp32."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def check(grammars: Grammars, rows: Sequence[SamplingRow], tokenizer: LLTokenizer) -> None:
-    """The masks that they get are those that nobody expected."""
+    """Check that rows get the same masks as without prediction."""
     found = grammars.masks(rows)
     assert found is not None
     assert found.rows == [number for number, row in enumerate(rows) if row.params.grammar is not None]
@@ -43,7 +43,7 @@ def check(grammars: Grammars, rows: Sequence[SamplingRow], tokenizer: LLTokenize
 
 
 def chain(row: SamplingRow, drafted: list[int]) -> list[SamplingRow]:
-    """The row, and those behind each of its drafted tokens."""
+    """Return the row, and the rows after each of its drafted tokens."""
     ends = range(len(drafted) + 1)
     return [
         SamplingRow(row.params, row.prompt_token_ids, row.output_token_ids, 0, row.request_id, drafted[:end])
@@ -51,7 +51,7 @@ def chain(row: SamplingRow, drafted: list[int]) -> list[SamplingRow]:
     ]
 
 
-def test_rows_may_be_asked_for_in_any_order_and_company(tokenizer: LLTokenizer) -> None:
+def test_rows_may_come_in_any_order_and_batch(tokenizer: LLTokenizer) -> None:
     texts = ["", "[", "[ab,c", "[a] is"]
     outputs = [tokenizer.tokenize_str(text) for text in texts]
     rows = [
@@ -68,8 +68,10 @@ def test_rows_may_be_asked_for_in_any_order_and_company(tokenizer: LLTokenizer) 
         check(grammars, rows, tokenizer)
 
 
-def test_a_mask_is_never_that_of_another_place(tokenizer: LLTokenizer) -> None:
-    """Of a shorter output, of what was drafted behind it, or of another request or grammar by that name."""
+def test_a_mask_never_belongs_to_another_place(tokenizer: LLTokenizer) -> None:
+    """Neither to a shorter output, nor to drafts after it, nor to another request or grammar with
+    this name.
+    """
     grammars = Grammars(lambda: tokenizer)
     row = make_row("r", output=tokenizer.tokenize_str("[ab"), grammar=LIST)
 
@@ -95,10 +97,10 @@ def test_a_mask_is_never_that_of_another_place(tokenizer: LLTokenizer) -> None:
     check(grammars, [make_row("r", output=tokenizer.tokenize_str("7" * 9), grammar=NUMBER)], tokenizer)
 
 
-def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(
+def test_a_matcher_is_not_used_while_its_mask_is_computed(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is a request forgotten then."""
+    """Its request is not forgotten meanwhile either."""
     matcher_of, begun, asked, overlaps = Grammars._matcher_of, threading.Event(), threading.Event(), []
 
     def slow(grammars: Grammars, row: SamplingRow) -> Matcher:
@@ -134,7 +136,7 @@ def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(
     assert [*grammars._matchers] == ["other"] and overlaps == [False] * 4
 
 
-def test_what_fails_beside_fails_who_waits() -> None:
+def test_an_error_in_the_thread_is_raised_at_the_wait() -> None:
     beside, threads = MaskThread("test"), []
     beside.wait()
     beside.begin(lambda: 1 / 0)
@@ -158,7 +160,7 @@ def test_the_thread_ends_with_its_owner() -> None:
 
 @pytest.fixture
 def engine() -> Engine:
-    """With room for the KV of 112 tokens."""
+    """Make an engine with room for the KV of 112 tokens."""
     return tiny_engine(MODEL, max_model_len=48, max_num_seqs=4, block_size=8, kv_cache_memory_bytes=112 << 12)
 
 
@@ -180,7 +182,7 @@ def requests() -> list[EngineRequest]:
 
 
 def test_masks_are_computed_beside_the_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread of their own, begun before the forward, and in no other."""
+    """They begin before the forward, in one separate thread only."""
     fill, begun, threads = Matcher.fill, threading.Event(), []
     run_forward: Callable[..., ForwardOutput] = engine._runner.run
 
@@ -200,8 +202,8 @@ def test_masks_are_computed_beside_the_forward(engine: Engine, monkeypatch: pyte
     assert len(set(threads)) == 1 and threads[0] is not threading.current_thread()
 
 
-def test_tokens_are_those_without_the_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sequences are preempted, and one that asks for it is aborted on the way."""
+def test_tokens_equal_those_without_the_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are preempted, and one with a grammar is aborted."""
     with monkeypatch.context() as patch:
         patch.setattr(engine._sampler, "expect", lambda rows: None)
         alone = {name: answer for each in requests() for name, answer in answers(engine, [each]).items()}

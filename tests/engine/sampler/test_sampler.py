@@ -1,4 +1,4 @@
-"""The sampler against its plain definition, and each parameter's own rules."""
+"""The sampler compared with its plain definition, and each parameter's own rules."""
 
 import math
 import random
@@ -59,7 +59,7 @@ PARAMS = {
 
 
 def crowd(vocab_size: int, generator: random.Random):
-    """One row for every entry of PARAMS, with histories and seeds of their own."""
+    """Return one row for every entry of PARAMS, with its own history and seed."""
     rows = []
     for name, params in PARAMS.items():
         prompt = [generator.randrange(min(vocab_size, 40)) for _ in range(generator.randint(1, 30))]
@@ -91,7 +91,7 @@ def test_a_mixed_batch_equals_the_plain_definition(vocab_size, spread, dtype):
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_uniform_batch_equals_the_plain_definition(name):
-    """All rows alike take the short cuts that a mixed batch does not."""
+    """Equal rows take shortcuts that a mixed batch does not."""
     torch.manual_seed(1)
     vocab_size = 3000
     rows = [make_row(str(i), range(1, i + 2), range(2, 2 + i % 4), seed=-i, **PARAMS[name]) for i in range(8)]
@@ -112,7 +112,7 @@ def test_a_large_flat_vocabulary_is_searched_in_pieces(spread):
 
 @pytest.mark.parametrize("params", [{}, {"min_p": 1e-12}, {"top_p": 1 - 1e-9}, {"top_k": 5999}])
 def test_many_unlikely_tokens_beat_a_likely_one_together(params):
-    """Each is 12 nats down, so only the greatest noise lifts one of them to the top."""
+    """Each is 12 nats down, so only the greatest noise makes one of them win."""
     vocab_size = 100_000 if not params.get("top_k") else 6000
     logits = torch.full((64, vocab_size), -12.0)
     logits[:, 5] = 0.0
@@ -124,7 +124,7 @@ def test_many_unlikely_tokens_beat_a_likely_one_together(params):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.5, "repetition_penalty": 2.0}])
-def test_the_callers_logits_stay_as_they_are(params):
+def test_the_callers_logits_are_not_changed(params):
     logits = torch.randn(2, 50)
     before = logits.clone()
     Sampler(50, "cpu", EOS).sample(logits, [make_row("a", **params), make_row("b", **params)])
@@ -155,7 +155,7 @@ def test_among_equals_the_lowest_id_wins(params, dtype):
     assert Sampler(5000, "cpu", EOS).sample(logits, rows).token_ids[0] == 77
 
 
-def test_equal_values_share_one_fate_in_every_filter():
+def test_equal_values_are_filtered_alike():
     logits = torch.tensor([[3.0, 3.0, 3.0, 1.0, 1.0, -5.0]])
     for params, possible in (
         ({"top_k": 2}, {0, 1, 2}),
@@ -193,7 +193,7 @@ def test_an_eos_token_beyond_the_logits_harms_no_other_row():
 
 
 def test_several_positions_of_one_request_in_one_batch():
-    """As when drafts are verified: each row has the output that would precede its token."""
+    """As in verification of drafts: each row has the output that precedes its token."""
     torch.manual_seed(7)
     params = {"seed": 11, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.8}
     sampler = Sampler(40, "cpu", EOS)

@@ -44,7 +44,7 @@ def test_among_equals_the_lower_id_comes_first():
     assert entry.rank == 1
 
 
-def test_forbidden_tokens_have_a_number_that_json_can_hold():
+def test_forbidden_tokens_have_a_finite_value_for_json():
     logits = torch.tensor([[0.0, -math.inf]])
     (entry,) = Sampler(2, "cpu", []).prompt_logprobs(logits, [1], 2)
     assert entry.logprob == -9999.0
@@ -53,7 +53,7 @@ def test_forbidden_tokens_have_a_number_that_json_can_hold():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_broken_row_spoils_no_other(bad):
+def test_a_broken_row_affects_no_other(bad):
     logits = torch.zeros(3, 8)
     logits[1, 2] = bad
     rows = [make_row(str(i), temperature=0.0, logprobs=3) for i in range(3)]
@@ -83,8 +83,8 @@ def test_prompt_logprobs_over_several_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
-def test_a_device_finds_the_same_likeliest(count):
-    """Among equal values too, of which zero is one with both signs."""
+def test_a_device_finds_the_same_likeliest_tokens(count):
+    """Also among equal values, including zeros of both signs."""
     torch.manual_seed(1)
     values = torch.randint(-9, 9, (40, 300)) / 4
     values[torch.rand(values.shape) < 0.3] = -0.0
@@ -94,7 +94,7 @@ def test_a_device_finds_the_same_likeliest(count):
     assert torch.equal(_top_without_wait(values, count), _top(values, count))
 
 
-def test_what_a_device_sends_in_one_copy_is_all_there_is():
+def test_one_copy_brings_everything_from_the_device():
     torch.manual_seed(2)
     found = _found(3 * torch.randn(4, 50), torch.tensor([3, 0, 49, 7]), 5)
     assert _entries(_together(found, torch.clone), [5, 0, 3, 1]) == _entries(found, [5, 0, 3, 1])

@@ -1,4 +1,4 @@
-"""The compiled choice against what torch's operators choose, token for token."""
+"""The compiled choice takes the same tokens as torch's operators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FILTERS = {
 
 
 def make_rows(count: int, generator: random.Random, names: list[str] | None = None) -> list[SamplingRow]:
-    """Rows of several requests and positions, with these filters in turn."""
+    """Return rows of several requests and positions, with these filters in turn."""
     names = names or list(FILTERS)
     rows = []
     for number in range(count):
@@ -57,7 +57,7 @@ def make_rows(count: int, generator: random.Random, names: list[str] | None = No
 
 
 def choose_both_ways(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int]]:
-    """What the compiled choice and torch's operators give alike: tokens, and failed rows."""
+    """Return the common result of the compiled choice and torch's operators: tokens, and failed rows."""
     compiled, plain = (Sampler(logits.shape[1], "cpu", [0]) for _ in range(2))
     plain._native = None
     tokens, failed_rows = compiled.choose(logits, rows)
@@ -72,7 +72,7 @@ def choose_both_ways(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++ in PATH")
-def test_it_builds_where_there_is_a_compiler() -> None:
+def test_it_builds_if_there_is_a_compiler() -> None:
     assert build(Path(native.__file__).parent / "choose.cpp").exists()
 
 
@@ -91,7 +91,7 @@ def test_rows_of_all_filters_together(vocab_size: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [1, 2, 17, 128, 130, 1000, 4096])
 def test_drafts_are_drawn_alike(vocab_size: int, dtype: torch.dtype) -> None:
-    """Of all filters, by the noise of drafts in their rounds."""
+    """With all filters, and with the noise of drafts in their rounds."""
     generator = random.Random(vocab_size)
     torch.manual_seed(vocab_size)
     rows = make_rows(6 * len(FILTERS), generator)
@@ -107,7 +107,7 @@ def test_drafts_are_drawn_alike(vocab_size: int, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_drafts_without_a_finite_score_are_what_they_are_said_to_be_drawn_from() -> None:
+def test_drafts_without_a_finite_score_carry_their_distribution() -> None:
     logits = torch.randn(2, 50)
     logits[1] = torch.nan
     tokens, drawn_from = Sampler(50, "cpu", [0]).draw_drafts(logits, make_rows(2, random.Random(0)), [0, 0])
@@ -125,7 +125,7 @@ def test_a_large_vocabulary() -> None:
 @needs_compiler
 @pytest.mark.parametrize("vocab_size", [2, 40, 1500])
 def test_many_draws_from_flat_rows(vocab_size: int) -> None:
-    """Where the noise decides."""
+    """The noise decides here."""
     torch.manual_seed(3)
     rows = make_rows(1500, random.Random(3), ["none", "hot", "top-p of many"])
     choose_both_ways(torch.randn(len(rows), vocab_size).bfloat16(), rows)
@@ -146,8 +146,8 @@ def test_equal_values(num_values: int, dtype: torch.dtype) -> None:
 
 
 def equal_scores(one: int, other: int, temperature: float = 1.0) -> Iterator[tuple[SamplingRow, Tensor]]:
-    """Rows in which two of 200 tokens share the highest score: `one` has the greater logit, `other` as much
-    more noise.
+    """Return rows in which two of 200 tokens share the highest score: `one` has the greater logit, `other`
+    correspondingly more noise.
     """
     for seed in range(100):
         noise = gumbel_noise(stream_keys(torch.tensor([seed]), torch.tensor([3])), torch.arange(200))
@@ -167,8 +167,8 @@ def test_among_equal_scores_the_lowest_id_wins(one: int, other: int, temperature
 
 
 def exact_nuclei(second: float) -> Iterator[tuple[Tensor, float, float]]:
-    """Logits of three tokens, a `top_p` that the likeliest has exactly of what top-k 2 left, and one just
-    above that. The second logit is `second` and less.
+    """Return logits of three tokens, a `top_p` that equals the likeliest one's share after top-k 2, and one
+    just above it. The second logit is `second` and decreases.
     """
     for step in range(50):
         logits = torch.tensor([[0.0, second - step / 16, -90.0]])
@@ -179,8 +179,8 @@ def exact_nuclei(second: float) -> Iterator[tuple[Tensor, float, float]]:
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("native", marks=needs_compiler)])
-def test_a_nucleus_ends_where_it_has_just_top_p(way: str) -> None:
-    """The next token stays outside."""
+def test_a_nucleus_ends_at_exactly_top_p(way: str) -> None:
+    """The next token is outside."""
     sampler = Sampler(3, "cpu", [])
     if way == "torch":
         sampler._native = None
@@ -194,7 +194,7 @@ def test_a_nucleus_ends_where_it_has_just_top_p(way: str) -> None:
 
 @needs_compiler
 def test_a_nucleus_of_nearly_everything() -> None:
-    """More may be wanted, after sums were rounded, than there is."""
+    """After rounding of sums, top_p may exceed the total."""
     torch.manual_seed(13)
     rows = make_rows(300, random.Random(13), ["top-p nearly 1"])
     logits = -5.0 - 1e-3 * torch.rand(len(rows), 1000)
@@ -241,7 +241,7 @@ def test_logits_that_are_part_of_others(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_one_request_at_several_positions_and_one_that_edits_its_logits() -> None:
+def test_one_request_at_several_positions_and_one_with_edits() -> None:
     torch.manual_seed(8)
     chain = make_row("chain", seed=8, top_p=0.9)
     rows = [SamplingRow(chain.params, [1], [], position, "chain") for position in range(5, 12)]
@@ -253,7 +253,7 @@ def test_one_request_at_several_positions_and_one_that_edits_its_logits() -> Non
 
 
 @needs_compiler
-def test_a_batch_of_which_only_the_edits_were_read_gives_its_probabilities() -> None:
+def test_probabilities_of_a_batch_with_applied_edits() -> None:
     torch.manual_seed(9)
     rows = [make_row("a", seed=1, logit_bias={3: 2.0}, top_k=9), make_row("b", seed=2)]
     logits = torch.randn(2, 50)
@@ -300,7 +300,7 @@ def test_as_many_rows_as_logits() -> None:
 def test_portable_code_chooses_the_same_tokens(
     level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The kernel as less able CPUs would have it."""
+    """Compares the code for less capable CPUs."""
     if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in cpu_of_build()):
         pytest.skip(f"this CPU has no {level}")
     torch.manual_seed(14)

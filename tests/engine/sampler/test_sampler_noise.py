@@ -1,4 +1,4 @@
-"""The noise is a pure function of (seed, position, token id), the same for ever."""
+"""The noise is a pure function of (seed, position, token id) that never changes."""
 
 import re
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_tensor_arithmetic_equals_plain_integers(seed, position, token):
 
 
 def test_known_values():
-    """These must never change: an answer's seed would stand for another answer."""
+    """These must never change, or an answer's seed would give another answer."""
     seeds = torch.tensor([0, 1, -5, 2**63 - 1])
     positions = torch.tensor([0, 10, 1000, 77])
     noise = gumbel_noise(stream_keys(seeds, positions), torch.tensor([0, 17, 4095, 151_935]))
@@ -72,7 +72,7 @@ def test_known_values():
 KNOWN = [-0.6317655, -0.4147908, 3.3053408, -1.1153921]
 
 
-def test_noise_does_not_depend_on_what_is_computed_along_with_it():
+def test_noise_does_not_depend_on_the_batch():
     keys = stream_keys(torch.arange(5), torch.full((5,), 9)).unsqueeze(1)
     whole = gumbel_noise(keys, torch.arange(4099))
     assert torch.equal(gumbel_noise(keys, torch.arange(1, 4099, 7)), whole[:, 1::7])

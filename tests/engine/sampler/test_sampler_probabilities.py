@@ -1,4 +1,4 @@
-"""The distributions that tokens are drawn from, drawing from them, and the noise of speculative rounds."""
+"""The distributions of tokens, drawing from them, and the noise of speculative rounds."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_drawing_takes_weights_of_any_sum():
 
 
 @pytest.mark.parametrize("counts", [[0, 1, 2, 3], [1, 2]])
-def test_the_requests_numbers_of_rows_may_change_from_call_to_call(counts):
-    """With none for some of them the requests change too; else just the rows do, in number or in place."""
+def test_numbers_of_rows_per_request_may_change(counts):
+    """If some have none, the requests change too; otherwise only the rows do, in number or place."""
     sampler = Sampler(VOCAB_SIZE, "cpu", EOS)
     generator = random.Random(0)
     requests = [make_row(name, seed=index, **PARAMS[name]) for index, name in enumerate(PARAMS)]
@@ -83,8 +83,8 @@ def test_the_requests_numbers_of_rows_may_change_from_call_to_call(counts):
         assert sampler.sample(logits, rows).token_ids == expected
 
 
-def test_purposes_rounds_and_the_target_itself_share_no_noise():
-    """Uniform numbers of each, uncorrelated with those of all others."""
+def test_purposes_rounds_and_the_target_share_no_noise():
+    """The uniform numbers of each are uncorrelated with all others'."""
     count = 4096
     seeds, starts = torch.arange(count), torch.full((count,), 50)
     streams = [stream_keys(seeds, starts + 2)]

@@ -1,4 +1,4 @@
-"""Penalties and filters against Transformers' own processors, and the counts that follow each request."""
+"""Penalties and filters compared with Transformers' own processors, and each request's token counts."""
 
 import random
 
@@ -32,7 +32,7 @@ def penalized(penalties: Penalties, logits: torch.Tensor, rows) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
-def test_repetition_penalty_is_transformers_own(penalty):
+def test_repetition_penalty_equals_transformers(penalty):
     torch.manual_seed(0)
     logits = 3 * torch.randn(2, VOCAB_SIZE)
     rows = [
@@ -58,7 +58,7 @@ def test_repetition_penalty_is_transformers_own(penalty):
         ),
     ],
 )
-def test_filters_keep_what_transformers_keeps(params, warpers):
+def test_filters_keep_the_same_tokens_as_transformers(params, warpers):
     torch.manual_seed(1)
     logits = 3 * torch.randn(16, VOCAB_SIZE)
     expected = logits.clone()

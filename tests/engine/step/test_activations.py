@@ -1,4 +1,4 @@
-"""What a GPU's largest step takes, on one that is not there."""
+"""The memory of a GPU's largest step, measured on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ GIB = 1 << 30
 
 
 class Memory:
-    """Of a GPU whose forwards take 100 bytes for each token and 10 for each row of logits, and choosing a
-    token 200 beside its logits. What the first forward takes stays."""
+    """A GPU's memory. A forward takes 100 bytes for each token and 10 for each row of logits, and the choice
+    of a token 200 more. The first forward's memory stays allocated.
+    """
 
     def __init__(self) -> None:
         self.allocated = self.peak = 1000
@@ -70,7 +71,7 @@ class Runner:
         return ForwardOutput(torch.empty(len(step.logit_rows), 4), None)
 
 
-def test_it_is_what_the_largest_forward_takes_beside_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_largest_forwards_memory_and_lasting_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
@@ -89,7 +90,7 @@ def test_it_is_what_the_largest_forward_takes_beside_what_stays(monkeypatch: pyt
     assert memory.emptied == 3
 
 
-def test_where_there_may_be_adapters_a_step_with_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_adapters_a_step_with_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
@@ -133,7 +134,7 @@ HEAD = SpeculativeConfig(method="eagle", model="a head", verification="standard"
     ],
     ids=["decode rows", "without graphs", "drafts", "as many as fit a step", "graphs of two models"],
 )
-def test_what_stays_free_is_for_all_rows_and_for_graphs(
+def test_free_memory_is_for_all_rows_and_for_graphs(
     options: dict[str, Any],
     drafted: int | None,
     rows: int,
@@ -141,7 +142,7 @@ def test_what_stays_free_is_for_all_rows_and_for_graphs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each model's graphs take up to half of what is free when they are captured."""
+    """Each model's graphs take up to half of the memory that is free when they are captured."""
     made = assembly_of(options, "cuda", drafted)
     asked: list[int] = []
 

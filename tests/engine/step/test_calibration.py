@@ -1,4 +1,4 @@
-"""What steps take is measured at the start, whatever disturbs for a while."""
+"""Step times are measured at the start despite temporary disturbances."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ QUICK_S, SLOW_S = 0.001, 0.2
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_starts() -> None:
-    """Not here: several runs are what this module is about."""
+    """Turn quick starts off: this module tests repeated runs."""
 
 
 class Machine:
-    """A clock, and steps that take `step_s`: tenfold in the first tenth of a second."""
+    """A clock, and steps that take `step_s`, or ten times that in the first tenth of a second."""
 
     def __init__(self, step_s: float) -> None:
         self.now = 0.0
@@ -51,7 +51,7 @@ def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[St
     return measure_steps(machine, machine, max_sequences=8, max_chunk=512)  # type: ignore[arg-type]
 
 
-def test_what_disturbs_for_a_while_is_in_no_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_disturbance_affects_no_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(Machine(QUICK_S), monkeypatch)
     assert len({work for work, _ in found}) == len(found) == 6
     assert [seconds for _, seconds in found] == pytest.approx([QUICK_S] * 6)

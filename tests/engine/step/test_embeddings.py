@@ -1,4 +1,4 @@
-"""A prompt's embedding: the last layer's state at its last token, of length one, however it was computed."""
+"""A prompt's embedding is the last layer's normalized state at its last token, however it was computed."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def request(name: str, prompt: list[int], embeds: bool = True) -> EngineRequest:
     [({}, 1e-5), ({"dtype": "bfloat16", "compile": "auto"}, 3e-2)],
     ids=["float32", "bfloat16"],
 )
-def test_it_is_that_of_transformers(
+def test_it_equals_transformers(
     folder: Path, expected: list[np.ndarray], options: dict[str, str], error: float
 ) -> None:
-    """In chunks, beside each other and beside one that decodes, and from the prefix cache."""
+    """In chunks, beside each other and beside a decoding request, and from the prefix cache."""
     engine = make(folder, **options)
     engine.add(request("text", LONG[10:40], embeds=False))
     for turn in range(2):

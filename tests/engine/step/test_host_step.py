@@ -1,7 +1,8 @@
-"""The host's part of a GPU decode step, with a device that computes nothing: scheduling, inputs, commits and
-outputs. The tests count calls and operators, because times differ between machines.
+"""The host's work in a GPU decode step, with a device that computes nothing: scheduling, inputs, commits and
+outputs.
 
-The engine launches each step before the one before it has finished, and replaying a graph costs nothing.
+Tests count calls and operators, because times differ between machines. The engine launches each step before
+the one before it has finished, and replaying a graph costs nothing.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def test_a_step_launches_as_many_operators_for_any_number_of_rows(tmp_path: Path
     assert counts[0]["copy_"] == 1
 
 
-def test_a_row_takes_as_many_calls_behind_any_context(tmp_path: Path) -> None:
+def test_a_row_takes_as_many_calls_after_any_context(tmp_path: Path) -> None:
     counts = {}
     for sequences, context in ((4, 20), (4, 400), (16, 20)):
         engine = decoding(tmp_path, sequences, context)

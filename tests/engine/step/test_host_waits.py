@@ -1,4 +1,4 @@
-"""In a forward the host waits for the GPU nowhere: see `absent_gpu`."""
+"""In a forward the host never waits for the GPU (see `absent_gpu`)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class CountedGraphs:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbsentGpu]:
-    """Its graphs are counted. Nothing in the test is on a GPU that is there."""
+    """Simulate a GPU that counts graphs. No real GPU is used."""
     monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
     with absent_gpu() as gpu:
         monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
@@ -119,7 +119,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbsentGpu]:
 
 
 def check_run(gpu: AbsentGpu, runner: Runner, batch: Sequence[SequenceRows], num_logits: int = 2) -> None:
-    """Run a step, in which the host must not wait. Who reads the tokens has waited for them afterwards."""
+    """Run a step in which the host must not wait. Reading the tokens is the only wait afterwards."""
     gpu.clear()
     assert len(runner.run(Step(batch, range(num_logits))).logits) == num_logits
     gpu.num_done = gpu.num_queued
@@ -142,13 +142,13 @@ HYBRID = [
 
 @pytest.mark.parametrize(("batch", "num_logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])
 @pytest.mark.parametrize("kind", ["modules", "CUDA decoder"])
-def test_a_forward(gpu: AbsentGpu, kind: str, batch: list[SequenceRows], num_logits: int) -> None:
+def test_a_forward_never_waits(gpu: AbsentGpu, kind: str, batch: list[SequenceRows], num_logits: int) -> None:
     backend = TritonBackend(pool_of().layers(TARGET))
     if kind == "modules":
         runner: Runner = Forward(qwen3(), backend, "off", products="")
     else:
         runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
-    runner.run(Step(batch, range(num_logits)))  # what is made once is made
+    runner.run(Step(batch, range(num_logits)))  # runs once to make what is made once
     gpu.num_done = gpu.num_queued
     check_run(gpu, runner, batch, num_logits)
     assert gpu.launches["attend"] == LAYERS
@@ -176,7 +176,7 @@ def hybrid_pool(loaded: LoadedModel) -> KVPool:
 
 @needs_hooks
 def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, decode rows and a tree, of which some is accepted."""
+    """A prompt, decode rows, and a tree of which some drafts are accepted."""
     loaded = hybrid()
     monkeypatch.setattr(recurrent, "triton_fault", lambda device: None)
     pool = hybrid_pool(loaded)
@@ -197,7 +197,7 @@ def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.Monke
 @needs_hooks
 @pytest.mark.parametrize("adapter", [0, 1])
 def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, adapter: int) -> None:
-    """Decode rows are one launch, and so are drafts to verify; a prompt is launched kernel by kernel."""
+    """Decode rows and drafts to verify are one launch. A prompt is launched kernel by kernel."""
     loaded = hybrid()
     served = replace(loaded, adapters=adapters_of(loaded.model) if adapter else None)
     runner = select_forward.runner_of_one_process(DRAFTING, served, hybrid_pool(loaded), ())
@@ -215,7 +215,7 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
             assert gpu.launches == {"graph": 1}
 
 
-def test_which_models_it_runs(gpu: AbsentGpu) -> None:
+def test_the_models_that_the_decoder_runs(gpu: AbsentGpu) -> None:
     pool = pool_of()
     loaded = loaded_of(qwen3(), pool)
 
@@ -245,8 +245,8 @@ def late_tokens() -> LateTokens:
     return LateTokens(torch.empty(2, dtype=torch.int64, device=GPU), Downloader(GPU))
 
 
-def test_a_server_with_adapters_launches_as_much_for_who_has_none(gpu: AbsentGpu) -> None:
-    """The replay of a graph, after what the decoder launches for a step that none takes."""
+def test_a_server_with_adapters_launches_no_more_for_requests_without(gpu: AbsentGpu) -> None:
+    """It replays a graph, and before it the decoder's launches for a step without adapters."""
     launches: list[dict[str, int]] = []
     for has_adapters in (False, True):
         model, pool = qwen3(), pool_of()
@@ -265,7 +265,7 @@ def test_a_server_with_adapters_launches_as_much_for_who_has_none(gpu: AbsentGpu
 
 
 def adapters_of(model: PreTrainedModel) -> Adapters:
-    """With one in slot 1."""
+    """Return adapters with one in slot 1."""
     adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64)
     table = torch.empty((len(adapters.linears), 3), dtype=torch.int64, device=GPU)
     adapters._weights[1] = Weights({}, "", "", table)
@@ -276,7 +276,7 @@ def adapters_of(model: PreTrainedModel) -> Adapters:
 def test_a_step_with_adapters_is_one_launch(
     gpu: AbsentGpu, decoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts to verify, too; in a prompt they are two more launches for each product."""
+    """This includes drafts to verify. In a prompt each product takes two more launches."""
     if decoder != "CUDA decoder":
         monkeypatch.setattr(cuda_runner, "unfit", lambda program: "for a test")
     model, pool = qwen3(), pool_of()
@@ -315,7 +315,7 @@ def test_launches_of_64_decode_rows_in_36_layers(gpu: AbsentGpu) -> None:
 
 
 @pytest.mark.parametrize(("modules", "num_layers"), [(False, 36), (True, LAYERS)])
-def test_a_step_that_was_captured_is_one_launch(gpu: AbsentGpu, modules: bool, num_layers: int) -> None:
+def test_a_captured_step_is_one_launch(gpu: AbsentGpu, modules: bool, num_layers: int) -> None:
     backend, graphs = TritonBackend(pool_of(num_layers).layers(TARGET)), CountedGraphs(gpu)
     buckets = Buckets([16, 64], [1], [64], trees=False)
     model = qwen3(num_layers)
@@ -328,7 +328,7 @@ def test_a_step_that_was_captured_is_one_launch(gpu: AbsentGpu, modules: bool, n
     assert gpu.launches == {"graph": 1}
 
 
-def test_the_next_step_is_launched_behind_one_that_nobody_waited_for(gpu: AbsentGpu) -> None:
+def test_the_next_step_is_launched_before_anyone_waits_for_the_last(gpu: AbsentGpu) -> None:
     pool = pool_of()
     backend = TritonBackend(pool.layers(TARGET))
     runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
@@ -336,8 +336,8 @@ def test_the_next_step_is_launched_behind_one_that_nobody_waited_for(gpu: Absent
 
 
 @needs_hooks
-def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_so(gpu: AbsentGpu) -> None:
-    """Across a grid point, and with copies of states that are kept."""
+def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_early_too(gpu: AbsentGpu) -> None:
+    """Across a grid point, with copies of kept states."""
     loaded = hybrid()
     pool = hybrid_pool(loaded)
     assert pool.state_slots is not None
@@ -357,7 +357,7 @@ def launches_behind(
     num_steps: int,
     slot_allocator: StateSlotAllocator | None = None,
 ) -> list[dict[str, int]]:
-    """Of each step that is launched behind another one, what its forward launches of these kinds."""
+    """Return the forward's launches of these kinds for each step that is launched behind another."""
     sampler = Sampler(vocab_size, GPU, [])
     sampler._kernels = TritonSampler(GPU)
     greedy = SamplingParams(max_tokens=29, temperature=0.0)
@@ -368,7 +368,7 @@ def launches_behind(
         asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 20, sampling=greedy)
         scheduler.add_waiting(SequenceState(asked, order))
     launches = []
-    for _ in range(num_steps):  # the first one makes what is made once
+    for _ in range(num_steps):  # the first run makes what is made once
         launched = launcher.take_ahead() or launcher.launch(scheduler.schedule())
         gpu.clear()
         launcher.launch_behind(launched)
@@ -378,7 +378,7 @@ def launches_behind(
         assert launched.choice is not None
         tokens, _ = launched.choice.wait()
         assert len(tokens) == 2 and sum(gpu.waits.values()) == 1
-        assert gpu.num_done < gpu.num_queued  # the next one's
+        assert gpu.num_done < gpu.num_queued  # the next step's
         for sequence, count in zip(launched.step.sequences, launched.step.num_tokens, strict=True):
             sequence.append(0)
             sequence.num_computed += count
@@ -403,7 +403,7 @@ def test_pinned_memory_is_left_alone_while_it_is_copied(gpu: AbsentGpu) -> None:
     assert not gpu.waits
 
 
-def test_uploads_of_any_sizes_lie_where_their_tensors_do(gpu: AbsentGpu) -> None:
+def test_uploads_of_all_sizes_reach_their_tensors(gpu: AbsentGpu) -> None:
     short, long = np.arange(3), np.arange(40, dtype=np.int32).reshape(5, 8).T
     upload = Uploader(GPU)
     for arrays in ([short, short], [short.astype(np.float64), short], [short, long], [short, short]):
@@ -417,9 +417,9 @@ def test_uploads_of_any_sizes_lie_where_their_tensors_do(gpu: AbsentGpu) -> None
         assert tensors[1].storage_offset() * arrays[1].itemsize >= arrays[0].nbytes
 
 
-def test_the_kv_of_an_accepted_path_moves_without_a_wait(gpu: AbsentGpu) -> None:
+def test_accepted_kv_moves_without_a_wait(gpu: AbsentGpu) -> None:
     pool = pool_of()
-    for _ in range(2):  # the first one makes what is made once
+    for _ in range(2):  # the first run makes what is made once
         gpu.launch("a step before")
         gpu.clear()
         pool.move_tokens([[1, 2]], 14, [1, 3])
@@ -427,7 +427,7 @@ def test_the_kv_of_an_accepted_path_moves_without_a_wait(gpu: AbsentGpu) -> None
     assert not gpu.waits, "\n".join(gpu.waits)
 
 
-def test_what_waits_is_named(gpu: AbsentGpu) -> None:
+def test_waits_are_reported_with_their_line(gpu: AbsentGpu) -> None:
     values = torch.empty(4, device=GPU)
     flags = values > 0
     for wait in (

@@ -1,4 +1,4 @@
-"""Who gives its blocks up when they run out, and who is admitted: the scheduler without a model."""
+"""Preemption and admission by the scheduler, without a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add(
 
 
 def step(scheduler: Scheduler) -> ScheduledStep:
-    """Schedule, and pretend that the forward ran."""
+    """Schedule, and act as if the forward had run."""
     scheduled = scheduler.schedule()
     for sequence, count in zip(scheduled.sequences, scheduled.num_tokens, strict=True):
         sequence.num_computed += count
@@ -57,8 +57,8 @@ def step_until_preempted(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(("priorities", "goes"), [((0, 0), 1), ((0, 1), 1), ((-1, 0), 1), ((5, 0), 0)])
-def test_the_one_that_would_run_last_is_preempted(priorities: tuple[int, int], goes: int) -> None:
-    """The younger one, or an older one of less priority."""
+def test_the_sequence_that_would_run_last_is_preempted(priorities: tuple[int, int], goes: int) -> None:
+    """The younger one, or an older one of lower priority."""
     scheduler = make_scheduler(num_blocks=7)
     both = [add(scheduler, order, 8, priority=priority) for order, priority in enumerate(priorities)]
     gone, stays = both[goes], both[1 - goes]
@@ -69,7 +69,7 @@ def test_the_one_that_would_run_last_is_preempted(priorities: tuple[int, int], g
 
 
 def test_a_prompt_that_is_handed_over_is_never_preempted() -> None:
-    """Its blocks may be on the wire. The other one has to wait, though it is older."""
+    """Its blocks may be in transfer. The other one has to wait, though it is older."""
     scheduler = make_scheduler(num_blocks=11, budget=2)
     old = add(scheduler, 0, 8)
     handed_over = add(scheduler, 1, 24, prefill_only=True)
@@ -84,7 +84,7 @@ def test_a_prompt_that_is_handed_over_is_never_preempted() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "admitted"), [(5, 1), (6, 2)])
 def test_a_newcomer_leaves_a_block_for_each_running_sequence(num_blocks: int, admitted: int) -> None:
-    """Or the next token of a running one would preempt it at once."""
+    """Otherwise a running sequence's next token would preempt the newcomer at once."""
     scheduler = make_scheduler(num_blocks)
     add(scheduler, 0, 8)
     step(scheduler)

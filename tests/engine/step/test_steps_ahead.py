@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of those before them are known, on a device that is late."""
+"""Steps launched before the previous tokens are known, on a device that computes late."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.worker.tiny_model import VOCAB_SIZE
 from worker.setup import build_engine
 
 HYBRIDS = ["qwen3_5_text", "nemotron_h", "kimi_linear", "jamba", "lfm2"]
-"""With gated delta nets, Mamba2, Kimi delta attention, Mamba, and convolutions alone."""
+"""Gated delta nets, Mamba2, Kimi delta attention, Mamba, and convolutions only."""
 
 MakeEngine = Callable[..., tuple[Engine, LateDevice]]
 
@@ -51,7 +51,9 @@ def make_engine(folder_of: Callable[[str], Path]) -> MakeEngine:
     def make(
         ahead: bool = True, num_blocks: int = 64, model_type: str = "llama", **options: Any
     ) -> tuple[Engine, LateDevice]:
-        """With room for `num_blocks` blocks in addition to the state slots and one kept state."""
+        """Make an engine with room for `num_blocks` blocks in addition to the state slots and one
+        kept state.
+        """
         config: dict[str, Any] = {
             "model": str(folder_of(model_type)),
             "dtype": "float32",
@@ -60,7 +62,7 @@ def make_engine(folder_of: Callable[[str], Path]) -> MakeEngine:
             "max_model_len": 144,
             "max_num_batched_tokens": 48,
             "max_num_seqs": 4,
-            "itl_budget": 0.0,  # chunks as long on a slow host
+            "itl_budget": 0.0,  # equal chunks on a slow host
             "kv_cache_memory_bytes": 2**23,
         } | options
         pool = build_engine(ServeConfig(**config))[0].pool
@@ -80,7 +82,7 @@ def request(name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> E
 
 @dataclass
 class Script:
-    """`arrivals` by step; `aborts` when a request has so many tokens, as at a stop string."""
+    """Scripted `arrivals` by step, and `aborts` at a number of tokens, as at a stop string."""
 
     arrivals: dict[int, list[EngineRequest]] = field(default_factory=dict)
     aborts: dict[str, int] = field(default_factory=dict)
@@ -141,7 +143,7 @@ def assert_empty(engine: Engine) -> None:
 
 
 def second_turns(script: Script, answers: dict[str, list[TokenOutput]]) -> Script:
-    """Each conversation goes on from its first answer."""
+    """Return each conversation's next turn after its first answer."""
     turns = Script()
     for step, arrivals in script.arrivals.items():
         for asked in arrivals:
@@ -151,7 +153,7 @@ def second_turns(script: Script, answers: dict[str, list[TokenOutput]]) -> Scrip
 
 
 def kept_states(engine: Engine) -> dict[BlockIdentity, Tensor]:
-    """The bytes of each kept state, if the model has any."""
+    """Return the bytes of each kept state, if the model has any."""
     if engine.pool.state_slots is None or engine.blocks.states is None:
         return {}
     memory = engine.pool.memory
@@ -170,7 +172,7 @@ CASES += [(model_type, seed, TIGHT) for seed, model_type in enumerate(HYBRIDS[:2
 
 @needs_hooks
 @pytest.mark.parametrize(("model_type", "seed", "num_blocks"), CASES)
-def test_tokens_and_states_are_those_of_one_step_after_another(
+def test_tokens_and_states_equal_those_of_steps_one_after_another(
     make_engine: MakeEngine, model_type: str, seed: int, num_blocks: int
 ) -> None:
     script = random_script(seed, 28 if num_blocks == ROOMY else 80)
@@ -201,8 +203,8 @@ def test_tokens_and_states_are_those_of_one_step_after_another(
 
 @needs_hooks
 @pytest.mark.parametrize("model_type", HYBRIDS)
-def test_alone_a_sequence_has_the_same_bits(make_engine: MakeEngine, model_type: str) -> None:
-    """In each step there are as many rows as without. It is stopped before, at and after grid points."""
+def test_a_lone_sequence_has_the_same_bits(make_engine: MakeEngine, model_type: str) -> None:
+    """Each step has the same rows as without steps ahead. It stops before, at and after grid points."""
     (engine, device), (ahead, late) = (make_engine(each, ROOMY, model_type) for each in (False, True))
     for length in (18, 19, 20, 35):
         script = Script({0: [request("a", prompt_of(30, 5), 60)]}, {"a": length})
@@ -216,7 +218,7 @@ def test_alone_a_sequence_has_the_same_bits(make_engine: MakeEngine, model_type:
 
 
 def watch_published(engine: Engine) -> Callable[[], None]:
-    """What is published are tokens of prompts and answers alone, and their KV is that of these tokens."""
+    """Check that only tokens of prompts and answers are published, with their own KV."""
     log, known = engine.blocks.watch(), []
     texts: dict[BlockIdentity, list[list[int]]] = {b"": [[]]}
     forget = engine.sequences.forget
@@ -240,13 +242,13 @@ def watch_published(engine: Engine) -> Callable[[], None]:
 
 
 def num_launched_ahead(device: LateDevice) -> int:
-    """Steps that were launched before the one before them was waited for."""
+    """Return how many steps were launched before anyone waited for the one before."""
     at = {entry: place for place, entry in enumerate(device.log)}
     waited = (step for kind, step in device.log if kind == "wait")
     return sum(at["launch", step + 1] < at["wait", step] for step in waited if ("launch", step + 1) in at)
 
 
-def test_the_next_step_is_laid_out_and_launched_while_one_runs(make_engine: MakeEngine) -> None:
+def test_the_next_step_is_prepared_and_launched_while_one_runs(make_engine: MakeEngine) -> None:
     engine, device = make_engine()
     lay_out = engine.scheduler.following
 
@@ -264,7 +266,7 @@ def test_the_next_step_is_laid_out_and_launched_while_one_runs(make_engine: Make
         assert device.log == [("lay out", step + 1), ("launch", step + 1), ("wait", step)]
 
 
-def test_a_crowd_that_waits_for_rows_or_room_does_not_hold_it_up(make_engine: MakeEngine) -> None:
+def test_requests_that_wait_for_rows_or_room_do_not_delay_it(make_engine: MakeEngine) -> None:
     for options in ({"max_num_seqs": 2}, {"num_blocks": 9, "max_model_len": 128}):
         engine, device = make_engine(**options)
         for number in range(6):
@@ -274,7 +276,7 @@ def test_a_crowd_that_waits_for_rows_or_room_does_not_hold_it_up(make_engine: Ma
         assert num_launched_ahead(device) > 0.8 * device.num_steps, options
 
 
-def test_who_arrives_waits_for_the_next_step_but_one(make_engine: MakeEngine) -> None:
+def test_a_new_request_joins_the_next_step_but_one(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     engine.add(request("a", prompt_of(10), 40))
     for _ in range(5):
@@ -284,7 +286,7 @@ def test_who_arrives_waits_for_the_next_step_but_one(make_engine: MakeEngine) ->
     assert [output.request_id for output in engine.step().outputs] == ["a", "b"]
 
 
-def test_no_step_follows_one_that_left_a_prompt_out(make_engine: MakeEngine) -> None:
+def test_no_step_is_launched_after_one_that_left_a_prompt_out(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(ahead=False)
     engine.add(request("a", prompt_of(10), 40))
     engine.step()
@@ -296,7 +298,7 @@ def test_no_step_follows_one_that_left_a_prompt_out(make_engine: MakeEngine) -> 
     assert engine.scheduler.following(lone) is not None
 
 
-def test_nothing_is_launched_for_those_that_end_by_their_number(make_engine: MakeEngine) -> None:
+def test_nothing_is_launched_for_requests_that_end_by_max_tokens(make_engine: MakeEngine) -> None:
     engine, device = make_engine()
     engine.add(request("a", prompt_of(10), 5))
     while engine.has_work():
@@ -305,7 +307,7 @@ def test_nothing_is_launched_for_those_that_end_by_their_number(make_engine: Mak
     assert not device.is_busy
 
 
-def test_one_that_ends_late_costs_one_row(make_engine: MakeEngine) -> None:
+def test_a_late_end_costs_one_row(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(ahead=False)
     engine.add(request("a", prompt_of(10), 12))
     answer = run(engine)
@@ -326,8 +328,8 @@ def run(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("ends", ["by a stop token", "by an abort", "by its time limit"])
-def test_what_a_late_row_writes_harms_nobody(make_engine: MakeEngine, ends: str) -> None:
-    """Blocks that another worker fills meanwhile are others."""
+def test_a_late_rows_write_harms_nobody(make_engine: MakeEngine, ends: str) -> None:
+    """Blocks that another worker fills meanwhile are different ones."""
     engine, device = make_engine(num_blocks=9, max_model_len=128)
     engine.add(request("a", prompt_of(20), 60))
     engine.step()
@@ -361,7 +363,7 @@ def fill(engine: Engine, blocks: list[int]) -> Tensor:
 
 
 def test_a_row_without_a_finite_score_fails_alone(make_engine: MakeEngine) -> None:
-    """Whatever token the row behind it takes."""
+    """Whatever token the following row takes."""
     engine, device = make_engine()
     for name in "ab":
         engine.add(request(name, prompt_of(10, ord(name)), 6))

@@ -138,7 +138,7 @@ def test_cost_takes_a_dearer_worker_if_the_cheapest_is_too_late():
     [{"row_s": 1e-3}, {"row_s": 0.0, "context_s": 1e-6}, {"row_s": 2e-3, "tokens_per_row": 2.0}],
 )
 def test_requests_waiting_for_prefill_do_not_count_as_decoding(decoding):
-    """Of 40 requests those in front will have ended when this one begins to decode."""
+    """The first of 40 requests will have ended when this one begins to decode."""
     costs = StepCosts(**{"step_s": 0.0, "context_s": 0.0, "token_s": 1e-3, "attention_s": 0.0, **decoding})
     request = {"num_tokens": 100, "output_tokens": 51}
     workers = [decode("d0", costs=costs, rows=40, requests=40, context_tokens=40_000)]
