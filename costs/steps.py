@@ -22,7 +22,7 @@ from costs.regression import Regression
 from protocol.costs import StepCosts
 
 MEMORY = 500.0
-"""[steps] The memory of the model."""
+"""[steps] The memory of the model, for steps that only decode and for those that compute prompts."""
 DECODE_SCALING, PREFILL_SCALING = 0.5, 0.9
 """Assumed until steps on lent cores have run. Decoding waits for memory, which more cores share."""
 SCALING_MEMORY = 100.0
@@ -88,7 +88,7 @@ class StepTimes:
             chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, kv_windows=kv_windows, itl_budget_s=itl_budget_s
         )
         """The latest answer of `costs`; costs nothing to read."""
-        self._model = Regression(6, MEMORY)
+        self._model = Regression(6, MEMORY, num_kinds=2)
         self._decode_scaling, self._prefill_scaling = _Scaling(DECODE_SCALING), _Scaling(PREFILL_SCALING)
         self._pending: deque[_Step] = deque(maxlen=_MOST_PENDING)
         self.borrows = False
@@ -145,7 +145,9 @@ class StepTimes:
         rest = seconds - decode_s * self._decode_scaling.share(spread)
         self._decode_scaling.learn(spread, seconds, np.where(is_plain, decode_s, 0.0))
         self._prefill_scaling.learn(spread, rest, np.where(is_plain, 0.0, prompt_s))
-        self._model.learn(features * self._shares(spread), seconds, seconds)
+        features = features * self._shares(spread)
+        for kind, rows in enumerate((is_plain, ~is_plain)):
+            self._model.learn(features[rows], seconds[rows], kind)
 
     def _shares(self, spread: np.ndarray) -> np.ndarray:
         """Return for each step and feature how many times as long it takes as on the worker's own cores."""

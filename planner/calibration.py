@@ -263,7 +263,7 @@ def with_prompts(costs: StepCosts, took: Mapping[int, float]) -> tuple[StepCosts
     seconds = np.array(list(took.values()))
     features = np.array([(1.0, tokens, tokens * tokens / 2) for tokens in took])
     fit = Regression(3, inf)
-    fit.learn(features, seconds, seconds)
+    fit.learn(features, seconds)
     once_s, token_s, attention_s = fit.weights.tolist()
     prompt = {"chunk_s": 0.0, "token_s": token_s, "attention_s": attention_s}
     return msgspec.structs.replace(costs, **prompt), max(once_s - costs.step_s, 0.0)

@@ -58,7 +58,7 @@ def test_costs_follow_a_machine_that_becomes_slower():
     run(times, slow, 3000, noise=0.1)
     found = times.costs()
     for work in SEED[:4]:
-        assert seconds(work, found) == pytest.approx(seconds(work, slow), rel=0.2)
+        assert seconds(work, found) == pytest.approx(seconds(work, slow), rel=0.15)
     assert found.error < 0.12
 
 
