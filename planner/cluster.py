@@ -18,13 +18,11 @@ from planner.engine import Clock, TimedEngine
 from planner.profile import Profile
 from planner.trace import TraceRequest
 from protocol.costs import StepCosts, itl_bound
-from protocol.ids import block_identities
-from protocol.kv_events import Medium
+from protocol.kv_events import CacheFormat, Medium
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.roles import Task
 from protocol.sampling import SamplingParams
-from protocol.window import Window
 from protocol.worker_to_router import PairState, Register, WorkerState
 from router.dispatch.placer import FIRST_OUTPUT, OUTPUT_PACE
 from router.placement import PlacementPolicy
@@ -32,7 +30,7 @@ from router.placement.interface import Placement, PolicyState, Refusal, RequestF
 from router.placement.slo import refusal as slo_refusal
 from router.workers.assignment import Assignment, Loads
 from router.workers.demand import DemandMeter
-from router.workers.kv_index import KvIndex, block_keys
+from router.workers.kv_index import KvIndex, block_keys, hash_blocks
 from router.workers.registry import Registry, Worker
 
 REPORT_INTERVAL_S = 0.25
@@ -186,6 +184,7 @@ class SimulatedCluster:
         self._registry = Registry(worker_timeout=inf, max_rows=profile.max_num_seqs)
         self._loads = Loads(self._registry)
         self._index: KvIndex[str] = KvIndex()
+        self._cache = _cache_format(profile)
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
         self._reported_at = -inf
@@ -239,9 +238,7 @@ class SimulatedCluster:
         request.workers = placement.workers
         workers = [self._registry.named(name) for name in placement.workers.values()]
         first = self._named(workers[0])
-        source = placement.prefix or first.known.key.worker_id
-        cached = min(facts.cached_tokens.get(source, 0), request.num_tokens - 1)
-        num_uncached = request.num_tokens - cached
+        num_uncached = facts.num_uncached(placement.source)
         assigned = self._loads.assign(workers[0], workers[-1], request.num_tokens, num_uncached)
         request.assignment = assigned
         self.meter.placed(assigned)
@@ -252,19 +249,16 @@ class SimulatedCluster:
         self.clock.at(arrives_at, lambda: self._submit(request, asked, first))
 
     def _facts(self, request: SimulatedRequest, asked: EngineRequest) -> RequestFacts:
-        size, windows = self._profile.block_size, self._profile.costs.kv_windows
-        root = next(iter(self.workers.values())).engine.root(asked)
-        keys = block_keys(b"".join(block_identities(root, asked.prompt_token_ids, size)))
+        cache = self._cache
+        keys = hash_blocks(cache.root(), asked.prompt_token_ids, cache.block_size).keys
         for worker in self.workers.values():
             self._follow_cache(worker)
-        window = Window(windows[0], size) if len(windows) == 1 and windows[0] else None
-        found = self._index.find(keys) if window is None else self._index.find_windows(keys, window)
         return RequestFacts(
             num_tokens=request.num_tokens,
             output_tokens=min(request.output_tokens, self._mean_output),
             mean_output_tokens=self._mean_output,
             disaggregate=self._layout.disaggregation,
-            cached_tokens={name: count * size for name, count in found.items()},
+            cached_tokens=self._index.cached_tokens(keys, request.num_tokens, cache),
             slo_ttft_s=self._layout.slo_ttft_s,
             slo_tpot_s=self._layout.slo_tpot_s,
         )
@@ -368,6 +362,12 @@ class SimulatedCluster:
             handoff.reserved.free()
         else:
             handoff.receiver.reserving.remove(handoff)
+
+
+def _cache_format(profile: Profile) -> CacheFormat:
+    windows = profile.costs.kv_windows
+    window = windows[0] if len(windows) == 1 else 0
+    return CacheFormat(model=profile.name, kv_format="", block_size=profile.block_size, window=window)
 
 
 def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) -> Register:

@@ -11,7 +11,6 @@ import msgspec
 
 from protocol.kv_events import IDENTITY_BYTES, CacheFormat, KvChange
 from protocol.router_to_worker import ReplayKvEvents
-from protocol.window import Window
 from protocol.worker_to_router import KvEvents, WorkerState
 from router.observe.metrics import Metrics
 from router.requests.journal import LiveRequest
@@ -66,14 +65,7 @@ class KvFeed:
         """Return the number of leading tokens of a request that each worker has in its pool, by worker id."""
         found: dict[str, int] = {}
         for cache in self.formats:
-            keys = request.block_keys(cache)
-            if cache.has_states:  # the last token is computed from a state before it
-                leading = self.index.find_ends(keys[: (len(request.token_ids) - 1) // cache.block_size])
-            elif cache.window:
-                leading = self.index.find_windows(keys, Window(cache.window, cache.block_size))
-            else:
-                leading = self.index.find(keys)
-            found |= {worker_id: num_blocks * cache.block_size for worker_id, num_blocks in leading.items()}
+            found |= self.index.cached_tokens(request.block_keys(cache), len(request.token_ids), cache)
         return found
 
     # --- events -------------------------------------------------------------------------------------

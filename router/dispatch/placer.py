@@ -264,12 +264,9 @@ class Placer:
     def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Assignment:
         """Assign the request to the placement's workers."""
         workers = [self._registry.named(name) for name in placement.workers.values()]
-        first, decode = workers[0], workers[-1]
         request.prefix = placement.prefix
-        source = first.key.worker_id if placement.prefix is None else placement.prefix
-        cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
         at = request.assignment = self.loads.assign(
-            first, decode, facts.num_tokens, facts.num_tokens - cached
+            workers[0], workers[-1], facts.num_tokens, facts.num_uncached(placement.source)
         )
         self.meter.placed(at)
         request.cost = request.cost or at.num_uncached + facts.output_tokens

@@ -42,6 +42,10 @@ class RequestFacts:
     slo_ttft_s: float = inf
     slo_tpot_s: float = inf
 
+    def num_uncached(self, source: str) -> int:
+        """Return the tokens to compute after those cached on worker `source`: at least the last one."""
+        return self.num_tokens - min(self.cached_tokens.get(source, 0), self.num_tokens - 1)
+
 
 class LinkSpeed(NamedTuple):
     """The speed of the link from a worker to a peer: seconds for each piece, and bytes a second; 0: not
@@ -169,6 +173,11 @@ class Placement:
     predicted: Prediction | None = field(default=None, compare=False)
     options: tuple[Option, ...] = field(default=(), compare=False)
     reason: str = field(default="", compare=False)
+
+    @property
+    def source(self) -> str:
+        """Return the worker whose cache may hold the prompt's prefix."""
+        return next(iter(self.workers.values())) if self.prefix is None else self.prefix
 
 
 Missed = Literal["slo_ttft", "slo_tpot"]

@@ -15,7 +15,7 @@ from itertools import compress
 from typing import Generic, NamedTuple, TypeVar
 
 from protocol.ids import BlockIdentity, block_identities
-from protocol.kv_events import IDENTITY_BYTES, Medium
+from protocol.kv_events import IDENTITY_BYTES, CacheFormat, Medium
 from protocol.window import Window
 
 KEY_BITS = (1 << 60) - 1
@@ -112,6 +112,16 @@ class KvIndex(Generic[Name]):
                 del shard[key]
             elif holders & bit:
                 shard[key] = self._share(holders ^ bit)
+
+    def cached_tokens(self, keys: Sequence[int], num_tokens: int, cache: CacheFormat) -> dict[Name, int]:
+        """Return how many leading tokens of a prompt of `num_tokens` tokens each holder has in its pool."""
+        if cache.has_states:  # the last token is computed from a state before it
+            leading = self.find_ends(keys[: (num_tokens - 1) // cache.block_size])
+        elif cache.window:
+            leading = self.find_windows(keys, Window(cache.window, cache.block_size))
+        else:
+            leading = self.find(keys)
+        return {name: num_blocks * cache.block_size for name, num_blocks in leading.items()}
 
     def find(self, keys: Sequence[int], lowest: Medium = Medium.GPU) -> dict[Name, int]:
         """Return the number of leading blocks of a prompt that each holder has, in the tiers down to
