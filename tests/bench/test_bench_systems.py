@@ -49,7 +49,7 @@ def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_bench_that_is_told_to_end_leaves_no_server(tmp_path):
+def test_a_terminated_bench_leaves_no_server(tmp_path):
     bench = f"""
 import time
 from pathlib import Path

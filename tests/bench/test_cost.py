@@ -63,7 +63,7 @@ def table() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_the_worked_example_is_what_the_code_gives() -> None:
+def test_the_worked_example_equals_the_codes_results() -> None:
     costs, rows = read_profile(DEFAULT_PROFILE).costs, table()
     for batch in (1, 16, 64):
         tokens_per_s = decode_tokens_per_s(costs, batch, PROMPT + OUTPUT / 2)

@@ -191,7 +191,7 @@ def test_cells_of_another_setting_are_not_mixed(tmp_path: Path) -> None:
         Experiment(tmp_path, SETTING)
 
 
-def test_findings_are_told_as_tables() -> None:
+def test_findings_are_shown_as_tables() -> None:
     factors = ["paging", "sharing"]
     runs = runs_of(["chat"], factors, 2, seed=0)
     outcomes = [

@@ -20,7 +20,7 @@ def record(ttft: float, tpot: float = 0.01, error: str = "") -> Record:
     return Record(start=10.0, end=times[-1], token_times=times, output_tokens=2, error=error)
 
 
-def test_goodput_counts_what_met_both_objectives():
+def test_goodput_counts_requests_that_met_both_objectives():
     records = [record(0.1), record(0.6), record(0.1, 0.03), record(0.6, 0.03), record(0.2)]
     refused = [record(0, error="HTTP 429"), record(0, error="HTTP 503"), record(0, error="timeout")]
     assert judge([*records, *refused], 2.0, 0.5, 0.02) == {

@@ -86,7 +86,7 @@ def test_tokens_are_the_models(architecture: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Q8_0, Q4_1], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
-def test_weights_are_those_that_transformers_reads(
+def test_weights_equal_those_that_transformers_reads(
     architecture: str, kind: GGMLQuantizationType, tmp_path: Path
 ) -> None:
     """Linear layers and the head stay quantized. Fused experts are dequantized for float32."""

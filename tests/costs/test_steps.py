@@ -127,7 +127,7 @@ def test_steps_on_lent_cores_correct_the_costs_on_own_cores() -> None:
         assert seconds(work, times.costs()) < 1.7 * seconds(work)
 
 
-def test_fitting_tokens_is_the_inverse_of_what_a_chunk_takes():
+def test_the_tokens_that_fit_a_time_take_that_time():
     for before in (0, 500, 10_000):
         for tokens in (1, 37, 400):
             needed = TRUE.chunks_s(tokens, before, 512)

@@ -28,7 +28,7 @@ def tandem_variables(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CLUSTER_FILES)
-def test_cluster_files_are_what_ray_expects(name: str) -> None:
+def test_ray_accepts_the_cluster_files(name: str) -> None:
     util = pytest.importorskip("ray.autoscaler._private.util")
     config = yaml.safe_load((ROOT / "deploy" / name).read_text())
     util.validate_config(util.prepare_config(config))

@@ -53,7 +53,7 @@ def test_ray_describes_a_node() -> None:
     assert str(found) == "10.0.0.5 (7 cores, prefill: 2)"
 
 
-def test_workers_are_spread_where_nodes_have_no_roles() -> None:
+def test_workers_are_spread_over_nodes_without_roles() -> None:
     assert place(["prefill", "prefill", "decode", "decode"], [node("a"), node("b")]) == ["a", "b", "a", "b"]
     assert place(["prefill", "decode", "decode"], [node("a", cores=2), node("b", cores=8)]) == ["b", "b", "b"]
 

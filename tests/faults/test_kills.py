@@ -37,7 +37,7 @@ def test_the_receiver_is_killed(arena: Arena, point: str) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("point", ["piece sent", "ack read"])
-def test_others_go_on_when_one_of_two_senders_is_killed(arena: Arena, point: str) -> None:
+def test_the_other_sender_continues_when_one_of_two_is_killed(arena: Arena, point: str) -> None:
     doomed, other = arena.sender("prefill-0", **PATIENT), arena.sender("prefill-1", **PATIENT)
     receiver = arena.receiver(**PATIENT)
     doomed.arm(point, "KILL", 2)
@@ -50,7 +50,7 @@ def test_others_go_on_when_one_of_two_senders_is_killed(arena: Arena, point: str
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("point", ["piece admitted", "ack sent"])
-def test_others_go_on_when_one_of_two_receivers_is_killed(arena: Arena, point: str) -> None:
+def test_the_other_receiver_continues_when_one_of_two_is_killed(arena: Arena, point: str) -> None:
     sender = arena.sender(**PATIENT)
     doomed, other = arena.receiver("decode-0", **PATIENT), arena.receiver("decode-1", **PATIENT)
     doomed.arm(point, "KILL", 2)

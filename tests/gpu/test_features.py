@@ -103,7 +103,7 @@ def test_quantized_kv_gives_most_first_tokens_of_a_cpu(kv_cache_dtype: str, tmp_
     assert sum(one == other for one, other in zip(ours, cpu, strict=True)) >= len(batch) - 1
 
 
-def test_weights_that_go_straight_to_the_device_are_those_of_the_host(
+def test_weights_loaded_straight_to_the_device_equal_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate", reason="Transformers needs it for a device map")

@@ -143,7 +143,7 @@ def test_outside_of_an_actor_it_is_left_out() -> None:
     assert [wire.name for wire in wires] == ["tcp"]
 
 
-def test_the_store_has_room_for_what_is_in_flight() -> None:
+def test_the_store_has_room_for_all_blocks_in_flight() -> None:
     assert _STORE_BYTES_PER_PAIR == (MAX_IN_FLIGHT + 1) * PART_BYTES
     least = object_store_bytes(ServeConfig(decode_replicas=8))
     three = ServeConfig(kv_transports="object_store", prefill_replicas=1, decode_replicas=2)

@@ -173,7 +173,7 @@ def test_without_a_template_other_endpoints_work(bare):
     assert expected.items() <= card.capabilities.items()
 
 
-def test_content_of_parts_where_the_template_wants_them(tmp_path):
+def test_content_parts_for_templates_that_need_them(tmp_path):
     parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
     source = "{% for m in messages %}[{{ m.role }}]" + parts + "{% endfor %}"
     scripted = Scripted(tmp_path / "parts", source)

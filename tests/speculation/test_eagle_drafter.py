@@ -104,7 +104,7 @@ def test_bug_19_true_features_replace_the_heads_own(
 
 
 class Steps:
-    """Counts an engine's steps. Before each it calls `begin` and, where that returns False, nobody drafts."""
+    """Counts an engine's steps. Before each it calls `begin`; if that returns False, no request drafts."""
 
     def __init__(self, watched: Watched, begin: Callable[[int, ScheduledStep], bool]) -> None:
         self.count = 0

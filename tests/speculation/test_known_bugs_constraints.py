@@ -116,7 +116,7 @@ def test_bug_15_rejection_sampling_obeys_all_constraints(
         *((rule, {"temperature": 1.0, "top_k": 1}) for rule in ("standard", "block")),
     ],
 )
-def test_bug_16_log_probabilities_are_those_without_speculation(
+def test_bug_16_log_probabilities_equal_those_without_speculation(
     pair: tuple[Path, Path], verification: Verification, sampling: dict[str, Any]
 ) -> None:
     asked = [

@@ -87,13 +87,13 @@ class Drafted:
 
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> Tensor:
-        """The heads read the state that the LM head reads after the last of these tokens."""
+        """Return the heads' logits after the last of these tokens, from the state that the LM head reads."""
         output = self.model(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
         return self.heads.logits(output.hidden_states[-1][:, -1])[0]
 
 
 def watched(engine: Engine) -> list[tuple[list[int], Draft]]:
-    """The list gets all that is drafted from now on, with the committed tokens."""
+    """Return a list that gets all later drafts, with the committed tokens before each."""
     found: list[tuple[list[int], Draft]] = []
     drafter = drafter_of(engine)
     propose = drafter.propose
@@ -165,7 +165,7 @@ def test_each_head_drafts_for_its_own_place(drafted: Drafted) -> None:
 
 
 def noisy(logits: Tensor, first: int, temperature: float, seed: int) -> Tensor:
-    """Each head's tokens are ranked with the noise of the place that it drafts for."""
+    """Add the noise of the place that a head drafts for, which ranks its tokens."""
     positions = torch.arange(first, first + len(logits))
     keys = stream_keys(torch.full_like(positions, seed), positions)
     noise = gumbel_noise(keys.unsqueeze(1), torch.arange(logits.shape[1]))

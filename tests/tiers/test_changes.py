@@ -56,7 +56,7 @@ def test_main_is_compared_with_its_last_commit(repository: Repository) -> None:
     assert find_changes(repository.folder).files == {"last.py"}
 
 
-def test_a_clone_is_compared_with_what_was_pushed_or_with_its_last_commit(
+def test_a_clone_is_compared_with_the_pushed_commit_or_its_last_one(
     repository: Repository, tmp_path: Path
 ) -> None:
     repository.commit("old.py")

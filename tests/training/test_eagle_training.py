@@ -62,7 +62,7 @@ def windows(target: Target, count: int = 4, length: int = 24) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])
-def test_serving_drafts_what_training_unrolls(
+def test_serving_drafts_the_same_as_training(
     own_lm_head: bool, folder: Path, target: Target, tmp_path: Path
 ) -> None:
     head = small(target, own_lm_head)

@@ -70,7 +70,7 @@ def test_a_step_keeps_its_cores_to_its_end() -> None:
     assert workers.step(0) == 2 and first.were_kept() and second.were_kept()
 
 
-def test_threads_are_set_only_where_they_change() -> None:
+def test_threads_are_set_only_when_they_change() -> None:
     calls: list[int] = []
     board = CoreBoard()
     cores, other = (SharedCores(CorePlace(board, number), 1, 2, calls.append) for number in range(2))

@@ -346,7 +346,7 @@ def test_unheard_ends_are_repeated(begin: Callable[..., Drafted], how: str) -> N
     assert not one.decode.loop.peers_in_use()
 
 
-def test_a_lost_draft_worker_is_told_of_ends_for_a_while(begin: Callable[..., Drafted]) -> None:
+def test_a_lost_draft_worker_hears_of_ended_requests_for_a_while(begin: Callable[..., Drafted]) -> None:
     one = begin(100)
     one.turn(5)
     one.network.frozen.add(DRAFTER.incarnation)
@@ -358,7 +358,7 @@ def test_a_lost_draft_worker_is_told_of_ends_for_a_while(begin: Callable[..., Dr
     assert one.decode.counter("draft_workers_lost_total") == 0
 
 
-def test_a_preempted_request_goes_on_with_the_same_drafts(pair: Pair, drafter: DraftSide) -> None:
+def test_a_preempted_request_continues_with_the_same_drafts(pair: Pair, drafter: DraftSide) -> None:
     decode = DecodeSide("c", *pair, num_blocks=20, num_speculative_tokens=3)
     requests = [ask(f"{i}", prompt_of(40, i), 60, ignore_eos=True) for i in range(4)]
     for request in requests:

@@ -321,7 +321,7 @@ def test_drafts_out_of_range_are_refused(start: int, counts: list[int], field: s
         decoder.draft(batch, np.array([[0, 0], counts]), np.zeros(2, np.float32), 331)
 
 
-def test_what_it_cannot_run_is_named() -> None:
+def test_unsupported_models_are_named() -> None:
     config = AutoConfig.for_model(
         "gemma",
         vocab_size=64,

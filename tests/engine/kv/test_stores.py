@@ -325,7 +325,7 @@ def own_blocks(held: SequenceBlocks) -> list[int]:
 @each_kind
 @pytest.mark.parametrize("has_tier", [False, True])
 @pytest.mark.parametrize("seed", seeds(3))
-def test_rows_read_what_was_written(kind: Kind, has_tier: bool, seed: int) -> None:
+def test_rows_read_the_kv_written_for_them(kind: Kind, has_tier: bool, seed: int) -> None:
     machine = Machine(kind, seed, has_tier)
     for _ in range(700):
         machine.act()

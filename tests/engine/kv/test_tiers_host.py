@@ -288,7 +288,7 @@ def test_a_restart_finds_the_written_blocks(make_rig) -> None:
     assert again.load(12, 13) == 2
 
 
-def test_closing_writes_what_is_queued(stuck_rig: Rig, make_rig) -> None:
+def test_closing_writes_queued_blocks(stuck_rig: Rig, make_rig) -> None:
     rig = stuck_rig
     for number in range(8):
         rig.memory.pool[0] = content_of(identity_of(number), BLOCK_BYTES)

@@ -649,7 +649,7 @@ def test_thousands_of_impossible_workers_break_no_policy(rule):
         assert all(cluster.get(name) is not None for name in found.workers.values())
 
 
-# --- who is taken among equals --------------------------------------------------------------------
+# --- choice among equals ----------------------------------------------------------------------------
 
 
 def test_of_equal_workers_the_one_with_more_of_the_prompt_is_taken():
