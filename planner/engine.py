@@ -6,13 +6,12 @@ While nothing comes or ends, many steps that only decode are committed at once.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
-
-import numpy as np
 
 from costs.chunk_bound import ChunkBound
 from costs.steps import work_of
@@ -109,11 +108,12 @@ class TimedEngine:
             bound=ChunkBound(lambda: costs, costs.itl_budget_s, profile.block_size),
         )
         self._profile, self._costs, self._clock = profile, costs, clock
+        self._block_size = profile.block_size
         self._order = itertools.count()
         self._step: ScheduledStep | None = None
         self._rows: list[SequenceState] = []
         """The sequences of the step that decode."""
-        self._ends = np.zeros(0)
+        self._ends: list[float] = []
         """The ends of the planned steps: several only if they decode the same rows."""
         self._version = 0
         """The version of the planned end."""
@@ -164,7 +164,7 @@ class TimedEngine:
 
     def boundary(self) -> float:
         """Return the end of the current step, when messages are handled."""
-        return float(self._ends[self._current()]) if self.is_busy else self._clock.now
+        return self._ends[self._current()] if self.is_busy else self._clock.now
 
     def interrupt(self) -> None:
         """End with the current step, since something has come. Take the room up to its end."""
@@ -175,7 +175,7 @@ class TimedEngine:
 
     def _current(self) -> int:
         """Return the index of the step that runs now."""
-        return min(int(np.searchsorted(self._ends, self._clock.now - 1e-12)), len(self._ends) - 1)
+        return min(bisect.bisect_left(self._ends, self._clock.now - 1e-12), len(self._ends) - 1)
 
     def _wake(self) -> None:
         """Begin a step, or end the current ones early, since something new has come."""
@@ -188,12 +188,13 @@ class TimedEngine:
 
     def _begin(self) -> None:
         was_busy, step = self.is_busy, self.scheduler.schedule()
-        self._step, self._ends = None, np.zeros(0)
+        self._step, self._ends = None, []
         if step.sequences:
             self._step, self._began = step, self._clock.now
             self._rows = [row for row in step.sequences if row.output_token_ids and row.num_uncomputed == 1]
             first_s, growth_s, count = self._seconds(step)
-            self._ends = self._began + np.cumsum(first_s + growth_s * np.arange(count))
+            seconds = [first_s + growth_s * number for number in range(count)]
+            self._ends = [self._began + passed for passed in itertools.accumulate(seconds)]
             self._plan_end()
         for request in step.first_time:
             self.on_scheduled(request)
@@ -225,7 +226,10 @@ class TimedEngine:
         return count
 
     def _has_room(self, steps: int) -> bool:
-        new = self._new_tokens(steps)
+        new, tables = self._new_tokens(steps), len(self.blocks.tables)
+        most = len(self._rows) * tables * (new // self._block_size + 3)
+        if most <= self.blocks.available:
+            return True
         needed = (row.held.needs(row.num_computed, row.num_computed + new) for row in self._rows)
         return sum(needed) <= self.blocks.available
 
@@ -243,7 +247,7 @@ class TimedEngine:
     def _plan_end(self) -> None:
         self._version += 1
         version = self._version
-        self._clock.at(float(self._ends[-1]), lambda: self._end(version))
+        self._clock.at(self._ends[-1], lambda: self._end(version))
 
     def _grow(self, steps: int) -> int:
         """Take the room of the rows' tokens in so many steps. Returns how many tokens each gets: one where
@@ -264,7 +268,7 @@ class TimedEngine:
         self.decode_s += passed if self._rows else 0.0
         self.row_seconds += passed * len(self._rows)
         self._credit = max(self._credit + steps * self._costs.tokens_per_row - new, 0.0)
-        self._ends = np.zeros(0)  # whoever comes meanwhile waits for the next step
+        self._ends = []  # whoever comes meanwhile waits for the next step
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             self._commit(sequence, count, new)
         self._begin()
@@ -273,13 +277,16 @@ class TimedEngine:
         """Commit `count` computed tokens and, if they are the last ones, what follows: `new` tokens if the
         sequence was decoding.
         """
+        tokens, output, held = sequence.token_ids, sequence.output_token_ids, sequence.held
         left, gets = _left(sequence), 0
-        if count == sequence.num_uncomputed:
-            gets = min(new, left) if count == 1 and sequence.output_token_ids else 1
-        sequence.num_computed += count + max(gets - 1, 0)
-        sequence.output_token_ids += [OUTPUT_TOKEN] * gets
-        sequence.token_ids += [OUTPUT_TOKEN] * gets
-        sequence.held.commit(sequence.num_computed, [], sequence.token_ids)
+        if count == len(tokens) - sequence.num_computed:
+            gets = min(new, left) if count == 1 and output else 1
+            output += [OUTPUT_TOKEN] * gets
+            tokens += [OUTPUT_TOKEN] * gets
+            count += gets - 1
+        sequence.num_computed += count
+        if self.blocks.has_windows or sequence.num_computed // self._block_size > len(held.identities):
+            held.commit(sequence.num_computed, [], tokens)
         if gets and sequence.first_token_time is None:
             sequence.first_token_time = self._clock.now
             self.on_first_token(sequence)
