@@ -1,4 +1,4 @@
-"""Verification by chance on the GPU gives the verdicts of a CPU."""
+"""Rejection sampling on the GPU gives the verdicts of a CPU."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_rows_made_useless_by_a_gap_are_not_written(
     assert (known.first, known.written, known.end) == (26, 26, 27)
 
 
-def test_after_unread_prompts_drafts_are_shorter_sighted_but_right(
+def test_drafts_after_unread_prompts_are_blind_and_change_no_token(
     target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(target, official)

@@ -162,7 +162,7 @@ def chain_drafting(runner: CudaRunner, verification: Verification) -> ChainDraft
     return ChainDrafting(runner, options, GPU, rows_of, lambda logits: logits, Sampler(512, GPU, [2]))
 
 
-def test_a_sampled_chain_waits_once() -> None:
+def test_a_chain_for_rejection_sampling_waits_once() -> None:
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of().layers(TARGET))
         runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)

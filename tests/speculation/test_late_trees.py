@@ -98,7 +98,7 @@ def test_trees_come_with_the_verdicts(
 
 
 def as_kernels(choose: Any) -> Any:
-    """Wrap a function to accept rows like a kernel does."""
+    """Wrap a choice to accept the distance of each row beyond its position, as kernels do."""
 
     def tokens(sampler: Sampler, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None) -> Any:
         if further is not None:

@@ -102,7 +102,7 @@ def drafter_of(engine: Engine) -> DraftModel:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (1.3, 1.0)])
-def test_greedy_drafts_are_the_same(
+def test_coupled_drafts_are_the_same(
     engine: Engine,
     prompts: list[list[int]],
     temperature: float,
@@ -125,14 +125,14 @@ def test_drafts_without_filters_are_nearly_the_same(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-50, 0.7, 1.3])
-def test_sampled_drafts_are_the_same(
+def test_drafts_for_rejection_sampling_are_the_same(
     by_chance: Engine,
     engine: Engine,
     prompts: list[list[int]],
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With greedy sampling they are the target's own tokens."""
+    """Without temperature the output equals that of coupled verification."""
     natively = serve(by_chance, prompts, temperature, 1.0)
     monkeypatch.setattr(drafter_of(by_chance)._drafting, "_native", None)
     assert serve(by_chance, prompts, temperature, 1.0) == natively

@@ -1,4 +1,4 @@
-"""Verification by chance gives tokens of the target's distribution, whatever was drafted and how.
+"""Rejection sampling gives tokens of the target's distribution, whatever was drafted and how.
 
 Seeds are fixed, so a test that passes once always passes. Sound code fails one with probability ALPHA.
 """
