@@ -21,7 +21,7 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 
-_UNFINISHED = re.compile(r',?\s*(?:"[^"]*"?\s*:?\s*)?[-+.\w]*\Z')
+_UNFINISHED = re.compile(r',?\s*(?:"(?:[^"\\]|\\.)*+\\?"?\s*:?\s*)?[-+.\w]*\Z', re.DOTALL)
 """Matches a key, or a key and the beginning of its number."""
 
 

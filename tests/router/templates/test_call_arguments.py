@@ -25,6 +25,8 @@ TAKEN = {
     "cut off behind a backslash": ('{"a": "x\\\\', {"a": "x\\"}),
     "cut off in a key": ('{"a": 1, "b', {"a": 1}),
     "cut off behind a key": ('{"a": 1, "b":', {"a": 1}),
+    "cut off behind a key with a quote": ('{"a": 1, "\\""', {"a": 1}),
+    "cut off in a key's escape": ('{"a": 1, "b\\', {"a": 1}),
     "cut off in a word": ('{"a": {"b": [tr', {"a": {"b": []}}),
     "cut off behind a comma": ('{"a": [1,', {"a": [1]}),
     "half a character": ('{"a": "\\ud800"}', {"a": "?"}),
