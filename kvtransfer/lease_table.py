@@ -65,16 +65,17 @@ class LeaseTable:
             limit = self._block_pools[block_pool]
             if len(indices) and not (indices.min() >= 0 and indices.max() < limit):
                 raise ValueError(f"blocks of lease {lease_id} must be in [0, {limit})")
-        capacity = min(map(len, blocks.values()), default=0) * self._block_size
+        lengths = [len(indices) for indices in blocks.values()]
+        capacity = min(lengths, default=0) * self._block_size
         if num_tokens is None:
-            num_tokens = capacity
-        if num_tokens > capacity:
+            num_tokens = max(lengths, default=0) * self._block_size
+        elif num_tokens > capacity:
             raise ValueError(f"num_tokens of lease {lease_id} is {num_tokens}, its blocks hold {capacity}")
         firsts = [first_token] * len(blocks) if isinstance(first_token, int) else first_token
         end = -(-num_tokens // self._block_size)
         spans = {
-            block_pool: (first // self._block_size, end)
-            for block_pool, first in zip(blocks, firsts, strict=True)
+            block_pool: (first // self._block_size, min(end, length))
+            for block_pool, length, first in zip(blocks, lengths, firsts, strict=True)
         }
         gate = WriteGate(lambda: self._emptied(lease_id))
         lease = Lease(lease_id, blocks, spans, num_tokens, gate, after)

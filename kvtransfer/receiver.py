@@ -107,8 +107,8 @@ class Receiver:
         each extent, if several), once all work that the calling thread has launched on the pool's device is
         done.
 
-        `num_tokens` is the prompt's length, by default the capacity of the blocks. Raises ValueError for bad
-        blocks or a known lease.
+        `num_tokens` is the prompt's length; by default all blocks of each extent may be written. Raises
+        ValueError for bad blocks or a known lease.
         """
         self._leases.open(lease_id, extents, first_token, num_tokens, self._queue.mark())
 

@@ -245,6 +245,16 @@ def test_a_lease_spans_the_block_pools_of_a_pool() -> None:
     table.open("other", [Extent(0, [4]), Extent(1, [0])])
 
 
+def test_a_lease_without_a_length_takes_all_blocks_of_each_pool() -> None:
+    """Layers with a window have fewer blocks than those that see all."""
+    table = LeaseTable([8, 8], 2, lambda lease_id: None)
+    table.open("lease", [Extent(0, [5, 6, 7]), Extent(1, [3, 0])], first_token=2)
+    for block_pool, end in ((0, 3), (1, 2)):
+        piece = Piece(1, "lease", 0, 1, runs((0, 1, 1)), False, block_pool=block_pool)
+        assert table.admit(piece, np.array([end - 1]), "sender")[1] == ""
+        assert table.admit(piece, np.array([end]), "sender")[1] == "blocks outside of the lease"
+
+
 def test_an_unknown_block_pool_is_refused(closing: Closing) -> None:
     table = LeaseTable([8], 1, lambda lease_id: None)
     for extents in ([Extent(1, [0])], [Extent(0, [1]), Extent(0, [2])]):
