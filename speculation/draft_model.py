@@ -22,7 +22,7 @@ from engine.errors import UnsupportedModelError
 from engine.kv.layout import DRAFT
 from engine.kv.pool import KVPool
 from engine.load.loader import ModelShape, load_model
-from engine.load.select import runner_of_drafts
+from engine.load.select import runner_of
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
@@ -92,7 +92,9 @@ class DraftModel(Drafter):
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT))
-        self._runner = runner_of_drafts(self._config, self._loaded, backend, pool.draft_state_slots)
+        self._runner = runner_of(
+            self._config, self._loaded, backend, state_slots=pool.draft_state_slots, drafts=True
+        )
         if pool.draft_state_slots is not None:
             self._state_slots = DraftStateSlots(pool.draft_state_slots)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)

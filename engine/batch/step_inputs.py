@@ -36,6 +36,8 @@ class StepShape:
     """Whether there are first keys, even where all of them are seen."""
     adapters: bool = False
     """Whether rows may have adapters, even if none has."""
+    drafts: bool = False
+    """Whether rows may be drafted tokens, which leave no state behind."""
 
     def takes(self, other: StepShape) -> bool:
         """Whether the steps of `other` fit this one."""
@@ -53,6 +55,8 @@ class StepInputs(NamedTuple):
     recurrent: Tables[Tensor] | None = None
     adapters: Tensor | None = None
     """int64 [rows], the address of each one's adapter, 0 for none; None where no row may have one."""
+    hidden: Tensor | None = None
+    """For a draft head, [rows, hidden_size]: the hidden state before each row."""
 
 
 def are_chains(batch: Sequence[SequenceRows]) -> bool:

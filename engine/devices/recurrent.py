@@ -7,8 +7,9 @@ import logging
 
 import torch
 
+from engine.batch.operators import StepOperators
 from engine.devices.cpu.recurrent.native import CpuOperators
-from engine.devices.torch.recurrent import StepOperators, TorchOperators
+from engine.devices.torch.recurrent import TorchOperators
 from engine.kv.state_layout import StateLayout
 from engine.kv.state_slots import StateSlots
 from engine.triton_support import triton_fault

@@ -6,7 +6,6 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +20,10 @@ from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.cpu.recurrent.native import kernel_addresses
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.recurrent import operators_of
-from engine.devices.torch.forward import Forward
+from engine.devices.torch.forward import Modules
 from engine.devices.torch.latent_attention import pack_absorbed
 from engine.devices.torch.program import ProgramForward, TorchProgram
+from engine.devices.torch.runner import TorchRunner
 from engine.kv.attention import AttentionBackend
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
@@ -33,7 +33,6 @@ from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.load.loader import load_model
-from engine.lora.layers import attach
 from engine.model.program import ModelProgram
 from native.build import BuildError
 from protocol.config import ServeConfig
@@ -56,34 +55,25 @@ def runner_of_one_process(
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
-    runner = _cuda_runner(config, loaded, attention, hidden_layers, state_slots=pool.state_slots)
-    return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.state_slots)
+    return runner_of(config, loaded, attention, hidden_layers, pool.state_slots)
 
 
-def runner_of_drafts(
-    config: ServeConfig,
-    loaded: LoadedModel,
-    attention: AttentionBackend,
-    state_slots: StateSlots | None = None,
-) -> Runner:
-    """For a model that drafts chains."""
-    runner = _cuda_runner(config, loaded, attention, drafts=True, state_slots=state_slots)
-    return runner or build_runner(loaded, attention, config.compile, state_slots=state_slots)
-
-
-def _cuda_runner(
+def runner_of(
     config: ServeConfig,
     loaded: LoadedModel,
     attention: AttentionBackend,
     hidden_layers: tuple[int, ...] = (),
-    drafts: bool = False,
     state_slots: StateSlots | None = None,
-) -> Runner | None:
-    """None where no steps are to be replayed as graphs."""
+    *,
+    drafts: bool = False,
+) -> Runner:
+    """Return a packed model's best runner, with `drafts` one that drafts chains. Recurrent layers need
+    `state_slots`.
+    """
     if not attention.can_capture or config.compile != "auto":
-        return None
+        return build_runner(loaded, attention, config.compile, hidden_layers, state_slots)
     cuda = importlib.import_module("engine.devices.cuda.runner")  # Triton is not there on every host
-    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, state_slots)
+    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, state_slots, drafts)
     return runner
 
 
@@ -94,8 +84,8 @@ def build_runner(
     hidden_layers: tuple[int, ...] = (),
     state_slots: StateSlots | None = None,
 ) -> Runner:
-    """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`. One with
-    recurrent layers needs `state_slots`.
+    """Return the native decoder, or the model's own modules by torch. `compile` is the option's value. A
+    model that is not packed yet is packed: see `pack_model`. One with recurrent layers needs `state_slots`.
     """
     loaded = pack_model(loaded, compile, type(by_table(backend)[0][0]))
     if loaded.description is not None:
@@ -104,33 +94,28 @@ def build_runner(
     if fault is not None:
         if loaded.device.type == "cpu":
             dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
-        return modules_forward(
-            loaded, backend, compile, hidden_layers, state_slots, products=fault, packed=False
-        )
+        return modules_runner(loaded, backend, compile, hidden_layers, state_slots, products=fault)
     packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
-    return modules_forward(loaded, backend, compile, hidden_layers, state_slots, products=packed, packed=True)
+    return modules_runner(loaded, backend, compile, hidden_layers, state_slots, products=packed, packed=True)
 
 
-def modules_forward(
+def modules_runner(
     loaded: LoadedModel,
     backend: AttentionBackend,
-    compile: str,
-    hidden_layers: tuple[int, ...],
-    state_slots: StateSlots | None,
+    compile: str = "off",
+    hidden_layers: tuple[int, ...] = (),
+    state_slots: StateSlots | None = None,
     *,
-    products: str,
-    packed: bool,
-) -> Forward:
-    """Return a runner of the model's own modules, with the layers that it has now."""
-    if loaded.adapters is not None:
-        attach(loaded.model, loaded.adapters)
-    options: Any = {"products": products, "packed": packed, "adapters": loaded.adapters}
-    if state_slots is not None:
-        assert loaded.recurrent is not None
-        options |= {"hooks": loaded.recurrent.hooks, "operators": operators_of(state_slots)}
-    return Forward(loaded.model, backend, compile, hidden_layers, **options)
+    products: str = "",
+    packed: bool = False,
+) -> TorchRunner:
+    """Return a runner of the model's own modules by torch, with the layers that it has now."""
+    hooks = None if loaded.recurrent is None else loaded.recurrent.hooks
+    operators = None if state_slots is None else operators_of(state_slots)
+    forward = Modules(loaded.model, backend, hidden_layers, loaded.adapters, hooks, operators)
+    return TorchRunner(forward, backend, loaded.device, compile, products=products, packed=packed)
 
 
 def runner_of_head(
@@ -158,11 +143,11 @@ def runner_of_head(
         return native
     products, by_torch = fault or "packed weights", TorchProgram(program(), positions)
     if backend.can_capture and config.compile == "auto":
-        cuda = importlib.import_module("engine.devices.cuda.heads")
-        runner: Runner = cuda.head_runner_of(config, by_torch, target, backend, products)
+        cuda = importlib.import_module("engine.devices.cuda.runner")
+        runner: Runner = cuda.runner_of_head(config, by_torch, target, backend, products)
         return runner
-    mode, packed = config.compile, fault is None
-    return ProgramForward(by_torch, backend, target.device, mode, products=products, packed=packed)
+    forward, packed = ProgramForward(by_torch, backend), fault is None
+    return TorchRunner(forward, backend, target.device, config.compile, products=products, packed=packed)
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:

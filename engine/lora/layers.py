@@ -57,8 +57,8 @@ class AdaptedRows(NamedTuple):
             out.view(-1, out.shape[-1]).index_add_(0, self.rows, own @ product.down.T @ product.up.T)
 
 
-def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.device) -> list[AdaptedRows]:
-    """In the order of their first rows."""
+def groups_of(batch: Sequence[SequenceRows], adapters: Adapters) -> list[AdaptedRows]:
+    """Return each adapter's rows, in the order of their first ones."""
     rows: dict[int, list[int]] = defaultdict(list)
     start = 0
     for each in batch:
@@ -67,7 +67,8 @@ def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.d
             rows[each.adapter].extend(range(start, end))
         start = end
     return [
-        AdaptedRows(adapters.weights(slot), torch.tensor(own, device=device)) for slot, own in rows.items()
+        AdaptedRows(adapters.weights(slot), torch.tensor(own, device=adapters.device))
+        for slot, own in rows.items()
     ]
 
 

@@ -24,7 +24,7 @@ from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.linear.outputs import linear_of
 from engine.linear.packed import PackedLinear, kernel_fault, unpacked
-from engine.load.select import runner_of_drafts
+from engine.load.select import runner_of
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.step.draft import Draft
@@ -97,7 +97,7 @@ class SelfDrafter(Drafter):
             group = replace(group, layers=tuple(group.layers[layer] for layer in self._kept))
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         backend = backend_over(backend_class, layers, group)
-        return runner_of_drafts(self._config, loaded, backend, pool.state_slots)
+        return runner_of(self._config, loaded, backend, state_slots=pool.state_slots, drafts=True)
 
     def warm_up(self) -> None:
         self._runner.warm_up()

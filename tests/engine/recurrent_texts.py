@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.devices.torch.recurrent import StepOperators
+from engine.batch.operators import StepOperators
 from engine.kv.state_layout import GRID, RecurrentLayer, StateLayout
 from engine.kv.state_slots import RowSpan, StateSlots
 

@@ -176,7 +176,7 @@ def test_the_native_decoder_adds_the_same_as_the_modules(folders: dict[str, Path
 def test_a_second_runner_of_a_model_adds_adapters_once(folders: dict[str, Path]) -> None:
     """On a GPU a trial's runner is made before the engine's."""
     engine = make_engine(folders["llama"])
-    attach(engine._runner._model, adapters_of(engine))  # type: ignore[attr-defined]
+    attach(engine._runner._forward._model, adapters_of(engine))  # type: ignore[attr-defined]
     prompt = prompt_of(20)
     engine.add(ask("one", prompt, adapter=named(engine, "one")))
     merged = merge(load(folders["llama"]), folders["llama"] / "one", SCALES["one"])
@@ -188,7 +188,7 @@ def test_adapters_work_with_quantized_weights(format: str, folders: dict[str, Pa
     """In float32, where torch multiplies with the dequantized weights."""
     engine = make_engine(folders["llama"], quantization=format)
     rounded = load(folders["llama"])
-    own = engine._runner._model  # type: ignore[attr-defined]
+    own = engine._runner._forward._model  # type: ignore[attr-defined]
     rounded.load_state_dict(own.state_dict(), strict=False)
     prompt = prompt_of(20)
     engine.add(ask("one", prompt, adapter=named(engine, "one")))

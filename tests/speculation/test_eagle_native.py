@@ -11,6 +11,7 @@ import torch
 from engine.batch.runner import Step
 from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.torch.program import ProgramForward, TorchProgram
+from engine.devices.torch.runner import TorchRunner
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.quantization.weight import CodeFormat
@@ -105,8 +106,8 @@ def assert_native_rows(watched: Watched, tolerance: float = 0.03) -> None:
     assert isinstance(native_head, NativeDecoder)
     head = drafter._loaded.head
     program = TorchProgram(head_program(head, *drafter._loaded.tables(watched.target)), 64)
-    cpu = torch.device("cpu")
-    plain = ProgramForward(program, native_head._backend, cpu, "off", products="", packed=True)
+    forward = ProgramForward(program, native_head._backend)
+    plain = TorchRunner(forward, native_head._backend, torch.device("cpu"), "off", products="")
     outputs = []
     for runner in (native_head, plain):
         watched.engine.pool.segment("draft").zero_()

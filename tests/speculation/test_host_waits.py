@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
-from engine.devices.cuda import heads
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
@@ -257,7 +256,7 @@ def test_a_heads_chain_is_one_replay_per_token_and_waits_once(
     head = eagle_files.eagle3().write(tmp_path / "head")
     config = ServeConfig(max_num_seqs=2)
     with absent_gpu() as gpu:
-        monkeypatch.setattr(heads, "graphs_for", lambda *_: CountedGraphs(gpu))
+        monkeypatch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
         shape = {"hidden_size": eagle_files.WIDTH, "vocab_size": eagle_files.VOCAB}
         group = Group.uniform(TARGET, Segment(8, 2, 16, torch.bfloat16))
         target = LoadedModel(qwen3(8, **shape), GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")

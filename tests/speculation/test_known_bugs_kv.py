@@ -14,8 +14,7 @@ import pytest
 from transformers import AutoConfig
 
 from engine.batch.runner import Fill, Step
-from engine.batch.step_inputs import StepShape
-from engine.devices.torch.forward import RowsForward
+from engine.devices.torch.runner import TorchRunner
 from engine.engine import Engine
 from engine.step.profiling import ProfilingRun
 from engine.step.sequence import SequenceStage
@@ -40,9 +39,9 @@ def engine_with(model: Path, draft: Path, num_blocks: int = 128, **options: Any)
 @pytest.fixture
 def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that each row of every forward writes to a block of its own sequence."""
-    run_rows = RowsForward.run
+    run_rows = TorchRunner.run
 
-    def checked(self: RowsForward, step: Step, fill: Fill | None = None) -> Any:
+    def checked(self: TorchRunner, step: Step, fill: Fill | None = None) -> Any:
         written: list[int] = []
         for rows in step.batch:
             end = rows.start + len(rows.token_ids)
@@ -51,7 +50,7 @@ def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(written) == len(set(written))
         return run_rows(self, step, fill)
 
-    monkeypatch.setattr(RowsForward, "run", checked)
+    monkeypatch.setattr(TorchRunner, "run", checked)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,8 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     cached = [block for block, entry in enumerate(engine.blocks._entry_of) if entry is not None]
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
     before = engine.pool.memory[cached].clone()
-    assert isinstance(engine._runner, RowsForward)
-    engine._runner._execute(Step([], [0, 1]), StepShape(64))
+    assert isinstance(engine._runner, TorchRunner)
+    engine._runner._run_padding()
     with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
         sequences = profiling.sequences(3, 40, NUM_DRAFTED)
         assert sequences is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.batch.runner import Fill, ForwardOutput, Step
-from engine.devices.torch.forward import RowsForward
+from engine.devices.torch.runner import TorchRunner
 from engine.sampler import Sampler
 from engine.sampler.rows import needs_history
 from engine.step.draft import Draft, late_among
@@ -46,13 +46,13 @@ def refuse(*_: object) -> NoReturn:
 def late_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Draft chains as on a GPU, and count the steps that take their tokens from the device."""
     steps: Counter[str] = Counter()
-    run = RowsForward.run
+    run = TorchRunner.run
 
-    def counted(self: RowsForward, step: Step, fill: Fill | None = None) -> ForwardOutput:
+    def counted(self: TorchRunner, step: Step, fill: Fill | None = None) -> ForwardOutput:
         steps["late"] += fill is not None and len(step.batch) < len(step.logit_rows)
         return run(self, step, fill)
 
-    monkeypatch.setattr(RowsForward, "run", counted)
+    monkeypatch.setattr(TorchRunner, "run", counted)
     monkeypatch.setattr(chains, "stays_on_device", lambda runner, device: runner.can_fill)
     return steps
 

@@ -19,7 +19,6 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine import engine as engine_module
 from engine.devices import attention as select
-from engine.devices.cuda import heads
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
@@ -93,8 +92,7 @@ class Steps:
     ) -> None:
         self.gpu = gpu
         patch.setattr(select, "triton_fault", lambda device: None)
-        for module in (cuda_runner, heads):
-            patch.setattr(module, "graphs_for", lambda *_: CountedGraphs(gpu))
+        patch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
         patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS, (), with_adapters))
         patch.setattr(draft_model, "load_model", lambda _: absent_model(2, sights=(0, 0)))
         config = ServeConfig(

@@ -6,8 +6,9 @@ that have one adapter are multiplied side by side, as in the tiles of `products`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -109,6 +110,12 @@ class AdaptedProduct:
             "PRECISION": "ieee",
             "num_warps": 4,
         }
+
+
+def adapted_modules(adapters: Adapters) -> Callable[[Tensor], ModuleAdapters]:
+    """Return what makes the additions of a model's modules in a step, of the addresses of rows' adapters."""
+    products = {path: AdaptedProduct.of([path], adapters) for path in adapters.linears}
+    return partial(ModuleAdapters, products)
 
 
 class ModuleAdapters(NamedTuple):

@@ -28,16 +28,18 @@ class Buckets:
         trees: bool,
         first_keys: bool = False,
         adapters: bool = False,
+        drafts: bool = False,
     ) -> None:
         """All rising. With `trees` several rows of a sequence may be a tree; with `first_keys` rows may not
-        look at the first keys; with `adapters` there are steps with these, and without.
+        look at the first keys; with `adapters` there are steps with these, and without; with `drafts` lone
+        rows of sequences may be drafted, too.
         """
         self._sequences = sequences
         self._rows_each = rows_each
         self._blocks = blocks
         self._trees = trees
         self._first_keys = first_keys
-        self._adapters = adapters
+        self._adapters, self._drafts = adapters, drafts
 
     @classmethod
     def of(cls, config: ServeConfig, max_model_len: int, adapters: bool = False) -> Buckets:
@@ -54,7 +56,7 @@ class Buckets:
     def of_drafts(cls, config: ServeConfig, max_model_len: int) -> Buckets:
         """For a model that drafts chains: of what was verified, one or two tokens are new to it."""
         sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
-        return cls(sequences, [1, 2], _blocks(max_model_len, config.block_size), trees=False)
+        return cls(sequences, [1, 2], _blocks(max_model_len, config.block_size), trees=False, drafts=True)
 
     @classmethod
     def of_heads(cls, config: ServeConfig, max_model_len: int) -> Buckets:
@@ -96,7 +98,8 @@ class Buckets:
     def _shape(self, sequences: int, rows_each: int, blocks: int, adapters: bool) -> StepShape:
         rows = sequences * rows_each
         trees = self._trees and rows_each > 1
-        return StepShape(rows, rows, sequences, rows_each, blocks, trees, self._first_keys, adapters)
+        sizes = rows, rows, sequences, rows_each, blocks
+        return StepShape(*sizes, trees, self._first_keys, adapters, self._drafts or rows_each > 1)
 
 
 def _next(rising: Sequence[int], least: int) -> int | None:

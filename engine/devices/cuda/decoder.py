@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from engine.batch.operators import StepOperators
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention_tables import by_table
 from engine.devices.cuda.adapters import AdaptedProduct
@@ -75,6 +76,8 @@ class CudaDecoder:
     """
 
     name = "CUDA decoder"
+    operators: StepOperators | None = None
+    no_hidden: Tensor | None = None
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class CudaDecoder:
         backends, tables = by_table(backend)
         self._tables = tables
         self._backends: Sequence[Any] = backends  # that can be captured
-        self._hidden_layers = hidden_layers
+        self._hidden_layers, self.adapters = hidden_layers, adapters
         self._program = program
         rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
         for (attention,) in (layer.mixers for layer in program.layers):

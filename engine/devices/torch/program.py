@@ -10,12 +10,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, pad, sigmoid, silu, softplus
+from torch.nn.functional import embedding, gelu, sigmoid, silu, softplus
 
-from engine.batch.runner import Fill, ForwardOutput, Step
+from engine.batch.operators import StepOperators
 from engine.batch.step_inputs import StepInputs
-from engine.devices.torch.forward import RowsForward
-from engine.devices.torch.recurrent import Operators
+from engine.devices.torch.forward import TorchForward
 from engine.devices.torch.transformers_hook import paged_attention
 from engine.kv.attention import AttentionBackend
 from engine.kv.state_layout import RecurrentLayer
@@ -62,7 +61,7 @@ class TorchProgram(nn.Module):
         program: ModelProgram,
         positions: int,
         hidden_layers: Sequence[int] = (),
-        operators: Operators | None = None,
+        operators: StepOperators | None = None,
         recurrent: Sequence[RecurrentLayer] = (),
         attend: Callable[..., Tensor] = paged_attention,
     ) -> None:
@@ -70,7 +69,7 @@ class TorchProgram(nn.Module):
         super().__init__()
         self.program = program
         self._hidden_layers = hidden_layers
-        self._operators, self._recurrent, self._attend_rows = operators, recurrent, attend
+        self.operators, self._recurrent, self._attend_rows = operators, recurrent, attend
         made: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._tables: list[tuple[Tensor, Tensor] | None] = []
         """Cosines and sines of each layer's attention."""
@@ -184,12 +183,12 @@ class TorchProgram(nn.Module):
         return (out if gate is None else out * sigmoid(gate)).flatten(-2)
 
     def _convolve(self, mixer: Recurrent, rows: Tensor) -> Tensor:
-        assert self._operators is not None
-        return self._operators.causal_conv(mixer.number, rows, mixer.taps, mixer.bias)
+        assert self.operators is not None
+        return self.operators.causal_conv(mixer.number, rows, mixer.taps, mixer.bias)
 
     def _apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor) -> Tensor:
         """A gated delta net, with decays of heads or of their keys' channels."""
-        assert self._operators is not None and mixer.gates and mixer.norm
+        assert self.operators is not None and mixer.gates and mixer.norm
         assert mixer.rates is not None and mixer.shifts is not None
         shape, gates = self._recurrent[mixer.number], _multiply(mixer.gates, normed)
         heads, keys = shape.num_heads, shape.num_key_heads * shape.key_dim
@@ -212,7 +211,7 @@ class TorchProgram(nn.Module):
             decay, opening = mixer.decays(low), mixer.opening(other)
         decay = softplus(decay.float() + mixer.shifts.float().flatten()).unflatten(-1, (heads, -1))
         decay = mixer.rates.view(-1, 1) * decay
-        read = self._operators.linear_attention(
+        read = self.operators.linear_attention(
             mixer.number, query * shape.key_dim**-0.5, key, value, decay, beta
         )
         out, opening = _norm(mixer.norm, read.to(made.dtype)), opening.float().unflatten(-1, (heads, -1))
@@ -223,7 +222,7 @@ class TorchProgram(nn.Module):
 
     def _scan(self, mixer: Recurrent, made: Tensor) -> Tensor:
         """Mamba 2's state space: linear attention without the delta rule."""
-        assert self._operators is not None
+        assert self.operators is not None
         assert mixer.rates is not None and mixer.shifts is not None and mixer.skips is not None
         shape, dtype = self._recurrent[mixer.number], made.dtype
         width, keys = shape.num_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
@@ -235,7 +234,7 @@ class TorchProgram(nn.Module):
         )
         times = softplus(times + mixer.shifts.to(dtype)).clamp(mixer.shortest, mixer.longest).float()
         times = times.unsqueeze(-1)
-        read = self._operators.linear_attention(
+        read = self.operators.linear_attention(
             mixer.number, query, key, value * times, mixer.rates.view(-1, 1) * times, None
         )
         out = (read + mixer.skips.float().view(-1, 1) * value).flatten(1)
@@ -369,33 +368,20 @@ def _unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _UNIT_EPSILON)
 
 
-class ProgramForward(RowsForward):
-    """A `Runner` of a draft head's program."""
+class ProgramForward(TorchForward):
+    """A program, a draft head's among them."""
 
-    def __init__(
-        self,
-        program: TorchProgram,
-        backend: AttentionBackend,
-        device: torch.device,
-        mode: str,
-        *,
-        products: str,
-        packed: bool,
-    ) -> None:
-        super().__init__(backend, device, mode, products=products, packed=packed)
+    def __init__(self, program: TorchProgram, backend: AttentionBackend) -> None:
+        super().__init__(backend, operators=program.operators)
         self._program = program
+        described = program.program
+        if described.entry is not None:
+            self.no_hidden = described.embeddings.new_zeros((0, described.hidden_size))
 
-    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-        logits, hidden = super().run(step, fill)
-        return ForwardOutput(logits, None if hidden is None else hidden[: len(step.logit_rows)])
+    def _call(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        rows = inputs.token_ids, inputs.positions, inputs.logit_rows
+        return self.compute(*rows) if inputs.hidden is None else self.compute(*rows, inputs.hidden)
 
-    def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
-        token_ids, positions, logit_rows = inputs[:3]
-        if before is None:  # padding alone
-            before = self._program.program.embeddings.new_zeros((0, self._program.program.hidden_size))
-        before = pad(before, (0, 0, 0, len(token_ids) - len(before)))
-        return ForwardOutput(*self._run(token_ids, positions, logit_rows, before))
-
-    def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         outputs: tuple[Tensor, Tensor | None] = self._program(*inputs)
         return outputs

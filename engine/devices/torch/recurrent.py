@@ -3,54 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.batch.operators import StepOperators
 from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 
 
-class Operators(Protocol):
-    """Operators over packed rows. `layer` counts the recurrent layers alone."""
-
-    def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """inputs [rows, channels], weight [channels, taps], bias [channels]: float32 [rows, channels]."""
-        ...
-
-    def linear_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
-        """All float32. query, key [rows, key heads, key_dim], value [rows, heads, value_dim]; decay
-        (logarithms) [rows, heads, decay_dim], beta [rows, heads]. With beta a token adds to the state what
-        the state lacks of its value under its key, times beta (the delta rule); else its value. Returns what
-        the query reads, the token's own part included, [rows, heads, value_dim].
-        """
-        ...
-
-    def selective_scan(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
-    ) -> Tensor:
-        """All float32. Heads of one value each, without the delta rule: query, key [rows, key_dim], value,
-        times [rows, heads]. Over a token's time each row of a head's state decays at a rate of its own
-        (logarithms), [heads, key_dim]. Returns what the query reads, [rows, heads].
-        """
-        ...
-
-
-class StepOperators(Operators, Protocol):
-    """Operators over the states of sequences in state slots."""
-
-    name: str
-
-    def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        """Each sequence's rows follow others that ran before, or replace drafted ones. One that starts at 0
-        has no state yet.
-        """
-        ...
-
-
-class TorchOperators:
+class TorchOperators(StepOperators):
     """Row by row: the shapes of a row's sums depend on its position alone, and so do its bits."""
 
     name = "torch"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import sigmoid, silu, softplus
 from transformers.activations import ACT2FN
 
-from engine.devices.torch.recurrent import Operators
+from engine.batch.operators import Operators
 from engine.errors import UnsupportedModelError
 
 _EPSILON = 1e-6

@@ -22,7 +22,8 @@ from engine.devices.cpu.decoder.description import Description, unfit
 from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Forward
+from engine.devices.torch.forward import Modules
+from engine.devices.torch.runner import TorchRunner
 from engine.kv.attention import LayerKv
 from engine.linear.packed import pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -140,7 +141,8 @@ class Both:
         own = copy.deepcopy(model)
         self.native = NativeDecoder(Description(program, POSITIONS), ours, hidden_layers)
         pack_linears(own)  # leaves float32 to torch
-        self.modules = Forward(own, theirs, "off", hidden_layers, products="packed", packed=True)
+        forward = Modules(own, theirs, hidden_layers)
+        self.modules = TorchRunner(forward, theirs, own.device, "off", products="packed", packed=True)
 
     def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> tuple[ForwardOutput, ForwardOutput]:
         step = Step(batch, logit_rows)

@@ -26,7 +26,7 @@ from engine.kv.pool import KVPool
 from engine.kv.state_layout import GRID, RecurrentLayer, StateLayout
 from engine.kv.state_slots import StateSlots
 from engine.load.loader import load_model
-from engine.load.select import _cuda_runner, build_runner
+from engine.load.select import build_runner, runner_of
 from engine.model.describe import UndescribedModelError, describe
 from native.build import BuildError
 from protocol.adapters import Adapter
@@ -316,5 +316,5 @@ def test_hybrids_use_the_same_runner_on_cuda_with_adapters(monkeypatch: pytest.M
     attention: Any = SimpleNamespace(can_capture=True)
     config, state_slots = ServeConfig(model="hybrid", compile="auto"), StateSlots(LAYOUT, 1, CPU)
     for loaded in (adapted, plain):
-        _cuda_runner(config, loaded, attention, state_slots=state_slots)  # type: ignore[arg-type]
-    assert asked == [(config, each, attention, (), False, state_slots) for each in (adapted, plain)]
+        runner_of(config, loaded, attention, state_slots=state_slots)  # type: ignore[arg-type]
+    assert asked == [(config, each, attention, (), state_slots, False) for each in (adapted, plain)]

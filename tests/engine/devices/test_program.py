@@ -25,7 +25,7 @@ from tests.e2e.architectures import VOCAB_SIZE, write_model
 from tests.engine.devices import test_decoder, test_hybrid_decoder
 from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kernels import CPU
-from tests.engine.reference import Reference
+from tests.engine.reference import reference
 
 HIDDEN_LAYERS = 1, 3
 MODELS: dict[str, dict[str, Any]] = test_decoder.MODELS | test_hybrid_decoder.MODELS
@@ -51,7 +51,7 @@ def test_a_program_computes_the_same_as_the_modules(name: str, tmp_path: Path) -
         if loaded.recurrent is not None:
             slots = StateSlots(loaded.recurrent.state.with_drafts(32), 3, CPU)
         if is_reference:
-            runners.append(Reference(loaded.model, backend, HIDDEN_LAYERS, slots).run)
+            runners.append(reference(loaded.model, backend, HIDDEN_LAYERS, slots).run)
         else:
             runners.append(build_runner(loaded, backend, "off", HIDDEN_LAYERS, slots).run)
     generator = torch.Generator().manual_seed(0)

@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
+from engine.batch.operators import StepOperators
 from engine.devices.cpu.recurrent.native import CpuOperators
-from engine.devices.torch.recurrent import StepOperators, TorchOperators
+from engine.devices.torch.recurrent import TorchOperators
 from engine.engine import Engine
 from engine.kv.state_layout import GRID, StateLayout
 from engine.kv.state_slots import RowSpan, StateSlots

@@ -20,16 +20,15 @@ from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.modules import Modules
 from engine.devices.cuda.products import TiledLinear, tile_linears
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
-from engine.devices.torch.forward import Forward
+from engine.devices.torch.forward import Modules
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.linear.rounding import round_linears
-from engine.load.select import _cuda_runner, modules_forward
-from engine.lora.layers import attach, begin_step
+from engine.load.select import modules_runner, runner_of
+from engine.lora.layers import begin_step
 from engine.lora.table import NOTHING, Adapters, adaptable
 from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
@@ -79,7 +78,7 @@ class Side:
         monkeypatch.setattr(Buckets, "of", lambda *given: adapted_buckets if given[2] else BUCKETS)
         self.loaded = loaded_of(self.model, self.pool, adapter)
         backend = TritonBackend(self.pool.layers(TARGET))
-        runner = _cuda_runner(CONFIG, self.loaded, backend)
+        runner = runner_of(CONFIG, self.loaded, backend)
         assert isinstance(runner, CudaRunner)
         self.runner = runner
         runner.warm_up()
@@ -158,10 +157,7 @@ def test_steps_with_adapters_equal_torchs_operators(
     ours = Side(adapter, monkeypatch, replays)
     model, pool = made_model(), made_pool()
     loaded = loaded_of(model, pool, adapter)
-    assert loaded.adapters is not None
-    attach(model, loaded.adapters)
-    backend = TritonBackend(pool.layers(TARGET))
-    modules = Forward(model, backend, "off", products="", adapters=loaded.adapters)
+    modules = modules_runner(loaded, TritonBackend(pool.layers(TARGET)))
     steps = [
         ([chain(0, 10, 3), chain(1, 40, 5)], [0, 1]),
         ([chain(0, 11, 4), adapted(0, 5, 6, 7)], [0, 3]),
@@ -217,11 +213,9 @@ def test_adapters_work_with_quantized_weights(adapter: Path) -> None:
     tile_linears(models[1], torch.float32, plain=True)
     assert isinstance(models[1].model.layers[0].self_attn.q_proj, TiledLinear)
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
-    assert theirs.adapters is not None
-    attach(models[0], theirs.adapters)
-    modules = Forward(models[0], backends[0], "off", products="", adapters=theirs.adapters)
+    modules = modules_runner(theirs, backends[0])
     decoder = CudaDecoder(describe(models[1]), backends[1], 128, adapters=ours.adapters)
-    runner = CudaRunner(decoder, backends[1], CPU, "", ADAPTED_BUCKETS, adapters=ours.adapters)
+    runner = CudaRunner(decoder, backends[1], CPU, "", ADAPTED_BUCKETS)
     for batch in ([adapted(0, 5, 6, 7), chain(0, 16, 3)], [adapted(3, 8)]):
         expected, found = (logits_of(each, batch, [0]) for each in (modules, runner))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -250,9 +244,7 @@ def test_a_model_with_recurrent_layers(model_type: str, tmp_path: Path) -> None:
     buckets, graphs = Buckets([3], [1], [6], trees=False, adapters=True), RecordedGraphs()
     eager, replayed = (HybridSide(model_type, buckets, each, loaded=loaded) for each in (None, graphs))
     torchs = HybridSide(model_type, buckets, loaded=loaded)
-    torchs.runner = modules_forward(
-        loaded, torchs.backend, "off", (), torchs.state_slots, products="", packed=False
-    )
+    torchs.runner = modules_runner(loaded, torchs.backend, state_slots=torchs.state_slots)
     for number in range(3):
         batch = [replace(rows_of(state_slot, number, 1), adapter=state_slot % 2) for state_slot in range(3)]
         expected = eager.logits(batch)
@@ -271,7 +263,7 @@ def test_no_weight_is_stored_twice(adapter: Path, monkeypatch: pytest.MonkeyPatc
     target = replace(loaded, device=torch.device("cuda"))
     drafter = SelfDrafter(SpeculativeConfig(method="self_speculative", skip_layers=[1]), CONFIG, target)
     monkeypatch.setattr(cuda_runner, "graphs_for", lambda *_: None)
-    assert _cuda_runner(CONFIG, loaded, TritonBackend(pool.layers(TARGET))) is not None
+    assert runner_of(CONFIG, loaded, TritonBackend(pool.layers(TARGET))) is not None
     held = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in weights(model)}
     assert sum(each.nbytes() for each in held.values()) == sum(each.nbytes for each in weights(model))
     mlp = model.model.layers[0].mlp

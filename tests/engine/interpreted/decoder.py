@@ -31,7 +31,8 @@ from engine.devices.cuda.decoder import CudaDecoder, unfit
 from engine.devices.cuda.products import tile_linears
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Forward
+from engine.devices.torch.forward import Modules
+from engine.devices.torch.runner import TorchRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.linear.rounding import round_linears
@@ -106,7 +107,7 @@ def test_it_equals_transformers(name: str, quantization: str) -> None:
     outputs: list[list[Any]] = []
     pools = [pool_of(model.model.layers[0].self_attn.head_dim, quantization) for _ in range(2)]
     backends = [TritonBackend(p.layers(TARGET), rows=p.groups[TARGET].rows) for p in pools]
-    modules = Forward(model, backends[0], "off", HIDDEN_LAYERS, products="")
+    modules = TorchRunner(Modules(model, backends[0], HIDDEN_LAYERS), backends[0], CPU, "off", products="")
     outputs.append([modules.run(Step(step, [1, 3])) for step in STEPS])
     decoder = CudaDecoder(describe(model), backends[1], 128, HIDDEN_LAYERS)
     ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
@@ -126,7 +127,7 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
     if format is not None:
         round_linears(model, format)
     backends = [TritonBackend(pool_of(32, "none").layers(TARGET)) for _ in range(2)]
-    modules = Forward(model, backends[0], "off", products="")
+    modules = TorchRunner(Modules(model, backends[0]), backends[0], CPU, "off", products="")
     expected = [modules.run(Step(step, [1, 3])).logits for step in STEPS]
     tile_linears(model, torch.float32, plain=format is None)
     assert unfit(describe(model)) is None

@@ -17,10 +17,10 @@ from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.heads import HeadDecoder, HeadRunner
 from engine.devices.cuda.runner import CudaRunner
-from engine.devices.torch.forward import Forward
+from engine.devices.torch.forward import Modules
 from engine.devices.torch.program import ProgramForward, TorchProgram
+from engine.devices.torch.runner import TorchRunner
 from engine.download import Downloader
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
@@ -126,7 +126,8 @@ def test_some_of_a_models_layers() -> None:
     model, pools = made_model(num_hidden_layers=4, layer_types=KINDS * 2), [made_pool(4) for _ in range(2)]
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
     part = with_layers(model, [0, 3])
-    expected = Forward(part, backends[0], "off", products="").run(Step(UNREAD, [0, 2])).logits
+    modules = TorchRunner(Modules(part, backends[0]), backends[0], CPU, "off", products="")
+    expected = modules.run(Step(UNREAD, [0, 2])).logits
     CudaDecoder(describe(model), backends[1], 128)
     part = with_layers(model, [0, 3])
     decoder = CudaDecoder(describe(part), backends[1], 128)
@@ -182,10 +183,9 @@ def test_steps_of_a_head() -> None:
     for pool in pools:
         pool.memory.view(torch.float32).fill_(0.5)
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
-    plain = ProgramForward(head, backends[0], CPU, "off", products="", packed=False)
-    fed = HeadDecoder(head, backends[1])
+    plain = TorchRunner(ProgramForward(head, backends[0]), backends[0], CPU, "off", products="")
     buckets = Buckets([2], [1, 3], [2], trees=False, first_keys=True)
-    replayed = HeadRunner(fed, backends[1], CPU, "", buckets, graphs)
+    replayed = CudaRunner(ProgramForward(head, backends[1]), backends[1], CPU, "", buckets, graphs)
     replayed.warm_up()
     blocks = [[[3, 1]], [[2, 5]]]
     steps: list[tuple[list[SequenceRows], list[int]]] = [

@@ -23,10 +23,10 @@ from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.graphs import Graphs
-from engine.devices.cuda.modules import Modules
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Forward
+from engine.devices.torch.forward import Modules
+from engine.devices.torch.runner import TorchRunner
 from engine.download import Downloader
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
@@ -163,7 +163,7 @@ def test_the_models_own_modules_over_two_block_tables() -> None:
     plain, replayed = (TablesBackend([TritonBackend(p.layers(TARGET)) for _ in "ab"], [0, 1]) for p in pools)
     runner = CudaRunner(Modules(model, replayed), replayed, CPU, "", FEW_BUCKETS, graphs)
     runner.warm_up()
-    runners: list[Runner] = [runner, Forward(model, plain, "off", products="")]
+    runners: list[Runner] = [runner, TorchRunner(Modules(model, plain), plain, CPU, "off", products="")]
     for batch, logit_rows, _ in (STEPS[3], STEPS[5]):
         moved = [replace(rows, tables=two_tables(rows.tables[0])) for rows in batch]
         found, expected = (each.run(Step(moved, logit_rows)).logits for each in runners)

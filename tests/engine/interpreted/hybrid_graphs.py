@@ -17,21 +17,22 @@ from torch import Tensor
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
 from engine.batch.step_inputs import StepShape
+from engine.devices.cuda.adapters import adapted_modules
 from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.graphs import Graphs
-from engine.devices.cuda.modules import HybridModules
 from engine.devices.cuda.recurrent import operators
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
+from engine.devices.torch import forward
 from engine.download import Downloader
 from engine.kv.layout import TARGET, PoolLayout
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
 from engine.load.loader import load_model
-from engine.load.select import modules_forward
+from engine.load.select import modules_runner
 from engine.step.late_tokens import LateTokens
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
@@ -85,7 +86,6 @@ class Side:
         model_type: str,
         buckets: Buckets,
         graphs: Graphs | None = None,
-        drafts: bool = False,
         loaded: LoadedModel | None = None,
     ) -> None:
         loaded = loaded or made(model_type)
@@ -93,9 +93,12 @@ class Side:
         self.pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
         self.state_slots = StateSlots(loaded.recurrent.state.with_drafts(DRAFTS), NUM_SEATS, CPU)
         self.backend = TritonBackend(self.pool.layers(TARGET))
-        decoder = HybridModules(loaded, self.backend, self.state_slots, (1,), drafts)
-        options = graphs, decoder.tables, loaded.adapters
-        self.cuda = CudaRunner(decoder, self.backend, CPU, "", buckets, *options)
+        hooked = loaded.recurrent.hooks, operators.TritonOperators(self.state_slots)
+        by_address = None if loaded.adapters is None else adapted_modules(loaded.adapters)
+        modules = forward.Modules(
+            loaded.model, self.backend, (1,), loaded.adapters, *hooked, by_address=by_address
+        )
+        self.cuda = CudaRunner(modules, self.backend, CPU, "", buckets, graphs)
         self.cuda.warm_up()
         self.runner: Runner = self.cuda
 
@@ -115,9 +118,7 @@ class Modules(Side):
 
     def __init__(self, model_type: str) -> None:
         super().__init__(model_type, CHAINS)
-        self.runner = modules_forward(
-            made(model_type), self.backend, "off", (), self.state_slots, products="", packed=False
-        )
+        self.runner = modules_runner(made(model_type), self.backend, state_slots=self.state_slots)
 
 
 def num_rows(batch: list[SequenceRows]) -> int:
@@ -221,9 +222,8 @@ def test_rows_run_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_drafted_tokens_known_only_to_the_device() -> None:
     """One row at a time, across a grid point, behind a state that no draft changes."""
     graphs = RecordedGraphs()
-    drafting = Buckets([2], [1], [6], trees=False)
-    eager = Side("qwen3_5_text", drafting, drafts=True)
-    replayed = Side("qwen3_5_text", drafting, graphs, drafts=True)
+    drafting = Buckets([2], [1], [6], trees=False, drafts=True)
+    eager, replayed = Side("qwen3_5_text", drafting), Side("qwen3_5_text", drafting, graphs)
     chosen = LateTokens(torch.tensor([9, 4]), Downloader(CPU))
     for side in (eager, replayed):
         side.logits([rows_of(0, 0, 14), rows_of(1, 0, 30)])

@@ -20,19 +20,20 @@ from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.modules import Modules
-from engine.devices.cuda.runner import CudaRunner, Decoder
+from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel, Recurrent
+from engine.devices.step_runner import Forward
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Forward
+from engine.devices.torch.forward import Modules
 from engine.devices.torch.recurrent_hooks import hook
+from engine.devices.torch.runner import TorchRunner
 from engine.download import Downloader
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.kv.state_layout import RecurrentLayer, StateLayout
 from engine.load import select as select_forward
-from engine.load.select import modules_forward
+from engine.load.select import modules_runner
 from engine.lora.table import Adapters, Weights, adaptable
 from engine.model.describe import describe
 from engine.sampler import Sampler
@@ -145,7 +146,7 @@ HYBRID = [
 def test_a_forward_never_waits(gpu: AbsentGpu, kind: str, batch: list[SequenceRows], num_logits: int) -> None:
     backend = TritonBackend(pool_of().layers(TARGET))
     if kind == "modules":
-        runner: Runner = Forward(qwen3(), backend, "off", products="")
+        runner: Runner = TorchRunner(Modules(qwen3(), backend), backend, GPU, "off", products="")
     else:
         runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
     runner.run(Step(batch, range(num_logits)))  # runs once to make what is made once
@@ -182,7 +183,7 @@ def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.Monke
     pool = hybrid_pool(loaded)
     assert pool.state_slots is not None
     backend = TritonBackend(pool.layers(TARGET))
-    runner = modules_forward(loaded, backend, "off", (), pool.state_slots, products="", packed=False)
+    runner = modules_runner(loaded, backend, state_slots=pool.state_slots)
     assert runner.choice == "eager, recurrent layers by triton operators"
     for _ in range(2):
         gpu.clear()
@@ -229,10 +230,10 @@ def test_the_models_that_the_decoder_runs(gpu: AbsentGpu) -> None:
     assert choice() == "CUDA decoder, 2 graphs"
     assert choice(enforce_eager=True) == "CUDA decoder, eager"
     attention = TritonBackend(pool.layers(TARGET))
-    drafting = select_forward.runner_of_drafts(ServeConfig(max_num_seqs=2), loaded, attention)
+    drafting = select_forward.runner_of(ServeConfig(max_num_seqs=2), loaded, attention, drafts=True)
     assert drafting.warm_up() > 0.0 and drafting.choice == "CUDA decoder, 4 graphs"
     uncompiled = select_forward.runner_of_one_process(ServeConfig(compile="off"), loaded, pool, ())
-    assert isinstance(uncompiled, Forward)
+    assert isinstance(uncompiled, TorchRunner)
     loaded.model.config.hidden_act = "gelu"
     assert choice() == "the model's own modules, 2 graphs"
     loaded.model.model.norm.register_forward_hook(lambda module, args, out: out * out.max().item())
@@ -319,7 +320,7 @@ def test_a_captured_step_is_one_launch(gpu: AbsentGpu, modules: bool, num_layers
     backend, graphs = TritonBackend(pool_of(num_layers).layers(TARGET)), CountedGraphs(gpu)
     buckets = Buckets([16, 64], [1], [64], trees=False)
     model = qwen3(num_layers)
-    decoder: Decoder = Modules(model, backend) if modules else CudaDecoder(describe(model), backend, 1024)
+    decoder: Forward = Modules(model, backend) if modules else CudaDecoder(describe(model), backend, 1024)
     runner = CudaRunner(decoder, backend, GPU, "", buckets, graphs)
     assert runner.choice == f"{decoder.name}, eager"
     runner.warm_up()

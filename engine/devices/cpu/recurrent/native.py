@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.batch.operators import StepOperators
 from engine.devices.cpu.recurrent.structs import (
     ConvArgs,
     LayerStateSlotsArgs,
@@ -78,7 +79,7 @@ class CpuSpans:
         self.args = SpansArgs(address, count, layout.grid, layout.window, threads, self._parallel)
 
 
-class CpuOperators:
+class CpuOperators(StepOperators):
     """Raises BuildError where the kernel cannot be built."""
 
     name = "cpu"

@@ -9,7 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.batch.operators import StepOperators
 from engine.batch.recurrent_plan import Room, Tables, padded, tables_of, tile_rows
+from engine.batch.step_inputs import StepShape
 from engine.devices.cuda.recurrent.attend import attend
 from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import keep
@@ -26,7 +28,7 @@ _ALIGNMENT = 16
 """Bytes."""
 
 
-class TritonOperators:
+class TritonOperators(StepOperators):
     """A row has the same bits in any chunks and company, drafted or not. In the state slots' windows the
     decays are those of each token alone.
     """
@@ -39,17 +41,18 @@ class TritonOperators:
         self._upload = upload_to(state_slots.device)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        tables = self.tables(spans)
+        tables = self.plan_step(spans, StepShape())
         self.use(tables.on(self._upload(tables.arrays)))
 
-    def tables(self, spans: Sequence[RowSpan], room: Room | None = None) -> Tables[np.ndarray]:
-        """Make the tables of a step that is about to run, padded to this room."""
-        bases = [self._state_slots.run(span) for span in spans]
-        tables = tables_of(spans, bases, self._state_slots.layout, self._reach)
-        return tables if room is None else padded(tables, room)
+    def plan_step(self, spans: Sequence[RowSpan], shape: StepShape) -> Tables[np.ndarray]:
+        layout = self._state_slots.layout
+        tables = tables_of(spans, [self._state_slots.run(span) for span in spans], layout, self._reach)
+        if not shape.sequences:
+            return tables
+        sizes = shape.sequences, shape.rows_each
+        return padded(tables, Room.of(layout, *sizes, trees=shape.trees, drafts=shape.drafts))
 
     def use(self, tables: Tables[Tensor]) -> None:
-        """From now on."""
         self._tables = tables
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

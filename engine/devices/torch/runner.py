@@ -1,0 +1,148 @@
+"""The runner of forwards by torch's operators, compiled where that pays.
+
+A forward of a small model on a CPU is dominated by the many small operators between the matrix products.
+torch.compile fuses those, and inductor's freezing packs the weights for the matrix kernels once.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import types
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
+from engine.batch.step_inputs import StepInputs, StepShape
+from engine.devices.step_runner import Outputs, StepRunner
+from engine.devices.torch.forward import TorchForward
+from engine.devices.torch.products import torch_products
+from engine.kv.attention import AttentionBackend
+from engine.phases import phase
+from engine.upload import Upload, upload_to
+from native.build import own_inductor_cache
+from protocol.errors import ConfigError
+
+logger = logging.getLogger("tandem.engine")
+
+MIN_ROWS = 2
+"""torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on."""
+
+WARM_UP_ROWS = 67
+"""Unlike the number of logit rows and any width, or torch.compile would take the two sizes for one."""
+
+ONEDNN_MIN_ROWS = 4
+"""oneDNN's matrix kernels take less time for four rows than for one or two."""
+
+
+class TorchRunner(StepRunner):
+    """Runs a forward eagerly until `warm_up` has compiled it."""
+
+    def __init__(
+        self,
+        forward: TorchForward,
+        backend: AttentionBackend,
+        device: torch.device,
+        mode: str,
+        *,
+        products: str,
+        packed: bool = False,
+    ) -> None:
+        """`mode` is the value of `--compile`. `packed`: the linear layers are ours (`engine.linear`)."""
+        super().__init__(forward, backend, products)
+        self._torch_forward, self._mode, self._packed = forward, mode, packed
+        self._upload = upload_to(device)
+        self.compiled, self.choice = _choose(mode, device, forward)
+        compiled = StepShape(MIN_ROWS if packed else ONEDNN_MIN_ROWS, MIN_ROWS)
+        self._shape = compiled if self.compiled else StepShape(logits=1)
+
+    def _shape_of(self, step: Step) -> StepShape:
+        return self._shape
+
+    def _uploader(self, shape: StepShape) -> Upload:
+        return self._upload
+
+    def _execute(
+        self, inputs: StepInputs, batch: Sequence[SequenceRows], shape: StepShape
+    ) -> tuple[Outputs, bool]:
+        self._torch_forward.group(batch)
+        return self._compute(inputs), False
+
+    def warm_up(self) -> float:
+        """Compile by running padding rows; return the seconds it took.
+
+        A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
+        """
+        forward = self._torch_forward
+        if self._packed or self.compiled:  # also, Transformers sets its hooks in an eager forward only
+            torchs = torch_products(self._run_padding)
+            self.deterministic = self._packed and forward.adapters is None and not torchs
+        if not self.compiled:
+            return 0.0
+        start = time.monotonic()
+        forward.compute = _compiled(forward.run_rows, forward.adapters is not None)
+        try:
+            with phase("compiling the model", forward.compile_time):
+                self._run_padding()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if self._mode == "on":
+                raise ConfigError(f"--compile: the model does not compile: {error}") from error
+            logger.warning("the model does not compile, so it runs eagerly: %s", error)
+            self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
+            forward.compute, self._shape = forward.run_rows, StepShape(logits=1)
+        return time.monotonic() - start
+
+    @torch.inference_mode()
+    def _run_padding(self) -> None:
+        shape = StepShape(WARM_UP_ROWS)
+        inputs = self._inputs(Step([], [0, 1]), shape)
+        self._backend.plan(inputs.attention)
+        self._execute(inputs, [], shape)
+
+
+def _compiled(
+    method: Callable[..., tuple[Tensor, Tensor | None]], with_adapters: bool
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.specialize_float = True  # an epsilon or a scale is no input to be made a tensor of at each step
+    inductor.freezing = True
+    inductor.cpp.dynamic_threads = True
+    inductor.size_asserts = inductor.alignment_asserts = False
+    # The model never changes, so guards on it would only cost time at each step. But what is compiled
+    # belongs to the code, and without guards one model's would serve the next: so each has a code of its
+    # own.
+    options = {
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        # One product for q, k, v and one for gate and up; it loses what adapters add to a part.
+        "cpp.enable_concat_linear": not with_adapters,
+    }
+    assert isinstance(method, types.MethodType)
+    function = method.__func__
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(
+        types.MethodType(own, method.__self__), fullgraph=True, dynamic=True, options=options
+    )
+
+
+def _choose(mode: str, device: torch.device, forward: TorchForward) -> tuple[bool, str]:
+    """Return whether to compile, and the runner's name."""
+    if forward.operators is not None:
+        return False, f"eager, recurrent layers by {forward.operators.name} operators"
+    if mode == "off":
+        return False, "eager (--compile off)"
+    if device.type != "cpu":
+        return False, f"eager (compiling is for CPU hosts, this is {device.type})"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return False, "eager (no C++ compiler on this host)"
+    try:
+        own_inductor_cache()
+    except OSError as error:
+        return False, f"eager (nowhere to compile: {error})"
+    return True, f"torch.compile with packed weights ({compiler})"
