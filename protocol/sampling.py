@@ -25,7 +25,8 @@ class Asked(NamedTuple):
     """A sampling field that requests may set under its own name: its description, and its limits.
 
     `is_open`: the value must be greater than `low`. `max_length` limits lists and mappings. `is_models`: the
-    default may come from the model's `generation_config.json`.
+    default may come from the model's `generation_config.json`. `is_echoed`: answers of `/v1/responses` repeat
+    it.
     """
 
     doc: str
@@ -34,6 +35,7 @@ class Asked(NamedTuple):
     is_open: bool = False
     max_length: int | None = None
     is_models: bool = False
+    is_echoed: bool = False
 
     def check(self, field: str, value: Any) -> None:
         """Raise `InvalidRequestError` if the value is out of range."""
@@ -62,7 +64,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[int, Asked("Equal requests with equal seeds get equal answers.", -(2**63), MAX_SEED)] = 0
     """Keys the noise together with the token's position, so that it alone fixes the answer."""
     temperature: Annotated[
-        float, Asked("0 (greedy) to 100; default: the model's, else 1.", 0, 100, is_models=True)
+        float,
+        Asked("0 (greedy) to 100; default: the model's, else 1.", 0, 100, is_models=True, is_echoed=True),
     ] = 1.0
     top_k: Annotated[
         int,
@@ -71,7 +74,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: Annotated[
         float,
         Asked(
-            "Above 0, up to 1: sample from the likeliest with this sum.", 0, 1, is_open=True, is_models=True
+            "Above 0, up to 1: sample from the likeliest with this sum.",
+            0,
+            1,
+            is_open=True,
+            is_models=True,
+            is_echoed=True,
         ),
     ] = 1.0
     min_p: Annotated[

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import InvalidRequestError
-from protocol.sampling import SamplingParams
+from protocol.sampling import SAMPLING_FIELDS, SamplingParams
 from router.decoding import refuse_unsupported
 from router.openai_types import (
     ChatBody,
@@ -72,6 +72,7 @@ def echoed_fields(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
     """Return the response's fields that repeat the request's, with the parameters that it runs with."""
     text, reasoning = body.text, body.reasoning
     return {
+        **{name: getattr(params, name) for name, (_, asked) in SAMPLING_FIELDS.items() if asked.is_echoed},
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -82,7 +83,6 @@ def echoed_fields(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
         else body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "temperature": params.temperature,
         "text": {"format": _echoed_format(text.format if text is not None else None)},
         "tool_choice": body.tool_choice or "auto",
         "tools": [
@@ -96,7 +96,6 @@ def echoed_fields(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
             for tool in body.tools or ()
         ],
         "top_logprobs": 0,
-        "top_p": params.top_p,
         "truncation": "disabled",
         "user": body.user,
     }
