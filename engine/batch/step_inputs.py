@@ -37,7 +37,7 @@ class StepShape:
     adapters: bool = False
     """Whether rows may have adapters, even if none has."""
     drafts: bool = False
-    """Whether rows may be drafted tokens, which leave no state behind."""
+    """Whether lone rows of sequences may be drafted tokens, which leave no state behind."""
 
     def takes(self, other: StepShape) -> bool:
         """Whether the steps of `other` fit this one."""

@@ -99,7 +99,7 @@ class Buckets:
         rows = sequences * rows_each
         trees = self._trees and rows_each > 1
         sizes = rows, rows, sequences, rows_each, blocks
-        return StepShape(*sizes, trees, self._first_keys, adapters, self._drafts or rows_each > 1)
+        return StepShape(*sizes, trees, self._first_keys, adapters, self._drafts)
 
 
 def _next(rising: Sequence[int], least: int) -> int | None:

@@ -49,8 +49,9 @@ class TritonOperators(StepOperators):
         tables = tables_of(spans, [self._state_slots.run(span) for span in spans], layout, self._reach)
         if not shape.sequences:
             return tables
-        sizes = shape.sequences, shape.rows_each
-        return padded(tables, Room.of(layout, *sizes, trees=shape.trees, drafts=shape.drafts))
+        drafts = shape.drafts or shape.rows_each > 1
+        room = Room.of(layout, shape.sequences, shape.rows_each, trees=shape.trees, drafts=drafts)
+        return padded(tables, room)
 
     def use(self, tables: Tables[Tensor]) -> None:
         self._tables = tables
