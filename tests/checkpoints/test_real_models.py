@@ -181,7 +181,7 @@ def served(serving: HttpServing, ids: list[int]) -> list[int]:
 @pytest.mark.timeout(900)
 def test_a_split_pair_with_drafts_and_a_killed_worker(model: Packaged, kv_cache_dtype: str) -> None:
     """In bfloat16: the tokens are those of one engine that nothing happens to."""
-    options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
+    options: dict[str, Any] = {"dtype": "bfloat16", "compile": "auto", "kv_cache_dtype": kv_cache_dtype}
     prompts = prompts_of(model)
     alone = engine_of(gguf_file(model), **options)
     expected = tokens(run(alone, greedy_requests(model)))
