@@ -67,8 +67,8 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_engine(kind: str, folder: Path) -> Callable[..., Engine]:
     def make(**options: Any) -> Engine:
-        natively = kind == "gemma3_text" and options.get("attention_backend") != "torch"
-        compile = "auto" if natively else "off"
+        natively = kind == "gemma3_text" and "model" not in options
+        compile = "auto" if natively and options.get("attention_backend") != "torch" else "off"
         bounds: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6, "compile": compile}
         bounds |= BOUNDS[kind] | options
         room = bounds.pop("num_blocks") * BLOCK_BYTES[kind]
