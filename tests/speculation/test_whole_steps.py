@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine import engine as engine_module
-from engine.devices import attention as select
 from engine.devices.cuda import runner as cuda_runner
+from engine.devices.cuda.attention import backend as cuda_attention
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.kv.layout import TARGET, Group, Segment
@@ -91,7 +91,7 @@ class Steps:
         with_adapters: bool = False,
     ) -> None:
         self.gpu = gpu
-        patch.setattr(select, "triton_fault", lambda device: None)
+        patch.setattr(cuda_attention, "triton_fault", lambda device: None)
         patch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
         patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS, (), with_adapters))
         patch.setattr(draft_model, "load_model", lambda _: absent_model(2, sights=(0, 0)))
