@@ -45,6 +45,7 @@ SMALL_MAMBA: dict[str, Any] = {
     "hidden_size": 16,
     "state_size": 4,
     "num_hidden_layers": 2,
+    "max_position_embeddings": 1024,
 }
 
 
