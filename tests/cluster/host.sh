@@ -19,7 +19,9 @@ mount -t overlay overlay -o "lowerdir=/,upperdir=$root/upper,workdir=$root/work"
 mkdir -p "$root/merged$home/tandem-venv"
 mount -t overlay overlay -o "lowerdir=$venv,upperdir=$root/venv-upper,workdir=$root/venv-work" \
     "$root/merged$home/tandem-venv"
-[ ! -d ~/.cache/tandem ] || { mkdir "$root/merged$home/.cache" && cp -a ~/.cache/tandem "$root/merged$home/.cache/"; }
+mkdir -p "$root/merged$home/.cache/tandem"
+# Only compiled libraries: models lie in the cache, too, and each host's copy is in memory.
+[ ! -d ~/.cache/tandem ] || find ~/.cache/tandem -maxdepth 1 -name '*.so' -exec cp -a -t "$root/merged$home/.cache/tandem" {} +
 [ ! -d "$folder/source" ] || cp -a "$folder/source" "$root/merged$home/tandem"
 user_home=$HOME
 keys=$(mktemp -d); cp "$folder"/key "$folder"/key.pub "$keys"
