@@ -21,7 +21,7 @@ class TablesBackend(AttentionBackend):
         """`backends` has one of all layers for each table; `tables` has the table of each layer."""
         self.name, self.block_size = backends[0].name, backends[0].block_size
         self.num_tables = len(backends)
-        self.can_capture = backends[0].can_capture
+        self.can_capture, self.deterministic = backends[0].can_capture, backends[0].deterministic
         self.backends, self.tables = backends, tables
         self._by_layer = [backends[table] for table in tables]
 

@@ -63,3 +63,13 @@ def test_tokens_are_those_of_the_reference(
     assert found == answers(engines[1])
     for engine in engines:
         engine.close()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_server_promises_no_equal_bits(model_type: str, tmp_path: Path) -> None:
+    """With one block table and with several. Its kernel sums a chunk in an order of the library's choice."""
+    write_model(model_type, tmp_path)
+    for backend, promised in (("cpu", "yes"), ("sdpa", "no")):
+        engine = tiny_engine(tmp_path, attention_backend=backend, dtype="bfloat16", compile="off")
+        assert engine.start_up["deterministic"] == promised
+        engine.close()
