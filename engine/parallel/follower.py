@@ -16,7 +16,7 @@ from engine.load.select import load_packed
 from engine.lora.config import AdapterError
 from engine.parallel import messages
 from engine.parallel.group import LostRankError, Ranks
-from engine.parallel.messages import READY, AdapterKept, DropAdapter, KeepAdapter, RunStep, receive
+from engine.parallel.messages import READY, AdapterKept, DropAdapter, KeepAdapter, RunStep, WarmUp, receive
 from engine.parallel.runner import ShareRunner
 from protocol.config import ServeConfig
 from protocol.handoff import WINDOWED, SegmentInfo
@@ -32,16 +32,21 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     pool = KVPool(layout, begin.num_blocks, loaded.device, lambda _: memoryview(memory))
     runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
     link.sendall(READY)
-    runner.warm_up()
+    try:
+        _obey(loaded, runner, link)
+    except LostRankError:
+        if receive(link, messages.to_others) is not None:
+            raise  # another one than rank 0
+
+
+def _obey(loaded: LoadedModel, runner: ShareRunner, link: socket.socket) -> None:
+    """Do as rank 0 says, until it is gone."""
     while (message := receive(link, messages.to_others)) is not None:
         match message:
+            case WarmUp():
+                runner.warm_up()
             case RunStep(batch, logit_rows, wants_hidden):
-                try:
-                    runner.run(Step(batch, logit_rows, wants_hidden))
-                except LostRankError:
-                    if receive(link, messages.to_others) is None:
-                        return  # the lost one is rank 0
-                    raise
+                runner.run(Step(batch, logit_rows, wants_hidden))
             case KeepAdapter():
                 messages.send(link, messages.encode(_keep(loaded, message)))
             case DropAdapter(slot):

@@ -20,7 +20,17 @@ from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
-from engine.parallel.messages import READY, Begin, DropAdapter, KeepAdapter, RunStep, encode, receive, send
+from engine.parallel.messages import (
+    READY,
+    Begin,
+    DropAdapter,
+    KeepAdapter,
+    RunStep,
+    WarmUp,
+    encode,
+    receive,
+    send,
+)
 from engine.parallel.runner import ShareRunner
 from protocol.config import ServeConfig
 
@@ -153,7 +163,7 @@ class LeadingRunner:
         return self._own.deterministic
 
     def warm_up(self) -> float:
-        """The others do so by themselves."""
+        self._leader.tell(encode(WarmUp()))
         return self._own.warm_up()
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:

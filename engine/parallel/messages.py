@@ -52,6 +52,10 @@ class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=2):
     slot: int
 
 
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Call `Runner.warm_up`, whose padding is run by all ranks together."""
+
+
 class AdapterKept(msgspec.Struct, frozen=True):
     """A `KeepAdapter` is done, or failed with an `error`."""
 
@@ -59,7 +63,9 @@ class AdapterKept(msgspec.Struct, frozen=True):
 
 
 begin: Decoder[Begin] = Decoder(Begin)
-to_others: Decoder[RunStep | KeepAdapter | DropAdapter] = Decoder(RunStep | KeepAdapter | DropAdapter)
+to_others: Decoder[RunStep | KeepAdapter | DropAdapter | WarmUp] = Decoder(
+    RunStep | KeepAdapter | DropAdapter | WarmUp
+)
 answers: Decoder[AdapterKept] = Decoder(AdapterKept)
 
 
