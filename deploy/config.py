@@ -26,7 +26,7 @@ from protocol.ports import worker_ports
 from protocol.roles import ROLES, parse_autoscale
 from protocol.server_options import KV_TRANSPORTS, MAX_API_KEYS
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
-from router.key_file import read_key_file
+from router.api_keys import read_key_file
 
 logger = logging.getLogger("tandem.config")
 

@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.draft_messages import DRAFT_LEASE_S, DraftKey, DraftOpening, Given
 from protocol.requests import EngineRequest
-from worker.requests import StagedRequest
+from worker.role_work import StagedRequest
 
 ENGINE_TIMEOUT_S = 1e9
 

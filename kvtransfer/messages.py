@@ -1,13 +1,22 @@
-"""Messages of a data connection. Every field is bounded by its type."""
+"""Messages of a data connection, and the channel that carries them. Every field is bounded by its type."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from kvtransfer.blocks.extents import MAX_PIECE_BLOCKS, PARTS_AT_ONCE, RUN_BYTES
+from messaging.wake import Wake
 from protocol.errors import ProtocolError
 from protocol.handoff import MAX_SEGMENTS, BlockPoolIndex, SegmentInfo
 from protocol.ids import Id
@@ -145,3 +154,188 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     sequence: Number
     error: Reason = ""
     again: bool = False
+
+
+MAX_MESSAGE_BYTES = 64 * 1024
+LENGTH_BYTES = 4
+CHECK_BYTES = 4
+PREFIX_BYTES = LENGTH_BYTES + CHECK_BYTES
+"""Bytes before a message's payload."""
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""The first bytes of a TLS alert and a TLS handshake. With the next two they exceed our lengths."""
+
+T = TypeVar("T")
+Buffer: TypeAlias = memoryview | bytearray
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def frame(payload: bytes) -> bytes:
+    """Return a message as sent: its length, a checksum of length and payload, the payload.
+
+    A damaged piece message would make the receiver write whole blocks to wrong places.
+    """
+    length = len(payload).to_bytes(LENGTH_BYTES, "little")
+    return length + xxhash.xxh32_digest(length + payload) + payload
+
+
+def unframe(framed: bytearray) -> bytearray:
+    """Return the payload of a whole frame. Raises ProtocolError for a frame that was damaged on the way."""
+    payload = framed[PREFIX_BYTES:]
+    if xxhash.xxh32_digest(framed[:LENGTH_BYTES] + payload) != framed[LENGTH_BYTES:PREFIX_BYTES]:
+        raise ProtocolError("a message was damaged on the way")
+    return payload
+
+
+def decode(payload: bytes | bytearray, message_type: type[T]) -> T:
+    """Decode a message. Raises ProtocolError for anything else."""
+    try:
+        return msgspec.msgpack.decode(payload, type=message_type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a {message_type.__name__} message: {error}") from error
+
+
+def frame_length(header: bytes | bytearray) -> int:
+    length = int.from_bytes(header[:LENGTH_BYTES], "little")
+    if length > MAX_MESSAGE_BYTES:
+        if bytes(header[:2]) in _TLS_RECORDS:
+            raise ProtocolError("the peer speaks TLS, and this side does not")
+        raise ProtocolError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    return length
+
+
+class Channel:
+    """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`.
+
+    In the middle of an operation, a connection without progress for `progress_timeout_s` seconds is broken.
+    """
+
+    def __init__(self, sock: socket.socket, wake: Wake, progress_timeout_s: float) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.progress_timeout_s = progress_timeout_s
+        self._wake = wake
+        self._ending = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, 0)
+        self._poll.register(wake, select.POLLIN)
+        self._events = 0
+
+    def progress_deadline(self) -> float:
+        """The deadline for the peer's next progress, counted from now."""
+        return time.monotonic() + self.progress_timeout_s
+
+    def wait(self, events: int, deadline: float | None) -> int:
+        """Wait for poll events of the socket; 0 when woken. Raises TimeoutError, StoppedError."""
+        if events != self._events:
+            self._poll.modify(self.socket, events)
+            self._events = events
+        timeout_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        ready = dict(self._poll.poll(timeout_ms))
+        if not ready:
+            raise TimeoutError("the peer made no progress in time")
+        if ready.pop(self._wake.fileno(), 0):
+            self._wake.clear()
+        return next(iter(ready.values()), 0)
+
+    def ready(self, events: int, deadline: float) -> None:
+        """Wait for events, ignoring wake-ups."""
+        while not self.wait(events, deadline):
+            pass
+
+    def finish_connect(self, deadline: float) -> None:
+        """Wait for a begun `connect`; raise its error, if any."""
+        self.ready(select.POLLOUT, deadline)
+        error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+
+    def hung_up(self) -> bool:
+        """Tell whether the peer has closed its side, even if there is data left to read. Raises
+        StoppedError.
+        """
+        try:
+            return bool(self.wait(select.POLLRDHUP, time.monotonic()))
+        except TimeoutError:
+            return False
+
+    def at_end(self) -> bool:
+        """Tell whether the peer has closed its side, even without reading all our data, and no data is left
+        to read.
+        """
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+
+    def shutdown(self) -> None:
+        """End the connection from another thread; the owner of the channel sees it as lost.
+
+        The peer can send nothing more once this returns, even if the owner is closing the channel at the
+        moment.
+        """
+        with self._ending, contextlib.suppress(OSError):  # it has ended already
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._ending:
+            self.socket.close()
+
+    # --- bytes ------------------------------------------------------------------------------------
+
+    def write(self, buffers: Sequence[Buffer]) -> int:
+        """Return how many bytes of the buffers the connection took at once, possibly 0."""
+        try:
+            return self.socket.sendmsg(buffers)
+        except BlockingIOError:
+            return 0
+
+    def receive(self, buffers: Sequence[Buffer]) -> int:
+        """Fill the buffers with the bytes that have arrived; return their number, possibly 0. Raises
+        ConnectionResetError at the end of the connection.
+        """
+        try:
+            received = self.socket.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            return 0
+        if received == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        return received
+
+    def send_all(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            sent = self.write([view])
+            view = view[sent:]
+            if not sent:
+                self.wait(select.POLLOUT, deadline)
+
+    def recv_exact(self, nbytes: int, deadline: float) -> bytearray:
+        """Receive exactly `nbytes` bytes. Raises ConnectionResetError if the peer closes first."""
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            received = self.receive([view])
+            view = view[received:]
+            if not received:
+                self.wait(select.POLLIN, deadline)
+        return data
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def recv_frame(self, deadline: float) -> bytearray:
+        """Return the next frame's payload."""
+        length = self.recv_exact(LENGTH_BYTES, deadline)
+        rest = self.recv_exact(CHECK_BYTES + frame_length(length), deadline)
+        return unframe(length + rest)
+
+    def send(self, message: msgspec.Struct, deadline: float) -> None:
+        self.send_all(frame(encode(message)), deadline)
+
+    def recv(self, message_type: type[T], deadline: float) -> T:
+        return decode(self.recv_frame(deadline), message_type)

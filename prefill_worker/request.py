@@ -12,7 +12,7 @@ from protocol.ids import token_ids_digest
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Reserved
-from worker.requests import StagedRequest
+from worker.role_work import StagedRequest
 
 
 class PrefillStage(enum.Enum):

@@ -15,7 +15,7 @@ from protocol.worker_to_router import AdapterLoaded
 from router.dispatch.placer import Send
 from router.errors import ApiError, failed_generation, unavailable
 from router.reading.served import unknown_model
-from router.scaling.turns import Turns
+from router.scaling.interface import Turns
 from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,26 @@
-"""The outermost layer around each request, and the answers to its errors."""
+"""The outermost layer around each request, the answers to its errors, and the guard against the pages of other
+sites.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import secrets
 from collections.abc import Awaitable
+from functools import lru_cache
+from urllib.parse import urlsplit
 
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
+from protocol.ports import is_loopback
 from router.errors import ApiError, anthropic_body, client_gone, speaks_anthropic
 from router.observe.metrics import Metrics
 
@@ -89,3 +96,39 @@ def _request_id(scope: Scope) -> str:
     """Return the client's request id if it is short and printable, else a new one."""
     given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
     return given if _REQUEST_ID.match(given) else secrets.token_hex(16)
+
+
+_READS = ("GET", "HEAD", "OPTIONS")
+_REMEDY = "or start the server with API keys (--api-key-file)"
+
+
+class BrowserGuard:
+    """Checks requests' `Host` and `Origin` headers. `host` is the address that HTTP listens on."""
+
+    def __init__(self, host: str) -> None:
+        self._is_loopback = is_loopback(host)
+
+    def check(self, method: str, headers: Headers) -> None:
+        """Raises `ApiError` 403 if the request may come from another site's page."""
+        host = headers.get("host", "")
+        if self._is_loopback and not _is_local(host):
+            raise ApiError(403, f"Host: {host[:128]!r} is not this host: ask for localhost, {_REMEDY}")
+        origin = headers.get("origin")
+        if origin is not None and method not in _READS and origin.partition("://")[2] != host:
+            page = f"Origin: a page of {origin[:128]!r}"
+            raise ApiError(403, f"{page} may not use this server: use the server's own, {_REMEDY}")
+
+
+@lru_cache(maxsize=64)
+def _is_local(host: str) -> bool:
+    """Return whether `host` is an IP address or a local name: strangers can only make a name with a dot
+    resolve to this host.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if "." not in name or name.endswith(".localhost"):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

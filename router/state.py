@@ -31,8 +31,7 @@ from protocol.worker_to_router import (
 )
 from router.adapters import AdapterTable
 from router.api_keys import ApiKeys
-from router.bodies import Bodies
-from router.browsers import BrowserGuard
+from router.decoding import Bodies
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.drainer import Drainer
 from router.dispatch.kv_feed import KvFeed
@@ -40,12 +39,12 @@ from router.dispatch.placer import Placer
 from router.dispatch.roll_call import RollCall
 from router.dispatch.worker_link import WorkerLink
 from router.errors import unavailable
+from router.middleware import BrowserGuard
 from router.observe.metrics import Metrics
 from router.placement import placement_policy
-from router.preprocessing.client import Preprocessor
-from router.preprocessing.grammar_compiler import GrammarCompiler
-from router.preprocessing.reading import BodyReader
+from router.preprocessing.client import GrammarCompiler, Preprocessor
 from router.preprocessing.requests import RequestPreparer
+from router.preprocessing.tasks import BodyReader
 from router.reading.chats import Chats
 from router.reading.request_builder import RequestBuilder
 from router.reading.served import ServedModel, load_defaults
@@ -53,9 +52,9 @@ from router.requests.journal import Journal
 from router.requests.slices import Slices
 from router.responses.store import ResponseStore, response_store
 from router.scaling.autoscaler import Autoscaler
+from router.scaling.interface import Turns
 from router.scaling.restarter import Restarter
 from router.scaling.scaler import Scaler
-from router.scaling.turns import Turns
 from router.text.tokenizer import Tokenizer
 from router.workers.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 

@@ -1,10 +1,16 @@
-"""The interface of a role's work with its requests. The rest of a worker's loop is the same for all roles."""
+"""The interface of a role's work, and the requests of a worker. The rest of a worker's loop is the same for
+all roles.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
 
 from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.outputs import ErrorKind, TokenOutput
@@ -14,7 +20,6 @@ from protocol.router_to_worker import Generate
 from protocol.worker_to_worker import PeerReply, PeerRequest
 from worker.link import RouterLinks
 from worker.parts import WorkerParts
-from worker.requests import RequestTable
 
 log = logging.getLogger(__name__)
 
@@ -129,3 +134,107 @@ class RoleWork(ABC):
         """Send the outputs in the outbox."""
         self.links.send_outputs(self.outbox)
         self.outbox = []
+
+
+StageT = TypeVar("StageT", bound=enum.Enum)
+
+
+class IllegalTransitionError(Exception):
+    """A request was moved to a stage that cannot follow its present one. This is always a bug of this
+    worker.
+    """
+
+
+class StagedRequest(Generic[StageT]):
+    """A request in one of the stages of its class. `next_stages` is the table of legal transitions.
+
+    `deadline` is in monotonic seconds, or None while the request awaits nothing from another worker.
+    """
+
+    next_stages: ClassVar[Mapping[Any, frozenset[Any]]]
+    request: EngineRequest
+    stage: StageT
+    lease_id: str | None = None
+    deadline: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def held_lease(self) -> str:
+        """The lease of a request in a stage that has one."""
+        assert self.lease_id is not None
+        return self.lease_id
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens whose KV is handed over: the prompt, and the tokens emitted before a failover."""
+        return self.request.prompt_token_ids + self.request.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+
+    def enter(self, stage: StageT) -> None:
+        """Move to a stage. Raises `IllegalTransitionError`, with nothing changed."""
+        if stage not in self.next_stages[self.stage]:
+            raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
+        self.stage = stage
+
+    def replan(self, plan: DraftPlan | None) -> None:
+        """Set where the request's drafts are made."""
+        self.request = msgspec.structs.replace(self.request, draft_plan=plan)
+
+    def is_overdue(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
+
+RequestT = TypeVar("RequestT", bound=StagedRequest[Any])
+
+
+class RequestTable(Generic[RequestT]):
+    """A table of requests by their id and by their lease.
+
+    A request that is given up may keep its lease longer than its id, until no transfer writes to its blocks
+    any more. A newer request may have the id by then.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, RequestT] = {}
+        self._by_lease: dict[str, RequestT] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id.keys() | {request.request_id for request in self._by_lease.values()})
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def __iter__(self) -> Iterator[RequestT]:
+        """Iterate over the requests that have their id, oldest first. The table may change meanwhile."""
+        return iter(list(self._by_id.values()))
+
+    def get(self, request_id: str) -> RequestT | None:
+        return self._by_id.get(request_id)
+
+    def with_lease(self, lease_id: str) -> RequestT | None:
+        return self._by_lease.get(lease_id)
+
+    def insert(self, request: RequestT) -> None:
+        assert request.request_id not in self._by_id
+        self._by_id[request.request_id] = request
+
+    def release_id(self, request: RequestT) -> None:
+        """Free the request's id for another request. Idempotent."""
+        if self._by_id.get(request.request_id) is request:
+            del self._by_id[request.request_id]
+
+    def grant_lease(self, request: RequestT, lease_id: str) -> None:
+        request.lease_id = lease_id
+        self._by_lease[lease_id] = request
+
+    def drop_lease(self, request: RequestT) -> None:
+        """Remove the request's lease. Idempotent."""
+        if request.lease_id is not None:
+            del self._by_lease[request.lease_id]
+            request.lease_id = None

@@ -136,7 +136,7 @@ def add_key(
     The limits hold for each router separately. Only this output shows the key. To revoke the key, remove its
     line from the file; running servers notice at once.
     """
-    from router.key_file import add_key as add
+    from router.api_keys import add_key as add
 
     limits = {
         "requests_per_minute": requests_per_minute,

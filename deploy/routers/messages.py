@@ -11,9 +11,7 @@ from messaging.sockets import ClusterKeys
 from protocol.adapters import Adapter, AdapterName
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
-from router.scaling.interface import ScaleAnswer, ScaleRequest
-from router.scaling.log import ScalingEvent
-from router.scaling.turns import Change
+from router.scaling.interface import Change, ScaleAnswer, ScaleRequest, ScalingEvent
 from router.server import RouterPlace
 from router.workers.demand import RoleDemand
 

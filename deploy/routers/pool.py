@@ -53,9 +53,7 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
 from protocol.ports import bind_one, router_ports
-from router.scaling.interface import ScaleAnswer, ScaleRequest
-from router.scaling.log import ScalingLog
-from router.scaling.turns import Changes
+from router.scaling.interface import Changes, ScaleAnswer, ScaleRequest, ScalingLog
 from router.server import RouterPlace, bind_http, http_url
 from router.workers.demand import Demand, sum_of
 

@@ -44,8 +44,7 @@ from deploy.routers.messages import (
 )
 from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
-from router.scaling.interface import ScaleAnswer, ScaleRequest
-from router.scaling.turns import Change
+from router.scaling.interface import Change, ScaleAnswer, ScaleRequest
 from router.server import RouterServer
 
 log = logging.getLogger(__name__)

@@ -18,16 +18,19 @@ from dataclasses import dataclass
 
 from kvtransfer.blocks.extents import Mode
 from kvtransfer.blocks.layout import LayoutError, block_bytes, conversion_problem, wire_segments
-from kvtransfer.channel import Channel, decode, encode, frame
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.messages import (
     NONCE_BYTES,
     WIRE_VERSION,
     Answer,
     Challenge,
+    Channel,
     Hello,
     Proof,
     SealedAnswer,
+    decode,
+    encode,
+    frame,
 )
 from kvtransfer.transports.transport import Transport
 from protocol.errors import ProtocolError

@@ -11,17 +11,21 @@ from typing import Protocol
 
 from kvtransfer.blocks.convert import NonFiniteError
 from kvtransfer.blocks.extents import Buffers, ScatterList, piece_checksum
-from kvtransfer.channel import (
+from kvtransfer.messages import (
     LENGTH_BYTES,
+    NOT_QUANTIZABLE,
     PREFIX_BYTES,
+    SPOILED,
+    Ack,
     Channel,
+    Piece,
     decode,
     encode,
+    error_kind,
     frame,
     frame_length,
     unframe,
 )
-from kvtransfer.messages import NOT_QUANTIZABLE, SPOILED, Ack, Piece, error_kind
 from kvtransfer.streams.handshake import Identity, introduce
 from kvtransfer.streams.pieces import QueuedPiece
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceWriter, Transport

@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 
 from kvtransfer.blocks.extents import BlockIndices, Buffers, views
-from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import GOOD, Hello
+from kvtransfer.messages import GOOD, Channel, Hello
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceReader, PieceWriter, Transport, tune
 from protocol.errors import ProtocolError
 from protocol.ids import Id

@@ -12,8 +12,7 @@ from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.pairs import Pairs
 from kvtransfer.transports.object_store import Carrier, ObjectStoreTransport
 from kvtransfer.transports.shm import ShmTransport
-from kvtransfer.transports.tcp import TcpTransport
-from kvtransfer.transports.tls import TlsTransport
+from kvtransfer.transports.tcp import TcpTransport, TlsTransport
 from kvtransfer.transports.transport import Transport
 from messaging.files import TlsFiles
 from protocol.ports import ANY_PORT

@@ -24,10 +24,9 @@ import numpy as np
 
 from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices
 from kvtransfer.blocks.memory import map_peer_pool
-from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import Hello
+from kvtransfer.messages import Channel, Hello
 from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
 from native.build import BuildError, load_library
 from protocol.errors import ProtocolError

@@ -1,11 +1,15 @@
-"""The `tcp` transport: blocks follow their piece's message, sent from one pool and received into the
-other.
+"""The `tcp` transport: blocks follow their piece's message, sent from one pool and received into the other,
+through TLS where the workers have certificates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+import ssl
+from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -14,11 +18,12 @@ from kvtransfer.blocks.convert import Quantizer
 from kvtransfer.blocks.device import Arriving, BlockGatherer, pinned
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, ScatterList, blocks_per_part, views
 from kvtransfer.blocks.layout import tokens_in_blocks
-from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import GOOD, SPOILED, Hello
+from kvtransfer.messages import GOOD, SPOILED, Buffer, Channel, Hello
 from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport, tune
+from messaging.files import TlsFiles
+from messaging.wake import Wake
 from protocol.errors import ProtocolError
 
 _HOST_SEND_BYTES = 512 * 1024
@@ -128,3 +133,193 @@ class TcpTransport(Transport):
         tune(channel.socket)
         _bound_buffers(channel.socket)
         return TcpReader(channel, target)
+
+
+_CHUNK_BYTES = 128 * 1024
+"""Bytes encrypted, or read from the socket, at a time: few enough for the cache, and few system calls."""
+
+_PROTOCOL_VERSION_ALERT = bytes.fromhex("15 0301 0002 02 46")
+
+_NO_TLS = "TLS: the peer ended the handshake; it may have no TLS, or refuse our certificate"
+
+
+class TlsChannel(Channel):
+    """A channel within TLS. The TLS handshake happens with the first bytes that are sent or received.
+
+    Raises ProtocolError for a peer without TLS or without the right certificate, and for bytes that were
+    changed on the way.
+    """
+
+    def __init__(
+        self, sock: socket.socket, wake: Wake, progress_timeout_s: float, tls: ssl.SSLContext, accepted: bool
+    ) -> None:
+        super().__init__(sock, wake, progress_timeout_s)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = tls.wrap_bio(self._incoming, self._outgoing, server_side=accepted)
+        self._peeked = b""
+        self._unsent = memoryview(b"")
+        self._owed = 0
+        """Bytes of the caller's data that are encrypted in `_unsent` and not yet reported as sent."""
+        self._sending_waits_for_input = False
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def wait(self, events: int, deadline: float | None) -> int:
+        """Wait for the events; TLS may have to read before it can write, and the other way round."""
+        if events & select.POLLIN and self._has_plaintext():
+            return events
+        awaited = events
+        if events & select.POLLOUT and self._sending_waits_for_input:
+            awaited = events & ~select.POLLOUT | select.POLLIN
+        ready = super().wait(awaited, deadline)
+        return events | ready if ready else 0
+
+    def at_end(self) -> bool:
+        if self._has_plaintext():
+            return False
+        byte = bytearray(1)
+        try:
+            self._peeked = bytes(byte[: self._read(memoryview(byte))])
+        except BlockingIOError:
+            return False
+        return not self._peeked
+
+    def _has_plaintext(self) -> bool:
+        if not (self._peeked or self._tls.pending()) and self._incoming.pending:
+            try:
+                self._peeked = self._tls.read(1)
+            except ssl.SSLWantReadError:
+                return False
+            except ssl.SSLError as error:
+                self._fail(error)
+        return bool(self._peeked or self._tls.pending())
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def write(self, buffers: Sequence[Buffer]) -> int:
+        """Return how many bytes were sent. After a 0 some may be encrypted already and will be sent."""
+        try:
+            if not self._owed:
+                self._encrypt(buffers)
+            self._flush()
+        except BlockingIOError:
+            return 0
+        sent, self._owed = self._owed, 0
+        return sent
+
+    def _encrypt(self, buffers: Sequence[Buffer]) -> None:
+        while True:
+            try:
+                self._owed = self._encrypt_some(buffers)
+            except ssl.SSLWantReadError:  # the handshake comes before the first record
+                self._sending_waits_for_input = True
+                self._flush()
+                if not self._feed():
+                    raise ProtocolError(_NO_TLS) from None
+            except ssl.SSLError as error:
+                self._fail(error)
+            else:
+                self._sending_waits_for_input = False
+                return
+
+    def _encrypt_some(self, buffers: Sequence[Buffer]) -> int:
+        total = 0
+        for buffer in buffers:
+            rest = memoryview(buffer)
+            while rest and total < _CHUNK_BYTES:
+                written = self._tls.write(rest)
+                total += written
+                rest = rest[written:]
+        return total
+
+    def _flush(self) -> None:
+        while self._unsent or self._outgoing.pending:
+            if not self._unsent:
+                self._unsent = memoryview(self._outgoing.read())
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    # --- receiving --------------------------------------------------------------------------------
+
+    def receive(self, buffers: Sequence[Buffer]) -> int:
+        received = 0
+        for buffer in buffers:
+            rest = memoryview(buffer)
+            while rest:
+                try:
+                    some = self._read(rest)
+                except BlockingIOError:
+                    return received
+                if not some and not received:
+                    raise ConnectionResetError("the peer closed the connection")
+                if not some:
+                    return received
+                received += some
+                rest = rest[some:]
+        return received
+
+    def _read(self, target: memoryview) -> int:
+        """Read into `target`; return 0 at the end of the connection. Raises BlockingIOError if there is
+        nothing to read yet.
+        """
+        if self._peeked:
+            count = min(len(target), len(self._peeked))
+            target[:count] = self._peeked[:count]
+            self._peeked = self._peeked[count:]
+            return count
+        while True:
+            try:
+                return int(self._tls.read(len(target), target))  # type: ignore[arg-type, call-overload]
+            except ssl.SSLWantReadError:
+                self._flush()
+                if not self._feed():
+                    return self._end()
+            except ssl.SSLError as error:
+                self._fail(error)
+
+    def _feed(self) -> bool:
+        """Read the bytes that have arrived; return False at the end of the connection."""
+        try:
+            data = self.socket.recv(_CHUNK_BYTES)
+        except ConnectionError:
+            if self._tls.version() is not None:
+                raise
+            data = b""
+        self._incoming.write(data)
+        return bool(data)
+
+    def _end(self) -> int:
+        if self._tls.version() is None:
+            raise ProtocolError(_NO_TLS)
+        return 0
+
+    def _fail(self, error: ssl.SSLError) -> NoReturn:
+        """Send the TLS alert, then raise ProtocolError."""
+        with contextlib.suppress(OSError):
+            self._flush()
+            if error.reason == "WRONG_VERSION_NUMBER":  # OpenSSL itself sends no alert to such a peer
+                self.socket.send(_PROTOCOL_VERSION_ALERT)
+        raise ProtocolError(f"TLS: {_reason(error)}") from error
+
+
+class TlsTransport(TcpTransport):
+    """The `tcp` transport within TLS. Raises ConfigError for certificates that can't be used."""
+
+    def __init__(self, files: TlsFiles, streams: int = 1, wire_dtype: str = "auto") -> None:
+        super().__init__(streams, wire_dtype)
+        self._contexts = {accepted: files.context(server_side=accepted) for accepted in (False, True)}
+
+    def channel(
+        self, sock: socket.socket, wake: Wake, progress_timeout_s: float, *, accepted: bool
+    ) -> TlsChannel:
+        return TlsChannel(sock, wake, progress_timeout_s, self._contexts[accepted], accepted)
+
+
+def _reason(error: ssl.SSLError) -> str:
+    reason = error.reason or str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is refused: {error.verify_message}"
+    if "ALERT" in reason:
+        return f"the peer refuses our certificate, or our TLS ({reason})"
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return f"the peer does not speak it ({reason})"
+    return reason

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, views
-from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import GOOD, Hello
+from kvtransfer.messages import GOOD, Channel, Hello
 from messaging.wake import Wake
 from protocol.ports import ANY_PORT, bind_one
 

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from kvtransfer.blocks.extents import PARTS_AT_ONCE
-from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.messages import Hello
+from kvtransfer.messages import Channel, Hello
 from kvtransfer.transports.transport import PieceWriter, Transport, tune
 from kvtransfer.transports.ucx_agent import Agent, Memory
 from kvtransfer.transports.ucx_reader import (

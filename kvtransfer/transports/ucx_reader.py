@@ -21,10 +21,9 @@ import numpy as np
 from msgspec import Meta
 
 from kvtransfer.blocks.extents import BlockIndices
-from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import Reason
+from kvtransfer.messages import Channel, Reason
 from kvtransfer.transports.transport import PieceReader
 from kvtransfer.transports.ucx_agent import Agent, Memory, Remote, Transfer
 

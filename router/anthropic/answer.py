@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from router.answers.answer_parts import AnswerParts
 from router.answers.formats import OutputOptions, StreamedAnswer
-from router.anthropic.blocks import ContentBlocks, Fields
+from router.answers.parsed_chat import AnswerParts
+from router.anthropic.conversation import ContentBlocks, Fields
 from router.errors import ApiError, anthropic_body
 from router.observe.timing import ResponseTiming
 from router.requests.slices import json_pieces

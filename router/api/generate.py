@@ -29,8 +29,14 @@ from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
 from router.middleware import ANSWER_HEADERS, REQUEST_ID_KEY
 from router.openai_types import ChatBody, CompletionBody
-from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
-from router.pooling.requests import EmbeddingAnswer, RankingAnswer, ScoreAnswer
+from router.pooling.requests import (
+    EmbeddingAnswer,
+    EmbeddingBody,
+    RankingAnswer,
+    RerankBody,
+    ScoreAnswer,
+    ScoreBody,
+)
 from router.reading.prepared import Prepared
 from router.reading.served import ServedModel
 from router.responses.body import ResponseBody

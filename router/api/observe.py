@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from router.api.access import State
 from router.api.openapi import Json
-from router.dispatch.decisions import MAX_DECISIONS
+from router.dispatch.placer import MAX_DECISIONS
 from router.doctor.samples import sample
 from router.doctor.verdicts import examine
 from router.requests.journal import LiveRequest

@@ -10,8 +10,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse
 
 from router.api.access import State
-from router.bodies import SMALL_BYTES
-from router.decoding import decode_body
+from router.decoding import SMALL_BYTES, decode_body
 from router.errors import ErrorBody
 
 T = TypeVar("T", bound=msgspec.Struct)

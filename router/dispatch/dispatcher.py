@@ -14,7 +14,7 @@ from protocol.worker_to_router import HandoverFailed, StepOutput
 from router.dispatch.placer import Placer, Send
 from router.errors import ApiError, client_gone, failed_generation, not_placed, unavailable
 from router.observe.metrics import Metrics, RefusalReason
-from router.observe.request_log import RequestLog, ids
+from router.observe.timing import RequestLog, ids
 from router.requests.journal import Generation, Journal, LiveRequest
 from router.requests.slices import SLICE_S
 from router.workers.assignment import Assignment, Stage

@@ -23,7 +23,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.placer import Placer, Send
 from router.errors import ApiError
 from router.observe.metrics import Metrics
-from router.observe.request_log import ids
+from router.observe.timing import ids
 from router.requests.journal import Journal, LiveRequest
 from router.workers.assignment import Assignment, Stage
 from router.workers.registry import Registry, Worker

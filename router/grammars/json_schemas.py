@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
 
 from protocol.errors import InvalidRequestError
-from router.grammars.regexes import ends_in_escape, from_ecma
 from router.parsing.parameters import pointed
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -293,3 +292,53 @@ def _as_read(number: int | float) -> int | float:
         read, exponent = read / 1e308, exponent + 308
     read = read / float(f"1e{-exponent}") if exponent < 0 else read * float(f"1e{exponent}")
     return -read if sign else read
+
+
+_ITEM = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|U[0-9a-fA-F]{8}|[pP]\{[^}]*\}|c[A-Za-z]|.)|.",
+    re.DOTALL,
+)
+_CLASS_ESCAPE = re.compile(r"\\[dDwWsSpP]")
+_ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?", re.DOTALL)
+"""A class without its end extends to the end of the text. Otherwise each bracket would be searched for
+again.
+"""
+
+
+def ends_in_escape(pattern: str) -> bool:
+    """Return whether the pattern ends within an escape: llguidance would drop the last backslash."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
+
+
+def class_of(body: str, spelled: Callable[[str], str]) -> str:
+    """Return the text between a class's brackets. A hyphen makes a range if single characters are on both
+    sides.
+    """
+    items = [match[0] for match in _ITEM.finditer(body)]
+    pieces, at = [], 0
+    while at < len(items):
+        ends = items[at : at + 3]
+        is_range = len(ends) == 3 and ends[1] == "-" and not any(map(_CLASS_ESCAPE.match, ends))
+        pieces.append(f"{spelled(ends[0])}-{spelled(ends[2])}" if is_range else spelled(ends[0]))
+        at += 3 if is_range else 1
+    return "".join(pieces)
+
+
+def from_ecma(pattern: str) -> str:
+    """Return a JSON schema's pattern with its classes rewritten so that they mean the same."""
+    return _ESCAPE_OR_CLASS.sub(_respelled_class, pattern)
+
+
+def _respelled_class(part: re.Match[str]) -> str:
+    text = part[0]
+    if text[0] != "[" or not text.endswith("]"):
+        return text
+    negation = "^" if text[1] == "^" else ""
+    body = text[1 + len(negation) : -1]
+    if not body:
+        return "[\\s\\S]" if negation else "[^\\s\\S]"
+    return f"[{negation}{class_of(body, _escaped)}]"
+
+
+def _escaped(item: str) -> str:
+    return "\\" + item if item in "[&~-^" else item

@@ -13,9 +13,8 @@ from typing import Any
 from llguidance import LLMatcher
 
 from protocol.errors import InvalidRequestError
-from router.grammars.json_schemas import FORMATS, schema_grammar
+from router.grammars.json_schemas import FORMATS, ends_in_escape, from_ecma, schema_grammar
 from router.grammars.lark import Spelling, named, quoted
-from router.grammars.regexes import ends_in_escape, from_ecma
 from router.parsing.parameters import COMBINED, as_json, function_schema, resolved, types_of
 from router.parsing.tagged import Tags
 

@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from router.text.stop_strings import possible_start
+from router.text.detokenizer import possible_start
 
 T = TypeVar("T")
 Parse: TypeAlias = Generator[None, None, T]

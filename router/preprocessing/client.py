@@ -1,4 +1,6 @@
-"""The router's side of the preprocessor: starts it, sends it tasks, replaces it when it ends or is stuck."""
+"""The router's side of the preprocessor: starts it, sends it tasks, replaces it when it ends or is stuck, and
+has it compile grammars.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from hashlib import blake2b
 from typing import IO, Literal
 
 import msgspec
 
 from protocol.config import ServeConfig
-from protocol.errors import TandemError
-from router.errors import unavailable
-from router.preprocessing.wire import (
+from protocol.errors import InvalidRequestError, TandemError
+from router.errors import ApiError, unavailable
+from router.grammars.grammar_request import AskedGrammar
+from router.preprocessing.tasks import (
     ACCEPTED,
     DIED,
+    GRAMMAR,
     LENGTH,
     REFUSED,
     RESULT,
@@ -211,3 +217,81 @@ def _result(answer: bytes) -> bytes:
     if kind == REFUSED and content is not None:
         raise msgspec.msgpack.decode(content, type=TaskError).to_error()
     raise _NoAnswerError("ended")
+
+
+COMPILE_CPU_S = 2.0
+"""The limit of CPU time from a request's fields to a grammar that has been compiled once."""
+MAX_KNOWN_BYTES = 64 * 1024 * 1024
+"""The most bytes of remembered grammars and errors; the least recently used are dropped."""
+
+ENTRY_BYTES = 256
+"""Approximate bytes of an entry in addition to its text."""
+
+RETRY_S = 1.0
+
+Outcome = str | InvalidRequestError
+
+
+class GrammarCompiler:
+    """Compiles requested grammars, each only once. A grammar that reaches the CPU limit is not remembered."""
+
+    def __init__(self, preprocessor: Preprocessor) -> None:
+        self._preprocessor = preprocessor
+        self._prepared: dict[bytes, Outcome] = {}
+        self._known: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._known_bytes = 0
+
+    async def prepare(self, grammars: Iterable[AskedGrammar]) -> None:
+        """Compile grammars that are always remembered, so that requests for them never wait."""
+        for asked in grammars:
+            while (key := _key(asked)) not in self._prepared:
+                try:
+                    self._prepared[key] = await self._compile(asked)
+                except (ApiError, InvalidRequestError) as error:
+                    logger.warning("the grammar of %s is not compiled yet: %s", asked.field, error)
+                    await asyncio.sleep(RETRY_S)
+
+    async def compile(self, asked: AskedGrammar) -> str:
+        """Return the grammar as llguidance reads it.
+
+        Raises `InvalidRequestError`, and `ApiError` 503 if the server is too busy to decide.
+        """
+        key = _key(asked)
+        outcome = self._prepared.get(key) or self._known.get(key)
+        if outcome is None:
+            outcome = await self._compile(asked)
+            self._remember(key, outcome)
+        if key in self._known:
+            self._known.move_to_end(key)
+        if isinstance(outcome, InvalidRequestError):
+            raise InvalidRequestError(outcome.field, outcome.message)
+        return outcome
+
+    async def _compile(self, asked: AskedGrammar) -> Outcome:
+        try:
+            call = TaskCall(GRAMMAR, COMPILE_CPU_S)
+            return (await self._preprocessor.run(call, asked.request)).decode()
+        except CpuLimitError:
+            reason = f"it takes more than {COMPILE_CPU_S:g} s of CPU time to compile, the limit"
+            raise InvalidRequestError(asked.field, reason) from None
+        except CrashError as error:
+            reason = f"the compiler crashes on it ({error}), as on rules that are nested too deeply"
+            return InvalidRequestError(asked.field, reason)
+        except InvalidRequestError as error:
+            return error
+
+    def _remember(self, key: bytes, outcome: Outcome) -> None:
+        if key not in self._known:
+            self._known[key] = outcome
+            self._known_bytes += _size(outcome)
+        while self._known_bytes > MAX_KNOWN_BYTES:
+            _, oldest = self._known.popitem(last=False)
+            self._known_bytes -= _size(oldest)
+
+
+def _key(asked: AskedGrammar) -> bytes:
+    return blake2b(asked.request, digest_size=16).digest()
+
+
+def _size(outcome: Outcome) -> int:
+    return sys.getsizeof(outcome if isinstance(outcome, str) else outcome.message) + ENTRY_BYTES

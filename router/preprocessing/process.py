@@ -21,8 +21,7 @@ import msgspec
 
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
-from router.preprocessing.tasks import Tasks
-from router.preprocessing.wire import (
+from router.preprocessing.tasks import (
     ACCEPTED,
     DIED,
     LENGTH,
@@ -31,6 +30,7 @@ from router.preprocessing.wire import (
     Setup,
     TaskCall,
     TaskError,
+    Tasks,
     framed,
 )
 

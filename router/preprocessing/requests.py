@@ -9,8 +9,7 @@ import msgspec
 
 from protocol.errors import InvalidRequestError
 from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
-from router.preprocessing.reading import BODIES, CONVERSIONS, BodyReader, Reading
-from router.preprocessing.wire import ReadingDetails, TaskCall
+from router.preprocessing.tasks import BODIES, CONVERSIONS, BodyReader, Reading, ReadingDetails, TaskCall
 from router.reading.prepared import EarlierResponse, Prepared
 from router.reading.request_builder import Built, RequestBuilder
 from router.reading.served import ServedModel

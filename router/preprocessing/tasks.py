@@ -1,26 +1,103 @@
-"""The preprocessor's tasks: each turns bytes into bytes."""
+"""The preprocessor's tasks: each turns bytes into bytes. Their messages, and the reading of bodies, which the
+router does itself for small ones.
+"""
 
 from __future__ import annotations
 
 import resource
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_BYTES
+from router.anthropic.body import MessageBody
+from router.anthropic.request import count_tokens, read_message
+from router.decoding import ignored_fields
+from router.errors import ApiError
 from router.grammars.grammar_request import GrammarRequest
 from router.grammars.structured_outputs import Grammar
-from router.preprocessing.reading import BodyReader
-from router.preprocessing.wire import GRAMMAR, ReadingDetails, Setup, TaskCall
+from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.pooling.requests import (
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    read_embeddings,
+    read_ranking,
+    read_score,
+)
 from router.reading.chats import Chats
-from router.reading.prepared import Prepared
+from router.reading.prepared import EarlierResponse, Prepared
+from router.reading.request_reader import RequestReader
+from router.reading.served import ServedModel
+from router.responses.body import ResponseBody
+from router.responses.turn import read_response
 from router.text.tokenizer import Tokenizer
 
 MAX_REASON = 400
 STACK_BYTES = 1024 * 1024
 """Half of the smallest stack that threads of other processes have."""
+
+
+Reading = Prepared | EarlierResponse | bytes
+"""Bytes are a complete answer."""
+
+
+class BodyKind(NamedTuple):
+    """A task's body, and its field that takes time to read."""
+
+    type: type[msgspec.Struct]
+    main_field: str
+
+
+BODIES = {
+    "completion": BodyKind(CompletionBody, "prompt"),
+    "chat": BodyKind(ChatBody, "messages"),
+    "response": BodyKind(ResponseBody, "input"),
+    "message": BodyKind(MessageBody, "messages"),
+    "embeddings": BodyKind(EmbeddingBody, "input"),
+    "score": BodyKind(ScoreBody, "text_2"),
+    "ranking": BodyKind(RerankBody, "documents"),
+    "count_tokens": BodyKind(MessageBody, "messages"),
+    "tokenize": BodyKind(TokenizeBody, "prompt"),
+    "detokenize": BodyKind(DetokenizeBody, "tokens"),
+}
+CONVERSIONS = ("count_tokens", "tokenize", "detokenize")
+"""The tasks whose reading is the whole answer."""
+
+
+class BodyReader:
+    """Reads bodies, in any process. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
+        reader = RequestReader(config, tokenizer, chats)
+        self._read_response = partial(read_response, reader)
+        self._tasks: dict[str, Callable[[bytes, ServedModel], Reading]] = {
+            "completion": reader.completion,
+            "chat": reader.chat,
+            "message": partial(read_message, reader),
+            "count_tokens": partial(count_tokens, reader),
+            "embeddings": partial(read_embeddings, reader),
+            "score": partial(read_score, reader),
+            "ranking": partial(read_ranking, reader),
+            "tokenize": reader.tokenize,
+            "detokenize": reader.detokenize,
+        }
+
+    def read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
+        if task == "response":
+            reading: Reading = self._read_response(raw, model, earlier)
+        else:
+            reading = self._tasks[task](raw, model)
+        if isinstance(reading, Prepared):
+            return msgspec.structs.replace(reading, ignored=ignored_fields(raw, BODIES[task].type))
+        return reading
 
 
 class Tasks:
@@ -91,3 +168,64 @@ def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
         if matcher.is_error():
             return "no text satisfies it, or it is too complex"
     return matcher.get_error().strip()
+
+
+LENGTH = struct.Struct("!Q")
+ACCEPTED = b"."
+RESULT, REFUSED, DIED = b"+", b"-", b"!"
+
+GRAMMAR = "grammar"
+"""The task that compiles a grammar; the other tasks read bodies."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The preprocessor's configuration, and the files of its `Tokenizer`."""
+
+    config: ServeConfig
+    tokenizer_json: str
+    tokenizer_settings: dict[str, Any]
+
+
+def framed(content: bytes) -> bytes:
+    return LENGTH.pack(len(content)) + content
+
+
+def content_of(frame: bytes) -> bytes | None:
+    """Return a frame's content, None if it was cut off or has extra bytes."""
+    content = frame[LENGTH.size :]
+    return content if LENGTH.pack(len(content)) == frame[: LENGTH.size] else None
+
+
+class TaskCall(msgspec.Struct, frozen=True, array_like=True):
+    """A task's name, its limit of CPU time, and the facts that it needs in addition to its argument."""
+
+    task: str
+    cpu_s: float
+    details: bytes = b""
+
+
+class ReadingDetails(msgspec.Struct, frozen=True, array_like=True):
+    """The model for which a body is read, and the items of the `earlier` response that it continues."""
+
+    model: ServedModel
+    earlier: bytes | None = None
+
+
+class TaskError(msgspec.Struct, frozen=True, array_like=True):
+    """An `InvalidRequestError` if `status` is 0, else an `ApiError`."""
+
+    status: int
+    message: str
+    param: str | None
+    code: str | None = None
+
+    @classmethod
+    def from_error(cls, error: InvalidRequestError | ApiError) -> TaskError:
+        if isinstance(error, InvalidRequestError):
+            return cls(0, error.message, error.field)
+        return cls(error.status, error.message, error.param, error.code)
+
+    def to_error(self) -> InvalidRequestError | ApiError:
+        if not self.status:
+            return InvalidRequestError(self.param or "", self.message)
+        return ApiError(self.status, self.message, param=self.param, code=self.code)

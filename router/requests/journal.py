@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -21,13 +22,52 @@ from router.errors import ApiError
 from router.placement.decision import PlacementDecision
 from router.placement.drafts.history import DraftCounts, DraftHistory
 from router.requests.thinking import ThinkingBudget
-from router.requests.times import RequestTimes
 from router.text.choice import Choice
 from router.workers.assignment import Assignment, Stage
 from router.workers.kv_index import hash_blocks
 
 NO_KEY = "0"
 """The API key's name if the server needs none."""
+
+
+class RequestTimes:
+    """Points in time in monotonic seconds, 0 if not reached yet, and durations in seconds.
+
+    A placement begins at `placed_at`, brings its first token at `answered_at`, and is with its decode worker
+    from `taken_over_at` on if a prefill worker began it. Placements before the current one took `earlier_s`.
+    `num_steps` steps brought tokens after the first.
+    """
+
+    __slots__ = (
+        "answered_at",
+        "earlier_s",
+        "ended_at",
+        "num_migrated",
+        "num_placed_again",
+        "num_steps",
+        "parked_at",
+        "placed_at",
+        "placement_s",
+        "queue_s",
+        "taken_over_at",
+    )
+
+    def __init__(self) -> None:
+        self.parked_at = self.placed_at = self.answered_at = self.taken_over_at = self.ended_at = 0.0
+        self.queue_s = self.placement_s = self.earlier_s = 0.0
+        self.num_steps = self.num_placed_again = self.num_migrated = 0
+
+    def start_placement(self) -> None:
+        """Start a new placement; the time of the current one counts as `earlier_s`."""
+        if self.placed_at:
+            self.earlier_s += time.monotonic() - self.placed_at
+        self.placed_at = self.answered_at = self.taken_over_at = 0.0
+
+    def park(self) -> None:
+        self.parked_at = time.monotonic()
+
+    def unpark(self) -> None:
+        self.queue_s += time.monotonic() - self.parked_at
 
 
 @dataclass(eq=False, slots=True)

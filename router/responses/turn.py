@@ -16,9 +16,8 @@ from router.errors import ApiError
 from router.reading.prepared import EarlierResponse, Prepared, PreparedResponse
 from router.reading.request_reader import RequestReader
 from router.reading.served import ServedModel
-from router.responses.answer import ResponseAnswer
+from router.responses.answer import Fields, ResponseAnswer
 from router.responses.body import Item, ResponseBody
-from router.responses.items import Fields
 from router.responses.request import converted_chat, echoed_fields, own_field
 from router.responses.store import ResponseStore, StoredResponse
 from router.text.tokenizer import Tokenizer

@@ -15,9 +15,17 @@ from protocol.roles import ROLES
 from router.dispatch.drainer import Drainer
 from router.errors import ApiError
 from router.observe.metrics import Metrics
-from router.scaling.decide import INTERVAL_S, ScalerState, ScalingDecision, ScalingPolicy, decide
-from router.scaling.facts import RoleLoad, ScalingFacts, role_load
-from router.scaling.log import ScalingEvent, ScalingLog
+from router.scaling.decide import (
+    INTERVAL_S,
+    RoleLoad,
+    ScalerState,
+    ScalingDecision,
+    ScalingFacts,
+    ScalingPolicy,
+    decide,
+    role_load,
+)
+from router.scaling.interface import ScalingEvent, ScalingLog
 from router.scaling.scaler import Scaler, least_worth
 from router.workers.demand import Demand, DemandMeter, RoleDemand, sum_of
 from router.workers.registry import Registry

@@ -5,19 +5,20 @@ wait longer than the SLO allows (Erlang's C formula, with Allen and Cunneen's co
 prompts), steps keep the time per token, and rows and KV keep some headroom. More workers are added at once,
 also when prompts have queued up or answers miss their SLO nevertheless. Workers are removed after fewer
 would have sufficed for a while, with a margin. If no node has room for more, a role with workers to spare
-gives one up.
-"""
+gives one up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, inf, sqrt
 from typing import NamedTuple
 
+from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.roles import WorkerRange
-from router.scaling.facts import RoleLoad, ScalingFacts
+from router.placement.interface import WorkerSnapshot
 from router.workers.demand import RoleDemand
+from router.workers.registry import Worker
 
 INTERVAL_S = 5.0
 """[seconds] The time between two decisions."""
@@ -261,3 +262,58 @@ def _within_room(
                 reason = {role: f"{reasons[role]}; no node takes more, and {other} can spare one"}
                 return ScalingDecision({}, reason, (other, role))
     return ScalingDecision(targets, {role: reasons[role] for role in targets}) if targets else None
+
+
+class RoleLoad(NamedTuple):
+    """The current load of the workers of one role.
+
+    `workers` serve and `coming` more are being started. They decode `rows` with `context` tokens, hold
+    `kv_usage` pools of KV, and prompts of `backlog_s` seconds wait there for others. Each decodes at most
+    `max_rows`. `demand` has the counters.
+    """
+
+    workers: int
+    coming: int = 0
+    rows: float = 0.0
+    context: float = 0.0
+    kv_usage: float = 0.0
+    backlog_s: float = 0.0
+    max_rows: int = 64
+    costs: StepCosts = UNKNOWN_COSTS
+    demand: RoleDemand = RoleDemand()
+
+    @property
+    def have(self) -> int:
+        return self.workers + self.coming
+
+
+class ScalingFacts(NamedTuple):
+    """The facts at `now` [s]. `room`: how many more workers of each role the nodes can hold."""
+
+    now: float
+    loads: Mapping[str, RoleLoad]
+    room: Mapping[str, int]
+    slo_ttft_s: float = inf
+    slo_tpot_s: float = inf
+
+
+def role_load(workers: Sequence[Worker], coming: int, demand: RoleDemand, max_rows: int) -> RoleLoad:
+    """Return the load of workers of one role that accept requests."""
+    loads = [worker.load for worker in workers]
+    return RoleLoad(
+        workers=len(loads),
+        coming=coming,
+        rows=sum(load.rows for load in loads),
+        context=sum(load.context_tokens for load in loads),
+        kv_usage=sum(load.kv_usage for load in loads),
+        backlog_s=sum(map(_waiting_s, loads)),
+        max_rows=max_rows,
+        costs=loads[0].costs if loads else UNKNOWN_COSTS,
+        demand=demand + RoleDemand(),
+    )
+
+
+def _waiting_s(load: WorkerSnapshot) -> float:
+    """Return the time to compute the prompts after the first one."""
+    share = 1 - 1 / load.prompts if load.prompts > 1 else 0.0
+    return share * load.costs.chunks_s(load.prefill_tokens, 0, load.costs.chunk_tokens)

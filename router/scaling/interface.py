@@ -1,10 +1,19 @@
-"""The router's requests to the launcher for a change of the number of workers, and its answers."""
+"""The router's requests to the launcher for a change of the number of workers, the changes that exclude each
+other, and the log of scaling.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
+
+from router.errors import ApiError
+from router.scaling.decide import ScalingDecision
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,3 +45,105 @@ async def refuse_to_scale(request: ScaleRequest) -> ScaleAnswer:
     return ScaleAnswer(
         refusal="these workers were not started by a launcher", field=min(request.targets, default="")
     )
+
+
+MAX_SHOWN = 100
+
+
+@dataclass(frozen=True)
+class ScalingEvent:
+    """A decision, its time [s since 1970], its roles' numbers of workers then, and why it failed."""
+
+    at: float
+    decision: ScalingDecision
+    had: dict[str, int]
+    failure: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        decision = self.decision
+        change = decision.changes_role
+        return {
+            "at": self.at,
+            "targets": dict(decision.targets),
+            "had": self.had,
+            "reasons": dict(decision.reasons),
+            "changes_role": None if change is None else {"from": change[0], "to": change[1]},
+            "failure": self.failure,
+        }
+
+
+class ScalingLog:
+    """Keeps the latest events. `tell` also sends an event to the logs of the other routers."""
+
+    def __init__(self) -> None:
+        self._events: deque[ScalingEvent] = deque(maxlen=MAX_SHOWN)
+        self.tell: Callable[[ScalingEvent], None] = self.note
+
+    def latest(self) -> list[ScalingEvent]:
+        """Return the events, the newest first."""
+        return list(self._events)[::-1]
+
+    def note(self, event: ScalingEvent) -> None:
+        """Add an event, or replace it if it has failed since it was added."""
+        for place, known in enumerate(self._events):
+            if known.at == event.at:
+                self._events[place] = event
+                return
+        self._events.append(event)
+
+
+Change = Literal["restart", "scaling", "change of adapters"]
+
+
+class Changes:
+    """The changes under way and their routers: a restart or several scalings, and a change of adapters."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[Change, str]] = []
+
+    def begin(self, change: Change, router_id: str) -> str:
+        """Begin a change. Returns why it cannot begin, or "" if it has begun."""
+        for other, at in self._under_way:
+            if change == other != "scaling" or {change, other} == {"restart", "scaling"}:
+                return f"a {other} is under way already, asked of {at}: ask again after that"
+        self._under_way.append((change, router_id))
+        return ""
+
+    def end(self, change: Change, router_id: str) -> None:
+        if (change, router_id) in self._under_way:
+            self._under_way.remove((change, router_id))
+
+    def forget(self, router_id: str) -> None:
+        """Forget the changes of a router that has ended."""
+        self._under_way = [each for each in self._under_way if each[1] != router_id]
+
+    @property
+    def under_way(self) -> list[Change]:
+        return [change for change, _ in self._under_way]
+
+
+class Turns:
+    """One router's access to `Changes`. `begin` and `end` reach the process that keeps them for all
+    routers.
+    """
+
+    def __init__(self, router_id: str) -> None:
+        self.changes = Changes()
+        """The changes of a router that is alone."""
+        self.begin: Callable[[Change], Awaitable[str]] = self._begin
+        self.end: Callable[[Change], None] = lambda change: self.changes.end(change, router_id)
+        self._router_id = router_id
+
+    async def _begin(self, change: Change) -> str:
+        return self.changes.begin(change, self._router_id)
+
+    @asynccontextmanager
+    async def hold(self, change: Change) -> AsyncIterator[None]:
+        """Hold a change while the context runs. Raises `ApiError` 409 if another change is under way."""
+        refusal = await self.begin(change)
+        if refusal:
+            raise ApiError(409, refusal, code="change_under_way")
+        try:
+            yield
+        finally:
+            self.end(change)

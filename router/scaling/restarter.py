@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from protocol.config import ServeConfig
 from router.dispatch.drainer import Drainer, DrainReport
 from router.errors import ApiError
+from router.scaling.interface import Turns
 from router.scaling.scaler import Scaler
-from router.scaling.turns import Turns
 from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)

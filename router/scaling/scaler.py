@@ -13,8 +13,7 @@ from math import inf
 from protocol.config import ServeConfig
 from router.dispatch.drainer import Drainer, DrainReport
 from router.errors import ApiError
-from router.scaling.interface import AskToScale, ScaleRequest, refuse_to_scale
-from router.scaling.turns import Turns
+from router.scaling.interface import AskToScale, ScaleRequest, Turns, refuse_to_scale
 from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)

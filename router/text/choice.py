@@ -12,8 +12,7 @@ import msgspec
 from protocol.adapters import Adapter
 from protocol.kv_events import CacheFormat
 from protocol.outputs import PAGE_POSITIONS, TokenLogprobs, TokenOutput, logprobs_pages, paged_logprobs
-from router.text.detokenizer import Detokenizer
-from router.text.stop_strings import StopStringMatcher
+from router.text.detokenizer import Detokenizer, StopStringMatcher
 from router.workers.kv_index import HashedBlocks, hash_blocks
 
 

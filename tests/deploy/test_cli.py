@@ -11,7 +11,7 @@ import pytest
 
 from deploy.serve import warn_of_exposure
 from protocol.config import ServeConfig, field_docs, flag_name
-from router.key_file import hash_of, read_key_file
+from router.api_keys import hash_of, read_key_file
 from tests.deploy.server_process import ROOT, tandem_command
 
 

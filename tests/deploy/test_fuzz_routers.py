@@ -35,8 +35,7 @@ from deploy.routers.messages import (
 from deploy.routers.process import _Control
 from messaging.sockets import ClusterKeys
 from router.scaling.decide import ScalingDecision
-from router.scaling.interface import ScaleAnswer, ScaleRequest
-from router.scaling.log import ScalingEvent
+from router.scaling.interface import ScaleAnswer, ScaleRequest, ScalingEvent
 from router.server import RouterPlace, RouterServer
 from router.workers.demand import RoleDemand
 from tests.deploy.test_routers import Pool

@@ -33,7 +33,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.roles import WorkerRange
 from router.scaling.decide import ScalingDecision
-from router.scaling.log import ScalingEvent
+from router.scaling.interface import ScalingEvent
 from router.server import bind_http
 from router.workers.demand import RoleDemand
 

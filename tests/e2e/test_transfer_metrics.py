@@ -39,7 +39,7 @@ def complete(serving: HttpServing, length: int) -> None:
 def test_each_request_is_in_the_stage_histograms_and_in_the_log(
     serving: HttpServing, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.DEBUG, "router.observe.request_log"):
+    with caplog.at_level(logging.DEBUG, "router.observe.timing"):
         for length in LENGTHS:
             complete(serving, length)
     total = dict.fromkeys(STAGES, 0.0)

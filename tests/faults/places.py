@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.blocks.extents import RUN_BYTES
-from kvtransfer.channel import PREFIX_BYTES, decode, frame_length
-from kvtransfer.messages import GOOD, Ack, Piece
+from kvtransfer.messages import GOOD, PREFIX_BYTES, Ack, Piece, decode, frame_length
 
 
 def _frame_at(data: bytes, start: int) -> bytes:

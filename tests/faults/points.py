@@ -56,9 +56,9 @@ def _acks(channel: Any, message: Any, *rest: Any) -> bool:
 
 SENDER_POINTS = {
     "connecting": Point("kvtransfer.streams.stream:Stream", "open", "before"),
-    "connected": Point("kvtransfer.channel:Channel", "finish_connect", "after"),
-    "hello sent": Point("kvtransfer.channel:Channel", "recv_frame", "before"),
-    "challenge received": Point("kvtransfer.channel:Channel", "recv_frame", "after"),
+    "connected": Point("kvtransfer.messages:Channel", "finish_connect", "after"),
+    "hello sent": Point("kvtransfer.messages:Channel", "recv_frame", "before"),
+    "challenge received": Point("kvtransfer.messages:Channel", "recv_frame", "after"),
     "verdict received": Point("kvtransfer.streams.stream", "introduce", "after"),
     "link ready": Point("kvtransfer.streams.stream:Stream", "open", "after"),
     "piece taken": Point(
@@ -80,8 +80,8 @@ SENDER_POINTS = {
 
 RECEIVER_POINTS = {
     "accepted": Point("kvtransfer.streams.connection:ReceiverConnection", "run", "before"),
-    "hello received": Point("kvtransfer.channel:Channel", "send_all", "before"),
-    "challenge sent": Point("kvtransfer.channel:Channel", "send_all", "after"),
+    "hello received": Point("kvtransfer.messages:Channel", "send_all", "before"),
+    "challenge sent": Point("kvtransfer.messages:Channel", "send_all", "after"),
     "verdict sent": Point("kvtransfer.streams.connection", "examine", "after"),
     "reader ready": Point("kvtransfer.lease_table:LeaseTable", "connected", "after"),
     "piece announced": Point("kvtransfer.lease_table:LeaseTable", "admit", "before"),
@@ -94,8 +94,8 @@ RECEIVER_POINTS = {
     "converting": Point("kvtransfer.blocks.convert:Converter", "place", "before"),
     "converted": Point("kvtransfer.blocks.convert:Converter", "place", "after"),
     "in place": Point("kvtransfer.streams.connection:ReceiverConnection", "_take", "after"),
-    "ack due": Point("kvtransfer.channel:Channel", "send", "before", _acks),
-    "ack sent": Point("kvtransfer.channel:Channel", "send", "after", _acks),
+    "ack due": Point("kvtransfer.messages:Channel", "send", "before", _acks),
+    "ack sent": Point("kvtransfer.messages:Channel", "send", "after", _acks),
     "recorded": Point("kvtransfer.lease_table:LeaseTable", "record", "after"),
     "told": Point("kvtransfer.receiver:Receiver", "_emit", "after"),
     "closing": Point("kvtransfer.lease_table:LeaseTable", "close", "before"),

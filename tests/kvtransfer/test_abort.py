@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.channel import Channel
 from kvtransfer.interface import Closed, Completed, Failed, Progress
-from kvtransfer.messages import CHECKSUM_MISMATCH, SPOILED, Ack, Piece
+from kvtransfer.messages import CHECKSUM_MISMATCH, SPOILED, Ack, Channel, Piece
 from kvtransfer.streams.link import Link
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.ucx_reader import Words

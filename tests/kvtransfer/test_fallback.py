@@ -12,9 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from kvtransfer.channel import encode, frame
 from kvtransfer.interface import Completed, Failed, RegisteredPool, TransferError
-from kvtransfer.messages import GOOD, Piece
+from kvtransfer.messages import GOOD, Piece, encode, frame
 from protocol.peers import PeerAddress
 from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, moved

@@ -11,9 +11,22 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from kvtransfer.channel import decode, encode, frame, frame_length, unframe
 from kvtransfer.interface import Completed
-from kvtransfer.messages import GOOD, Ack, Answer, Challenge, Hello, Piece, Proof, SealedAnswer
+from kvtransfer.messages import (
+    GOOD,
+    Ack,
+    Answer,
+    Challenge,
+    Hello,
+    Piece,
+    Proof,
+    SealedAnswer,
+    decode,
+    encode,
+    frame,
+    frame_length,
+    unframe,
+)
 from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
 from tests.fuzzing import SECONDS, altered, damaged, each_edge, fuzz, too_deep

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.channel import decode, encode, frame
 from kvtransfer.interface import Completed, Failed
-from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedAnswer
+from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedAnswer, decode, encode, frame
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, introduce
 from kvtransfer.transports.shm import ShmTransport
 from protocol.handoff import SegmentInfo

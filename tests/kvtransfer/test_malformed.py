@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.channel import PREFIX_BYTES, encode, frame, unframe
 from kvtransfer.interface import Completed, Failed
-from kvtransfer.messages import Ack, Piece
+from kvtransfer.messages import PREFIX_BYTES, Ack, Piece, encode, frame, unframe
 from kvtransfer.receiver import Receiver
 from protocol.errors import ProtocolError
 from tests.kvtransfer.test_leases import runs

@@ -17,10 +17,9 @@ from bench.transfer.object_store import running_ray, start_actor
 from deploy.config import load_config
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
 from kvtransfer.blocks.extents import PART_BYTES
-from kvtransfer.channel import Channel
 from kvtransfer.interface import Closed, Completed, Failed, Progress, TransferError
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import GOOD
+from kvtransfer.messages import GOOD, Channel
 from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, aligned, copy
 from kvtransfer.transports.registry import open_transports
 from kvtransfer.transports.transport import MAX_IN_FLIGHT

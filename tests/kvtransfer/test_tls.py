@@ -17,7 +17,7 @@ import pytest
 from bench.transfer.certificates import Authority
 from kvtransfer.interface import Completed, Failed
 from kvtransfer.transports.registry import TransportOptions
-from kvtransfer.transports.tls import TlsTransport
+from kvtransfer.transports.tcp import TlsTransport
 from messaging.files import TlsFiles
 from messaging.wake import Wake
 from protocol.peers import PeerAddress

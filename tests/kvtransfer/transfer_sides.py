@@ -12,9 +12,8 @@ import numpy as np
 
 from kvtransfer.blocks.extents import Mode
 from kvtransfer.blocks.memory import PoolMemory
-from kvtransfer.channel import Channel
 from kvtransfer.interface import Completed, Failed, Progress, RegisteredPool
-from kvtransfer.messages import Ack, Piece
+from kvtransfer.messages import Ack, Channel, Piece
 from kvtransfer.pairs import Pairs
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender

@@ -109,7 +109,7 @@ class Sender(Side):
     """Connects to receivers and offers its pool to them."""
 
     def connect(self, address: str) -> None:
-        from kvtransfer.channel import Channel
+        from kvtransfer.messages import Channel
 
         deadline = time.monotonic() + WAIT_S
         self.outgoing = Channel(self.transport.connect(address), self.wake, WAIT_S)
@@ -138,7 +138,7 @@ class Receiver(Sender):
 
     def accept(self) -> None:
         """Take the next connection, on which the sender has introduced itself."""
-        from kvtransfer.channel import Channel
+        from kvtransfer.messages import Channel
 
         self.listener.settimeout(WAIT_S)
         accepted, _ = self.listener.accept()

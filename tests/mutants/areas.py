@@ -20,7 +20,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "verification": ("speculation/verification/*.py",),
     "journal": (
         "router/requests/journal.py",
-        "router/answers/answer_parts.py",
+        "router/answers/parsed_chat.py",
         "router/dispatch/dispatcher.py",
     ),
     "leases": ("kvtransfer/lease*.py", "worker/link.py"),
@@ -46,13 +46,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         "engine/sampler/masks.py",
         "engine/model/grammar_tokenizer.py",
         "router/grammars/structured_outputs.py",
-        "router/preprocessing/grammar_compiler.py",
+        "router/preprocessing/client.py",
         "router/grammars/grammar_request.py",
-        "router/grammars/gbnf.py",
         "router/grammars/lark.py",
-        "router/grammars/regexes.py",
         "router/grammars/json_schemas.py",
         "router/grammars/tool_grammar.py",
-        "router/grammars/structural_tags.py",
     ),
 }

@@ -8,7 +8,7 @@ from several import TwoRouters
 
 from protocol.adapters import Adapter
 from protocol.kv_events import CacheFormat
-from router.key_file import add_key
+from router.api_keys import add_key
 from router.text.choice import Prompt
 
 SQL = Adapter(name="sql", path="/adapters/sql", digest="1" * 32)

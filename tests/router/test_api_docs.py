@@ -12,7 +12,7 @@ import pytest
 from router import openai_types
 from router.anthropic import body as anthropic
 from router.errors import ErrorBody, ErrorDetail
-from router.pooling import body as pooling
+from router.pooling.requests import EmbeddingBody, RerankBody, ScoreBody
 from router.responses import body as responses
 
 PATHS = {
@@ -59,7 +59,10 @@ BASES = (
 )
 BODIES = [
     each
-    for each in {**vars(openai_types), **vars(pooling), **vars(responses), **vars(anthropic)}.values()
+    for each in [
+        *{**vars(openai_types), **vars(responses), **vars(anthropic)}.values(),
+        *(EmbeddingBody, RerankBody, ScoreBody),
+    ]
     if isinstance(each, type) and issubclass(each, msgspec.Struct) and each not in BASES
 ]
 HTML = {"accept": "text/html,application/xhtml+xml"}

@@ -14,7 +14,7 @@ from router_clients import eventually
 
 from protocol.config import ServeConfig
 from router import api_keys
-from router.key_file import KeyEntry, add_key
+from router.api_keys import KeyEntry, add_key
 from router.observe.metrics import Metrics
 from router.workers.registry import Registry
 

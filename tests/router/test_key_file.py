@@ -12,7 +12,7 @@ import pytest
 from deploy.config import load_config
 from protocol.errors import ConfigError
 from protocol.server_options import MAX_API_KEYS
-from router.key_file import KeyEntry, add_key, hash_of, read_key_file
+from router.api_keys import KeyEntry, add_key, hash_of, read_key_file
 
 GOOD = {"name": "a", "sha256": "0" * 64}
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from router_clients import eventually
 
-from router.bodies import BODY_TIMEOUT_S
 from router.connection import HEAD_TIMEOUT_S, UNREAD_TIMEOUT_S
+from router.decoding import BODY_TIMEOUT_S
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 LONGEST_S = 60.0

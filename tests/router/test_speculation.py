@@ -225,6 +225,6 @@ def test_metrics_have_vllms_names_with_labels(make_router):
 def test_the_requests_log_line_has_its_drafts(make_router, caplog):
     router = make_router()
     router.add_worker(tokens_per_step=4, rejected_per_step=2)
-    with caplog.at_level(logging.DEBUG, logger="router.observe.request_log"):
+    with caplog.at_level(logging.DEBUG, logger="router.observe.timing"):
         post(router, max_tokens=8)
     assert [line for line in caplog.messages if "8 out" in line and "drafted 10, accepted 6" in line]

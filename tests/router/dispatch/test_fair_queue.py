@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from router.dispatch.fair_queue import QUANTUM, FairQueue
+from router.dispatch.send_ahead import QUANTUM, FairQueue
 
 NOTHING: Counter[int] = Counter()
 

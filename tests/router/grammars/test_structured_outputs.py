@@ -19,8 +19,7 @@ from router.decoding import decode_body
 from router.grammars.grammar_request import GrammarRequest, grammar_request
 from router.grammars.structured_outputs import Grammar, requested_grammar
 from router.openai_types import CompletionBody
-from router.preprocessing.client import Preprocessor
-from router.preprocessing.grammar_compiler import GrammarCompiler
+from router.preprocessing.client import GrammarCompiler, Preprocessor
 from router.text.tokenizer import Tokenizer
 
 PERSON = {
@@ -221,7 +220,7 @@ def test_a_verdict_comes_soon_and_holds_no_memory(preprocessor: Preprocessor, fi
 def test_the_cache_of_outcomes_is_bounded(
     preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.preprocessing.grammar_compiler.MAX_KNOWN_BYTES", 800)
+    monkeypatch.setattr("router.preprocessing.client.MAX_KNOWN_BYTES", 800)
 
     async def check() -> None:
         compiler = GrammarCompiler(preprocessor)

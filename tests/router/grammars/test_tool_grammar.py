@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from protocol.errors import InvalidRequestError
 from router.grammars.lark import Spelling
-from router.grammars.structural_tags import tag_grammar
+from router.grammars.structured_outputs import tag_grammar
 from router.grammars.tool_grammar import MAX_CALLS, Offer, after_thinking, tool_grammar
 from router.parsing import forms, tagged
 from router.parsing.formats import TOOL_FORMATS, Parsing

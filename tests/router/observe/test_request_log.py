@@ -9,7 +9,7 @@ from router_clients import emitted, eventually, is_idle, lose, post
 
 
 def of_requests(
-    caplog: pytest.LogCaptureFixture, logger: str = "router.observe.request_log"
+    caplog: pytest.LogCaptureFixture, logger: str = "router.observe.timing"
 ) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == logger]
 

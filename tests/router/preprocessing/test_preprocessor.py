@@ -17,8 +17,7 @@ from router.errors import ApiError
 from router.grammars.grammar_request import GrammarRequest
 from router.openai_types import StructuredOutputs
 from router.preprocessing import client
-from router.preprocessing.client import MAX_AT_ONCE, Preprocessor
-from router.preprocessing.grammar_compiler import GrammarCompiler
+from router.preprocessing.client import MAX_AT_ONCE, GrammarCompiler, Preprocessor
 from router.text.tokenizer import Tokenizer
 
 PATTERNS = ",".join(f'{{"type":"string","pattern":"a.{{{count}}}b"}}' for count in range(1, 40))
@@ -85,7 +84,7 @@ async def eventually(condition: Any) -> None:
 
 
 async def test_a_task_beyond_its_cpu_time_is_refused_and_ended(compiler, monkeypatch):
-    monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 0.1)
+    monkeypatch.setattr("router.preprocessing.client.COMPILE_CPU_S", 0.1)
     asked = [compiler.answer_to_endless() for _ in range(MAX_AT_ONCE + 1)]
     for refused in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(refused, InvalidRequestError)
@@ -115,7 +114,7 @@ async def test_a_busy_host_is_no_fault_of_the_request(compiler, monkeypatch):
     """It has not used its CPU time yet."""
     await compiler.answer()
     monkeypatch.setattr(client, "MIN_DEADLINE_S", 0.2 - 2 * 1000.0)
-    monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 1000.0)
+    monkeypatch.setattr("router.preprocessing.client.COMPILE_CPU_S", 1000.0)
     with pytest.raises(ApiError, match="the server is busy") as refused:
         await compiler.answer_to_endless()
     assert refused.value.status == 503
@@ -124,7 +123,7 @@ async def test_a_busy_host_is_no_fault_of_the_request(compiler, monkeypatch):
 
 
 async def test_a_cancelled_call_ends_its_task(compiler, monkeypatch):
-    monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 1000.0)
+    monkeypatch.setattr("router.preprocessing.client.COMPILE_CPU_S", 1000.0)
     await compiler.answer()
     asked = asyncio.ensure_future(compiler.answer_to_endless())
     await compiler.next_accepted()
@@ -136,7 +135,7 @@ async def test_a_cancelled_call_ends_its_task(compiler, monkeypatch):
 
 
 async def test_a_task_survives_one_death_of_its_child(compiler, monkeypatch):
-    monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 1000.0)
+    monkeypatch.setattr("router.preprocessing.client.COMPILE_CPU_S", 1000.0)
     await compiler.answer()
     for child in compiler.children():
         os.kill(child, signal.SIGSTOP)

@@ -15,14 +15,15 @@ from router.placement.interface import Refusal
 from router.scaling.decide import (
     INTERVAL_S,
     OfferedLoad,
+    RoleLoad,
     ScalerState,
     ScalingDecision,
+    ScalingFacts,
     ScalingPolicy,
     decide,
     late_share,
     needed,
 )
-from router.scaling.facts import RoleLoad, ScalingFacts
 from router.scaling.interface import ScaleAnswer
 from router.workers.assignment import Assignment
 from router.workers.demand import DemandMeter, RoleDemand

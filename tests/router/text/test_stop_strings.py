@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.stop_strings import StopStringMatcher
+from router.text.detokenizer import StopStringMatcher
 
 ALPHABET = "ab\n🙂"
 
