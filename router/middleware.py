@@ -1,4 +1,4 @@
-"""The outermost layer around each request, the answers to its errors, and the guard against the pages of other
+"""The outermost layer around each request, the answers to its errors, and the guard against pages of other
 sites.
 """
 

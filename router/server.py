@@ -47,7 +47,7 @@ class RouterServer:
     """Binds the HTTP socket and the workers' socket when created; `run()` serves until `stop()` or
     SIGINT/SIGTERM.
 
-    Workers connect to `worker_endpoint`; `port` is the actual HTTP port. One of several routers has a
+    Workers connect to `worker_endpoints`; `port` is the actual HTTP port. One of several routers has a
     `place`: its `port` is its own, and it listens on the shared one once it knows a worker. Raises
     `ConfigError` if an address cannot be bound or the tokenizer cannot be loaded.
     """
@@ -75,25 +75,15 @@ class RouterServer:
         except BaseException:
             self._close_http()
             raise
+        self.worker_endpoints = [self.state.link.endpoint]
         self.port: int = self._http_socket.getsockname()[1]
+        self.url = http_url(config, config.host, self.port)
         self._server: _Uvicorn | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._stop_asked = False
-
-    @property
-    def worker_endpoint(self) -> str:
-        return self.state.link.endpoint
-
-    @property
-    def worker_endpoints(self) -> list[str]:
-        return [self.worker_endpoint]
-
-    @property
-    def url(self) -> str:
-        return http_url(self.config, self.config.host, self.port)
 
     def start_ups(self) -> dict[str, Mapping[str, str]]:
         """Return the choices that each worker made at its start, by worker id."""

@@ -19,11 +19,8 @@ from router.workers.demand import RoleDemand
 class Routers(Protocol):
     """Implemented by `RouterServer` and `RouterPool`. Any thread may call all methods except `run`."""
 
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def worker_endpoints(self) -> list[str]: ...
+    url: str
+    worker_endpoints: list[str]
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None: ...
 

@@ -49,12 +49,12 @@ def read_message(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepa
     if budget is not None and budget >= body.max_tokens:
         limit = f"must be less than max_tokens, {body.max_tokens}; got {budget}"
         raise InvalidRequestError("thinking.budget_tokens", limit)
-    return _chat(body, reader.has_reasoning).read(reader.chat_of, model)
+    return _chat(body, reader.chats.has_reasoning).read(reader.chat_of, model)
 
 
 def count_tokens(reader: RequestReader, raw: bytes, model: ServedModel) -> bytes:
     """Return the number of the prompt's tokens, as JSON. Raises as `read_message`."""
-    chat = _chat(decode_body(raw, MessageBody), reader.has_reasoning)
+    chat = _chat(decode_body(raw, MessageBody), reader.chats.has_reasoning)
     return msgspec.json.encode({"input_tokens": len(chat.read(reader.chat_tokens, model))})
 
 

@@ -50,7 +50,7 @@ class RequestReader:
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._chats = chats
+        self.chats = chats
 
     def completion(self, raw: bytes, model: ServedModel) -> Prepared:
         body = decode_body(raw, CompletionBody)
@@ -77,11 +77,6 @@ class RequestReader:
             prompts.append(prompt)
         return self._prepared(body, prompts, params, output, asked_grammar(body))
 
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether the model thinks before it answers a chat."""
-        return self._chats.has_reasoning
-
     def chat(self, raw: bytes, model: ServedModel) -> Prepared:
         return self.chat_of(decode_body(raw, ChatBody), model)
 
@@ -96,7 +91,7 @@ class RequestReader:
             )
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         output = _asked_output(body, num_top)
-        text, answer, grammar, warning = self._chats.read(body)
+        text, answer, grammar, warning = self.chats.read(body)
         try:
             params = self._sampling_params(body, model, num_top, body.prompt_logprobs)
         except InvalidRequestError as error:
@@ -117,7 +112,7 @@ class RequestReader:
     def chat_tokens(self, body: ChatBody, model: ServedModel) -> list[int]:
         """Return the tokens of a chat's prompt."""
         model.check_name(body.model)
-        return self._token_ids(self._chats.read(body).prompt, False, "messages", None, model)
+        return self._token_ids(self.chats.read(body).prompt, False, "messages", None, model)
 
     def embeddings(
         self, body: PoolingBody, sources: Sequence[tuple[str, str | list[int]]], model: ServedModel
@@ -155,7 +150,7 @@ class RequestReader:
         field, text, special = "prompt", body.prompt or "", body.add_special_tokens is not False
         if body.messages is not None:
             field, special = "messages", bool(body.add_special_tokens)
-            text = self._chats.render(body)
+            text = self.chats.render(body)
         token_ids = self._tokenizer.encode_prompt(text, special, model.max_model_len, field)
         strings = None
         if body.return_token_strs:

@@ -45,7 +45,7 @@ def main(config: str, path: str) -> None:
 
     def started() -> None:
         StallMonitor(path).tick()
-        print(server.url, server.worker_endpoint, flush=True)
+        print(server.url, server.state.link.endpoint, flush=True)
 
     server.run(started)
 

@@ -26,7 +26,7 @@ def check_all_is_well(router, caplog) -> None:
 
 
 def test_fuzz_strangers(router, caplog):
-    address = urlsplit(router.server.worker_endpoint)
+    address = urlsplit(router.server.state.link.endpoint)
 
     fuzz(lambda parts: say(address.hostname, address.port, parts), zmq_strangers, examples=100)
     check_all_is_well(router, caplog)
@@ -77,7 +77,7 @@ def test_fuzz_a_member(router, caplog):
     whole = messages(router)
     with (
         zmq.Context() as context,
-        connect_dealer(context, router.keys, router.server.worker_endpoint, "decode-9") as dealer,
+        connect_dealer(context, router.keys, router.server.state.link.endpoint, "decode-9") as dealer,
     ):
         dealer.send(whole[0])
         eventually(lambda: "decode-9" in router.http.get("/workers").text)

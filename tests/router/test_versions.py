@@ -33,7 +33,7 @@ REGISTER = msgspec.to_builtins(
 def test_a_worker_of_another_protocol_is_refused(make_router, changes):
     router = make_router()
     with zmq.Context() as context:
-        socket = connect_dealer(context, router.keys, router.server.worker_endpoint, "decode-0")
+        socket = connect_dealer(context, router.keys, router.server.state.link.endpoint, "decode-0")
         socket.send(msgspec.msgpack.encode(REGISTER | changes))
         assert socket.poll(ANSWER_MS)
         answer = router_to_worker.decode(socket.recv())
