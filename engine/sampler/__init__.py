@@ -2,8 +2,9 @@
 
 from engine.sampler.grammars import Grammars
 from engine.sampler.noise import Purpose, gumbel_noise, round_keys, stream_keys, uniform_noise
-from engine.sampler.race import draw
-from engine.sampler.sampler import SampleOutput, Sampler, SamplingRow
+from engine.sampler.rows import SamplingRow
+from engine.sampler.sampler import SampleOutput, Sampler
+from engine.sampler.torch_sampler import TorchSampler, draw
 
 __all__ = [
     "Grammars",
@@ -11,6 +12,7 @@ __all__ = [
     "SampleOutput",
     "Sampler",
     "SamplingRow",
+    "TorchSampler",
     "draw",
     "gumbel_noise",
     "round_keys",

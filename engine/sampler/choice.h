@@ -1,5 +1,5 @@
-// Chooses a token from a row of logits: the noise of noise.py, and the choice of race.py. The compiler vectorizes the
-// loops over a row: sizes are passed by value, and the output overlaps no other operand.
+// Chooses a token from a row of logits: the noise of noise.py, and the race of torch_sampler.py. The compiler vectorizes
+// the loops over a row: sizes are passed by value, and the output overlaps no other operand.
 #pragma once
 
 #include <algorithm>

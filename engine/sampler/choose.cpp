@@ -11,6 +11,7 @@ struct Logits {
     const int64_t *numbers, *positions;  // each row's request, and its token's position
     int64_t* chosen;                     // -1 where no token has a finite score
     const uint32_t* const* masks;        // for each row the bits of the tokens that may be chosen, null for all
+    Edits edits;
 };
 
 // Rows whose distributions are wanted, and tokens drawn from them for drafts, in rounds that began at `starts`.
@@ -20,7 +21,9 @@ struct Drafted {
     float* distributions;   // [count, size]; where no score is finite zeros, or the first token if one is drawn
 };
 
-const uint32_t* mask_of(const Logits& rows, int64_t row) { return rows.masks ? rows.masks[row] : nullptr; }
+RowEdits edits_of(const Logits& rows, int64_t row) {
+    return edits_of(rows.edits, row, rows.masks ? rows.masks[row] : nullptr);
+}
 
 template <class T> const T* row_of(const Logits& rows, int64_t row) {
     return static_cast<const T*>(rows.logits) + row * rows.stride;
@@ -29,8 +32,8 @@ template <class T> const T* row_of(const Logits& rows, int64_t row) {
 template <class T> int64_t choose(const Logits& rows, int64_t threads, Parallel parallel) {
     with_choosers(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
         const Sampling& request = rows.requests[rows.numbers[row]];
-        const uint32_t* mask = mask_of(rows, row);
-        rows.chosen[row] = chooser.choose(row_of<T>(rows, row), rows.size, request, rows.positions[row], mask);
+        const RowEdits edits = edits_of(rows, row);
+        rows.chosen[row] = chooser.choose(row_of<T>(rows, row), rows.size, request, rows.positions[row], edits);
     });
     return std::count(rows.chosen, rows.chosen + rows.count, -1);
 }
@@ -40,7 +43,7 @@ template <class T> int64_t draw_drafts(const Drafted& drafted, int64_t threads, 
     with_choosers(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
         const Sampling& request = rows.requests[rows.numbers[row]];
         float* distribution = drafted.distributions + row * rows.size;
-        if (!chooser.distribution(row_of<T>(rows, row), rows.size, request, distribution, mask_of(rows, row))) {
+        if (!chooser.distribution(row_of<T>(rows, row), rows.size, request, distribution, edits_of(rows, row))) {
             std::fill_n(distribution, rows.size, 0.0f);
             distribution[0] = drafted.starts ? 1 : 0;
         }

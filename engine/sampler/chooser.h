@@ -1,4 +1,4 @@
-// A row's token or distribution by a request's sampling parameters, with the filters of filters.py; many rows are
+// A row's token or distribution by a request's sampling parameters, with the filters of torch_sampler.py; many rows are
 // spread over threads.
 #pragma once
 
@@ -101,13 +101,57 @@ inline float smallest_inside(float* some, int64_t size, float low, double wanted
     return some[i];
 }
 
+// The edits of a batch's rows as `edits.py` lists them: of row i those between `bounds[5 * i]` and `bounds[5 * i + 4]`,
+// where its four lists begin and the last one ends. Null: there are none.
+struct Edits {
+    const int32_t *bounds, *tokens;
+    const float *amounts, *factors;
+};
+
+// A row's own part of `Edits`, and the bits of the tokens that may be chosen; null for all.
+struct RowEdits {
+    const int32_t *bounds, *tokens;
+    const float *amounts, *factors;
+    const uint32_t* mask;
+
+    bool has_lists() const { return bounds && bounds[0] < bounds[4]; }
+};
+
+inline RowEdits edits_of(const Edits& edits, int64_t row, const uint32_t* mask) {
+    if (!edits.bounds) return {nullptr, nullptr, nullptr, nullptr, mask};
+    return {edits.bounds + 5 * row, edits.tokens, edits.amounts, edits.factors + 3 * row, mask};
+}
+
+// The logits as floats with the lists' edits, rounded as torch's operators do.
+template <class T> void edit_row(const T* row, int64_t size, const RowEdits& edits, float* edited) {
+    const auto each = [&](int64_t list, const auto& edit) {
+        for (int64_t i = edits.bounds[list]; i < edits.bounds[list + 1]; i++)
+            if (uint32_t(edits.tokens[i]) < size) edit(edits.tokens[i], edits.amounts[i]);
+    };
+    constexpr float FORBIDDEN = -std::numeric_limits<float>::infinity();
+    if (edits.bounds[0] < edits.bounds[1])
+        std::fill_n(edited, size, FORBIDDEN);
+    else
+        for (int64_t i = 0; i < size; i++) edited[i] = widen(row[i]);
+    each(0, [&](int32_t token, float) { edited[token] = widen(row[token]); });
+    each(1, [&](int32_t token, float bias) { edited[token] += bias; });
+    each(2, [&](int32_t token, float) { edited[token] = FORBIDDEN; });
+    const float repetition = edits.factors[0], presence = edits.factors[1], frequency = edits.factors[2];
+    each(3, [&](int32_t token, float count) {
+        const float old = edited[token];
+        volatile float scaled = old > 0 ? old / repetition : old * repetition;  // no product is fused with a sum
+        volatile float often = frequency * count;
+        edited[token] = scaled - (often + (count > 0 ? presence : 0.0f));
+    });
+}
+
 // One per thread: it takes one row at a time and reuses its buffers.
 class Chooser {
   public:
-    // -1 where no token has a finite score. `mask`: the bits of the tokens that may be chosen, null for all.
+    // -1 where no token has a finite score.
     template <class T>
-    int64_t choose(const T* logits, int64_t size, const Sampling& request, int64_t position, const uint32_t* mask) {
-        if (mask) return choose(masked(logits, size, mask), size, request, position, nullptr);
+    int64_t choose(const T* logits, int64_t size, const Sampling& request, int64_t position, const RowEdits& edits) {
+        if (edits.has_lists() || edits.mask) return choose(changed(logits, size, edits), size, request, position, {});
         const int64_t likeliest = argmax(logits, size);
         if (likeliest < 0 || request.temperature == 0) return likeliest;
         scale(logits, size, likeliest, request.temperature);
@@ -118,8 +162,9 @@ class Chooser {
     // What `choose` draws from; false where no token has a finite score.
     template <class T>
     bool distribution(const T* logits, int64_t size, const Sampling& request, float* probabilities,
-                      const uint32_t* mask) {
-        if (mask) return distribution(masked(logits, size, mask), size, request, probabilities, nullptr);
+                      const RowEdits& edits) {
+        if (edits.has_lists() || edits.mask)
+            return distribution(changed(logits, size, edits), size, request, probabilities, {});
         const int64_t likeliest = argmax(logits, size);
         if (likeliest < 0) return false;
         if (request.temperature == 0) {
@@ -133,9 +178,15 @@ class Chooser {
     }
 
   private:
-    template <class T> const float* masked(const T* logits, int64_t size, const uint32_t* mask) {
+    template <class T> const float* changed(const T* logits, int64_t size, const RowEdits& edits) {
+        if (edits.has_lists()) {
+            edited.resize(size);
+            edit_row(logits, size, edits, edited.data());
+            if (!edits.mask) return edited.data();
+            return changed(edited.data(), size, {nullptr, nullptr, nullptr, nullptr, edits.mask});
+        }
         allowed.resize(size);
-        mask_row(logits, size, mask, allowed.data());
+        mask_row(logits, size, edits.mask, allowed.data());
         return allowed.data();
     }
 
@@ -184,7 +235,7 @@ class Chooser {
         return smallest_inside(some.data(), count, low, wanted);
     }
 
-    std::vector<float> values, kept, some, allowed;
+    std::vector<float> values, kept, some, edited, allowed;
 };
 
 // work(i, chooser) for all i below `count`, which look at `num_logits` together.

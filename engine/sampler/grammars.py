@@ -17,9 +17,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.sampler.mask_thread import MaskThread
-from engine.sampler.masks import TokenMasks
 from engine.sampler.penalties import common_prefix
-from engine.sampler.rows import SamplingRow
+from engine.sampler.rows import SamplingRow, TokenMasks
 from protocol.errors import InvalidRequestError
 
 MAX_COMPILED = 256

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler.batch import RequestParams, SamplingArgs
-from engine.sampler.masks import TokenMasks
+from engine.sampler.batch import Batch, SamplingArgs, TokenChoice
+from engine.sampler.edits import EditLists
 from native.build import BuildError, declare, load_library
 from native.threads import parallel
 
@@ -24,6 +24,16 @@ _GIL_FREE_LOGITS = 2**19
 """Calls on fewer logits keep the interpreter lock: taking it back from a busy thread would cost more."""
 
 
+class EditsArgs(ctypes.Structure):
+    """`Edits` of `chooser.h`, which explains the fields."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("bounds", "tokens", "amounts", "factors"))
+
+    @classmethod
+    def of(cls, edits: EditLists | None) -> EditsArgs:
+        return cls() if edits is None else cls(*(each.ctypes.data for each in edits[:4]))
+
+
 class LogitsArgs(ctypes.Structure):
     """`Logits` of `choose.cpp`, which explains the fields."""
 
@@ -31,6 +41,7 @@ class LogitsArgs(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stride", "size", "count")),
         *((name, ctypes.c_void_p) for name in ("requests", "numbers", "positions", "chosen", "masks")),
+        ("edits", EditsArgs),
     )
 
 
@@ -42,7 +53,7 @@ class DraftedArgs(ctypes.Structure):
 
 @functools.cache
 def compiled() -> NativeSampler | None:
-    """The compiled sampler, built at the first call; None where it can't be."""
+    """Return the compiled sampler, built at the first call; None where it can't be."""
     try:
         return NativeSampler()
     except BuildError as error:
@@ -53,61 +64,57 @@ def compiled() -> NativeSampler | None:
 class NativeSampler:
     """Raises BuildError where the kernel cannot be built."""
 
+    on_device = False
+
     def __init__(self) -> None:
         source = Path(__file__).parent / "choose.cpp"
         structs = SamplingArgs, LogitsArgs, DraftedArgs
         self._choose = RowsFunction(source, "tandem_choose", *structs)
         self._draw = RowsFunction(source, "tandem_draw", *structs)
 
-    def __call__(
-        self,
-        logits: Tensor,
-        requests: RequestParams,
-        index: Sequence[int],
-        positions: Sequence[int],
-        masks: TokenMasks | None = None,
-    ) -> tuple[Tensor, list[int]]:
-        """The token of each row of `logits` [n, vocab], any float dtype, int64 [n], and the rows that failed.
-
-        `index` names each row's request, `positions` are those of the tokens.
-        """
-        logits = readable(logits, len(index))
-        rows = np.array((index, positions), np.int64)
-        chosen = torch.empty(len(index), dtype=torch.int64)
-        if self._choose(_rows(logits, requests, rows, chosen, masks), logits) == 0:
-            return chosen, []
+    def begin(self, batch: Batch) -> TokenChoice:
+        """As `RowSampler.begin`."""
+        chosen = torch.empty(len(batch.index), dtype=torch.int64)
+        with_rows = _Rows(batch, chosen)
+        if self._choose(with_rows.fields, with_rows.logits) == 0:
+            return TokenChoice.made(chosen, [])
         failed_rows = (chosen < 0).nonzero()[:, 0].tolist()
-        return chosen.clamp_min_(0), failed_rows
+        return TokenChoice.made(chosen.clamp_min_(0), failed_rows)
 
-    def draw_drafts(
-        self,
-        logits: Tensor,
-        requests: RequestParams,
-        index: Sequence[int],
-        positions: Sequence[int],
-        starts: Sequence[int],
-        masks: TokenMasks | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `Sampler.draw_drafts`, for rows as when called."""
-        logits = readable(logits, len(index))
-        rows = np.array((index, positions, starts), np.int64)
-        chosen = torch.empty(len(index), dtype=torch.int64)
-        distributions = torch.empty(logits.shape)
-        starts_address = rows.ctypes.data + 2 * rows.strides[0]
-        fields = _rows(logits, requests, rows, chosen, masks)
-        self._draw(DraftedArgs(fields, starts_address, distributions.data_ptr()), logits)
-        return chosen, distributions
+    def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `RowSampler.draw_drafts`."""
+        chosen, began = torch.empty(len(batch.index), dtype=torch.int64), np.array(starts, np.int64)
+        return chosen, self._distributions(batch, chosen, began.ctypes.data)
 
-    def probabilities(
-        self, logits: Tensor, requests: RequestParams, index: Sequence[int], masks: TokenMasks | None = None
-    ) -> Tensor:
-        """As `Sampler.probabilities`, for rows as when called."""
-        logits = readable(logits, len(index))
-        rows, unused = np.array((index, index), np.int64), torch.empty(0, dtype=torch.int64)
-        distributions = torch.empty(logits.shape)
-        fields = _rows(logits, requests, rows, unused, masks)
-        self._draw(DraftedArgs(fields, None, distributions.data_ptr()), logits)
+    def probabilities(self, batch: Batch) -> Tensor:
+        """As `RowSampler.probabilities`."""
+        return self._distributions(batch, torch.empty(0, dtype=torch.int64), None)
+
+    def _distributions(self, batch: Batch, chosen: Tensor, starts: int | None) -> Tensor:
+        with_rows = _Rows(batch, chosen)
+        distributions = torch.empty(with_rows.logits.shape)
+        self._draw(DraftedArgs(with_rows.fields, starts, distributions.data_ptr()), with_rows.logits)
         return distributions
+
+
+class _Rows:
+    """A batch as compiled calls read it, and what their addresses point to."""
+
+    def __init__(self, batch: Batch, chosen: Tensor) -> None:
+        self.logits = readable(batch.logits, len(batch.index))
+        self._numbers = np.array((batch.index, batch.positions), np.int64)
+        first, (step, _) = self._numbers.ctypes.data, self._numbers.strides
+        self.fields = LogitsArgs(
+            self.logits.data_ptr(),
+            self.logits.stride(0),
+            *self.logits.shape[::-1],
+            batch.requests.table_address,
+            first,
+            first + step,
+            chosen.data_ptr(),
+            None if batch.masks is None else batch.masks.addresses.ctypes.data,
+            EditsArgs.of(batch.edits),
+        )
 
 
 class RowsFunction:
@@ -136,20 +143,3 @@ def readable(logits: Tensor, num_rows: int) -> Tensor:
     if logits.dtype not in _SUFFIXES:
         logits = logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
-def _rows(
-    logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor, masks: TokenMasks | None
-) -> LogitsArgs:
-    """`rows`, int64 [2 or more, n], begin with index and positions."""
-    numbers = rows.ctypes.data
-    return LogitsArgs(
-        logits.data_ptr(),
-        logits.stride(0),
-        *logits.shape[::-1],
-        requests.table_address,
-        numbers,
-        numbers + rows.strides[0],
-        chosen.data_ptr(),
-        None if masks is None else masks.addresses.ctypes.data,
-    )

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from engine.sampler.batch import BatchParams
 from engine.sampler.rows import SamplingRow
 
 _FIRST_CAPACITY = 64
@@ -71,7 +68,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Penalties:
-    """Applies the penalties of a batch; holds the counts of every request that has any."""
+    """Holds the counts of every request that has penalties."""
 
     def __init__(self) -> None:
         self._counts: dict[str, TokenCounts] = {}
@@ -79,27 +76,8 @@ class Penalties:
     def forget(self, request_id: str) -> None:
         self._counts.pop(request_id, None)
 
-    def apply(self, values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> None:
-        """Edit float32 [n, vocab] in place.
-
-        Repetition (Keskar et al. 2019, CTRL) divides positive and multiplies negative values of tokens in
-        prompt or output; frequency subtracts per occurrence in the output, presence once.
-        """
-        entries = [self.entries(rows[row]) for row in batch.penalty_rows]
-        sizes = [len(ids) for ids, _ in entries]
-        offsets = np.repeat(np.array(batch.penalty_rows, dtype=np.int64) * batch.vocab_size, sizes)
-        index = torch.from_numpy(np.concatenate([ids for ids, _ in entries]) + offsets).to(values.device)
-        counts = torch.from_numpy(np.concatenate([counts for _, counts in entries])).to(values.device)
-        factors = batch.penalty_factors.repeat_interleave(torch.tensor(sizes, device=values.device), dim=1)
-        repetition, presence, frequency = factors
-
-        flat = values.view(-1)
-        old = flat[index]
-        new = torch.where(old > 0, old / repetition, old * repetition)
-        flat[index] = new - (frequency * counts + presence * (counts > 0))
-
     def entries(self, row: SamplingRow) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that the row's penalties concern (int64), and their counts in the output (float32)."""
+        """Return the tokens that the row's penalties concern (int64) and their counts in the output."""
         counts = self._counts.get(row.request_id)
         if counts is None:
             prompt = row.prompt_token_ids if row.params.repetition_penalty != 1.0 else []

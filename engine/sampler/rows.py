@@ -1,9 +1,12 @@
-"""The rows of logits as the sampler reads them."""
+"""The rows of logits as the sampler reads them, and the tokens that grammars let them get."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from protocol.sampling import SamplingParams
 
@@ -28,6 +31,32 @@ class SamplingRow:
     def history(self) -> list[int]:
         """The output and what is drafted behind it."""
         return [*self.output_token_ids, *self.drafted] if self.drafted else self.output_token_ids
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMasks:
+    """`words` [len(rows), words], int32: the bits of the tokens that each of the `rows` may get, the first
+    token's the lowest of the first word. Other rows of the `count` may get any.
+    """
+
+    words: np.ndarray
+    rows: list[int]
+    count: int
+
+    @functools.cached_property
+    def addresses(self) -> np.ndarray:
+        """The address of each row's words, int64 [count]; 0 for rows that may get any token."""
+        first, stride = self.words.ctypes.data, self.words.strides[0]
+        addresses = np.zeros(self.count, np.int64)
+        addresses[self.rows] = range(first, first + stride * len(self.rows), stride)
+        return addresses
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray:
+        """The number of each row's `words`, int32 [count]; -1 for rows that may get any token."""
+        numbers = np.full(self.count, -1, np.int32)
+        numbers[self.rows] = np.arange(len(self.rows))
+        return numbers
 
 
 def needs_history(params: SamplingParams) -> bool:

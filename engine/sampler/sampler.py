@@ -5,8 +5,8 @@ depends on the row alone. Processing goes, in vLLM's order: logit bias, allowed 
 penalties, grammar, temperature, min-p, top-k, top-p. Greedy rows take the argmax before the temperature.
 Among equals the lowest token id wins.
 
-On a CPU with a compiler, one native call (`native.py`) does everything after the edits of the logits; on a
-CUDA device, two kernels (`triton_kernel/`) do all of it. Torch's operators give the same tokens elsewhere.
+On a CPU with a compiler, one native call (`native.py`) does all of it; on a CUDA device, two kernels do
+(`triton_kernel/`). Torch's operators (`torch_sampler.py`) give the same tokens elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,26 +22,20 @@ from torch import Tensor
 
 from engine.devices.attention import backend_fault
 from engine.download import Downloader
-from engine.sampler.batch import BatchParams, RequestParams
-from engine.sampler.choice import TokenChoice
-from engine.sampler.edits import apply_edits, apply_masks
-from engine.sampler.filters import apply_filters
+from engine.sampler.batch import Batch, RequestParams, RowSampler, TokenChoice
+from engine.sampler.edits import edit_lists
 from engine.sampler.grammars import Grammars
 from engine.sampler.logprobs import token_logprobs
-from engine.sampler.masks import TokenMasks
-from engine.sampler.native import compiled
-from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, round_seeds, stream_keys
+from engine.sampler.native import NativeSampler, compiled
 from engine.sampler.penalties import Penalties
-from engine.sampler.race import draw, race
-from engine.sampler.rows import SamplingRow
-from engine.sampler.triton_kernel.chosen import Chosen
-from engine.sampler.triton_kernel.edits import EditLists, edit_lists
+from engine.sampler.rows import SamplingRow, TokenMasks
+from engine.sampler.torch_sampler import TorchSampler
 from engine.upload import upload_to
 from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.sampler.triton_kernel.chooser import TritonSampler
+    from engine.sampler.triton_kernel.chooser import Chosen
 
 
 @dataclass(slots=True, eq=False)
@@ -65,31 +59,31 @@ class Sampler:
         device: torch.device | str,
         eos_token_ids: Sequence[int],
         grammars: Grammars | None = None,
+        row_sampler: RowSampler | None = None,
     ) -> None:
+        """Without `row_sampler` it takes the best for the device."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._penalties = Penalties()
         self.grammars = grammars
         self._requests: RequestParams | None = None
-        self._batch: BatchParams | None = None
-        self._native = compiled() if self.device.type == "cpu" else None
-        self._kernels = _kernels_for(self.device)
+        self._row_sampler: Any = row_sampler or _row_sampler_for(self.device)
         self.upload, self.download = upload_to(self.device), Downloader(self.device)
 
     @property
     def has_kernels(self) -> bool:
         """Whether kernels choose on the device."""
-        return self._kernels is not None
+        return bool(self._row_sampler.on_device)
 
     @property
     def is_native(self) -> bool:
         """Whether choices are compiled calls."""
-        return self._native is not None
+        return isinstance(self._row_sampler, NativeSampler)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what chooses from logits of this dtype, so that no request waits for it."""
-        if self._kernels is None:
+        if not self.has_kernels:
             return
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
         for params in (
@@ -118,88 +112,38 @@ class Sampler:
 
     def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> TokenChoice:
         """As `choose`, without waiting for the device where its kernels choose."""
-        requests, index = self._requests_of(rows)
-        positions = [row.position for row in rows]
-        if self._native is not None:
-            logits = self._edited_if_asked(logits, rows, requests, index)
-            return TokenChoice.made(*self._native(logits, requests, index, positions, self.masks(rows)))
-        if self._kernels is not None:
-            return self._kernels(logits, requests, index, positions, self._edit_lists(rows, requests, index))
-        batch = self._batch_for(requests, index)
-        values, failed = self._values(logits, rows, batch)
-        failed_rows = failed.nonzero()[:, 0].tolist()
-        likeliest = values.argmax(dim=1)
-        if batch.all_greedy:
-            return TokenChoice.made(likeliest, failed_rows)
-        apply_filters(values, batch.distribution)
-        places = torch.tensor(positions, dtype=torch.int64, device=values.device)
-        chosen = race(values, stream_keys(batch.distribution.seeds, places))
-        chosen[batch.greedy_rows] = likeliest[batch.greedy_rows]
-        return TokenChoice.made(chosen, failed_rows)
+        choice: TokenChoice = self._row_sampler.begin(self._batch(logits, rows))
+        return choice
 
     def tokens(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Tensor:
-        """The tokens of `choose`, on the logits' device. A row that fails has any token there, which may be
-        negative. Kernels take rows that are so much `further`, int64 [n], than they say.
+        """Return the tokens of `choose`, on the logits' device. A row that fails has any token there, which
+        may be negative. Kernels take rows that are so much `further`, int64 [n], than they say.
         """
-        if self._kernels is None:
+        if not self._row_sampler.on_device:
             assert further is None
             return self.begin(logits, rows).token_ids
-        requests, index = self._requests_of(rows)
-        positions = [row.position for row in rows]
-        edits = self._edit_lists(rows, requests, index)
-        return self._kernels.tokens(logits, requests, index, positions, edits, further)
+        tokens: Tensor = self._row_sampler.tokens(self._batch(logits, rows), further)
+        return tokens
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """float32 [n, vocab]: the distributions that `sample` draws from; only zeros in rows that fail.
+        """Return the distributions that `sample` draws from, float32 [n, vocab]; zeros in rows that fail.
 
         The token that a row gets is the argmax of their logarithm and its noise.
         """
-        requests, index = self._requests_of(rows)
-        if self._native is not None:
-            logits = self._edited_if_asked(logits, rows, requests, index)
-            return self._native.probabilities(logits, requests, index, self.masks(rows))
-        if self._kernels is not None:
-            return self._kernels.shares(self.chosen(logits, rows))
-        batch = self._batch_for(requests, index)
-        values, failed = self._values(logits, rows, batch)
-        greedy = values[batch.greedy_rows].argmax(dim=1) if batch.greedy_rows else None
-        if not batch.all_greedy:
-            apply_filters(values, batch.distribution)
-            values = values.masked_fill_(values < -NOISE_SPAN, -torch.inf).softmax(dim=1)
-        if greedy is not None:
-            values[batch.greedy_rows] = 0.0
-            values[batch.greedy_rows, greedy] = 1.0
-        return values.masked_fill_(failed, 0.0)
+        shares: Tensor = self._row_sampler.probabilities(self._batch(logits, rows))
+        return shares
 
     def chosen(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Chosen:
         """By kernels, `tokens`, and from what these compute probabilities; it holds until the next call."""
-        assert self._kernels is not None
-        requests, index = self._requests_of(rows)
-        positions = [row.position for row in rows]
-        edits = self._edit_lists(rows, requests, index)
-        return self._kernels.chosen(logits, requests, index, positions, edits, further=further)
+        chosen: Chosen = self._row_sampler.chosen(self._batch(logits, rows), further)
+        return chosen
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [n] with noise of `Purpose.DRAFT`, in rounds that began at `starts`, and float32
-        [n, vocab] what they are drawn from.
-        """
-        requests, index = self._requests_of(rows)
-        positions = [row.position for row in rows]
-        if self._native is not None:
-            logits = self._edited_if_asked(logits, rows, requests, index)
-            return self._native.draw_drafts(logits, requests, index, positions, starts, self.masks(rows))
-        seeds = [row.params.seed for row in rows]
-        if self._kernels is not None:
-            edits = self._edit_lists(rows, requests, index)
-            keys = round_seeds(np.array(seeds), np.array(starts), Purpose.DRAFT)
-            chosen = self._kernels.chosen(logits, requests, index, positions, edits, keys)
-            return chosen.tokens, self._kernels.shares(chosen)
-        probabilities = self.probabilities(logits, rows)
-        columns = torch.tensor([seeds, [*starts], positions], dtype=torch.int64, device=logits.device)
-        keys = round_keys(columns[0], columns[1], columns[2], Purpose.DRAFT)
-        return draw(probabilities, keys), probabilities
+        """As `RowSampler.draw_drafts`."""
+        drawn: tuple[Tensor, Tensor] = self._row_sampler.draw_drafts(self._batch(logits, rows), starts)
+        return drawn
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:
         """That tokens for these rows will be chosen, once their logits are computed. A device that computes
@@ -245,73 +189,31 @@ class Sampler:
         if self.grammars is not None:
             self.grammars.forget(request_id)
 
-    def _requests_of(self, rows: Sequence[SamplingRow]) -> tuple[RequestParams, list[int]]:
-        """The parameters of the rows' requests, and each row's number among these."""
+    def _batch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Batch:
         params: list[SamplingParams] = []
         index: list[int] = []
         for row in rows:
             if not params or row.params is not params[-1]:
                 params.append(row.params)
             index.append(len(params) - 1)
-        return self.params_of(params), index
+        requests, masks = self.params_of(params), self.masks(rows)
+        edits = None
+        if requests.edits_logits or (masks is not None and not self.is_native):
+            edits = edit_lists(rows, requests, index, self._penalties, self._eos_token_ids, masks)
+        return Batch(logits, rows, requests, index, edits, masks)
 
     def params_of(self, params: Sequence[SamplingParams]) -> RequestParams:
-        """Kept until others are asked for."""
+        """Return the requests' parameters, which are kept until others are asked for."""
         if self._requests is None or not self._requests.describes(params):
-            self._requests = RequestParams(params, self.vocab_size, self.device)
+            self._requests = RequestParams(params, self.vocab_size)
         return self._requests
 
-    def _batch_for(self, requests: RequestParams, index: list[int]) -> BatchParams:
-        if self._batch is None or not self._batch.describes(requests, index):
-            self._batch = BatchParams(requests, index)
-        return self._batch
 
-    def _values(
-        self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
-    ) -> tuple[Tensor, Tensor]:
-        """float32 [n, vocab]: log-probabilities up to a constant per row, each row's maximum at 0; and bool
-        [n, 1], which rows fail: they are zeros.
-        """
-        values = self._edited(logits, rows, batch)
-        masks = self.masks(rows)
-        if masks is not None:
-            apply_masks(values, masks)
-        best = values.amax(dim=1, keepdim=True)
-        failed = ~best.isfinite()
-        values.sub_(best)
-        if not batch.all_greedy:
-            values.div_(batch.distribution.temperature)
-        return values.masked_fill_(failed, 0.0), failed
-
-    def _edited_if_asked(
-        self, logits: Tensor, rows: Sequence[SamplingRow], requests: RequestParams, index: list[int]
-    ) -> Tensor:
-        if not requests.edits_logits:
-            return logits
-        return self._edited(logits, rows, self._batch_for(requests, index))
-
-    def _edit_lists(
-        self, rows: Sequence[SamplingRow], requests: RequestParams, index: list[int]
-    ) -> EditLists | None:
-        masks = self.masks(rows)
-        if not requests.edits_logits and masks is None:
-            return None
-        return edit_lists(rows, requests, index, self._penalties, self._eos_token_ids, masks)
-
-    def _edited(self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
-        """A copy float32 [n, vocab] with all edits and penalties."""
-        values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
-        if batch.edits_logits:
-            apply_edits(values, rows, batch, self._eos_token_ids)
-            if batch.penalty_rows:
-                self._penalties.apply(values, rows, batch)
-        return values
-
-
-def _kernels_for(device: torch.device) -> TritonSampler | None:
-    if device.type == "cpu" or backend_fault("triton", device):
-        return None
-    kernels: type[TritonSampler] = importlib.import_module(
-        "engine.sampler.triton_kernel.chooser"
-    ).TritonSampler
-    return kernels(device)
+def _row_sampler_for(device: torch.device) -> RowSampler:
+    if device.type == "cpu":
+        return compiled() or TorchSampler()
+    if backend_fault("triton", device):
+        return TorchSampler()
+    chooser = importlib.import_module("engine.sampler.triton_kernel.chooser")
+    sampler: RowSampler = chooser.TritonSampler(device)
+    return sampler

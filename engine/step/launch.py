@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.batch.runner import ForwardOutput, Runner
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.sampler import Sampler
-from engine.sampler.choice import TokenChoice
+from engine.sampler.batch import TokenChoice
 from engine.sampler.rows import SamplingRow
 from engine.step.draft import Verdict
 from engine.step.late_tokens import LateTokens

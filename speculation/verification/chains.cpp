@@ -27,7 +27,7 @@ template <class T> struct Chain {
     const float* distributions;
     const uint32_t* const* masks;
 
-    const uint32_t* mask(int64_t row) const { return masks ? masks[row] : nullptr; }
+    RowEdits edits(int64_t row) const { return edits_of({}, row, masks ? masks[row] : nullptr); }
 };
 
 struct Outcome {
@@ -38,7 +38,7 @@ struct Outcome {
 template <class T> Outcome follow(const Chain<T>& chain, const Sampling& request, Chooser& chooser) {
     for (int64_t i = 0;; i++) {
         const T* row = chain.logits + i * chain.stride;
-        const int64_t token = chooser.choose(row, chain.size, request, chain.position + i, chain.mask(i));
+        const int64_t token = chooser.choose(row, chain.size, request, chain.position + i, chain.edits(i));
         if (token < 0 || i == chain.length || token != chain.token_ids[i]) return {i, token};
     }
 }
@@ -54,7 +54,7 @@ template <class T> Outcome judge(const Chain<T>& chain, const Sampling& request,
     target.resize(size), left.resize(size);
     for (int64_t i = 0;; i++) {
         const T* row = chain.logits + i * chain.stride;
-        if (!chooser.distribution(row, size, request, target.data(), chain.mask(i))) return {i, -1};
+        if (!chooser.distribution(row, size, request, target.data(), chain.edits(i))) return {i, -1};
         const uint64_t recovery = round_key(request.seed, start, start + i, RECOVERY);
         if (i == chain.length) return {i, draw(target.data(), size, recovery)};
         const int64_t token = chain.token_ids[i];

@@ -7,19 +7,22 @@ is left to torch: trees that were drawn by chance, and chains of more nodes than
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.sampler import Sampler
-from engine.sampler.triton_kernel.chosen import Chosen
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
 from engine.triton_support import ceil_div
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from speculation.verification.rows import BLOCK, OWN, STANDARD, Decision, DraftedRows
+
+if TYPE_CHECKING:
+    from engine.sampler.triton_kernel.chooser import Chosen
 
 _TILE = 2048
 _MOST_NODES = 63

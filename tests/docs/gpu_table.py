@@ -32,9 +32,8 @@ from engine.lora.files import LinearShape
 from engine.lora.table import Adapters
 from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat, QuantizedWeight
-from engine.sampler.triton_kernel.chooser import TritonSampler, choose
-from engine.sampler.triton_kernel.chosen import Chosen
-from engine.sampler.triton_kernel.edits import EditLists
+from engine.sampler.edits import EditLists
+from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler, choose
 from speculation.tree_growth import TREE_WIDTH, TreeGrowth
 from speculation.verification.on_device import stops_of
 from tests.engine.triton_offline import DEVICES, Code, launches

@@ -20,7 +20,7 @@ from engine.batch.rows import SequenceRows, span_of
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.engine import Engine
 from engine.kv.state_slots import RowSpan
-from engine.sampler.choice import TokenChoice
+from engine.sampler.batch import TokenChoice
 from engine.sampler.rows import SamplingRow
 
 

@@ -19,7 +19,7 @@ def check(case: Case) -> None:
     logits, rows = case.batch()
     expected, failed = Sampler(case.vocab_size, "cpu", [0]).choose(logits, rows)
     sampler = Sampler(case.vocab_size, CUDA, [0])
-    assert sampler._kernels is not None
+    assert sampler.has_kernels
     found, found_to_fail = sampler.choose(logits.to(CUDA), rows)
     assert found_to_fail == failed
     assert [token for row, token in enumerate(found.tolist()) if row not in failed] == [

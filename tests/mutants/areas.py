@@ -43,7 +43,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "grammars": (
         "engine/sampler/grammars.py",
-        "engine/sampler/masks.py",
+        "engine/sampler/rows.py",
         "engine/model/grammar_tokenizer.py",
         "router/grammars/structured_outputs.py",
         "router/preprocessing/client.py",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampler import Sampler
+from engine.sampler import Sampler, TorchSampler
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
@@ -76,9 +76,7 @@ def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[Sequenc
 def judge(
     sequences: list[SequenceState], logits: Tensor, rule: Verification = "standard", *, natively: bool = True
 ) -> list[Verdict]:
-    sampler = Sampler(logits.shape[1], "cpu", [])
-    if not natively:
-        sampler._native = None
+    sampler = Sampler(logits.shape[1], "cpu", [], row_sampler=None if natively else TorchSampler())
     return verify(rule, sequences, logits, sampler)
 
 

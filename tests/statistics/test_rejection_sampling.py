@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampler import Purpose, draw, native, round_keys, sampler
+from engine.sampler import Purpose, draw, native, round_keys, sampler, torch_sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.speculation import Verification
@@ -180,7 +180,7 @@ def test_noise_that_two_rounds_share_is_caught_in_block_verification(
     assert_fits(generate(model, propose, "block", FEWER_TRIALS).tokens, model)
     with (
         mock.patch.object(rejection, "noise_keys", stale),
-        mock.patch.object(sampler, "round_keys", stale_round),
+        mock.patch.object(torch_sampler, "round_keys", stale_round),
     ):
         found = generate(model, propose, "block", FEWER_TRIALS)
     assert chi_squared(found.tokens, model)[1] < ALPHA

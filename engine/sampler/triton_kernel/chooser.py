@@ -5,6 +5,7 @@ from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +13,9 @@ import triton
 from torch import Tensor
 
 from engine.download import Downloader
-from engine.sampler.batch import RequestParams
-from engine.sampler.choice import TokenChoice
-from engine.sampler.triton_kernel.chosen import Chosen
-from engine.sampler.triton_kernel.edits import EditLists
+from engine.sampler.batch import Batch, TokenChoice
+from engine.sampler.edits import EditLists
+from engine.sampler.noise import Purpose, round_seeds
 from engine.sampler.triton_kernel.scan import scan
 from engine.sampler.triton_kernel.settle import settle
 from engine.sampler.triton_kernel.sift import sift
@@ -38,22 +38,34 @@ _LISTED_BYTES = 10
 """The bytes of a listed token: two float32 and its place."""
 
 
+class Chosen(NamedTuple):
+    """Rows' tokens, and from what the probabilities of these and of all others are computed."""
+
+    tokens: Tensor
+    """int64 [n], -1 where no token has a finite score."""
+    logits: Tensor
+    """[n, vocab], with all edits; tokens lie one behind the other."""
+    numbers: Tensor
+    """float64 [3, n], of which the first are temperatures, 0 for greedy rows."""
+    scales: Tensor
+    """float64 [n, 3], if a row is not greedy: its greatest logit; the least that may be chosen and what all
+    of these weigh, of logits less the greatest and divided by the temperature.
+    """
+    arrivals: Tensor
+    """int32 [n], zeros: in it a kernel counts a row's programs, so that the last one concludes."""
+
+
 class TritonSampler:
     """A row's token is the same alone and in any batch: sums are in the order of the row's own tokens."""
+
+    on_device = True
 
     def __init__(self, device: torch.device) -> None:
         self._upload, self._download = upload_to(device), Downloader(device)
 
-    def __call__(
-        self,
-        logits: Tensor,
-        requests: RequestParams,
-        index: Sequence[int],
-        positions: Sequence[int],
-        edits: EditLists | None = None,
-    ) -> TokenChoice:
-        """For rows as `NativeSampler` takes them. Whoever waits does so for the tokens and nothing else."""
-        chosen = self.tokens(logits, requests, index, positions, edits)
+    def begin(self, batch: Batch) -> TokenChoice:
+        """As `RowSampler.begin`. Whoever waits does so for the tokens and nothing else."""
+        chosen = self.tokens(batch)
         arrive = self._download.begin(chosen)
 
         def wait() -> tuple[Tensor, list[int]]:
@@ -62,36 +74,25 @@ class TritonSampler:
 
         return TokenChoice(chosen, wait)
 
-    def tokens(
-        self,
-        logits: Tensor,
-        requests: RequestParams,
-        index: Sequence[int],
-        positions: Sequence[int],
-        edits: EditLists | None = None,
-        further: Tensor | None = None,
-    ) -> Tensor:
-        """The same on the device, -1 where none has a finite score. With `further`, int64 [n], rows are so
-        much further than their positions.
-        """
-        seeds = requests.seeds[np.array(index)]
-        return self._chosen(logits, requests, index, positions, seeds, edits, further, keeps=False).tokens
+    def probabilities(self, batch: Batch) -> Tensor:
+        """As `RowSampler.probabilities`."""
+        return self.shares(self.chosen(batch))
 
-    def chosen(
-        self,
-        logits: Tensor,
-        requests: RequestParams,
-        index: Sequence[int],
-        positions: Sequence[int],
-        edits: EditLists | None = None,
-        seeds: np.ndarray | None = None,
-        further: Tensor | None = None,
-    ) -> Chosen:
-        """`tokens`, and from what probabilities are computed; this holds until the next call. Without `seeds`
-        of the rows' noise it is that of their requests.
+    def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `RowSampler.draw_drafts`."""
+        keys = round_seeds(batch.requests.seeds[np.array(batch.index)], np.array(starts), Purpose.DRAFT)
+        chosen = self._chosen(batch, keys, None, keeps=True)
+        return chosen.tokens, self.shares(chosen)
+
+    def tokens(self, batch: Batch, further: Tensor | None = None) -> Tensor:
+        """Return the tokens on the device, -1 where none has a finite score. With `further`, int64 [n], rows
+        are so much further than their positions.
         """
-        seeds = requests.seeds[np.array(index)] if seeds is None else seeds
-        return self._chosen(logits, requests, index, positions, seeds, edits, further, keeps=True)
+        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], further, keeps=False).tokens
+
+    def chosen(self, batch: Batch, further: Tensor | None = None) -> Chosen:
+        """As `tokens`, with what probabilities are computed from; it holds until the next call."""
+        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], further, keeps=True)
 
     @staticmethod
     def shares(chosen: Chosen) -> Tensor:
@@ -111,30 +112,18 @@ class TritonSampler:
         )
         return shares
 
-    def _chosen(
-        self,
-        logits: Tensor,
-        requests: RequestParams,
-        index: Sequence[int],
-        positions: Sequence[int],
-        seeds: np.ndarray,
-        edits: EditLists | None,
-        further: Tensor | None,
-        *,
-        keeps: bool,
-    ) -> Chosen:
-        """`keeps`: more than the tokens is wanted."""
-        count = len(index)
+    def _chosen(self, batch: Batch, seeds: np.ndarray, further: Tensor | None, *, keeps: bool) -> Chosen:
+        """Choose with the noise of these `seeds`. `keeps`: more than the tokens is wanted."""
+        logits, edits, count = batch.logits, batch.edits, len(batch.index)
         if len(logits) != count:
             raise ValueError(f"{count} rows of logits, got {tuple(logits.shape)}")
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        integers, numbers, *listed = self._upload(
-            [*requests.device_rows(np.array(index), positions, seeds), *(edits or ())]
-        )
+        told = batch.requests.device_rows(np.array(batch.index), batch.positions, seeds)
+        integers, numbers, *listed = self._upload([*told, *(edits or ())])
         if further is not None:
             integers[1] += further
-        is_greedy = bool(requests.greedy.all())
+        is_greedy = bool(batch.requests.greedy.all())
 
         def kept(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=logits.device)

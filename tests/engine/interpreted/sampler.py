@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from engine.sampler import Sampler, SamplingRow
+from engine.sampler import Sampler, SamplingRow, TorchSampler
 from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
@@ -42,9 +42,9 @@ def small_tiles() -> Iterator[None]:
 
 def samplers(vocab_size: int) -> tuple[Sampler, Sampler, Sampler]:
     """Return samplers with the kernels, with torch's operators, and with the CPU's own code."""
-    kernels, plain, own = (Sampler(vocab_size, CPU, [0]) for _ in range(3))
-    kernels._native, kernels._kernels = None, TritonSampler(CPU)
-    plain._native = None
+    kernels, plain, own = (
+        Sampler(vocab_size, CPU, [0], row_sampler=each) for each in (TritonSampler(CPU), TorchSampler(), None)
+    )
     return kernels, plain, own
 
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.download import Downloader
-from engine.sampler import Sampler
+from engine.sampler import Sampler, TorchSampler
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser
-from engine.sampler.triton_kernel.chooser import TritonSampler
-from engine.sampler.triton_kernel.chosen import Chosen
+from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler
 from engine.step.draft import Draft, Verdict
 from engine.step.late_tokens import LateTokens
 from engine.step.late_trees import LateTrees
@@ -65,9 +64,7 @@ class Weighed(Sampler):
 
 
 def sampler_of(cls: type[Sampler], kernels: TritonSampler | None = None) -> Sampler:
-    sampler = cls(VOCAB, CPU, [0])
-    sampler._native, sampler._kernels = None, kernels
-    return sampler
+    return cls(VOCAB, CPU, [0], row_sampler=kernels or TorchSampler())
 
 
 class Batch:

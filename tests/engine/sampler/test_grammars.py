@@ -14,11 +14,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.engine import Engine
 from engine.sampler import Grammars, Sampler, SamplingRow, native
-from engine.sampler.masks import TokenMasks
+from engine.sampler.rows import TokenMasks
 from protocol.errors import InvalidRequestError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from tests.engine.sampler.test_sampler_native import FILTERS, make_rows
+from tests.engine.sampler.test_sampler_native import FILTERS, make_rows, plain_sampler
 from tests.engine.sampler_reference import make_row
 from tests.engine.test_engine import tiny_engine
 
@@ -70,8 +70,8 @@ def test_masked_tokens_are_never_chosen_and_all_samplers_agree(vocab_size: int, 
     torch.manual_seed(vocab_size)
     rows, fixed = masked_rows(vocab_size), Fixed(vocab_size)
     logits = (3 * torch.randn(len(rows), vocab_size)).to(dtype)
-    compiled, plain = (Sampler(vocab_size, "cpu", [0], fixed) for _ in range(2))  # type: ignore[arg-type]
-    plain._native = None
+    compiled = Sampler(vocab_size, "cpu", [0], fixed)  # type: ignore[arg-type]
+    plain = plain_sampler(vocab_size, fixed)
     found, failed = compiled.choose(logits, rows)
     expected, expected_to_fail = plain.choose(logits, rows)
     barren = [n for n, row in enumerate(rows) if row.params.grammar is not None and not fixed.allowed(row)]

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.sampler import Sampler, SamplingRow, gumbel_noise, native, stream_keys
+from engine.sampler import Sampler, SamplingRow, TorchSampler, gumbel_noise, native, stream_keys
 from native.build import _cpu as cpu_of_build
 from native.build import build
 from tests.engine.sampler_reference import make_row
@@ -56,10 +57,14 @@ def make_rows(count: int, generator: random.Random, names: list[str] | None = No
     return rows
 
 
+def plain_sampler(vocab_size: int, grammars: Any = None) -> Sampler:
+    """Return a sampler by torch's operators."""
+    return Sampler(vocab_size, "cpu", [0], grammars, TorchSampler())
+
+
 def choose_both_ways(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int]]:
     """Return the common result of the compiled choice and torch's operators: tokens, and failed rows."""
-    compiled, plain = (Sampler(logits.shape[1], "cpu", [0]) for _ in range(2))
-    plain._native = None
+    compiled, plain = Sampler(logits.shape[1], "cpu", [0]), plain_sampler(logits.shape[1])
     tokens, failed_rows = compiled.choose(logits, rows)
     expected, expected_to_fail = plain.choose(logits, rows)
     assert failed_rows == expected_to_fail
@@ -97,8 +102,7 @@ def test_drafts_are_drawn_alike(vocab_size: int, dtype: torch.dtype) -> None:
     rows = make_rows(6 * len(FILTERS), generator)
     logits = (3 * torch.randn(len(rows), vocab_size)).to(dtype)
     starts = [row.position - generator.randrange(5) for row in rows]
-    compiled, plain = (Sampler(vocab_size, "cpu", [0]) for _ in range(2))
-    plain._native = None
+    compiled, plain = Sampler(vocab_size, "cpu", [0]), plain_sampler(vocab_size)
     tokens, drawn_from = compiled.draw_drafts(logits, rows, starts)
     expected, expected_from = plain.draw_drafts(logits, rows, starts)
     torch.testing.assert_close(drawn_from, expected_from, atol=1e-7, rtol=1e-5)
@@ -181,9 +185,7 @@ def exact_nuclei(second: float) -> Iterator[tuple[Tensor, float, float]]:
 @pytest.mark.parametrize("way", ["torch", pytest.param("native", marks=needs_compiler)])
 def test_a_nucleus_ends_at_exactly_top_p(way: str) -> None:
     """The next token is outside."""
-    sampler = Sampler(3, "cpu", [])
-    if way == "torch":
-        sampler._native = None
+    sampler = plain_sampler(3) if way == "torch" else Sampler(3, "cpu", [0])
     nuclei = list(exact_nuclei(-7.0))
     for logits, *bounds in nuclei:
         for top_p, size in zip(bounds, (1, 2), strict=True):
@@ -309,8 +311,7 @@ def test_portable_code_chooses_the_same_tokens(
     expected = choose_both_ways(logits, rows)[0]
     monkeypatch.setattr("native.build._NATIVE", [f"-march={level}"])
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
-    sampler = Sampler(1000, "cpu", [])
-    sampler._native = native.NativeSampler()
+    sampler = Sampler(1000, "cpu", [], row_sampler=native.NativeSampler())
     assert sampler.choose(logits, rows)[0].tolist() == expected
 
 

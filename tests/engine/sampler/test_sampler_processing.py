@@ -12,22 +12,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampler.batch import BatchParams, RequestParams
-from engine.sampler.filters import apply_filters
+from engine.sampler.batch import Batch, RequestParams
+from engine.sampler.edits import apply_edits, edit_lists
 from engine.sampler.penalties import Penalties, TokenCounts
+from engine.sampler.torch_sampler import apply_filters
 from tests.engine.sampler_reference import make_row
 
 VOCAB_SIZE = 500
 
 
-def batch_of(params) -> BatchParams:
-    return BatchParams(RequestParams(params, VOCAB_SIZE, torch.device("cpu")), list(range(len(params))))
-
-
 def penalized(penalties: Penalties, logits: torch.Tensor, rows) -> torch.Tensor:
-    batch = batch_of([row.params for row in rows])
-    values = logits.clone()
-    penalties.apply(values, rows, batch)
+    requests, values = RequestParams([row.params for row in rows], VOCAB_SIZE), logits.clone()
+    apply_edits(values, edit_lists(rows, requests, range(len(rows)), penalties, [], None))
     return values
 
 
@@ -64,9 +60,10 @@ def test_filters_keep_the_same_tokens_as_transformers(params, warpers):
     expected = logits.clone()
     for warper in warpers:
         expected = warper(None, expected)
-    batch = batch_of([make_row(**params).params] * 16)
+    rows = [make_row(**params)] * 16
+    requests = RequestParams([row.params for row in rows], VOCAB_SIZE)
     values = (logits - logits.amax(dim=1, keepdim=True)) / params.get("temperature", 1.0)
-    apply_filters(values, batch.distribution)
+    apply_filters(values, Batch(logits, rows, requests, [*range(16)], None, None))
     assert torch.equal(values.isfinite(), expected.isfinite())
 
 

@@ -359,8 +359,7 @@ def launches_behind(
     slot_allocator: StateSlotAllocator | None = None,
 ) -> list[dict[str, int]]:
     """Return the forward's launches of these kinds for each step that is launched behind another."""
-    sampler = Sampler(vocab_size, GPU, [])
-    sampler._kernels = TritonSampler(GPU)
+    sampler = Sampler(vocab_size, GPU, [], row_sampler=TritonSampler(GPU))
     greedy = SamplingParams(max_tokens=29, temperature=0.0)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     scheduler = Scheduler(blocks, model="", kv_format="", slot_allocator=slot_allocator, **limits)

@@ -1,0 +1,123 @@
+"""Sampling by torch's operators: any device, and the reference for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampler.batch import Batch, TokenChoice
+from engine.sampler.edits import apply_edits
+from engine.sampler.noise import NOISE_SPAN, Purpose, gumbel_noise, round_keys, stream_keys
+
+_SLACK = 1e-3
+_NO_CHANCE = 1e-30
+"""Smaller shares of the greatest weight count as this: no noise lifts them, and log(0) is slow on a CPU."""
+
+
+class TorchSampler:
+    on_device = False
+
+    def begin(self, batch: Batch) -> TokenChoice:
+        """As `RowSampler.begin`."""
+        values, failed = _values(batch)
+        failed_rows = failed.nonzero()[:, 0].tolist()
+        chosen = values.argmax(dim=1)
+        greedy = _column(batch, batch.requests.greedy)[:, 0]
+        if not batch.requests.greedy.all():
+            apply_filters(values, batch)
+            keys = stream_keys(_column(batch, batch.requests.seeds)[:, 0], _tensor(batch, batch.positions))
+            chosen = torch.where(greedy, chosen, race(values, keys))
+        return TokenChoice.made(chosen, failed_rows)
+
+    def probabilities(self, batch: Batch) -> Tensor:
+        """As `RowSampler.probabilities`."""
+        values, failed = _values(batch)
+        likeliest = values.argmax(dim=1, keepdim=True)
+        apply_filters(values, batch)
+        shares = values.masked_fill_(values < -NOISE_SPAN, -torch.inf).softmax(dim=1)
+        certain = torch.zeros_like(shares).scatter_(1, likeliest, 1.0)
+        shares = torch.where(_column(batch, batch.requests.greedy), certain, shares)
+        return shares.masked_fill_(failed, 0.0)
+
+    def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `RowSampler.draw_drafts`."""
+        probabilities, seeds = self.probabilities(batch), _column(batch, batch.requests.seeds)[:, 0]
+        places = _tensor(batch, [*starts]), _tensor(batch, batch.positions)
+        return draw(probabilities, round_keys(seeds, *places, Purpose.DRAFT)), probabilities
+
+
+def _values(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return float32 [n, vocab], log-probabilities up to a constant per row, each row's maximum at 0; and
+    bool [n, 1], which rows fail: they are zeros.
+    """
+    logits = batch.logits
+    values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
+    if batch.edits is not None:
+        apply_edits(values, batch.edits)
+    best = values.amax(dim=1, keepdim=True)
+    failed = ~best.isfinite()
+    values.sub_(best).div_(_column(batch, batch.requests.temperature))
+    return values.masked_fill_(failed, 0.0), failed
+
+
+def apply_filters(values: Tensor, batch: Batch) -> None:
+    """Edit float32 [n, vocab] in place: what the filters exclude gets -inf.
+
+    `values` are log-probabilities up to a constant per row, each row's maximum at 0. min-p keeps values >=
+    log(min_p); top-k what is no smaller than the k-th largest value; top-p, of what those left, a token while
+    those of greater value have less than `top_p` of the probability together. Each filter is a threshold on
+    a token's value, so that equal values share one fate and the outcome depends neither on a sort's order
+    nor on the other rows. Greedy rows have none.
+    """
+    requests, index = batch.requests, np.array(batch.index)
+    floor = _column(batch, np.where(requests.greedy, -np.inf, requests.min_p_floor))
+    top_k = requests.top_k[index]
+    if top_k.any():
+        last = _tensor(batch, np.maximum(top_k - 1, 0)[:, None])
+        kth = values.topk(int(top_k.max())).values.gather(1, last)
+        floor = torch.maximum(floor, kth.masked_fill_(_tensor(batch, top_k == 0)[:, None], -torch.inf))
+    values.masked_fill_(values < floor, -torch.inf)
+    rows = np.flatnonzero(requests.is_nucleus[index])
+    if len(rows):
+        some = values[rows]
+        top_p = _tensor(batch, requests.top_p[index[rows], None])
+        values[rows] = some.masked_fill_(some < _nucleus_floor(some, top_p), -torch.inf)
+
+
+def _nucleus_floor(values: Tensor, top_p: Tensor) -> Tensor:
+    """Return float32 [n, 1], the smallest value in each row's nucleus."""
+    total = values.double().exp_().sum(dim=1, keepdim=True)
+    wanted = top_p * total
+    # Tokens each lighter than this weigh less than 1 - top_p together, so that the nucleus lies above.
+    lightest = (((total - wanted) / values.shape[1]).log() - _SLACK).float()
+    ordered = values.topk(int((values >= lightest).sum(dim=1).max())).values
+    mass = ordered.double().exp_()
+    num_inside = (mass.cumsum(dim=1) - mass < wanted).sum(dim=1, keepdim=True)
+    return ordered.gather(1, num_inside - 1)
+
+
+def race(values: Tensor, keys: Tensor) -> Tensor:
+    """Gumbel-max sampling: return int64 [n], the token of each row with the greatest value + noise, the
+    lowest id among equals. `values` is float32 [n, vocab] with each row's maximum at 0, `keys` int64 [n].
+    """
+    token_ids = torch.arange(values.shape[1], device=values.device)
+    return (values + gumbel_noise(keys.unsqueeze(1), token_ids)).argmax(dim=1)
+
+
+def draw(weights: Tensor, keys: Tensor) -> Tensor:
+    """Draw from each row of float32 [n, vocab] a token, int64 [n], in proportion to its weight."""
+    values = weights / weights.amax(dim=1, keepdim=True)
+    return race(values.clamp_min_(_NO_CHANCE).log_(), keys)
+
+
+def _tensor(batch: Batch, values: np.ndarray | list[int]) -> Tensor:
+    return torch.as_tensor(values).to(batch.logits.device)
+
+
+def _column(batch: Batch, values: np.ndarray) -> Tensor:
+    """Return [n, 1], the values of the rows' requests; floats as float32."""
+    of_rows = values[np.array(batch.index), None]
+    return _tensor(batch, of_rows.astype(np.float32) if of_rows.dtype == np.float64 else of_rows)
