@@ -1,5 +1,5 @@
-// Verifies drafted chains in one call, row by row up to the first rejection: by coupled.py's rule, or by standard.py's
-// (rejection sampling, as in rejection.py).
+// Verifies drafted chains in one call, row by row up to the first rejection: by coupled.py's rule, or by the standard
+// one of rejection.py.
 
 #include <vector>
 

@@ -15,12 +15,15 @@ from torch import Tensor
 from engine.sampler import Sampler
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
+from protocol.speculation import Verification
 from speculation.verification.rows import Decision, DraftedRows
 
 
-def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler) -> list[Verdict]:
+def verify(
+    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification = "coupled"
+) -> list[Verdict]:
     """`logits` [rows, vocab_size]: for each sequence the row after its last token, then one after each
-    drafted token. Returns a verdict for each sequence.
+    drafted token. Returns a verdict for each sequence. `rule` may be another one where chance has no part.
     """
     rows = DraftedRows(sequences, takes_late=sampler.has_kernels)
     tokens, failed_rows = _own_tokens(rows, logits, sampler)

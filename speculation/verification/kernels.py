@@ -1,4 +1,4 @@
-"""Triton kernels that find where drafts stop, and the tokens after them, as `standard.py` and `block.py` do.
+"""Triton kernels that find where drafts stop, and the tokens after them, as `rejection.py` does.
 
 A program that needs it finds out by itself where a sequence's draft stops: that takes a few numbers a node.
 """
@@ -57,8 +57,8 @@ def _odds(node, token, row, drawn, target, SIZE: tl.constexpr):
 
 @triton.jit
 def _walk(spans, nodes, target, sequence, SIZE: tl.constexpr):
-    """By `standard.walk`, or while nodes are the target's own tokens: bits of the accepted nodes, the last of
-    them (-1 for none), how many they are, and bits of those rejected, before and behind it.
+    """By `rejection._walk`, or while nodes are the target's own tokens: bits of the accepted nodes, the last
+    of them (-1 for none), how many they are, and bits of those rejected, before and behind it.
     """
     first_row, first_node, count, seed, position, rule, drawn = _read_span(spans, sequence)
     accepted, rejected = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -85,7 +85,7 @@ def _walk(spans, nodes, target, sequence, SIZE: tl.constexpr):
 
 @triton.jit
 def _share_before(spans, nodes, target, sequence, end, SIZE: tl.constexpr):
-    """As `block._shares`: how far the first `end` tokens are as likely as they were drawn."""
+    """As `rejection._shares`: how far the first `end` tokens are as likely as they were drawn."""
     first_row, first_node, _, _, _, _, drawn = _read_span(spans, sequence)
     share = tl.full([], 1.0, tl.float64)
     for node in range(end):
@@ -112,8 +112,8 @@ def _judge_block(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """By `block.decide`: as `_walk`, and the share of the target's distribution that is left at the end. Rows
-    that fail give no token a chance.
+    """By `rejection._stops_of_blocks`: as `_walk`, and the share of the target's distribution that is left at
+    the end. Rows that fail give no token a chance.
     """
     first_row, first_node, count, seed, position, _, drawn = _read_span(spans, sequence)
     share, kept = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)

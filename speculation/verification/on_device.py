@@ -1,6 +1,6 @@
 """Verification by kernels: the host waits once, for what is accepted and the tokens behind it.
 
-The noise is that of `rejection.py`, whose rules these are; probabilities may differ in their last bits. What
+The rules and the noise are those of `rejection.py`; probabilities may differ in their last bits. What
 is left to torch: trees that were drawn by chance, and chains of more nodes than an integer has bits.
 """
 
@@ -19,6 +19,7 @@ from engine.step.sequence import SequenceState
 from engine.triton_support import ceil_div
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
 from speculation.verification.rows import BLOCK, OWN, STANDARD, Decision, DraftedRows
 
 if TYPE_CHECKING:
@@ -38,22 +39,22 @@ def can_verify(sequence: SequenceState) -> bool:
     return draft.num_nodes <= _MOST_NODES and not is_drawn_tree
 
 
-def warm_up(sampler: Sampler, dtype: torch.dtype, *, as_blocks: bool) -> None:
+def warm_up(sampler: Sampler, dtype: torch.dtype, rule: Verification) -> None:
     """Compile what verifies by logits of this dtype."""
     sampling = SamplingParams(max_tokens=1)
     sequence = SequenceState(EngineRequest(request_id="", prompt_token_ids=[0], sampling=sampling), 0)
     sequence.draft = Draft([0])
     logits = torch.zeros((2, sampler.vocab_size), dtype=dtype, device=sampler.device)
-    verify([sequence], logits, sampler, as_blocks=as_blocks)
+    verify([sequence], logits, sampler, rule)
 
 
 def verify(
-    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, *, as_blocks: bool = False
+    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
     """As `coupled.verify`, for sequences that `can_verify`. Those that are greedy or have no draft get the
     target's own tokens.
     """
-    rows = DraftedRows(sequences, takes_late=True)
+    rows, as_blocks = DraftedRows(sequences, takes_late=True), rule == "block"
     chosen = sampler.chosen(logits, rows.sampling, rows.further(sampler.upload))
     drawn = [_distributions(sequence.draft, chosen.logits) for sequence in sequences]
     asked = _spans(rows, drawn, as_blocks)

@@ -1,13 +1,22 @@
-"""Rejection sampling of drafts: what its rules share.
+"""Rejection sampling of drafts by torch's operators, by one of two rules.
 
 A drafted token is accepted by chance, with odds that the two models' probabilities give, and the token after
 the accepted ones is drawn from what the drafts rejected there left of the target's distribution. Acceptance
 and that last token have noise of their own, which no drafter knows.
+
+`standard` (Leviathan et al. 2023; Chen et al. 2023), for chains and trees: a token drawn from q is accepted
+with probability min(1, p / q); if it is not, the next of its siblings is tried against what is left, the
+normalized (p - q)+, and so on (Miao et al. 2024, SpecInfer). For a token that no chance chose q is 1 there
+and 0 elsewhere. What comes out has the target's distribution, whatever q is.
+
+`block` (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"), for chains: their tokens are
+judged together, so that an unlikely one can be made up for by likelier ones; no rule keeps more of them in
+expectation. Trees fall to the standard rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -17,6 +26,7 @@ from torch import Tensor
 from engine.sampler import Purpose, Sampler, draw, round_keys, uniform_noise
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
+from protocol.speculation import Verification
 from speculation.verification.rows import Decision, DraftedRows
 
 
@@ -45,18 +55,16 @@ class Stop:
     share: float = 1.0
 
 
-Rule = Callable[[Sequence[Odds]], list[Stop]]
-"""Tells where each of a batch's drafts stops."""
-
-
-def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Rule) -> list[Verdict]:
+def verify(
+    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
+) -> list[Verdict]:
     """As `coupled.verify`, for sequences that all have a draft."""
     rows = DraftedRows(sequences)
     target = sampler.probabilities(logits, rows.sampling)
     failed = target.amax(dim=1) == 0
     target.masked_fill_(failed.unsqueeze(1), 1.0)  # something to draw from: the verdicts tell of them
     odds, failed_rows = _odds(rows, target, failed)
-    stops = rule(odds)
+    stops = _stops_of_blocks(odds) if rule == "block" else [_walk(each) for each in odds]
     positions = [sequence.position + len(s.accepted) for sequence, s in zip(sequences, stops, strict=True)]
     keys = noise_keys(sequences, positions, Purpose.RECOVERY, target.device)
     last_tokens = draw(left_over(odds, stops), keys).tolist()
@@ -67,8 +75,73 @@ def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler,
     return rows.conclude(decisions, logits, failed_rows, sampler)
 
 
+def _walk(odds: Odds) -> Stop:
+    """Stop by the standard rule."""
+    draft, stop = odds.draft, Stop()
+    last, mass = -1, 1.0
+    for node, (p, q, u) in enumerate(odds.nodes):  # a node's children come after it
+        if draft.parent(node) != last:
+            continue
+        if stop.rejected and draft.distributions is not None:
+            p = float(left_over([odds], [stop])[0, draft.token_ids[node]])
+        if u * q * mass < p:
+            stop.accepted.append(node)
+            stop.rejected.clear()
+            last, mass = node, 1.0
+        else:
+            stop.rejected.append(node)
+            if draft.distributions is None:
+                mass -= p  # what is left of the siblings' distribution, not normalized
+    return stop
+
+
+def _stops_of_blocks(odds: Sequence[Odds]) -> list[Stop]:
+    chains = [each for each in odds if each.draft.parents is None]
+    stops = dict(zip(chains, _judge(chains), strict=True))
+    return [stops[each] if each in stops else _walk(each) for each in odds]
+
+
+def _judge(chains: Sequence[Odds]) -> list[Stop]:
+    """Each of a chain's lengths has a chance h_i to be kept; the greatest that makes use of it counts."""
+    shares = [_shares(chain) for chain in chains]
+    stops = []
+    for chain, share, mass in zip(chains, shares, _masses(chains, shares), strict=True):
+        chances = [m / (m + 1.0 - s) if m > 0 else 0.0 for s, m in zip(share[1:-1], mass, strict=True)]
+        chances.append(share[-1])
+        kept = [i + 1 for i, (_, _, u) in enumerate(chain.nodes) if u < chances[i]]
+        length = kept[-1] if kept else 0
+        rejected = list(range(length, len(chain.nodes)))[:1]
+        stops.append(Stop(list(range(length)), rejected, share[length]))
+    return stops
+
+
+def _shares(chain: Odds) -> list[float]:
+    """rho_i, i from 0 to the chain's length: how far the first i tokens are as likely as they were drawn."""
+    shares = [1.0]
+    for p, q, _ in chain.nodes:
+        shares.append(min(1.0, shares[-1] * p / q))
+    return shares
+
+
+def _masses(chains: Sequence[Odds], shares: Sequence[Sequence[float]]) -> list[list[float]]:
+    """M_i, i from 1 to less than each chain's length: the sum of (rho_i p - q)+ over all that may follow."""
+    masses = [
+        [s * (1.0 - p) for s, (p, _, _) in zip(share[1:-1], chain.nodes[1:], strict=True)]
+        for chain, share in zip(chains, shares, strict=True)
+    ]  # right where no chance was involved
+    drawn = [i for i, chain in enumerate(chains) if chain.draft.distributions is not None]
+    if drawn:
+        target = torch.cat([chains[i].target[1 : len(chains[i].nodes)] for i in drawn])
+        taken = [d[1:] for d in (chain.draft.distributions for chain in chains) if d is not None]
+        scale = target.new_tensor([s for i in drawn for s in shares[i][1:-1]]).unsqueeze(1)
+        found = iter((scale * target - torch.cat(taken)).clamp_min_(0.0).sum(dim=1).tolist())
+        for i in drawn:
+            masses[i] = list(islice(found, len(masses[i])))
+    return masses
+
+
 def left_over(odds: Sequence[Odds], stops: Sequence[Stop]) -> Tensor:
-    """float32 [sequences, vocab_size]: what the rejected nodes left of the target's distributions.
+    """Return what the rejected nodes left of the target's distributions, float32 [sequences, vocab_size].
 
     Each takes away the probabilities that it was drawn with; what remains is normalized.
     """
@@ -86,7 +159,7 @@ def left_over(odds: Sequence[Odds], stops: Sequence[Stop]) -> Tensor:
 
 
 def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
-    """[n, vocab_size]: the weights less what the node of each row's draft was drawn with, at least 0."""
+    """Return weights [n, vocab_size] less what the node of each row's draft was drawn with, at least 0."""
     left = weights.clone()
     drawn: dict[int, Tensor] = {}
     certain: dict[int, int] = {}
@@ -105,7 +178,9 @@ def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
 def noise_keys(
     sequences: Sequence[SequenceState], positions: Sequence[int], purpose: Purpose, device: torch.device
 ) -> Tensor:
-    """int64 [n]: for the noise at a position of each sequence's round, which begins at its next token."""
+    """Return the noise's keys, int64 [n], at a position of each sequence's round, which begins at its next
+    token.
+    """
     seeds = [sequence.params.seed for sequence in sequences]
     starts = [sequence.position for sequence in sequences]
     columns = torch.tensor([seeds, starts, list(positions)], dtype=torch.int64, device=device)
@@ -113,7 +188,7 @@ def noise_keys(
 
 
 def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[Odds], list[int]]:
-    """And the rows that failed, read from the device with the odds."""
+    """Return the sequences' odds and the rows that failed, in one copy from the device."""
     drafts: list[Draft] = []
     owners: list[SequenceState] = []
     parents: list[int] = []
@@ -141,7 +216,7 @@ def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[Odds]
 
 
 def _drawn_with(drafts: list[Draft], tokens: Tensor) -> Tensor:
-    """float32 [nodes of all]: the probability that each was drawn with."""
+    """Return the probability that each node was drawn with, float32 [nodes of all]."""
     probabilities = torch.ones(len(tokens), device=tokens.device)
     first = 0
     rows: list[int] = []

@@ -15,10 +15,10 @@ from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
-from speculation.verification import chains
+from speculation.verification import native
 from speculation.verification.verify import verify
 
-pytestmark = pytest.mark.skipif(chains.compiled() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(native.compiled() is None, reason="needs a C++ compiler")
 
 PARAMS: list[dict[str, Any]] = [
     {},
@@ -144,9 +144,9 @@ def test_other_sequences_get_the_same_verdict_in_a_mixed_batch(rule: Verificatio
         sequence_with(3, Draft([1, 2]), logprobs=1),
         sequence_with(4, Draft([1, 2]), repetition_penalty=1.5),
     ]
-    assert not any(map(chains.can_verify, others))
+    assert not any(map(native.can_verify, others))
     plain = [sequence_with(5, Draft([1, 2])), sequence_with(6, None)]
-    assert all(map(chains.can_verify, plain))
+    assert all(map(native.can_verify, plain))
     sequences = [*others[:3], *plain, *others[3:]]
     logits = torch.randn(21, 30, generator=torch.Generator().manual_seed(0))
     together = summary(judge(sequences, logits, rule))

@@ -15,7 +15,8 @@ from engine.sampler import Purpose, draw, native, round_keys, sampler, torch_sam
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.speculation import Verification
-from speculation.verification import chains, rejection
+from speculation.verification import native as native_rules
+from speculation.verification import rejection
 from speculation.verification.rejection import noise_keys
 from tests.statistics.toy_speculation import (
     ALPHA,
@@ -45,7 +46,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     name: str = request.param
     if name == "torch":
         monkeypatch.setattr(sampler, "compiled", lambda: None)
-    elif native.compiled() is None or chains.compiled() is None:
+    elif native.compiled() is None or native_rules.compiled() is None:
         pytest.skip("needs a C++ compiler")
     return name
 

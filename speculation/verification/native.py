@@ -1,8 +1,8 @@
-"""Verification of chains in one compiled call, for logits on a CPU: by `coupled`'s rule or `standard`'s.
+"""Verification of chains in one compiled call, for logits on a CPU: by the rule `coupled` or `standard`.
 
-The noise is theirs; under `standard` a row's probabilities may differ in their last bits from those of
-torch's operators. Rows after the first rejection are not looked at. What else the sampler edits or tells of
-logits, trees and probes are left to torch.
+The noise is that of `rejection.py`; under `standard` a row's probabilities may differ in their last bits
+from those of torch's operators. Rows after the first rejection are not looked at. Edited logits,
+log-probabilities, trees and probes are left to the other implementations.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from engine.sampler.rows import edits_logits
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
 from native.build import BuildError
+from protocol.speculation import Verification
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -42,7 +43,7 @@ class Chains(ctypes.Structure):
 
 @functools.cache
 def compiled() -> RowsFunction | None:
-    """The compiled rule, built at the first call; None where it can't be."""
+    """Return the compiled rules, built at the first call; None where they can't be."""
     try:
         return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", SamplingArgs, Chains)
     except BuildError as error:
@@ -57,13 +58,13 @@ def can_verify(sequence: SequenceState) -> bool:
 
 
 def verify(
-    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, *, is_coupled: bool
+    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
     """As `coupled.verify`, for sequences that `can_verify`, also without a draft: these and greedy ones get
     the very tokens that they would get alone.
     """
-    rule = compiled()
-    assert rule is not None
+    function, is_coupled = compiled(), rule == "coupled"
+    assert function is not None
     count = len(sequences)
     requests = sampler.params_of([sequence.params for sequence in sequences])
     drafts = [sequence.draft for sequence in sequences]
@@ -95,7 +96,7 @@ def verify(
         None if masks is None else masks.addresses.ctypes.data,
         is_coupled,
     )
-    rule(fields, logits)
+    function(fields, logits)
     accepted, last_tokens = outcomes.tolist()
     return [
         Verdict(
@@ -109,7 +110,7 @@ def verify(
 
 
 def _distributions(draft: Draft | None, vocab_size: int) -> Tensor | None:
-    """As they lie in memory, float32 [nodes, vocab_size]."""
+    """Return a draft's distributions as they lie in memory, float32 [nodes, vocab_size]."""
     if draft is None or draft.distributions is None:
         return None
     if draft.distributions.shape != (draft.num_nodes, vocab_size):
