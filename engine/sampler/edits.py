@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sampler.params import RequestParams
 from engine.sampler.penalties import Penalties
 from engine.sampler.rows import SamplingRow, TokenMasks
-
-if TYPE_CHECKING:
-    from engine.sampler.batch import RequestParams
 
 
 class EditLists(NamedTuple):

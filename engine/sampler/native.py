@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler.batch import Batch, SamplingArgs, TokenChoice
+from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
+from engine.sampler.params import SamplingArgs
 from native.build import BuildError, declare, load_library
 from native.threads import parallel
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from engine.devices.attention import backend_fault
 from engine.download import Downloader
-from engine.sampler.batch import Batch, RequestParams, RowSampler, TokenChoice
+from engine.sampler.batch import Batch, RowSampler, TokenChoice
 from engine.sampler.edits import edit_lists
 from engine.sampler.grammars import Grammars
 from engine.sampler.logprobs import token_logprobs
 from engine.sampler.native import NativeSampler, compiled
+from engine.sampler.params import RequestParams
 from engine.sampler.penalties import Penalties
 from engine.sampler.rows import SamplingRow, TokenMasks
 from engine.sampler.torch_sampler import TorchSampler
@@ -35,7 +36,7 @@ from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.sampler.triton_kernel.chooser import Chosen
+    from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +69,17 @@ class Sampler:
         self._penalties = Penalties()
         self.grammars = grammars
         self._requests: RequestParams | None = None
-        self._row_sampler: Any = row_sampler or _row_sampler_for(self.device)
+        self._row_sampler = row_sampler or _row_sampler_for(self.device)
         self.upload, self.download = upload_to(self.device), Downloader(self.device)
 
     @property
     def has_kernels(self) -> bool:
         """Whether kernels choose on the device."""
-        return bool(self._row_sampler.on_device)
+        return self._row_sampler.on_device
+
+    @property
+    def _kernels(self) -> TritonSampler:
+        return cast("TritonSampler", self._row_sampler)
 
     @property
     def is_native(self) -> bool:
@@ -112,8 +117,7 @@ class Sampler:
 
     def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> TokenChoice:
         """As `choose`, without waiting for the device where its kernels choose."""
-        choice: TokenChoice = self._row_sampler.begin(self._batch(logits, rows))
-        return choice
+        return self._row_sampler.begin(self._batch(logits, rows))
 
     def tokens(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Tensor:
         """Return the tokens of `choose`, on the logits' device. A row that fails has any token there, which
@@ -122,28 +126,24 @@ class Sampler:
         if not self._row_sampler.on_device:
             assert further is None
             return self.begin(logits, rows).token_ids
-        tokens: Tensor = self._row_sampler.tokens(self._batch(logits, rows), further)
-        return tokens
+        return self._kernels.tokens(self._batch(logits, rows), further)
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Return the distributions that `sample` draws from, float32 [n, vocab]; zeros in rows that fail.
 
         The token that a row gets is the argmax of their logarithm and its noise.
         """
-        shares: Tensor = self._row_sampler.probabilities(self._batch(logits, rows))
-        return shares
+        return self._row_sampler.probabilities(self._batch(logits, rows))
 
     def chosen(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Chosen:
         """By kernels, `tokens`, and from what these compute probabilities; it holds until the next call."""
-        chosen: Chosen = self._row_sampler.chosen(self._batch(logits, rows), further)
-        return chosen
+        return self._kernels.chosen(self._batch(logits, rows), further)
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """As `RowSampler.draw_drafts`."""
-        drawn: tuple[Tensor, Tensor] = self._row_sampler.draw_drafts(self._batch(logits, rows), starts)
-        return drawn
+        return self._row_sampler.draw_drafts(self._batch(logits, rows), starts)
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:
         """That tokens for these rows will be chosen, once their logits are computed. A device that computes

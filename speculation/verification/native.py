@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.sampler import Sampler
-from engine.sampler.batch import SamplingArgs
 from engine.sampler.native import RowsFunction, readable
+from engine.sampler.params import SamplingArgs
 from engine.sampler.rows import edits_logits
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState

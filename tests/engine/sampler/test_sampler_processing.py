@@ -12,8 +12,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampler.batch import Batch, RequestParams
+from engine.sampler.batch import Batch
 from engine.sampler.edits import apply_edits, edit_lists
+from engine.sampler.params import RequestParams
 from engine.sampler.penalties import Penalties, TokenCounts
 from engine.sampler.torch_sampler import apply_filters
 from tests.engine.sampler_reference import make_row
