@@ -217,10 +217,11 @@ class _Describer:
             common["decays"], common["opening"] = map(module.get_submodule, names.low_rank)
         weight = _tensor(module, f"{names.norm}.weight")
         kind = NormKind.PLAIN if names.kind is MixerKind.DELTA else NormKind.EXACT
+        hooked: int | None = getattr(module, "recurrent_number", None)
         return Recurrent(
             kind=names.kind,
             **common,
-            number=next(self._number),
+            number=next(self._number) if hooked is None else hooked,
             taps=conv.weight.squeeze(1),
             bias=conv.bias,
             rates=None if decay is None else -decay.float().exp(),

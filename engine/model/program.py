@@ -224,7 +224,7 @@ class Layer:
     made_norm: Norm | None = None
 
     def products(self) -> Iterator[Product]:
-        """Yield the products whose linear layers may be several."""
+        """Yield all products of linear layers but those of low rank and of latents."""
         for mixer in self.mixers:
             yield mixer.inputs
             yield mixer.output
@@ -233,6 +233,8 @@ class Layer:
         if self.mlp is not None:
             yield self.mlp.gate_up
             yield self.mlp.down
+        if self.experts is not None and self.experts.opener is not None:
+            yield self.experts.opener
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -58,7 +58,8 @@ checked by launching a step's kernels again in the interpreter, on the same memo
 These run as CUDA graphs:
 
 - Steps of up to 512 rows of decoding and of drafts to verify (chains and trees), through the CUDA decoder
-  or another model's own modules, with recurrent layers too unless these wait for the device. Steps with
+  (models that run natively on CPUs: with experts, output gates and recurrent layers, too) or another
+  model's own modules, unless these wait for the device. Steps with
   adapters have graphs of their own.
 - Each step in which a draft model or an EAGLE head drafts a chain.
 

@@ -46,8 +46,10 @@ In float32 each gives the tokens of `generate` from a prompt in chunks beside an
 in bold do so through a prefill and a decode worker, too (`tests/e2e/test_token_equality.py`). Of those with
 `latents` the pool keeps these instead of all heads' keys and values ([design.md](design.md#kv-pool)).
 Nemotron-H runs natively unless its experts work on latents; models with experts do where no worker has ranks.
-With adapters, for which latents are expanded, Kimi Linear's own modules run. In float32 models with experts
-and those with adapters run as the others do, by torch.compile or, with recurrent layers, eagerly.
+On GPUs the models that run natively on CPUs run by the CUDA decoder ([gpu.md](gpu.md)), with experts and
+recurrent layers, too. With adapters, for which latents are expanded, Kimi Linear's own modules run. In
+float32, models with experts and those with adapters run as the others do on CPUs, by torch.compile or, with
+recurrent layers, eagerly.
 
 The last column says whether a request has the same bits in every batch, and so the same tokens, in bf16
 too. In the other models torch makes some products, such as those of experts' routers: the last bits of its

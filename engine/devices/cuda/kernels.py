@@ -65,22 +65,38 @@ def add_norm(
 
 
 @triton.jit
-def _turned(head, norm, cosines, sines, epsilon, KIND: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Return a head's query or key, normed if there is a `norm`, rotated by these cosines and sines."""
+def _turned(
+    head,
+    norm,
+    cosines,
+    sines,
+    epsilon,
+    KIND: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROTATED: tl.constexpr,
+):
+    """Return a head's query or key, normed if there is a `norm`. These cosines and sines rotate its first
+    `ROTATED` values.
+    """
     d = tl.arange(0, PADDED)
-    inside = d < DIM
-    opposite = (d + DIM // 2) % DIM
+    inside, turns = d < DIM, d < ROTATED
     own = tl.load(head + d, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(head + opposite, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0
     if norm is not None:
         scale = tl.rsqrt(tl.sum(own * own, 0) / DIM + epsilon)
         own_weight = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-        other_weight = tl.load(norm + opposite, mask=inside, other=0.0).to(tl.float32)
         own = _rounded(_weighted(own * scale, own_weight, head, KIND), head)
+    if ROTATED == 0:
+        return own
+    opposite = (d + ROTATED // 2) % ROTATED
+    other = tl.load(head + opposite, mask=turns, other=0.0).to(tl.float32)
+    if norm is not None:
+        other_weight = tl.load(norm + opposite, mask=turns, other=0.0).to(tl.float32)
         other = _rounded(_weighted(other * scale, other_weight, head, KIND), head)
-    other = tl.where(d < DIM // 2, -other, other)
-    cosine = tl.load(cosines + d, mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sines + d, mask=inside, other=0.0).to(tl.float32)
+    other = tl.where(d < ROTATED // 2, -other, other)
+    cosine = tl.load(cosines + d, mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines + d, mask=turns, other=0.0).to(tl.float32)
     return _rounded(_rounded(own * cosine, head) + _rounded(other * sine, head), head)
 
 
@@ -110,19 +126,28 @@ def rotate(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    GATED: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """For a row (program 0) and a head (program 1), write the query to `query`, or the key or value to the
-    pool; padding rows write no KV. `write` explains the strides.
+    pool; padding rows write no KV. With `GATED` 1 an output gate follows each query. `write` explains the
+    strides.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PADDED)
     inside = d < DIM
-    own = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
-    angle = tl.load(positions + row) * DIM
+    part = head
+    if GATED:
+        part += tl.minimum(head, HEADS)
+    own = qkv + (row * (HEADS * (1 + GATED) + 2 * KV_HEADS) + part) * DIM
+    angle = tl.load(positions + row) * ROTATED
+    if ROTATED > 0:
+        cosines += angle
+        sines += angle
     if head < HEADS:
-        turned = _turned(own, query_norm, cosines + angle, sines + angle, epsilon, KIND, DIM, PADDED)
+        turned = _turned(own, query_norm, cosines, sines, epsilon, KIND, DIM, PADDED, ROTATED)
         tl.store(query + (row * HEADS + head) * DIM + d, turned.to(query.dtype.element_ty), mask=inside)
         return
     slot = tl.load(slots + row)
@@ -130,7 +155,7 @@ def rotate(
         return
     block, token = slot // PAGE, slot % PAGE
     if head < HEADS + KV_HEADS:
-        turned = _turned(own, key_norm, cosines + angle, sines + angle, epsilon, KIND, DIM, PADDED)
+        turned = _turned(own, key_norm, cosines, sines, epsilon, KIND, DIM, PADDED, ROTATED)
         place = block * keys_block + token * keys_token + (head - HEADS) * keys_head
         key_scale = None
         if key_scales is not None:

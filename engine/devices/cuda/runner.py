@@ -126,19 +126,15 @@ def runner_of(
     `state_slots`.
     """
     adapters, longest, program = loaded.adapters, loaded.max_model_len, loaded.program
+    operators = None if state_slots is None else TritonOperators(state_slots)
     forward: Forward
-    if state_slots is None and program is not None and unfit(program) is None:
-        forward = CudaDecoder(program, backend, longest, hidden_layers, adapters)
+    if program is not None and unfit(program, adapters) is None:
+        recurrent = () if state_slots is None else state_slots.layout.layers
+        forward = CudaDecoder(program, backend, longest, hidden_layers, adapters, operators, recurrent)
     else:
-        forward = Modules(
-            loaded.model,
-            backend,
-            hidden_layers,
-            adapters,
-            None if loaded.recurrent is None else loaded.recurrent.hooks,
-            None if state_slots is None else TritonOperators(state_slots),
-            None if adapters is None else adapted_modules(adapters),
-        )
+        hooks = None if loaded.recurrent is None else loaded.recurrent.hooks
+        by_address = None if adapters is None else adapted_modules(adapters)
+        forward = Modules(loaded.model, backend, hidden_layers, adapters, hooks, operators, by_address)
     if drafts:
         buckets = Buckets.of_drafts(config, longest)
     else:

@@ -38,6 +38,11 @@ class RecurrentHooks:
         """The number in the model of each."""
         self.operators: Operators | None = None
 
+    def add(self, module: Any) -> None:
+        """Number a layer, for its copies in models of some of the layers, too."""
+        module.recurrent_number = len(self.layers)
+        self.layers.append(module.layer_idx)
+
 
 def hook(model: nn.Module) -> RecurrentHooks | None:
     """None for a model that calls none of these functions."""
@@ -46,7 +51,7 @@ def hook(model: nn.Module) -> RecurrentHooks | None:
         if type(module).__name__ == _LIGHTNING:
             own = _bound_lightning(hooks, len(hooks.layers), module.forward)
             module.forward = types.MethodType(own, module)
-            hooks.layers.append(module.layer_idx)
+            hooks.add(module)
             continue
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
@@ -63,7 +68,7 @@ def hook(model: nn.Module) -> RecurrentHooks | None:
         module.forward = types.MethodType(copy, module)
         if _SCAN in names and hasattr(module, "dt_proj"):
             module.dt_proj = TimeProjection(module.dt_proj)
-        hooks.layers.append(number)
+        hooks.add(module)
     if not hooks.layers:
         return None
     logging.getLogger(_ADVISER).setLevel(logging.ERROR)

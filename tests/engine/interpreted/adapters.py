@@ -127,7 +127,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Select the decoder and return its name."""
     name: str = request.param
     if name != "CUDA decoder":
-        monkeypatch.setattr(cuda_runner, "unfit", lambda program: "for a test")
+        monkeypatch.setattr(cuda_runner, "unfit", lambda *_: "for a test")
     return name
 
 

@@ -40,6 +40,7 @@ from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
 from engine.upload import upload_to
 from tests.engine.interpreted.recorder import pageable_memory
+from tests.engine.reference import reference
 
 CPU = torch.device("cpu")
 HIDDEN_LAYERS = (0, 2, 1)
@@ -135,9 +136,18 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
     ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
     for step, logits in zip(STEPS, expected, strict=True):
         torch.testing.assert_close(ours.run(Step(step, [1, 3])).logits, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_products_of_one_input_in_several_ways() -> None:
+    model = made(CONFIGS["qwen3"])
+    backends = [TritonBackend(pool_of(16, "none").layers(TARGET)) for _ in range(2)]
+    expected = reference(model, backends[0]).run(Step(STEPS[0], [1, 3])).logits
+    plain = model.model.layers[1].mlp.gate_proj
     tile_linears(model, torch.float32, plain=True)
-    model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 96)
-    assert unfit(describe(model)) == "layers of one input are multiplied in several ways"
+    model.model.layers[1].mlp.gate_proj = plain
+    decoder = CudaDecoder(describe(model), backends[1], 128)
+    ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1], [1], [1], trees=False))
+    torch.testing.assert_close(ours.run(Step(STEPS[0], [1, 3])).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_rows_write_nothing() -> None:

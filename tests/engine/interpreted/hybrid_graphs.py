@@ -22,10 +22,12 @@ from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.graphs import Graphs
 from engine.devices.cuda.recurrent import operators
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
+from engine.devices.step_runner import Forward
 from engine.devices.torch import forward
 from engine.download import Downloader
 from engine.kv.layout import TARGET, PoolLayout
@@ -33,6 +35,7 @@ from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
 from engine.load.loader import load_model
 from engine.load.select import modules_runner
+from engine.model.describe import describe
 from engine.step.late_tokens import LateTokens
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
@@ -55,7 +58,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_groups": 1,
     },
 }
-"""One model has gated delta nets, the other Mamba2."""
+"""With gated delta nets, and with Mamba2."""
+DECODED = {"qwen3_5_text"}
+"""These run by the CUDA decoder, the others by their own modules, as if no family described them."""
 CHAINS = Buckets([3], [1, 4], [6], trees=False)
 TREES = Buckets([2], [1, 5], [6], trees=True)
 
@@ -93,12 +98,16 @@ class Side:
         self.pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
         self.state_slots = StateSlots(loaded.recurrent.state.with_drafts(DRAFTS), NUM_SEATS, CPU)
         self.backend = TritonBackend(self.pool.layers(TARGET))
-        hooked = loaded.recurrent.hooks, operators.TritonOperators(self.state_slots)
-        by_address = None if loaded.adapters is None else adapted_modules(loaded.adapters)
-        modules = forward.Modules(
-            loaded.model, self.backend, (1,), loaded.adapters, *hooked, by_address=by_address
-        )
-        self.cuda = CudaRunner(modules, self.backend, CPU, "", buckets, graphs)
+        by_triton = operators.TritonOperators(self.state_slots)
+        runs: Forward
+        if model_type in DECODED:
+            program, states = describe(loaded.model), self.state_slots.layout.layers
+            runs = CudaDecoder(program, self.backend, 96, (1,), loaded.adapters, by_triton, states)
+        else:
+            by_address = None if loaded.adapters is None else adapted_modules(loaded.adapters)
+            options = (1,), loaded.adapters, loaded.recurrent.hooks, by_triton, by_address
+            runs = forward.Modules(loaded.model, self.backend, *options)
+        self.cuda = CudaRunner(runs, self.backend, CPU, "", buckets, graphs)
         self.cuda.warm_up()
         self.runner: Runner = self.cuda
 
@@ -194,7 +203,9 @@ def test_a_replay_equals_the_launched_step(model_type: str, buckets: Buckets, st
             torch.testing.assert_close(ours[:2], others[:2], atol=1e-4, rtol=1e-4)
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
         shape, hidden = shape_of(buckets, batch), replayed.cuda._kept[1]
-        assert hidden is not None and (shape is None or hidden[: shape.rows].isfinite().all())
+        assert hidden is not None
+        if shape is not None and model_type not in DECODED:  # which gives padding what memory has
+            assert hidden[: shape.rows].isfinite().all()
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -203,8 +203,7 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
     served = replace(loaded, adapters=adapters_of(loaded.model) if adapter else None)
     runner = select_forward.runner_of_one_process(DRAFTING, served, hybrid_pool(loaded), ())
     runner.warm_up()
-    name = "the model's own modules, recurrent layers by triton operators"
-    assert runner.choice == f"{name}, {12 if adapter else 6} graphs"
+    assert runner.choice == f"CUDA decoder, {12 if adapter else 6} graphs"
     drafts = [SequenceRows([5, 6, 7], 31, [[1, 2, 3]], certain=32)]
     prompt = [SequenceRows([5] * 40, 1, [[1, 2, 3]])]
     for batch in (HYBRID[0], drafts, prompt):
@@ -216,7 +215,24 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
             assert gpu.launches == {"graph": 1}
 
 
-def test_the_models_that_the_decoder_runs(gpu: AbsentGpu) -> None:
+def test_steps_of_a_model_with_experts_are_captured(gpu: AbsentGpu) -> None:
+    config = config_of("qwen3_moe")
+    transformers_hook.register()
+    with GPU:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
+        ).eval()
+    heads, dim = config.num_key_value_heads, config.head_dim
+    group = Group.uniform(TARGET, Segment(config.num_hidden_layers, heads, dim, torch.bfloat16))
+    pool = KVPool(PoolLayout((group,), 16), 64, GPU, None)
+    runner = select_forward.runner_of_one_process(DRAFTING, loaded_of(model, pool), pool, ())
+    runner.warm_up()
+    assert runner.choice == "CUDA decoder, 6 graphs"
+    check_run(gpu, runner, DECODE)
+    assert gpu.launches == {"graph": 1}
+
+
+def test_which_models_it_runs(gpu: AbsentGpu) -> None:
     pool = pool_of()
     loaded = loaded_of(qwen3(), pool)
 
@@ -279,7 +295,7 @@ def test_a_step_with_adapters_is_one_launch(
 ) -> None:
     """This includes drafts to verify. In a prompt each product takes two more launches."""
     if decoder != "CUDA decoder":
-        monkeypatch.setattr(cuda_runner, "unfit", lambda program: "for a test")
+        monkeypatch.setattr(cuda_runner, "unfit", lambda *_: "for a test")
     model, pool = qwen3(), pool_of()
     loaded = loaded_of(model, pool, adapters_of(model))
     runner = select_forward.runner_of_one_process(DRAFTING, loaded, pool, ())

@@ -1,0 +1,251 @@
+"""A program's operations by torch's operators, for executors that multiply and attend in ways of their own.
+
+Values are rounded where Transformers' modules round them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, sigmoid, silu, softplus
+
+from engine.batch.operators import StepOperators
+from engine.kv.state_layout import RecurrentLayer
+from engine.model.program import (
+    Activation,
+    Attention,
+    Experts,
+    LatentAttention,
+    Layer,
+    Mixer,
+    MixerKind,
+    Mlp,
+    Norm,
+    NormKind,
+    Product,
+    Recurrent,
+    Score,
+)
+
+Rows = TypeVar("Rows")
+"""A step's facts that products and attention read beside the rows' values."""
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.RELU2: lambda x: x.relu().square(),
+    Activation.GELU_TANH: partial(gelu, approximate="tanh"),
+}
+
+_UNIT_EPSILON = 1e-6
+"""The epsilon of the delta rule's unit norms, flash-linear-attention's."""
+
+
+class Operations(ABC, Generic[Rows]):
+    """The mixers, MLPs and experts of layers. Recurrent layers run by `operators` over states of `recurrent`
+    shapes.
+    """
+
+    operators: StepOperators | None
+    recurrent: Sequence[RecurrentLayer]
+
+    @abstractmethod
+    def attend(self, mixer: Attention, made: Tensor, rows: Rows) -> Tensor:
+        """Return the output [rows, heads * head_dim] for the products' outputs `made`, without the gate."""
+
+    @abstractmethod
+    def attend_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int
+    ) -> Tensor:
+        """Attend over the pool: all are [rows, heads, dims]."""
+
+    def multiply(self, product: Product, x: Tensor, rows: Rows) -> Tensor:
+        outputs = [linear(x) for linear in product.linears]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return multiplied(out, product)
+
+    def activate(self, made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+        gate, values = made.chunk(2, dim=-1) if is_gated else (made, None)
+        active = _ACTIVATIONS[activation](gate)
+        return active if values is None else active * values
+
+    def mix(self, mixer: Mixer, normed: Tensor, rows: Rows) -> Tensor:
+        """Return the input of the mixer's output product."""
+        normed = scaled(normed, mixer.input_multiplier)
+        made = self.multiply(mixer.inputs, normed, rows)
+        if isinstance(mixer, Attention):
+            return self.attend(mixer, made, rows)
+        if isinstance(mixer, LatentAttention):
+            return self._attend_latents(mixer, made)
+        assert isinstance(mixer, Recurrent)
+        if mixer.kind is MixerKind.SHORT_CONV:
+            inner, outer, values = made.chunk(3, dim=-1)
+            return outer * self._convolve(mixer, inner * values).to(made.dtype)
+        if mixer.kind is MixerKind.STATE_SPACE:
+            return self._scan(mixer, made)
+        return self._apply_delta_rule(mixer, made, normed, rows)
+
+    def feed_forward(self, layer: Layer, normed: Tensor, rows: Rows) -> Tensor:
+        """Return what a layer's MLP and experts add."""
+        made = None if layer.mlp is None else self._mlp(layer.mlp, normed, rows)
+        if layer.experts is not None:
+            return self._experts(layer.experts, normed, made, rows)
+        assert made is not None
+        return made
+
+    def _attend_latents(self, mixer: LatentAttention, made: Tensor) -> Tensor:
+        _, latent, own = mixer.to_latent.weight.shape  # type: ignore[union-attr,misc]
+        shared = mixer.head_dim - own
+        queries, latents, keys = made.split([made.shape[-1] - latent - shared, latent, shared], dim=-1)
+        if mixer.queries is not None:
+            assert mixer.query_norm is not None
+            queries = mixer.queries(apply_norm(mixer.query_norm, queries))
+        plain, rest = queries.unflatten(-1, (mixer.heads, -1)).split([own, shared], dim=-1)
+        query = torch.cat([mixer.to_latent(plain), rest], dim=-1)
+        key = torch.cat([apply_norm(mixer.key_norm, latents), keys], dim=-1).unsqueeze(1)
+        out = self.attend_rows(query, key, key[..., :latent], mixer.layer, mixer.scale, 0)
+        values: Tensor = mixer.to_value(out)
+        return values.flatten(1)
+
+    def _mlp(self, mlp: Mlp, normed: Tensor, rows: Rows) -> Tensor:
+        made = self.multiply(mlp.gate_up, normed, rows)
+        return self.multiply(mlp.down, self.activate(made, mlp.activation, mlp.is_gated), rows)
+
+    def _experts(self, experts: Experts, normed: Tensor, beside: Tensor | None, rows: Rows) -> Tensor:
+        """Return the experts' output, plus the output of the MLP `beside` them."""
+        chosen, weights = _route(experts, normed)
+        out: Tensor = experts.holder.experts(
+            normed, chosen, weights.to(normed.dtype) if experts.rounds else weights
+        )
+        if beside is None:
+            return out
+        if experts.opener is not None:
+            beside = beside * sigmoid(self.multiply(experts.opener, normed, rows))
+        return beside + out
+
+    def _convolve(self, mixer: Recurrent, rows: Tensor) -> Tensor:
+        assert self.operators is not None
+        return self.operators.causal_conv(mixer.number, rows, mixer.taps, mixer.bias)
+
+    def _apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: Rows) -> Tensor:
+        """A gated delta net, with decays of heads or of their keys' channels."""
+        assert self.operators is not None and mixer.gates and mixer.norm
+        assert mixer.rates is not None and mixer.shifts is not None
+        shape, gates = self.recurrent[mixer.number], self.multiply(mixer.gates, normed, step)
+        heads, keys = shape.num_heads, shape.num_key_heads * shape.key_dim
+        if mixer.is_interleaved:
+            each = heads // shape.num_key_heads
+            values = each * shape.value_dim
+            made = _sorted_heads(made, shape.num_key_heads, [shape.key_dim] * 2 + [values] * 2)
+            gates = _sorted_heads(gates, shape.num_key_heads, [each, each])
+        rows = silu(self._convolve(mixer, made[:, : shape.channels])).to(made.dtype).float()
+        query, key = (
+            _unit(part.unflatten(-1, (-1, shape.key_dim))) for part in rows[:, : 2 * keys].chunk(2, dim=-1)
+        )
+        value = rows[:, 2 * keys :].unflatten(-1, (heads, -1))
+        beta = sigmoid(gates[:, :heads]).float()
+        if mixer.decays is None:
+            decay, opening = gates[:, heads:], made[:, shape.channels :]
+        else:
+            assert mixer.opening is not None
+            low, other = gates[:, heads:].split([mixer.decays.in_features, mixer.opening.in_features], dim=-1)
+            decay, opening = mixer.decays(low), mixer.opening(other)
+        decay = softplus(decay.float() + mixer.shifts.float().flatten()).unflatten(-1, (heads, -1))
+        decay = mixer.rates.view(-1, 1) * decay
+        read = self.operators.linear_attention(
+            mixer.number, query * shape.key_dim**-0.5, key, value, decay, beta
+        )
+        out, opening = apply_norm(mixer.norm, read.to(made.dtype)), opening.float().unflatten(-1, (heads, -1))
+        if mixer.decays is None:
+            return (out * silu(opening)).to(made.dtype).flatten(1)
+        exact = _normalized(read.to(made.dtype), mixer.norm) * mixer.norm.weight.float()
+        return (exact * sigmoid(opening)).to(made.dtype).flatten(1)
+
+    def _scan(self, mixer: Recurrent, made: Tensor) -> Tensor:
+        """Mamba 2's state space: linear attention without the delta rule."""
+        assert self.operators is not None
+        assert mixer.rates is not None and mixer.shifts is not None and mixer.skips is not None
+        shape, dtype = self.recurrent[mixer.number], made.dtype
+        width, keys = shape.num_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
+        gate, inputs, times = made.split([width, shape.channels, shape.num_heads], dim=-1)
+        rows = silu(self._convolve(mixer, inputs)).to(dtype).float()
+        value = rows[:, :width].unflatten(-1, (shape.num_heads, -1))
+        key, query = (
+            part.unflatten(-1, (-1, shape.key_dim)) for part in rows[:, width:].split([keys, keys], dim=-1)
+        )
+        times = softplus(times + mixer.shifts.to(dtype)).clamp(mixer.shortest, mixer.longest).float()
+        times = times.unsqueeze(-1)
+        read = self.operators.linear_attention(
+            mixer.number, query, key, value * times, mixer.rates.view(-1, 1) * times, None
+        )
+        out = (read + mixer.skips.float().view(-1, 1) * value).flatten(1)
+        if mixer.norm is None:
+            return (out * silu(gate)).to(dtype)
+        opening = silu(gate.float())
+        out = out if mixer.norms_first else out * opening
+        out = _normalized(out.unflatten(-1, (-1, mixer.group)), mixer.norm).flatten(1)
+        out = out * mixer.norm.weight.float()
+        return (out * opening if mixer.norms_first else out).to(dtype)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
+def multiplied(out: Tensor, product: Product) -> Tensor:
+    """Return a product's outputs times its multipliers."""
+    if product.multipliers is None:
+        return out
+    return (out.float() * product.multipliers.to(out.device)).to(out.dtype)
+
+
+def _normalized(x: Tensor, norm: Norm) -> Tensor:
+    """Return the rows with a root mean square of one, in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.epsilon)
+
+
+def apply_norm(norm: Norm, x: Tensor) -> Tensor:
+    normalized = _normalized(x, norm)
+    if norm.kind is NormKind.PLAIN:
+        return norm.weight * normalized.to(x.dtype)
+    weight = norm.weight.float() + (1 if norm.kind is NormKind.CENTRED else 0)
+    return (weight * normalized).to(x.dtype)
+
+
+def _route(experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows' experts [rows, chosen], and how much each counts, in float32."""
+    if experts.is_exact:
+        logits = normed.float() @ experts.router.float().t()
+    else:
+        logits = (normed @ experts.router.t()).float()
+    if experts.score is Score.SOFTMAX:
+        scores = logits.softmax(-1)
+    else:
+        scores = sigmoid(logits)
+        scores = scores.to(normed.dtype).float() if experts.rounds else scores
+    ranks = scores if experts.preferences is None else scores + experts.preferences.float()
+    if experts.open_groups < experts.groups:
+        grouped = ranks.unflatten(-1, (experts.groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(experts.open_groups, dim=-1).indices
+        is_closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+        ranks = grouped.masked_fill(is_closed.unsqueeze(-1), float("-inf")).flatten(1)
+    chosen = ranks.topk(experts.chosen, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if experts.normalizes:
+        weights = weights / (weights.sum(-1, keepdim=True) + experts.least_sum)
+    return chosen, weights * experts.scaling
+
+
+def _sorted_heads(rows: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
+    """Rows of heads with parts of these sizes, as all heads' first parts, then all second ones, and so on."""
+    parts = rows.unflatten(-1, (heads, -1)).split([*sizes], dim=-1)
+    return torch.cat([part.flatten(1) for part in parts], dim=-1)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _UNIT_EPSILON)
