@@ -14,7 +14,6 @@ import pytest
 from kvtransfer.interface import Completed, Failed, Progress
 from kvtransfer.messages import GOOD, Piece
 from kvtransfer.streams.link import MAX_ATTEMPTS
-from kvtransfer.transports.registry import TransportOptions
 from tests.kvtransfer.test_leases import BLOCK, runs
 from tests.kvtransfer.transfer_sides import (
     WAIT_S,
@@ -181,17 +180,6 @@ def test_a_sender_that_reconnects_in_time_is_not_given_up(closing: Closing) -> N
     again.send(Piece(1, "back", 1, 1, runs((1, 1, 1)), True))
     again.send_bytes(bytes(BLOCK) + GOOD)
     assert receiver.wait_for() == [Progress("back", 2, complete=True)]
-
-
-def test_several_streams_share_the_work_and_survive_each_other(closing: Closing) -> None:
-    sender = closing(SenderEnd(["tcp"], big_pool(1), TransportOptions(tcp_streams=4)))
-    receiver = closing(ReceiverEnd(["tcp"], big_pool(2)))
-    assert isinstance(push_and_cut(sender, receiver, "lease", stream=2)[-1], Completed)
-    assert receiver.wait_lease("lease") == Progress("lease", NUM_BLOCKS, complete=True)
-    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
-    assert sender.sender.counters()["connections_made"] == 4
-    names = [thread.name for thread in threading.enumerate()]
-    assert names.count("kv-receive-tcp") >= 3
 
 
 def test_a_peer_that_always_disconnects_is_not_retried_for_ever(closing: Closing, transport: str) -> None:

@@ -95,19 +95,6 @@ def test_a_connection_that_always_damages_only_fails_the_lease(
     assert block(receiver.pool, 60) == block(sender.pool, 3)
 
 
-def test_without_checksums_damage_goes_unnoticed(
-    closing: Closing, transport: str, damage: Callable[[int], None]
-) -> None:
-    """So the tests above show the effect of the checksum."""
-    sender = closing(SenderEnd([transport], make_pool(seed=1)))
-    receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
-    receiver.open("lease", [1])
-    damage(1)
-    sender.push(receiver.peer, "lease", [1])
-    assert isinstance(sender.wait_lease("lease"), Completed)
-    assert block(receiver.pool, 1) == bytes(BLOCK)
-
-
 @pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
 def test_checksums_are_checked_before_conversion(
     closing: Closing, monkeypatch: pytest.MonkeyPatch, wire_dtype: str

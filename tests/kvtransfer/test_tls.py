@@ -29,7 +29,6 @@ from tests.kvtransfer.transfer_sides import (
     SenderEnd,
     block,
     close_memories,
-    idle_cpu_seconds,
     make_pool,
 )
 from tests.tiers.seeds import seeds
@@ -72,8 +71,9 @@ def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None 
 # --- transfers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streams", [1, 3])
-@pytest.mark.parametrize("block_bytes", [48, 4096, 16_384, 100_001, 1_835_008])
+@pytest.mark.parametrize(
+    ("block_bytes", "streams"), [(48, 1), (4096, 3), (16_384, 1), (100_001, 3), (1_835_008, 1)]
+)
 def test_blocks_arrive_bit_by_bit(closing: Closing, files: TlsFiles, block_bytes: int, streams: int) -> None:
     options = TransportOptions(tcp_streams=streams, tls=files)
     sender = closing(SenderEnd(["tcp"], make_pool(60, block_bytes, seed=1), options))
@@ -106,18 +106,6 @@ def test_an_aborted_lease_leaves_the_connection_usable(closing: Closing, tls: Tr
         assert isinstance(sender.wait_lease("next"), Completed)
         assert block(receiver.pool, 50) == block(sender.pool, 50)
         receiver.receiver.close_lease("next")
-    assert sender.sender.counters()["connections_made"] == 1
-
-
-def test_an_idle_connection_lasts_and_costs_nothing(closing: Closing, tls: TransportOptions) -> None:
-    sender = closing(SenderEnd(["tcp"], None, tls, progress_timeout_s=0.2))
-    receiver = closing(ReceiverEnd(["tcp"], None, tls, progress_timeout_s=0.2))
-    receiver.open("lease", [1, 2])
-    sender.push(receiver.peer, "lease", [1], final=False)
-    sender.wait_for(lambda event: True)
-    assert idle_cpu_seconds(0.4) < 0.005
-    sender.push(receiver.peer, "lease", [2], 1)
-    assert isinstance(sender.wait_lease("lease"), Completed)
     assert sender.sender.counters()["connections_made"] == 1
 
 

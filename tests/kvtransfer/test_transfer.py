@@ -112,17 +112,6 @@ def test_two_senders_to_one_receiver(closing: Closing, transport: str) -> None:
             assert block(receiver.pool, number * 64 + source) == block(sender.pool, source)
 
 
-def test_one_sender_to_two_receivers(closing: Closing, transport: str) -> None:
-    sender = closing(SenderEnd([transport]))
-    receivers = [closing(ReceiverEnd([transport], make_pool(seed=seed))) for seed in (1, 2)]
-    for number, receiver in enumerate(receivers):
-        receiver.open(f"lease-{number}", [9])
-        sender.push(receiver.peer, f"lease-{number}", [number])
-    for number, receiver in enumerate(receivers):
-        receiver.wait_lease(f"lease-{number}")
-        assert block(receiver.pool, 9) == block(sender.pool, number)
-
-
 def test_a_huge_lease_does_not_starve_a_small_one(closing: Closing, transport: str) -> None:
     num_blocks = 192
     sender = closing(SenderEnd([transport], make_pool(num_blocks, 1024 * 1024)))

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.engine import Engine
 from tests.engine.quick_starts import quick_starts  # noqa: F401
-from tests.speculation.small_engine import write_pair
+from tests.speculation.methods import ALLOWED, ROOMY, SAMPLING, Given, requests
+from tests.speculation.scripted import Answers
+from tests.speculation.small_engine import VOCAB_SIZE, run, small_config, write_pair
+from tests.worker.tiny_model import load
+from training.heads.contract import HeadOptions, Target
+from training.heads.eagle import build_eagle3
+from training.heads.medusa import build_medusa
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -32,3 +39,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def target(pair: tuple[Path, Path]) -> Path:
     return pair[0]
+
+
+@pytest.fixture(scope="session")
+def given(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Given:
+    """Untrained heads: EAGLE drafts nothing but the few allowed tokens, so that some are right."""
+    folder, (target, draft) = tmp_path_factory.mktemp("heads"), pair
+    model, all_tokens = load(target), torch.ones(VOCAB_SIZE)
+    few = torch.zeros(VOCAB_SIZE).index_fill(0, torch.tensor(ALLOWED), 1)
+    torch.manual_seed(0)
+    options = HeadOptions(draft_vocab_size=len(ALLOWED))
+    build_eagle3(Target("tiny", model, few), options).save(folder / "eagle")
+    build_medusa(Target("tiny", model, all_tokens), HeadOptions(depth=5)).save(folder / "medusa")
+    config = small_config(target, ROOMY)
+    return Given(config, draft, folder / "eagle", folder / "medusa", answers={}, num_tokens=5)
+
+
+@pytest.fixture(scope="session")
+def plain(given: Given) -> dict[str, Answers]:
+    """By kind of sampling: what `requests` get without speculation, alone and with room."""
+    engine = Engine(given.config)
+    return {
+        sampling: {r.request_id: run(engine, [r])[r.request_id].token_ids for r in requests(sampling)}
+        for sampling in SAMPLING
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,10 @@ from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
-from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.layout import TARGET, Group, PoolLayout, Segment
-from engine.kv.pool import KVPool
+from engine.kv.layout import TARGET
 from engine.model.describe import describe
 from engine.sampler import Sampler
 from engine.sampler import sampler as choosing
@@ -32,14 +29,11 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.chains import ChainDrafting, DraftRows
-from speculation.eagle import drafter as eagle_drafter
-from speculation.eagle.drafter import EagleDrafter
 from speculation.self_speculative import drafter as self_drafter
 from speculation.self_speculative.drafter import SelfDrafter
 from speculation.verification.verify import prepare, verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.step.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of
-from tests.speculation import eagle_files
 
 CHAIN = Draft([5, 6, 7])
 TREE = Draft([5, 6, 7, 8], [-1, -1, 1, 1])
@@ -228,53 +222,6 @@ def test_a_chain_of_a_models_own_layers_is_one_replay_per_token(monkeypatch: pyt
         model.model.layers[-1].mlp.up_proj.weight for model in (loaded.model, drafter._loaded.model)
     )
     assert joined.untyped_storage()._cdata == own.untyped_storage()._cdata, "weights are there twice"
-
-
-def test_a_draft_models_chain_is_one_replay_per_token_and_waits_once() -> None:
-    with absent_gpu() as gpu:
-        backend = TritonBackend(pool_of().layers(TARGET))
-        buckets = Buckets([2], [1, 2], [4], trees=False)
-        decoder = CudaDecoder(describe(qwen3()), backend, 64)
-        runner = CudaRunner(decoder, backend, GPU, "", buckets, CountedGraphs(gpu))
-        runner.warm_up()
-        drafting = chain_drafting(runner, "coupled")
-        sequences = drafting_sequences()
-        for _ in range(2):  # the first run makes what is made once
-            gpu.clear()
-            drafts = drafting.draft(sequences, [rows_of(each, 1) for each in sequences], [5, 3])
-        assert not gpu.waits, "\n".join(gpu.waits)
-        assert lengths_of(drafts) == [5, 3]
-    assert gpu.launches["graph"] == gpu.launches["scan"] == 5
-    assert gpu.launches["attend"] == 0
-    assert waits_for_the_tokens(gpu)
-
-
-def test_a_heads_chain_is_one_replay_per_token_and_waits_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(eagle_drafter, "select_backend", lambda *_: (TritonBackend, ""))
-    head = eagle_files.eagle3().write(tmp_path / "head")
-    config = ServeConfig(max_num_seqs=2)
-    with absent_gpu() as gpu:
-        monkeypatch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
-        shape = {"hidden_size": eagle_files.WIDTH, "vocab_size": eagle_files.VOCAB}
-        group = Group.uniform(TARGET, Segment(8, 2, 16, torch.bfloat16))
-        target = LoadedModel(qwen3(8, **shape), GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
-        drafter = EagleDrafter(SpeculativeConfig(method="eagle", model=str(head)), config, target)
-        assert drafter.kv_group is not None
-        drafter.attach(target, KVPool(PoolLayout((group, drafter.kv_group), 16), 64, GPU, None))
-        drafter.warm_up()
-        sequences = drafting_sequences()
-        for sequence in sequences:
-            drafter.begin(sequence, 0, None)
-        for _ in range(2):
-            gpu.clear()
-            drafts = drafter.propose(sequences, [5, 3])
-        assert not gpu.waits, "\n".join(gpu.waits)
-        assert lengths_of(drafts) == [5, 3]
-    assert gpu.launches["graph"] == gpu.launches["scan"] == 5
-    assert gpu.launches["attend"] == 0
-    assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
 
 
 def test_every_kernel_is_compiled_at_the_start() -> None:

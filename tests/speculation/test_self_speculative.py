@@ -29,10 +29,12 @@ from speculation.self_speculative import drafter
 from speculation.speculator import speculate
 from tests.e2e.architectures import write_model
 from tests.speculation.scripted import Answers
-from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import ask, drafted_and_accepted, prompt_of, run, small_config, tokens
 
 NUM_LAYERS = 4
-HAS_KERNELS = kernel_fault(torch.device("cpu"), torch.bfloat16) is None
+needs_kernels = pytest.mark.skipif(
+    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="no kernels"
+)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32},
     "gemma3_text": {
@@ -97,32 +99,38 @@ def plain(folders: dict[str, Path]) -> Callable[[str, str], Answers]:
     return functools.cache(lambda model, dtype: tokens(run(plain_of(folders[model], dtype), REQUESTS)))
 
 
-DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_KERNELS, reason="no kernels"))]
+DTYPES = ["float32", pytest.param("bfloat16", marks=needs_kernels)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
+PARTS: dict[str, dict[str, Any]] = {
+    "skip_layers": {"skip_layers": [1, 2]},
+    "exit_layer": {"exit_layer": 3},
+    "quantization": {"quantization": "int4"},
+    "default": {},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"skip_layers": [1, 2]}, {"exit_layer": 3}, {"quantization": "int4"}, {}],
-    ids=lambda options: "-".join(options) or "default",
+    ("part", "model", "dtype"),
+    [
+        *((part, "llama", "float32") for part in PARTS),
+        *(pytest.param(part, "llama", "bfloat16", marks=needs_kernels) for part in PARTS),
+        ("skip_layers", "gemma3_text", "float32"),
+        ("exit_layer", "gpt2", "float32"),
+        pytest.param("default", "gemma3_text", "bfloat16", marks=needs_kernels),
+        pytest.param("quantization", "gpt2", "bfloat16", marks=needs_kernels),
+    ],
 )
 def test_no_choice_of_layers_changes_a_token(
-    folders: dict[str, Path],
-    plain: Callable[[str, str], Answers],
-    model: str,
-    dtype: str,
-    options: dict[str, Any],
+    folders: dict[str, Path], plain: Callable[[str, str], Answers], part: str, model: str, dtype: str
 ) -> None:
-    engine = engine_of(folders[model], dtype, **options)
+    engine = engine_of(folders[model], dtype, **PARTS[part])
     assert [group.name for group in engine.pool.groups.values()] == [TARGET], "it has no KV of its own"
     found = run(engine, REQUESTS)
     assert tokens(found) == plain(model, dtype)
-    drafted = sum(output.drafted_tokens for output in found.values())
-    accepted = sum(output.accepted_tokens for output in found.values())
+    drafted, accepted = drafted_and_accepted(found)
     assert drafted / 5 < accepted < drafted
-    if "quantization" in options:
-        assert accepted > drafted / 3
+    assert part != "quantization" or accepted > drafted / 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,12 +140,11 @@ def test_drafts_of_all_layers_are_always_right(
 ) -> None:
     """A layer with another's KV, or out of order, would sometimes be wrong."""
     monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
-    found = run(engine_of(folders[model], dtype), REQUESTS).values()
-    drafted = sum(output.drafted_tokens for output in found)
-    assert drafted == sum(output.accepted_tokens for output in found) > 40
+    drafted, accepted = drafted_and_accepted(run(engine_of(folders[model], dtype), REQUESTS))
+    assert drafted == accepted > 40
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
+@needs_kernels
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4"}], ids=str)
 @pytest.mark.parametrize("model", ["falcon_h1", "qwen3_moe"])
 def test_layers_with_two_mixers_or_experts_draft_natively(
@@ -152,8 +159,7 @@ def test_layers_with_two_mixers_or_experts_draft_natively(
     found = run(engine, REQUESTS)
     plain = Engine(replace(config, speculative_config=None))
     assert tokens(found) == tokens(run(plain, REQUESTS))
-    drafted = sum(output.drafted_tokens for output in found.values())
-    accepted = sum(output.accepted_tokens for output in found.values())
+    drafted, accepted = drafted_and_accepted(found)
     assert drafted / 5 < accepted and (options or accepted == drafted > 40)
 
 
@@ -171,7 +177,7 @@ def kv(engine: Engine, sequence: SequenceState, places: range, num_layers: int =
     )
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
+@needs_kernels
 def test_draft_and_verification_write_the_same_bits_in_the_first_layers(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +212,7 @@ def test_draft_and_verification_write_the_same_bits_in_the_first_layers(
     assert compared > 40
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
+@needs_kernels
 @pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"quantization": "int4"}], ids=str)
 def test_drafts_do_not_change_the_models_kv(folders: dict[str, Path], options: dict[str, Any]) -> None:
     """This includes layers whose weights or inputs differ in the draft."""
@@ -224,7 +230,7 @@ def test_drafts_do_not_change_the_models_kv(folders: dict[str, Path], options: d
 # --- models that cannot draft ------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels of ours")
+@needs_kernels
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("pays", [True, False])
 def test_inputs_are_quantized_if_that_pays(

@@ -40,8 +40,10 @@ from tests.engine.step.test_host_waits import CountedGraphs, qwen3
 from tests.speculation import eagle_files, medusa_files
 
 LAYERS = 8
-SAMPLING = pytest.mark.parametrize(
-    "sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "top-p"]
+GREEDY, TOP_P = {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}
+SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, TOP_P], ids=["greedy", "top-p"])
+RULES = pytest.mark.parametrize(
+    ("verification", "sampling"), [("coupled", GREEDY), ("standard", TOP_P), ("block", TOP_P)]
 )
 
 
@@ -208,8 +210,7 @@ def test_a_step_that_verifies_trees(sampling: dict[str, Any], monkeypatch: pytes
         assert gpu.uploads == 2 + 2
 
 
-@SAMPLING
-@pytest.mark.parametrize("verification", ["coupled", "standard", "block"])
+@RULES
 def test_a_step_that_drafts_chains(
     sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,8 +233,7 @@ def test_a_step_that_drafts_chains(
         assert steps.draft_seconds - before == pytest.approx(DEVICE_MS / 1e3)
 
 
-@SAMPLING
-@pytest.mark.parametrize("verification", ["coupled", "standard", "block"])
+@RULES
 def test_a_step_that_drafts_at_once(
     sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,9 +283,16 @@ def heads_of(method: Method, folder: Path) -> str:
     return str(eagle_files.eagle3().write(folder))
 
 
-@SAMPLING
-@pytest.mark.parametrize("verification", ["coupled", "standard"])
-@pytest.mark.parametrize("method", ["eagle", "draft_model", "medusa"])
+@pytest.mark.parametrize(
+    ("method", "verification", "sampling"),
+    [
+        ("eagle", "standard", TOP_P),
+        ("draft_model", "coupled", TOP_P),
+        ("draft_model", "standard", GREEDY),
+        ("medusa", "coupled", GREEDY),
+        ("medusa", "standard", TOP_P),
+    ],
+)
 def test_a_step_that_drafts_trees(
     method: Method,
     verification: Verification,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.engine import Engine
-from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent
+from kvtransfer.interface import Completed, RegisteredPool, SendEvent
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
@@ -136,9 +136,6 @@ class PrefillEnd:
         wait_until(
             lambda: any(isinstance(e, event) and e.lease_id == grant.lease_id for e in self.sender.poll())
         )
-
-    def push_failed(self, grant: Reserved) -> None:
-        self.pushed(grant, Failed)
 
     def manifest(
         self, request: EngineRequest, grant: Reserved, token: int, /, **changes: Any

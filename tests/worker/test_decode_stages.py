@@ -369,6 +369,15 @@ def test_only_the_first_release_of_a_lease_counts(light: LightLoop, engine: Engi
     assert light.loop.counters["reservations_released_total"] == 1
 
 
+def test_the_first_prefill_worker_cannot_release_a_request_that_another_took_over(light: LightLoop) -> None:
+    old, grant = reserve(light), reserve(light, worker="prefill-1")
+    assert grant.lease_id != old.lease_id
+    for lease in (ANY_LEASE, old.lease_id):
+        release = Release(incarnation=OURS, lease_id=lease, request_id="short")
+        light.loop.on_peer_request(identity_of("prefill-0"), release)
+    assert light.table.get("short").lease_id == grant.lease_id
+
+
 def test_decoding_waits_for_the_last_write(light: LightLoop, engine: Engine) -> None:
     grant = reserve(light)
     light.receiver.begin_write(grant.lease_id)

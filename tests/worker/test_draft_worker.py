@@ -204,17 +204,6 @@ def test_a_frozen_draft_worker_costs_only_its_drafts_and_is_used_again(
     assert decode.counter("draft_workers_lost_total") == 1
 
 
-def test_a_restarted_draft_worker_is_taken_by_a_new_plan(pair: Pair, begin: Callable[..., Drafted]) -> None:
-    one = begin(120)
-    one.turn(6)
-    one.network.drafts = [DraftSide(pair[1], OTHER)]  # messages to and from the old one are lost
-    one.turn(1)
-    one.decode.replan("a", remote_plan(OTHER))
-    before = one.decode.accepted("remote")
-    one.finish()
-    assert one.decode.accepted("remote") > before
-
-
 def test_lost_messages_are_compensated(begin: Callable[..., Drafted]) -> None:
     one = begin(150, rng=random.Random(3), loss=0.3)
     one.finish()

@@ -49,14 +49,6 @@ def test_a_whole_request_never_uses_changed_blocks(
     assert prefill.counter("kv_blocks_skipped_total") == BLOCKS  # requests over the same transport share them
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_unchanged_blocks_serve_all_requests(cluster: Cluster, model_folder: Path, transport: str) -> None:
-    prefill, decode = cluster.start_pair(tiny_config(model_folder, kv_transports=transport))
-    cluster.generate(prefill, request("first", prompt(LENGTH)), decode.address)
-    cluster.run("first")
-    assert whole(cluster, decode, "alone") == LENGTH - 1
-
-
 def test_unexpectedly_quantized_blocks_are_not_kept(cluster: Cluster, model_folder: Path) -> None:
     """This happens when the expected transport breaks and the next one quantizes."""
     decode = cluster.start("decode", "decode-0", tiny_config(model_folder, kv_transports="tcp"))

@@ -165,7 +165,7 @@ def kept_states(engine: Engine) -> dict[BlockIdentity, Tensor]:
 
 
 ROOMY, TIGHT = 400, 10
-CASES = [("llama", seed, num_blocks) for seed in range(3) for num_blocks in (ROOMY, TIGHT)]
+CASES = [("llama", seed, num_blocks) for seed, num_blocks in enumerate((ROOMY, TIGHT))]
 CASES += [(model_type, seed, ROOMY) for seed, model_type in enumerate(HYBRIDS)]
 CASES += [(model_type, seed, TIGHT) for seed, model_type in enumerate(HYBRIDS[:2])]
 
