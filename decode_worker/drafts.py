@@ -41,9 +41,7 @@ REFUSAL_STANDS_S = 5.0
 ANSWER_PACE = 0.05
 """[share] The weight of one answer in the running mean of a draft worker's answer times."""
 ANSWERS_STAND_S = 60.0
-"""[s] The time after which the answer time of an unused draft worker is forgotten: the cause of its delay
-may be over.
-"""
+"""[s] When the answer time of an unused draft worker is forgotten: its cause may be over."""
 MAX_TOKENS_AT_ONCE = 2**20
 """The limit on the tokens in one message."""
 
@@ -124,16 +122,12 @@ class _DraftConnection:
         return DraftFor(incarnation=self.address.incarnation, number=number, given=given, ended=ended)
 
     def confirm(self, number: int) -> None:
-        """Forget the ended requests that message `number` told of; the draft worker has it and all earlier
-        ones.
-        """
+        """Forget the ended requests that message `number`, or an earlier one, told of."""
         self.ended = {key: first for key, first in self.ended.items() if first == 0 or first > number}
 
 
 class DraftClient:
-    """Tells draft workers about the requests in `remote` and receives their drafts. Belongs to the loop's
-    thread.
-    """
+    """Tells draft workers about the requests in `remote` and receives their drafts. For the loop's thread."""
 
     def __init__(
         self,

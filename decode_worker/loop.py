@@ -53,9 +53,7 @@ class DecodeLoop(WorkerLoop):
         super().__init__(parts, engine, links)
         self.requests: RequestTable[DecodeRequest] = RequestTable()
         self._queue: list[DecodeRequest] = []
-        """Requests in stage QUEUED, oldest first. They are served in this order, so that long prompts get
-        their turn.
-        """
+        """Requests in stage QUEUED, served oldest first, so that long prompts get their turn."""
         self._available_at_last_try = -1
         """The numbers of available blocks when they last did not suffice for the head of the queue."""
         self._unstepped: dict[str, DecodeRequest] = {}
@@ -71,12 +69,6 @@ class DecodeLoop(WorkerLoop):
             )
 
     # --- whole requests ---------------------------------------------------------------------------
-
-    def knows(self, request_id: str) -> bool:
-        return request_id in self.requests
-
-    def under_way(self) -> list[str]:
-        return [request.request_id for request in self.requests]
 
     def computing(self) -> list[str]:
         return [request.request_id for request in self.requests if request.stage is DecodeStage.RUNNING]
@@ -353,11 +345,6 @@ class DecodeLoop(WorkerLoop):
         self._serve_queue()
 
     # --- -> ENDED ---------------------------------------------------------------------------------
-
-    def abort(self, request_id: str) -> None:
-        request = self.requests.get(request_id)
-        if request is not None:
-            self._end(request)
 
     def _end(self, request: DecodeRequest) -> None:
         """End the request in any stage; its blocks are freed once no transfer writes to them any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -58,15 +58,10 @@ class DecodeRequest(StagedRequest[DecodeStage]):
     socket, and `foreign_format` is the expected format of the blocks' values after the wire's conversion.
     """
 
-    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        DecodeStage.QUEUED: frozenset({DecodeStage.RESERVED, DecodeStage.ENDED}),
-        DecodeStage.RESERVED: frozenset(
-            {DecodeStage.CLOSING, DecodeStage.RUNNING, DecodeStage.ABANDONED, DecodeStage.ENDED}
-        ),
-        DecodeStage.CLOSING: frozenset({DecodeStage.RUNNING, DecodeStage.ABANDONED, DecodeStage.ENDED}),
-        DecodeStage.RUNNING: frozenset({DecodeStage.ENDED}),
-        DecodeStage.ABANDONED: frozenset({DecodeStage.ENDED}),
-        DecodeStage.ENDED: frozenset(),
+    next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {
+        DecodeStage.QUEUED: (DecodeStage.RESERVED,),
+        DecodeStage.RESERVED: (DecodeStage.CLOSING, DecodeStage.RUNNING, DecodeStage.ABANDONED),
+        DecodeStage.CLOSING: (DecodeStage.RUNNING, DecodeStage.ABANDONED),
     }
 
     request: EngineRequest
@@ -159,9 +154,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
         )
 
     def timing(self, first_step: float) -> RequestTiming:
-        """Return the times of the request's transfer and wait; its first decode step began at `first_step`
-        (monotonic seconds).
-        """
+        """Return the times of transfer and wait; the first decode step began at `first_step`."""
         return RequestTiming(
             transfer=self._transfer_timing(first_step),
             decode_queue_s=max(0.0, first_step - self.running_since),

@@ -25,9 +25,7 @@ CONCURRENCY = {"max_concurrency": 4, "concurrency_groups": {OBJECTS: 1}}
 """The actor's threads: four for `run`, `stop`, `kill` and `look` together, and one for `deliver`."""
 
 PATIENCE_SHARE = 0.9
-"""The share of --start-timeout that a template gets. The rest is left for a second template to report the
-fault.
-"""
+"""The share of --start-timeout that a template gets. A second one reports the fault in the rest."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,7 @@ class WorkerActor:
         self._watch: ProcessWatch | None = None
         """The worker's process, until it has ended."""
         self._running = threading.Lock()
-        """Held while a worker runs, so that the next one starts only after the actor knows that this one has
-        ended.
-        """
+        """Held while a worker runs: the next one starts only after the actor knows its end."""
         self._stop = StopHandle()
         self._carrier: RayCarrier | None = None
 
@@ -111,9 +107,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group=OBJECTS)
     def deliver(self, inbox_id: str, number: int, references: list[Any]) -> None:
-        """Receive the reference to a peer's object. It comes in a list because Ray would resolve a bare one
-        first.
-        """
+        """Receive the reference to a peer's object, in a list, since Ray would resolve a bare one."""
         if self._carrier is not None:
             self._carrier.inboxes.put(inbox_id, number, references[0])
 

@@ -116,9 +116,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _opened_output(path: Path) -> BinaryIO:
-    """Open the output for reading and appending. Refuses another user's file: its owner could read or forge
-    answers.
-    """
+    """Open the output for reading and appending. Refuses another user's file, which could be forged."""
     try:
         return open(open_own(path, os.O_RDWR | os.O_CREAT, 0o666, private=False), "r+b")
     except OwnershipError as error:
@@ -130,9 +128,7 @@ def _opened_output(path: Path) -> BinaryIO:
 def run_batch(
     url: str, api_key: str | None, source: Path, target: Path, *, concurrency: int, priority: int
 ) -> None:
-    """Send the requests, and print how many completed and failed. Raises `ConfigError`, or `ServerError` if
-    any did not complete.
-    """
+    """Send the requests and print the outcome. Raises `ConfigError`, and `ServerError` for failures."""
     total = sum(1 for _ in read_requests(source))
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _opened_output(target) as output, Progress(*columns) as progress:
@@ -160,9 +156,7 @@ def run_batch(
 
 
 class _Batch:
-    """Sends several requests at a time. Adds their errors to `answered`; `unanswered` says why some got no
-    answer.
-    """
+    """Sends several requests at a time. Fills `answered` with errors, `unanswered` with reasons."""
 
     def __init__(
         self,
@@ -200,9 +194,7 @@ class _Batch:
                 self._done()
 
     async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> BatchAnswer | None:
-        """Return the answer, or None if the server gave no final one. Raises `ServerError` if no request can
-        succeed.
-        """
+        """Return the final answer, if there is one. Raises `ServerError` if no request can succeed."""
         body = {"priority": self._priority, **request.body}
         reason = ""
         for attempt in range(MAX_ATTEMPTS):

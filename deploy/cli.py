@@ -20,9 +20,7 @@ app = typer.Typer(
 
 @app.callback()
 def _interruptible(context: typer.Context) -> None:
-    """Make Ctrl-C raise KeyboardInterrupt, except in `serve`. Until that sets its own handlers, Ctrl-C ends
-    the process, since imports may swallow an exception.
-    """
+    """Make Ctrl-C raise KeyboardInterrupt, except in `serve`, which sets handlers of its own."""
     if context.invoked_subcommand != "serve":
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -94,9 +94,7 @@ def restart(url: str, api_key: str | None) -> None:
 
 
 def scale(url: str, api_key: str | None, targets: Mapping[str, str | None]) -> None:
-    """Change the number of workers. Returns when it is reached. Raises `ServerError`, or `ConfigError` if a
-    target is not a number.
-    """
+    """Change the number of workers and wait. Raises `ServerError`, or `ConfigError` for a bad target."""
     body = {role: _number(role, text) for role, text in targets.items() if text is not None}
     if not body:
         raise ConfigError(f"name a role at least: {', '.join(f'--{role} N' for role in targets)}")

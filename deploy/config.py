@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -33,8 +33,12 @@ logger = logging.getLogger("tandem.config")
 ENV_PREFIX = "TANDEM_"
 _SECRET_FIELDS = ("api_key",)
 """Fields whose values no message shows."""
-_PARSED_FIELDS = ("speculative_config", "kv_events_config", "autoscale", "lora_modules")
-"""Fields with a parser of their own."""
+_PARSERS: Mapping[str, Callable[[object, str], object]] = {
+    "kv_events_config": parse_kv_events_config,
+    "autoscale": parse_autoscale,
+    "lora_modules": parse_lora_modules,
+}
+"""The parsers of fields that have one. It gets the value, and the source that errors name."""
 
 
 def load_config(
@@ -66,22 +70,18 @@ def load_config(
     for field in values:
         if field not in known:
             raise ConfigError(f"{sources[field]}: there is no such option")
-        if field not in _PARSED_FIELDS or values[field] is None:
+        if field not in (*_PARSERS, "speculative_config") or values[field] is None:
             _check_field(field, values[field], sources[field])
     model = bundled_path(str(values.get("model", DEFAULT_MODEL)))
     if values.get("gguf_file"):
         model = f"{model.rstrip('/')}/{values.pop('gguf_file')}"
     values["model"] = model
+    for field, parse in _PARSERS.items():
+        if values.get(field) is not None:
+            values[field] = parse(values[field], sources[field])
     if values.get("speculative_config") is not None:
         flag = sources["speculative_config"]
         values["speculative_config"] = speculative_config(values["speculative_config"], flag, model)
-    if values.get("kv_events_config") is not None:
-        flag = sources["kv_events_config"]
-        values["kv_events_config"] = parse_kv_events_config(values["kv_events_config"], flag)
-    if values.get("autoscale") is not None:
-        values["autoscale"] = parse_autoscale(values["autoscale"], sources["autoscale"])
-    if values.get("lora_modules") is not None:
-        values["lora_modules"] = parse_lora_modules(values["lora_modules"], sources["lora_modules"])
     config = msgspec.convert(values, ServeConfig, strict=False)
     _check_together(config)
     return config
@@ -153,22 +153,22 @@ def _check_together(config: ServeConfig) -> None:
 
 
 def _check_http_tls(config: ServeConfig) -> None:
-    given = {flag_name(field): getattr(config, field) for field in ("tls_cert", "tls_key")}
-    missing = [flag for flag, path in given.items() if path is None]
-    if len(missing) == 1:
-        (other,) = given.keys() - missing
-        raise ConfigError(f"{missing[0]}: must be given together with {other}")
-    http_tls(config)
+    if _are_given(config, "tls_cert", "tls_key"):
+        http_tls(config)
+
+
+def _are_given(config: ServeConfig, *fields: str) -> bool:
+    """Return whether all of these options are given. Raises `ConfigError` if only some are."""
+    missing = [flag_name(field) for field in fields if getattr(config, field) is None]
+    if missing and len(missing) < len(fields):
+        others = ", ".join(flag for flag in map(flag_name, fields) if flag not in missing)
+        raise ConfigError(f"{missing[0]}: must be given together with {others}")
+    return not missing
 
 
 def _check_tls(config: ServeConfig) -> None:
-    given = {flag_name(field): getattr(config, field) for field in ("kv_tls_cert", "kv_tls_key", "kv_tls_ca")}
-    missing = [flag for flag, path in given.items() if path is None]
-    if len(missing) == len(given):
+    if not _are_given(config, "kv_tls_cert", "kv_tls_key", "kv_tls_ca"):
         return
-    if missing:
-        others = ", ".join(flag for flag in given if flag not in missing)
-        raise ConfigError(f"{missing[0]}: must be given together with {others}")
     if "ucx" in config.transport_names:
         raise ConfigError(
             "--kv-transports: ucx does not encrypt; with --kv-tls-cert name others, as in shm,tcp"

@@ -77,9 +77,7 @@ class Launcher(threading.Thread):
             self._template.close()
 
     def _on_head_lost(self, reason: str) -> None:
-        """Stop the server. Runs in the watch's thread since the launcher's may hang in Ray. All workers are
-        gone, so running requests are not waited for.
-        """
+        """Stop the server at once, from the watch's thread: the launcher's may hang in Ray."""
         self.failure, self.cluster.has_died = reason, True
         self._stop_requested.set()
         self._on_failure()

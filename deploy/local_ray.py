@@ -19,9 +19,7 @@ _NO_AGENT = "cat"
 """The command that replaces an agent. It ends with the raylet, which holds its standard input."""
 
 _LEAST_PATIENCE_S = 15.0
-"""The least time that Ray waits for its processes. A start that fails sooner has another cause, so it is not
-retried.
-"""
+"""The least time that Ray waits for its processes. An earlier failure is not retried."""
 
 _SHOWN_LINES = 4
 """The number of lines shown of each of Ray's logs."""

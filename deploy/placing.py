@@ -21,9 +21,7 @@ NODES_INTERVAL_S = 0.5
 """The interval at which Ray is asked for its nodes."""
 
 DISTRUST_S = 30.0
-"""A node that does not answer gets no workers for this long, if other nodes have room. By then Ray knows its
-state.
-"""
+"""A node that does not answer gets no workers for this long. By then Ray knows its state."""
 
 NODES_S = 30.0
 """The longest wait for --min-nodes, if there is room without them."""
@@ -33,9 +31,7 @@ SET_UP_S = 600.0
 
 
 class Placing:
-    """Chooses a node for each slot. `slots` is the supervisor's own list: a slot with a node holds a place
-    there. Only one thread may use it.
-    """
+    """Chooses a node for each of the supervisor's `slots`. Only one thread may use it."""
 
     def __init__(self, config: ServeConfig, cluster: RayCluster, slots: Sequence[Slot]) -> None:
         self._config = config
@@ -64,9 +60,7 @@ class Placing:
         self._distrusted[node.node_id] = now
 
     def find(self, slot: Slot, now: float) -> bool:
-        """Give the slot the best node for its worker. Returns False if no node has room, or some nodes have
-        yet to join.
-        """
+        """Give the slot its best node. Returns False if no node has room, or some have yet to join."""
         if not self._has_nodes(now):
             return False
         distrusted = {node_id for node_id, since in self._distrusted.items() if now - since < DISTRUST_S}

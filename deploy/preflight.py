@@ -86,9 +86,7 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_start(config: ServeConfig) -> GenerationDefaults:
-    """Raise `ConfigError`, naming the flag, its value and the limit, if a start is bound to fail. Return the
-    requests' defaults, for which a hub is asked.
-    """
+    """Return the requests' defaults. Raises `ConfigError`, with flag and limit, if the start must fail."""
     check_source(config.model, "--model", config.revision)
     if config.tokenizer is not None:
         check_source(config.tokenizer, "--tokenizer", config.revision, "tokenizer_config.json")
@@ -166,9 +164,7 @@ def _check_backend(config: ServeConfig) -> None:
 
 
 def cuda_fault() -> str:
-    """Return why no GPU can be used here, as far as one can tell without torch, or "" if there is no known
-    obstacle.
-    """
+    """Return why no GPU can be used here, or "" if no obstacle can be found without torch."""
     if version("torch").endswith("+cpu"):
         return f"PyTorch {version('torch')} is built without CUDA: deploy/install.sh installs the other one"
     try:
@@ -198,9 +194,7 @@ def _check_draft(config: ServeConfig, target: Mapping[str, Any], max_model_len: 
 
 
 def _check_pool(config: ServeConfig, model: Mapping[str, Any], max_model_len: int) -> None:
-    """Raise `ConfigError` if a KV pool on a CPU cannot hold one sequence. Assumes the least that its tokens
-    can need.
-    """
+    """Raise `ConfigError` if a KV pool on a CPU surely cannot hold one sequence."""
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
     if model.get("model_type") not in _PLAIN or not all(isinstance(model.get(name), int) for name in names):
         return

@@ -18,9 +18,7 @@ STOPPED_S = 3.0
 """A process that has been stopped this long (by SIGSTOP, or by a debugger) is stuck."""
 
 IDLE_S = 150.0
-"""A process that should work but has used no core for this long is stuck. It may itself wait for a compiler,
-which ends within two minutes (`native.build`).
-"""
+"""A process that should work but uses no core for this long is stuck. A compiler gets two minutes."""
 
 _LONGEST_LOOK_S = 2.0
 """The most time between two calls of `look` that counts: the watching process may have been stopped, too."""
@@ -68,9 +66,7 @@ class ProcessWatch:
         return self.stopped or (idle if self._idle_s > IDLE_S else "")
 
     def end(self, timeout_s: float) -> bool:
-        """Kill the process. Returns False if it still exists after `timeout_s`, as when it waits for a dead
-        disk.
-        """
+        """Kill the process. Returns False if it exists after `timeout_s`, as on a dead disk."""
         deadline = time.monotonic() + timeout_s
         try:
             self._process.kill()
@@ -141,9 +137,7 @@ class PrivateDirectory:
 
 
 def _remove_if_abandoned(lock: Path) -> None:
-    """Remove the lock's directory if its owner is dead. Only `PrivateDirectory` makes such locks, so a
-    user's own files are safe.
-    """
+    """Remove the directory of a `PrivateDirectory`'s lock if its owner is dead."""
     with contextlib.suppress(OSError):
         if lock.lstat().st_uid != os.getuid():
             return

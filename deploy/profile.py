@@ -57,9 +57,7 @@ def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, con
 
 
 def _arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
-    """Return the options as given, except those that the measurement sets: each worker keeps to its own
-    cores, as on a host of its own.
-    """
+    """Return the options as given, and those that make workers keep to their own cores."""
     arguments = []
     for field, value in flags.items():
         if isinstance(value, bool):

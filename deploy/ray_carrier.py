@@ -30,9 +30,7 @@ class RayCarrier:
             raise ConnectionRefusedError(f"there is no actor {address}") from error
 
         def send(number: int, buffers: Sequence[memoryview]) -> None:
-            """Store the object and send its reference. The loss of the peer shows on the connection, not
-            here.
-            """
+            """Store the object and send its reference. A lost peer shows on the connection only."""
             try:
                 stored = ray.put([np.frombuffer(buffer, np.uint8) for buffer in buffers])
                 deliver.remote(inbox_id, number, [stored])

@@ -162,9 +162,7 @@ class RayCluster:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
 
     def start(self, stop: threading.Event) -> None:
-        """Start or join the cluster. Retries the start of a local cluster until `stop`. Raises
-        `RayStartError`.
-        """
+        """Start a local cluster, with retries until `stop`, or join one. Raises `RayStartError`."""
         self._set_environment()
         if self.is_local:
             self._directory = PrivateDirectory()
@@ -224,9 +222,7 @@ class RayCluster:
         return nodes
 
     def ask_for(self, bundles: list[dict[str, float]]) -> None:
-        """Ask Ray's autoscaler, if there is one, to keep nodes for these bundles. Replaces the previous
-        request.
-        """
+        """Ask Ray's autoscaler, if there is one, for nodes for these bundles, and no others."""
         if self.may_grow and bundles != self._asked:
             from ray.autoscaler.sdk import request_resources
 
@@ -235,9 +231,7 @@ class RayCluster:
             self._asked = bundles
 
     def stop(self) -> None:
-        """Leave the cluster, and end it if it is local. Idempotent. A cluster that has died is not shut down
-        in order.
-        """
+        """Leave the cluster; end it if it is local. Idempotent. A dead cluster is not shut down."""
         if not self.has_died:
             import ray
 
@@ -267,9 +261,7 @@ def _autoscaler_report() -> dict[str, Any]:
 
 
 def may_grow(report: Mapping[str, Any]) -> bool:
-    """Return whether Ray may add nodes. In a cluster without a configuration it names a node type after each
-    node.
-    """
+    """Return whether Ray may add nodes. Without a configuration each node has a type of its own."""
     types = {name for name in report.get("node_type_mapping", {}).values() if not name.startswith("node_")}
     return not types <= fixed_types(_BOOTSTRAP)
 
@@ -281,9 +273,7 @@ def sets_up_nodes(report: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def fixed_types(path: Path) -> frozenset[str]:
-    """Return the node types whose number is fixed, according to the file that `ray up` leaves on the head.
-    Hosts of your own are one type, with equal minimum and maximum.
-    """
+    """Return the node types of a fixed number, by the file that `ray up` leaves on the head."""
     import yaml
 
     try:

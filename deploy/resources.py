@@ -16,9 +16,7 @@ _HEADS = ("num_attention_heads", "n_head")
 
 
 def check_ranks(config: ServeConfig) -> None:
-    """Raise `ConfigError`, which names the option, its value and the limit, if another option excludes
-    ranks.
-    """
+    """Raise `ConfigError`, with option, value and limit, if another option excludes ranks."""
     if "object_store" in config.transport_names:
         refuse_ranks(
             config, "with object_store among --kv-transports: it needs workers within Ray's processes"
@@ -93,9 +91,7 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
-    """Return the GPUs for one worker: one, an equal share if there are fewer GPUs than workers, or 0 on a
-    CPU.
-    """
+    """Return the GPUs for one worker: one, an equal share of too few, or 0 on a CPU."""
     if config.device == "cpu":
         return 0.0
     if num_gpus == 0:

@@ -13,17 +13,13 @@ from protocol.roles import MAX_WORKERS, ROLES, RoleSpec
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 
 WORKERS_PER_CORE = 4
-"""The most workers per core of a CPU node without roles, since each worker has threads and memory of its
-own.
-"""
+"""The most workers per core of a CPU node without roles: each has threads and memory."""
 
 
 def rescale(
     slots: list[Slot], request: ScaleRequest, config: ServeConfig, nodes: Sequence[Node], may_grow: bool
 ) -> ScaleAnswer:
-    """Mark the workers that leave, and add slots for new ones. `may_grow` means that Ray may add nodes. Any
-    thread may call it.
-    """
+    """Mark the workers that leave and add slots for new ones. `may_grow`: Ray may add nodes."""
     targets = request.targets
     field, refusal = why_refused(slots, targets, config, nodes, may_grow)
     if refusal:
@@ -123,9 +119,7 @@ def _places(slots: Sequence[Slot]) -> Counter[str]:
 
 
 def most_of(role: str, nodes: Sequence[Node], wanted: Mapping[str, int], config: ServeConfig) -> int:
-    """Return how many workers of a role fit on these nodes in addition to the `wanted` workers of other
-    roles.
-    """
+    """Return how many workers of a role fit on these nodes next to the `wanted` ones of other roles."""
     places = Counter[str]()
     for node in nodes:
         places.update(node.roles)

@@ -1,6 +1,4 @@
-"""`tandem serve`: runs the routers in the main thread, and Ray and its workers in another. Ends all in
-order.
-"""
+"""`tandem serve`: runs the routers in the main thread, Ray and its workers in another, and ends all."""
 
 from __future__ import annotations
 
@@ -187,9 +185,7 @@ def _complain(config: ServeConfig, reason: str) -> None:
 
 
 def announcement(config: ServeConfig, server: Routers, url: str, defaults: GenerationDefaults) -> str:
-    """Return the start message: a line for each worker, a command to try, and the address. `/workers` has
-    the details.
-    """
+    """Return the start message: a line for each worker, a command to try, and the address."""
     lines = [f"Tandem {version()} serves {config.model_name}"]
     if config.ray_address is None:
         threads, why = choose_threads(config, host_cores())

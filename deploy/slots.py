@@ -33,9 +33,7 @@ class Node:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Node:
-        """Return the node that an entry of `ray.nodes()` describes. Custom resources named like roles are
-        its roles.
-        """
+        """Return the node of an entry of `ray.nodes()`. Resources named like roles are its roles."""
         resources = described["Resources"]
         return cls(
             node_id=described["NodeID"],
@@ -82,9 +80,7 @@ FRAIL_S = 5.0
 """If a process vanishes this soon after it became ready, this counts as a failure of the worker itself."""
 
 UNTOLD_S = 10.0
-"""If a worker that may leave still runs this long after --drain-timeout, no router has told it to: it would
-have ended.
-"""
+"""A worker that may leave but runs this long after --drain-timeout was never told to."""
 
 
 @dataclass(eq=False)
@@ -143,9 +139,7 @@ class Slot:
         return self.role.purpose == "decode" and not self.leaves and not self.changes
 
     def take_back(self, drain_timeout: float, now: float) -> bool:
-        """Return whether the worker stays after all, since the router that wanted to drain it was lost
-        before it did.
-        """
+        """Return whether the worker stays: the router that wanted to drain it was lost before."""
         stays = (self.leaves or self.changes) and now - self.let_go_at > drain_timeout + UNTOLD_S
         if stays:
             self.leaves = self.changes = False

@@ -42,9 +42,7 @@ class StartFault(NamedTuple):
 
 
 class StartWatch:
-    """Watches the starts; keeps its state in the slots. Calls `on_replaced` for each template that an actor
-    replaced.
-    """
+    """Watches the starts, in the slots. Calls `on_replaced` for each template that was replaced."""
 
     def __init__(self, config: ServeConfig, is_local: bool, on_replaced: Callable[[], None]) -> None:
         self._timeout_s = config.start_timeout
@@ -67,9 +65,7 @@ class StartWatch:
             self._note(slot, ray.get(answer))
 
     def judge(self, slot: Slot, now: float) -> StartFault | None:
-        """Return why to give up a worker that is not ready, or None to wait on. Asks its actor again and
-        again.
-        """
+        """Return why to give up a worker that is not ready, or None. Asks its actor from time to time."""
         if now - slot.started > self._timeout_s:
             return StartFault(
                 f"it was not ready within {self._timeout_s:g} s (--start-timeout)", is_over=True

@@ -1,6 +1,4 @@
-"""Keeps the workers running: starts an actor for each, tells the router of every death, and restarts
-workers.
-"""
+"""Keeps the workers running: starts an actor for each, restarts it, and tells the router of deaths."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ class Supervisor:
     # --- for the router's thread ------------------------------------------------------------------
 
     def _let_go(self, worker_id: str, for_good: bool) -> str:
-        """Decide whether a worker may leave or change its role. All routers ask here, one after the other,
-        since none knows the plans of the others.
-        """
+        """Decide, for all routers one after the other, whether a worker may leave or change its role."""
         refusal = let_go(self._slots, worker_id, for_good)
         self._set_expected()
         return refusal
@@ -301,9 +297,7 @@ class Supervisor:
         self._on_ended(slot, end.reason or "it ended", vanished=end.was_killed, by_host=by_host)
 
     def _on_ended(self, slot: Slot, reason: str, vanished: bool = False, by_host: bool = False) -> None:
-        """Restart an ended worker, or forget it. `vanished`: it was killed from outside. `by_host`: its host
-        is at fault.
-        """
+        """Restart or forget an ended worker. `vanished`: killed from outside. `by_host`: its host's fault."""
         self._router.mark_dead(slot.worker_id, slot.incarnation, reason)
         slot.ended = None
         if self._stop.is_set():

@@ -119,9 +119,7 @@ def _links(before: Snapshot, after: Snapshot) -> FittedTable:
 
 
 def _drafts(before: Snapshot, after: Snapshot) -> FittedTable:
-    """Return a row for each decode worker and method: the drafts of the interval, and where they are made
-    now.
-    """
+    """Return a row for each decode worker and method: the interval's drafts, and where they are made."""
     columns = ("drafts of", "method", "drafts/s", "accepted", "tokens/round", "made at")
     table = FittedTable(*columns, wrapped="made at")
     made: dict[str, list[str]] = {}

@@ -81,9 +81,7 @@ class DraftLoop(WorkerLoop):
         return False
 
     def under_way(self) -> list[str]:
-        """Return no requests: routers own none here, and targets end the ones that they no longer want
-        drafts for.
-        """
+        """Return no requests: routers own none here, and targets end their own."""
         return []
 
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
@@ -279,11 +277,6 @@ class DraftLoop(WorkerLoop):
     def computing(self) -> list[str]:
         return [request.request_id for request in self.requests if request.stage is DraftStage.DRAFTING]
 
-    def abort(self, request_id: str) -> None:
-        request = self.requests.get(request_id)
-        if request is not None:
-            self._end(request)
-
     def fail(self, request_id: str, kind: ErrorKind, reason: str) -> None:
         request = self.requests.get(request_id)
         if request is not None:
@@ -323,9 +316,7 @@ class DraftLoop(WorkerLoop):
             self._send_answers()
 
     def _shed(self) -> None:
-        """Refuse the newest request of the target with the most requests, because even the shortest drafts
-        come too late.
-        """
+        """Refuse the newest request of the target with the most: even short drafts come too late."""
         counts = Counter(request.target for request in self.requests)
         if not counts:
             return
@@ -368,16 +359,12 @@ class DraftPace:
         self._num_overtaken = 0
 
     def committed(self, overtaken: bool) -> None:
-        """Count a commit of a target. `overtaken` means that it exceeds the drafted tokens, though the
-        target wanted more drafts.
-        """
+        """Count a commit. `overtaken`: it exceeds the drafts although more were wanted."""
         self._num_commits += 1
         self._num_overtaken += overtaken
 
     def adapt(self, longest: int) -> bool:
-        """Adjust the distance and return whether to refuse requests. `longest` is how far drafts run ahead
-        at present at most.
-        """
+        """Adjust the distance; return whether to refuse requests. `longest`: the present distance."""
         if self._num_commits < _LEAST_COMMITS:
             return False
         share = self._num_overtaken / self._num_commits

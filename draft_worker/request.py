@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -44,11 +44,9 @@ class DraftRequest(StagedRequest[DraftStage]):
     of which `num_drafted` are drafted.
     """
 
-    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        DraftStage.ARRIVING: frozenset({DraftStage.QUEUED, DraftStage.ENDED}),
-        DraftStage.QUEUED: frozenset({DraftStage.DRAFTING, DraftStage.ENDED}),
-        DraftStage.DRAFTING: frozenset({DraftStage.ENDED}),
-        DraftStage.ENDED: frozenset(),
+    next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {
+        DraftStage.ARRIVING: (DraftStage.QUEUED,),
+        DraftStage.QUEUED: (DraftStage.DRAFTING,),
     }
 
     request: EngineRequest
@@ -85,9 +83,7 @@ class DraftRequest(StagedRequest[DraftStage]):
         )
 
     def hold_at(self, most_ahead: int) -> int:
-        """Return the length, drafted tokens included, that the request may reach if drafts may run
-        `most_ahead`.
-        """
+        """Return the length that the request may reach with drafts that run `most_ahead`."""
         longest = self.opening.num_prompt + self.opening.sampling.max_tokens
         return min(len(self.given) + min(self.num_wanted, most_ahead), longest)
 

@@ -53,9 +53,7 @@ class LeaseTable:
         num_tokens: int | None = None,
         after: Mark = PAST,
     ) -> None:
-        """Allow writes to the blocks `after` this mark. Raises ValueError for a known lease, or for blocks
-        that do not exist or are leased.
-        """
+        """Allow writes `after` this mark. Raises ValueError for a known lease or unfit blocks."""
         blocks = {extent.block_pool: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
         if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._block_pools))):
             raise ValueError(
@@ -107,9 +105,7 @@ class LeaseTable:
             self.close(lease_id)
 
     def admit(self, piece: Piece, positions: BlockIndices, sender: str) -> tuple[Lease | None, str]:
-        """Return the lease that the piece may be written under, or None with the reason; the reason is "" if
-        the piece came before.
-        """
+        """Return the lease to write under, or None with the reason, "" if the piece came before."""
         with self._lock:
             if piece.lease_id in self._completed:
                 return None, ""
@@ -151,9 +147,7 @@ class LeaseTable:
                     lease.lost_at = now
 
     def fail_lost(self, grace_s: float) -> tuple[list[str], float | None]:
-        """Close leases whose sender has been gone for `grace_s` seconds. Return them, and when to check
-        again.
-        """
+        """Close leases whose sender is gone for `grace_s`. Return them, and when to look again."""
         now, lost, next_at = time.monotonic(), [], None
         with self._lock:
             for lease in self._leases.values():

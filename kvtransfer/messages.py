@@ -254,18 +254,14 @@ class Channel:
             raise OSError(error, os.strerror(error))
 
     def hung_up(self) -> bool:
-        """Tell whether the peer has closed its side, even if there is data left to read. Raises
-        StoppedError.
-        """
+        """Tell whether the peer has closed its side, read or not. Raises StoppedError."""
         try:
             return bool(self.wait(select.POLLRDHUP, time.monotonic()))
         except TimeoutError:
             return False
 
     def at_end(self) -> bool:
-        """Tell whether the peer has closed its side, even without reading all our data, and no data is left
-        to read.
-        """
+        """Tell whether the peer has closed its side and no data is left to read."""
         try:
             return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -296,9 +292,7 @@ class Channel:
             return 0
 
     def receive(self, buffers: Sequence[Buffer]) -> int:
-        """Fill the buffers with the bytes that have arrived; return their number, possibly 0. Raises
-        ConnectionResetError at the end of the connection.
-        """
+        """Fill the buffers as far as possible; return the bytes. Raises ConnectionResetError at the end."""
         try:
             received = self.socket.recvmsg_into(buffers)[0]
         except BlockingIOError:

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from protocol.metrics import PAIR_COUNTERS
 from protocol.worker_to_router import PairState
+
+_NAMES = {metric.name for metric in PAIR_COUNTERS}
 
 
 class TransferCounters:
@@ -57,9 +60,7 @@ class WireSpeed:
         self._solve()
 
     def _solve(self) -> None:
-        """Solve the fit. If all observations were alike, latency and bandwidth cannot be told apart: then
-        all of it is bandwidth.
-        """
+        """Solve the fit. If all observations were alike, all of their time is bandwidth."""
         independent = self._pieces * self._bytes - self._mixed**2
         if independent > 1e-3 * self._pieces * self._bytes:
             per_piece = (self._pieces_s * self._bytes - self._bytes_s * self._mixed) / independent
@@ -72,27 +73,6 @@ class WireSpeed:
 
 MAX_PEERS = 128
 """The most peers that are remembered; the least recently used one is forgotten first."""
-
-PairCounter = Literal[
-    "kv_transfer_bytes_total",
-    "kv_transfer_pieces_total",
-    "kv_transfer_extents_total",
-    "kv_transfer_wire_seconds_total",
-    "kv_transfer_wait_seconds_total",
-    "kv_transfers_total",
-    "kv_transfers_failed_total",
-    "kv_transfer_seconds_total",
-    "kv_transfer_busy_seconds_total",
-    "kv_transfer_hidden_seconds_total",
-    "kv_transfer_resent_pieces_total",
-    "kv_transfer_fallbacks_total",
-    "kv_transfer_recoveries_total",
-    "kv_transfer_leases_expired_total",
-    "kv_receive_bytes_total",
-    "kv_receive_pieces_total",
-    "kv_receive_seconds_total",
-]
-"""Counters under Prometheus names; `docs/kv-transfer.md` describes each one."""
 
 RefusalKind = Literal[
     "unavailable", "not_offered", "other_host", "refused", "unreachable", "timeout", "broken"
@@ -116,8 +96,9 @@ class Pairs:
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, dict[str, _Pair]] = OrderedDict()
 
-    def add(self, peer: str, transport: str, amounts: Mapping[PairCounter, float]) -> None:
-        """Add to the totals. `transport` is empty for amounts that belong to no transport."""
+    def add(self, peer: str, transport: str, amounts: Mapping[str, float]) -> None:
+        """Add to totals of `PAIR_COUNTERS`. `transport` is empty for amounts that belong to no transport."""
+        assert amounts.keys() <= _NAMES
         with self._lock:
             counters = self._pair(peer, transport).counters
             for name, amount in amounts.items():

@@ -166,9 +166,7 @@ class Receiver:
                 time.sleep(_ACCEPT_PAUSE_S)
 
     def _accept_ready(self, poll: select.poll, look_again: float | None) -> float | None:
-        """Accept new connections and fail leases whose sender is gone; return when to check for those
-        again.
-        """
+        """Accept connections and fail leases whose sender is gone; return when to look again."""
         timeout_ms = None if look_again is None else max(0.0, look_again - time.monotonic()) * 1000
         ready = [descriptor for descriptor, _ in poll.poll(timeout_ms)]
         if self._stop.stopped:

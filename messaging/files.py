@@ -34,9 +34,7 @@ def _read(path: str, flag: str, private: bool) -> bytes:
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """PEM files, the same on every host: the workers' certificate chain, its key, and the authority's
-    certificate.
-    """
+    """PEM files, the same on every host: the workers' certificate chain, its key, and the authority's."""
 
     cert: str
     key: str
@@ -70,9 +68,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def http_tls(config: ApiOptions) -> ssl.SSLContext | None:
-    """Return the context for HTTPS, or None without `--tls-cert`. Raises ConfigError, also for an expired
-    certificate.
-    """
+    """Return the context for HTTPS, if configured. Raises ConfigError, also for an expired certificate."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     read_trusted(config.tls_cert, "--tls-cert")

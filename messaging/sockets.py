@@ -112,9 +112,7 @@ def address_towards(host: str) -> str:
 
 
 def give_way() -> None:
-    """Yield the core after an urgent send: ZeroMQ's I/O thread may need it, and the next forward pass would
-    keep it for milliseconds.
-    """
+    """Yield the core after an urgent send: ZeroMQ's I/O thread may need it before the next forward."""
     os.sched_yield()
 
 

@@ -11,9 +11,7 @@ class StoppedError(Exception):
 
 
 class Wake:
-    """Readable from `set` until `clear`, and for good after `stop`. Any thread may set it, even after
-    `close`.
-    """
+    """Readable from `set` until `clear`, or for good after `stop`. For any thread, even after `close`."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -154,9 +154,7 @@ def _library_name(source: Path, version: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process compile while others wait. Without file locks, as on some network disks, each process
-    compiles.
-    """
+    """Let one process compile while others wait. Without file locks each process compiles."""
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         with contextlib.suppress(OSError):

@@ -42,14 +42,10 @@ from worker.role_work import RequestTable
 log = logging.getLogger(__name__)
 
 LEASE_SHARE = 0.9
-"""The time to live of a lease as a share of our own timeout. The decode worker, which knows the reason of a
-failure, thus answers before we give up.
-"""
+"""A lease's life as a share of our timeout: the decode worker, which knows why, fails it first."""
 
 RENEWALS_PER_LIFE = 3
-"""The number of renewals within a lease's time to live while its prompt waits for the next chunk and no
-block moves.
-"""
+"""Renewals within a lease's life while its prompt waits for the next chunk."""
 
 REDIRECTABLE: tuple[ErrorKind, ...] = ("worker_lost", "overloaded", "transfer", "timeout")
 """Kinds of failures that another decode worker may not have."""
@@ -69,9 +65,6 @@ class PrefillLoop(WorkerLoop):
     def knows(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
         return request is not None and request.stage is not PrefillStage.SETTLING
-
-    def under_way(self) -> list[str]:
-        return [request.request_id for request in self.requests]
 
     def computing(self) -> list[str]:
         return [
@@ -281,11 +274,6 @@ class PrefillLoop(WorkerLoop):
             if request.delivered:
                 self._end(request)
 
-    def abort(self, request_id: str) -> None:
-        request = self.requests.get(request_id)
-        if request is not None:
-            self._end(request)
-
     def _end(self, request: PrefillRequest) -> None:
         """Free all that the request holds, here and on its decode worker."""
         self._take_back(request)
@@ -294,9 +282,7 @@ class PrefillLoop(WorkerLoop):
         request.enter(PrefillStage.ENDED)
 
     def _take_back(self, request: PrefillRequest) -> None:
-        """Stop sending the request's blocks, and have the decode worker forget the request unless it runs
-        it.
-        """
+        """Stop the transfer. The decode worker forgets the request unless it runs it."""
         self._pushing.pop(request.request_id, None)
         lease_id = request.lease_id
         if lease_id is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -60,19 +60,12 @@ class PrefillRequest(StagedRequest[PrefillStage]):
     workers that the request was taken back from.
     """
 
-    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        PrefillStage.WHOLE: frozenset({PrefillStage.ENDED}),
-        PrefillStage.ASSIGNED: frozenset(
-            {PrefillStage.RESERVING, PrefillStage.REDIRECTING, PrefillStage.ENDED}
-        ),
-        PrefillStage.RESERVING: frozenset(
-            {PrefillStage.PUSHING, PrefillStage.REDIRECTING, PrefillStage.ENDED}
-        ),
-        PrefillStage.PUSHING: frozenset({PrefillStage.SENT, PrefillStage.REDIRECTING, PrefillStage.ENDED}),
-        PrefillStage.SENT: frozenset({PrefillStage.SETTLING, PrefillStage.REDIRECTING, PrefillStage.ENDED}),
-        PrefillStage.SETTLING: frozenset({PrefillStage.ENDED}),
-        PrefillStage.REDIRECTING: frozenset({PrefillStage.ASSIGNED, PrefillStage.WHOLE, PrefillStage.ENDED}),
-        PrefillStage.ENDED: frozenset(),
+    next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {
+        PrefillStage.ASSIGNED: (PrefillStage.RESERVING, PrefillStage.REDIRECTING),
+        PrefillStage.RESERVING: (PrefillStage.PUSHING, PrefillStage.REDIRECTING),
+        PrefillStage.PUSHING: (PrefillStage.SENT, PrefillStage.REDIRECTING),
+        PrefillStage.SENT: (PrefillStage.SETTLING, PrefillStage.REDIRECTING),
+        PrefillStage.REDIRECTING: (PrefillStage.ASSIGNED, PrefillStage.WHOLE),
     }
 
     request: EngineRequest
@@ -113,15 +106,11 @@ class PrefillRequest(StagedRequest[PrefillStage]):
 
     @property
     def waits_for_engine(self) -> bool:
-        """Whether only the engine's next chunk of the prompt is missing: the decode worker has done its part
-        so far.
-        """
+        """Whether only the engine's next chunk of the prompt is missing."""
         return self.stage is PrefillStage.PUSHING and self.first_token is None
 
     def leave_peer(self, deadline: float) -> None:
-        """Forget the grant and the progress of `peer`. The router is to name another one before the
-        deadline.
-        """
+        """Forget the grant and the progress of `peer`; another is named before the deadline."""
         self.enter(PrefillStage.REDIRECTING)
         self.grant = None
         self.num_pushed = 0

@@ -31,9 +31,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_lora_modules(value: object, flag: str) -> dict[str, str]:
-    """Return absolute folders by name, from `sql=/adapters/sql`, several of these in a list or joined by
-    commas, or a mapping. Raises `ConfigError`.
-    """
+    """Return absolute folders by name, from `sql=/adapters/sql,...`, a list of these, or a mapping."""
     if isinstance(value, Mapping):
         pairs = [(str(name), str(path)) for name, path in value.items()]
     else:

@@ -1,6 +1,4 @@
-"""The one configuration object. `deploy/config.py` fills it from flags, `TANDEM_*` variables and a file, and
-checks it.
-"""
+"""The one configuration object. `deploy/config.py` fills and checks it."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ from protocol.ids import Count
 
 Coefficient = Annotated[float, Meta(ge=0)]
 SLO_SHARE = 0.8
-"""The share of an SLO that a step may take. Steps take a little longer than their bound: at 1, most requests
-of a busy worker missed the SLO by that.
-"""
+"""The share of an SLO that a step may take: some steps take longer than they are meant to."""
 _ANY = 2**31
 """More tokens than any prompt has."""
 
@@ -52,9 +50,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_scaling: Coefficient = 0.0
 
     def kept_tokens(self, num_tokens: float, sequences: float = 1) -> float:
-        """Return how many tokens' KV `sequences` sequences of `num_tokens` tokens in all keep; windowed
-        tables keep a part.
-        """
+        """Return the tokens whose KV `sequences` sequences of `num_tokens` tokens in all keep."""
         kept = [min(num_tokens, window * sequences) if window else num_tokens for window in self.kv_windows]
         return sum(kept) / len(kept)
 
@@ -82,15 +78,11 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def decode_s(self, rows: float, context: float) -> float:
-        """Return the seconds of a step that decodes `rows` sequences, which attend to `context` tokens in
-        all.
-        """
+        """Return the seconds of a step of `rows` sequences that attend to `context` tokens in all."""
         return self.step_s + self.row_s * rows + self.context_s * context
 
     def chunks_s(self, tokens: float, before: float, chunk_tokens: float) -> float:
-        """Return the seconds that `tokens` of a prompt, after `before` others, add to the steps that compute
-        them.
-        """
+        """Return the seconds that `tokens` of a prompt, after `before`, add to their steps."""
         chunks = -(-tokens // max(chunk_tokens, 1))
         return chunks * self.chunk_s + tokens * (self.token_s + self.attention_s * (before + tokens / 2))
 

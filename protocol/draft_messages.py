@@ -85,9 +85,7 @@ class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
-    """A draft worker's drafts for a decode worker whose newest message was `number`. It no longer drafts for
-    the `refused` requests.
-    """
+    """A draft worker's drafts, after message `number`. It drafts no more for the `refused` requests."""
 
     incarnation: Id
     number: Count

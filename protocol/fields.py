@@ -60,6 +60,17 @@ def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
     return msgspec.convert(given, kind)
 
 
+def json_object(value: object, flag: str, example: str, kind: str) -> Mapping[Any, Any]:
+    """Return the mapping that is given or that a JSON text has. Raises `ConfigError` that names `flag`."""
+    try:
+        fields = msgspec.json.decode(value) if isinstance(value, str) else value
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{flag}: must be JSON, as in '{example}': {error}") from error
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"{flag}: must be {kind}, got {value!r}")
+    return fields
+
+
 def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     hint = f"is {near[0]} meant?" if near else f"there are {', '.join(known)}"

@@ -40,9 +40,7 @@ Extents = Annotated[list[Extent], Meta(max_length=16)]
 
 
 MAX_SEGMENTS = 32
-"""The most segments of a pool: layers with another KV shape, or of another model, have one or two of their
-own.
-"""
+"""The most segments of a pool: one or two for each KV shape of layers, and for each further model."""
 
 
 PAGED, WINDOWED, STATE = "paged", "windowed", "state"
@@ -156,9 +154,7 @@ def _check_equal(got: msgspec.Struct, expected: msgspec.Struct, prefix: str = ""
 
 
 def _check_draft(draft: DraftState, num_tokens: int, feature_size: int) -> None:
-    """Check the bounds of a draft state. Another method or dtype is no mismatch: the decode worker then
-    rebuilds the draft.
-    """
+    """Check a draft state's bounds. Another method or dtype is no mismatch: the draft is rebuilt."""
     if draft.kind == "rebuild":
         _check_equal(draft, REBUILD, "draft.")
         return

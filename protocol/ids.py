@@ -81,9 +81,7 @@ def state_identities(block: BlockIdentity, count: int) -> list[BlockIdentity]:
 
 
 def table_identity(block: BlockIdentity, table: int) -> BlockIdentity:
-    """Return the identity of the block of another table for the same tokens; the first table's differs from
-    it.
-    """
+    """Return the identity of another table's block for the same tokens."""
     return child_identity(b"table" + block, [table]) if table else block
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
-from protocol.fields import FieldError, to_struct
+from protocol.fields import FieldError, json_object, to_struct
 from protocol.ids import BlockIdentity, root_identity
 
 IDENTITY_BYTES = 16
@@ -24,9 +23,7 @@ EventKind = Literal["stored", "removed", "cleared"]
 
 
 class Medium(enum.IntEnum):
-    """The tiers that a block may be in, under vLLM's names: the pool, on any device, the host memory and the
-    disk.
-    """
+    """The tiers that a block may be in, by vLLM's names: the pool on any device, host memory, disk."""
 
     GPU = 0
     CPU = 1
@@ -78,14 +75,7 @@ def parse_kv_events_config(value: object, flag: str = "--kv-events-config") -> K
     """Parse JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
     if isinstance(value, KvEventsConfig):
         return value
-    try:
-        fields = msgspec.json.decode(value) if isinstance(value, str) else value
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f'{flag}: must be JSON, as in \'{{"endpoint": "tcp://*:5557"}}\': {error}'
-        ) from error
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"{flag}: must be an object, got {value!r}")
+    fields = json_object(value, flag, '{"endpoint": "tcp://*:5557"}', "an object")
     try:
         config = to_struct(fields, KvEventsConfig)
         for name in ("endpoint", "replay_endpoint"):
@@ -134,20 +124,13 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     pass
 
 
-class BlockStoredMap(msgspec.Struct, frozen=True, tag="BlockStored"):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+class BlockStoredMap(BlockStored, frozen=True, array_like=False, omit_defaults=False, tag="BlockStored"):
+    pass
 
 
-class BlockRemovedMap(msgspec.Struct, frozen=True, tag="BlockRemoved"):
-    block_hashes: list[int]
-    medium: str | None
+class BlockRemovedMap(BlockRemoved, frozen=True, array_like=False, omit_defaults=False, tag="BlockRemoved"):
+    pass
 
 
-class AllBlocksClearedMap(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+class AllBlocksClearedMap(AllBlocksCleared, frozen=True, array_like=False, tag="AllBlocksCleared"):
     pass

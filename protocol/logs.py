@@ -40,16 +40,12 @@ def say(log_format: LogFormat, text: str, **fields: Any) -> None:
 
 
 def _is_standard(name: str) -> bool:
-    """Tell a standard attribute of a log record, or one that Ray adds with an underscore, from a field of
-    ours.
-    """
+    """Tell a log record's own attribute, or one that Ray adds, from a field of ours."""
     return name in _STANDARD or name.startswith("_")
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON: `time` in UTC, `exception` with the traceback, then the record's extra
-    fields.
-    """
+    """Formats a record as JSON: `time` in UTC, `exception` with the traceback, the extra fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

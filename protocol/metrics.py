@@ -328,9 +328,7 @@ VLLM = (
 
 
 def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] | None:
-    """Return the metric named by `name{label="value",...}` and its labels' values; None for an undeclared
-    one.
-    """
+    """Return the metric of `name{label="value",...}` and its labels' values, or None if undeclared."""
     match = _NAME.match(key)
     metric = metrics.get(match[1]) if match else None
     if match is None or metric is None:

@@ -32,9 +32,7 @@ def router_ports(config: WorkerOptions) -> Sequence[int]:
 
 
 def worker_ports(config: WorkerOptions) -> Sequence[int]:
-    """Return the ports after the routers', so that no worker takes the port of a restarted router. Raises
-    `ConfigError`.
-    """
+    """Return the ports after the routers', which a restarted router needs. Raises `ConfigError`."""
     ports = _ports(config)
     return ports if ports is ANY_PORT else ports[config.router_replicas :]
 

@@ -15,9 +15,7 @@ from protocol.errors import ConfigError
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 """A role's name in `ROLES`."""
 Task = Literal["prefill", "decode", "draft"]
-"""Tasks of a worker for a request: compute the prompt and hand it over, generate tokens, or draft tokens for
-a decode worker.
-"""
+"""Tasks of a worker: compute a prompt and hand it over, generate tokens, or draft them."""
 
 _Replicas = Annotated[int, Meta(ge=1)]
 _Ranks = Annotated[int, Meta(ge=1, le=64)]

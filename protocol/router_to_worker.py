@@ -35,9 +35,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Unregistered(msgspec.Struct, frozen=True, kw_only=True, tag="unregistered"):
-    """The router got a message from this incarnation and does not know it. The worker answers with
-    `Register`.
-    """
+    """A message came from an incarnation that the router does not know. It answers by `Register`."""
 
     incarnation: Id
 
@@ -74,9 +72,7 @@ class CallRoll(msgspec.Struct, frozen=True, kw_only=True, tag="call_roll"):
 
 
 class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
-    """Hand the request over to `decode` instead; None: no worker takes it, so decode it where its prompt
-    is.
-    """
+    """Hand the request over to `decode` instead, or, if None, decode it where its prompt is."""
 
     incarnation: Id
     request_id: Id
@@ -92,9 +88,7 @@ class Replan(msgspec.Struct, frozen=True, kw_only=True, tag="replan"):
 
 
 class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
-    """Free everything held for the lost incarnation `gone` of a worker. If it speaks again, it is treated as
-    new.
-    """
+    """Free everything held for the lost incarnation `gone` of a worker."""
 
     incarnation: Id
     worker_id: Id
@@ -128,9 +122,7 @@ class PrepareToLeave(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_to_
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """The router has no requests on the worker any more. The worker leaves when all routers have sent
-    this.
-    """
+    """The router is done with the worker, which leaves when all routers have sent this."""
 
     incarnation: Id
 

@@ -115,9 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def end(
         self, token_id: int, num_tokens: int, eos: Collection[int]
     ) -> tuple[FinishReason | None, int | None]:
-        """Return why an answer of `num_tokens` tokens ends with `token_id`, and the stop token that ends it;
-        None if it does not end.
-        """
+        """Return why an answer of `num_tokens` tokens ends with `token_id`, and the stop token."""
         if token_id in self.stop_token_ids:
             return "stop", token_id
         if token_id in eos and not self.ignore_eos:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.fields import FieldError, to_struct
+from protocol.fields import FieldError, json_object, to_struct
 from protocol.ids import Count, Seconds
 
 Method = Literal[
     "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "self_speculative", "custom"
 ]
-METHODS: tuple[Method, ...] = (
-    "draft_model",
-    "ngram",
-    "suffix",
-    "lookahead",
-    "medusa",
-    "eagle",
-    "self_speculative",
-)
-"""The methods that come with Tandem."""
 CUSTOM: Literal["custom"] = "custom"
 """The method of a drafter of the deployment's own."""
+METHODS: tuple[Method, ...] = tuple(method for method in get_args(Method) if method != CUSTOM)
+"""The methods that come with Tandem."""
 SELF: Literal["self_speculative"] = "self_speculative"
 """The method that drafts with the model's own layers."""
 WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
@@ -37,20 +29,15 @@ Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 
 Verification = Literal["coupled", "standard", "block"]
 RequestClass = Literal["greedy", "sampled"]
-"""Classes of requests by how well drafts are accepted: drafts are the draft model's likeliest tokens, which
-sampled requests follow less often.
-"""
+"""Classes of requests by acceptance: sampled ones follow the draft's likeliest tokens less often."""
 
 MAX_DRAFT_TOKENS = 32
 MAX_TREE_NODES = 63
 """The most nodes of a tree: with the sequence's last token as root, each has one bit of a 64-bit mask."""
 
 REMOTE: Literal["remote"] = "remote"
-Source = Literal[
-    "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "self_speculative", "custom", "remote"
-]
-"""Sources of drafts, by which statistics are kept: a method of the decode worker's own, or a draft worker.
-"""
+Source = Method | Literal["remote"]
+"""Sources of drafts, by which statistics are kept: a method of the decode worker's own, or a draft worker."""
 
 REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
 """Methods that a draft worker can draft with."""
@@ -179,12 +166,7 @@ def parse_speculative_config(value: object, flag: str = "--speculative-config") 
     """Parse JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
     if isinstance(value, SpeculativeConfig):
         return value
-    try:
-        fields = msgspec.json.decode(value) if isinstance(value, str) else value
-    except msgspec.DecodeError as error:
-        raise ConfigError(f'{flag}: must be JSON, as in \'{{"method": "ngram"}}\': {error}') from error
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"{flag}: must be an object with a method, got {value!r}")
+    fields = json_object(value, flag, '{"method": "ngram"}', "an object with a method")
     try:
         config = to_struct(_plain(fields), SpeculativeConfig)
         _check(config)
@@ -194,9 +176,7 @@ def parse_speculative_config(value: object, flag: str = "--speculative-config") 
 
 
 def parse_request_speculation(value: Mapping[str, Any] | None) -> RequestSpeculation | None:
-    """Parse a request's `speculative`; None if it asks for nothing. Raises `InvalidRequestError` that names
-    the field and its limit.
-    """
+    """Parse a request's `speculative`, if any. Raises `InvalidRequestError` with field and limit."""
     if not value:
         return None
     try:
@@ -265,9 +245,7 @@ def check_request_speculation(asked: RequestSpeculation | None, deployed: Specul
 
 
 def describe(config: SpeculativeConfig | None) -> str:
-    """Return the method and, in brackets, the options that differ from their defaults, for the start's
-    report.
-    """
+    """Return the method and, in brackets, its changed options, for the start's report."""
     if config is None:
         return f"none (a request may ask for {', '.join(WEIGHTLESS)})"
     defaults = SpeculativeConfig(method=config.method)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 PROTOCOL = 4
-"""The version of messages between processes. Raise it when a router and a worker from before and after a
-change could not work together.
-"""
+"""The messages' version. Raise it when releases before and after a change could not work together."""
 
 
 def version() -> str:
@@ -19,9 +17,7 @@ def version() -> str:
 
 
 def protocol_problem(protocol: int, release: str, us: str, them: str) -> str:
-    """Return the reason why `us` cannot talk to `them`, who have another `protocol` and `release`; "" if we
-    can.
-    """
+    """Return why `us` cannot talk to `them`, of another `protocol` and `release`, or ""."""
     if protocol == PROTOCOL:
         return ""
     return f"{us} (Tandem {version()}) speaks protocol {PROTOCOL}, {them} (Tandem {release}) {protocol}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TILE = 64
-"""Tokens in a tile: kernels read keys in whole tiles. Keys before the window weigh nothing, but must be
-numbers.
-"""
+"""Tokens in a tile: kernels read keys in whole tiles, also some before the window."""
 
 
 @dataclass(frozen=True)

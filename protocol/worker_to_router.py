@@ -170,9 +170,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="adapter_load
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
-    """The worker was told to end, or to continue in another role. The router moves its requests, then
-    answers `Leave`.
-    """
+    """The worker is to end or to change its role. The router moves its requests, then sends `Leave`."""
 
     worker_id: Id
     incarnation: Id

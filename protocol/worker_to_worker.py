@@ -88,9 +88,7 @@ class ReserveRefused(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_ref
 
 
 class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
-    """The decode worker has taken the request over, or refuses it with a reason (and the manifest's `field`,
-    if one is wrong).
-    """
+    """The decode worker has taken the request over, or refuses it (and the manifest's `field`)."""
 
     request_id: Id
     lease_id: Id

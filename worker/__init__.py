@@ -1,3 +1,1 @@
-"""The code that all roles of workers share: set-up, the connections to routers, the heartbeat and the engine
-loop.
-"""
+"""The code that all roles of workers share: set-up, connections to routers, heartbeat, engine loop."""

@@ -31,9 +31,7 @@ READS_AT_ONCE = 4
 """The number of concurrent reads. Others wait for their turn, because each read holds an adapter's bytes."""
 
 MOST_STALLED = 32
-"""The number of stalled reads from which on no new read begins: a thread that waits for a disk cannot be
-ended.
-"""
+"""The number of stalled reads, whose threads cannot be ended, from which on no new read begins."""
 
 _REQUEST, _NAME = "request", "name"
 """The two kinds of keys in `AdapterLoads._wishes`: a request waits for an adapter, or a name is to get one.
@@ -91,9 +89,7 @@ class AdapterLoads:
         return any(wish.digest == digest for wish in self._wishes.values())
 
     def load(self, name: str, path: str, digest: str, on_end: Callable[[str, Problem | None], None]) -> None:
-        """Load the folder's adapter under a name, then call `on_end` with its digest or the problem. If
-        `unload` comes first, `on_end` is not called.
-        """
+        """Load the folder's adapter, then, unless `unload` comes first, call `on_end` with the result."""
         adapters = self._adapters
         if adapters is None:
             on_end("", ("invalid", "this worker takes no adapters: --enable-lora"))
@@ -138,9 +134,7 @@ class AdapterLoads:
         self._wishes.pop((_REQUEST, request_id), None)
 
     def poll(self, now: float) -> None:
-        """Finish the completed reads, give up the stalled ones and begin new ones. `now` is
-        `time.monotonic()`.
-        """
+        """Finish the completed reads, give up the stalled ones and begin new ones."""
         while not self._done.empty():
             read = self._done.get()
             if self._stalled.pop(read.path, None) is not None:

@@ -68,9 +68,7 @@ def host_cores() -> int:
 
 
 class SharedCores:
-    """A worker's view of the board: its place, and its `own` share of the `cores` that all workers divide.
-    Belongs to the thread that steps the engine.
-    """
+    """A worker's view of the board, with its `own` share of all `cores`. For the engine's thread."""
 
     def __init__(self, place: CorePlace, own: int, cores: int, set_threads: Callable[[int], None]) -> None:
         self._board, self._number = place

@@ -58,9 +58,7 @@ class Departure:
         self._tell(self._leaving)
 
     def advance(self, now: float) -> None:
-        """Tell the routers that the worker leaves, and end if one never answers. `now` is
-        `time.monotonic()`.
-        """
+        """Tell the routers that the worker leaves; end if one never answers (`now`: monotonic)."""
         if self._leaving is None:
             if not self._asked.is_set():
                 return

@@ -14,7 +14,7 @@ import enum
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -58,11 +58,7 @@ class PrefixFetch(StagedRequest[FetchStage]):
     aborted. If a piece is being written at that moment, it is ABANDONED until that write ends.
     """
 
-    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        FetchStage.ASKED: frozenset({FetchStage.ABANDONED, FetchStage.ENDED}),
-        FetchStage.ABANDONED: frozenset({FetchStage.ENDED}),
-        FetchStage.ENDED: frozenset(),
-    }
+    next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {FetchStage.ASKED: (FetchStage.ABANDONED,)}
 
     request: EngineRequest
     holder: PeerAddress
@@ -190,8 +186,7 @@ class PrefixFetcher:
             self._give_up(fetch, reason)
 
     def abort(self, request_id: str) -> None:
-        fetch = self.fetches.get(request_id)
-        if fetch is not None:
+        if (fetch := self.fetches.get(request_id)) is not None:
             self._end(fetch, 0)
 
     def expire(self, now: float) -> None:
@@ -216,9 +211,7 @@ class PrefixFetcher:
         fetch.on_end(fetch.request, False)
 
     def _end(self, fetch: PrefixFetch, num_found: int) -> None:
-        """Close the lease and put the received blocks into the prefix cache, unless a transfer still writes
-        to them.
-        """
+        """Close the lease; cache the received blocks, unless a transfer still writes to them."""
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
             num_drafted = fetch.lent.num_drafted if fetch.lent is not None else 0

@@ -103,9 +103,7 @@ class Heartbeat:
 
 
 class _RouterConnection:
-    """The heartbeat's own connection to a router. `lost_since` is None while connected, or before the first
-    connection.
-    """
+    """The heartbeat's own connection to a router. `lost_since` is None while connected."""
 
     def __init__(self, parts: WorkerParts, link: RouterLink) -> None:
         self._link = link

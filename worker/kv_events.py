@@ -24,9 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class KvEventSender:
-    """Sends KV events. Belongs to the loop's thread. The first batch tells all that the cache holds at the
-    start.
-    """
+    """Sends KV events, for the loop's thread. The first batch has all that the cache holds."""
 
     def __init__(
         self, parts: WorkerParts, blocks: BlockManager, links: RouterLinks, publisher: KvPublisher | None
@@ -47,9 +45,7 @@ class KvEventSender:
                 self._publisher.publish(events)
 
     def replay(self, first: int, link: RouterLink) -> None:
-        """Send the batches from number `first` on again to one router. If they are not kept any more, send
-        the whole contents of the cache to all routers.
-        """
+        """Send one router the batches from `first` on again, or all the whole cache if some are gone."""
         if self._sent and first < self._sent[0][0]:
             log.warning("the router missed KV events that are not kept any more: it is told everything again")
             self._parts.counters.add("kv_events_restated_total")

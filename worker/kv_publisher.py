@@ -43,9 +43,7 @@ MAX_REQUEST_BYTES = 1024
 
 
 class KvPublisher:
-    """Publishes KV events. Binds when made; raises `ConfigError` if it cannot. Any thread may publish and
-    close.
-    """
+    """Publishes KV events, for any thread. Binds when made; raises `ConfigError` if it cannot."""
 
     def __init__(self, config: KvEventsConfig, topic: str, place: int, cache: CacheFormat) -> None:
         self._topic = (config.topic or topic).encode()

@@ -72,9 +72,7 @@ class RouterLink:
             return None
 
     def confirmed(self, router: str | None) -> None:
-        """Note the incarnation of the router that knows the worker's present incarnation; None if it does
-        not yet.
-        """
+        """Note the incarnation of the router that knows the worker's present one, or None."""
         self.router, self.told_leaving, self.has_let_go = router, False, False
 
     def send(self, message: WorkerToRouter) -> None:
@@ -192,9 +190,7 @@ class RouterLinks:
 
 
 class RouterLeases:
-    """Tracks when each router was last connected. Belongs to the loop's thread. A router may be away for
-    `ttl_s`.
-    """
+    """Tracks when each router, which may be away for `ttl_s`, was last connected. For the loop's thread."""
 
     def __init__(self, links: RouterLinks, ttl_s: float) -> None:
         self._links = links

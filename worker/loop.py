@@ -31,9 +31,7 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_INTERVAL_S = 0.25
 MAX_FAILED_STEPS = 3
-"""The number of failed steps in a row after which the worker gives up, so that its supervisor starts a fresh
-one.
-"""
+"""The number of failed steps in a row after which the worker gives up for a fresh one."""
 
 
 class BrokenEngineError(TandemError):
@@ -89,9 +87,7 @@ class WorkerLoop(RoleWork):
         self.parts.wake.set()
 
     def run(self) -> None:
-        """Serve until `stop`. Raises `BrokenEngineError` or `LostRankError` if only a fresh process can
-        help.
-        """
+        """Serve until `stop`. Raises `BrokenEngineError` and `LostRankError`: a fresh process is needed."""
         progress = self.parts.progress
         progress.begin()
         try:

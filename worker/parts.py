@@ -110,9 +110,7 @@ class WorkerParts:
 
 
 def open_transfers(parts: WorkerParts) -> tuple[Sender, Receiver]:
-    """Open the sender and the receiver. Both wake the loop when they have events; the heartbeat sends their
-    counters.
-    """
+    """Open the sender and the receiver, which wake the loop for their events."""
     assert parts.pool is not None
     sender = Sender(
         parts.pool,

@@ -30,9 +30,7 @@ class _Link:
 
 
 class PeerLinks:
-    """Opens a connection when it is first needed and closes it when long unused, so that a dead incarnation
-    leaves no socket open.
-    """
+    """Connects when first needed and closes when long unused, also to dead incarnations."""
 
     def __init__(self, parts: WorkerParts, poller: zmq.Poller) -> None:
         self._parts = parts

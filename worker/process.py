@@ -148,9 +148,7 @@ def _serve(
 
 @contextmanager
 def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` at SIGTERM. Signals reach only the main thread; a worker in an actor's process runs in
-    another thread.
-    """
+    """Call `leave` at SIGTERM, if in the main thread; an actor's worker runs in another."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -19,9 +19,7 @@ longer than this for another rank, and never for disks and peers, which have thr
 """
 
 BUSY_S = 60.0
-"""[s] The time that a computing loop may take for any turn: it may compile code on its first run, or share
-its core with many processes.
-"""
+"""[s] The time for any turn: it may compile code, or share its core with many processes."""
 
 LONGEST_STEPS = 10.0
 """The multiple of the worker's longest step that a turn may also take. On cores shared by five busy

@@ -1,13 +1,11 @@
-"""The interface of a role's work, and the requests of a worker. The rest of a worker's loop is the same for
-all roles.
-"""
+"""The interface of a role's work, and the requests of a worker."""
 
 from __future__ import annotations
 
 import enum
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -42,14 +40,18 @@ class RoleWork(ABC):
     def start_request(self, message: Generate) -> None:
         """Add a new request to the engine. May raise `InvalidRequestError`."""
 
-    @abstractmethod
     def abort(self, request_id: str) -> None:
         """Forget a request in any stage. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request)
+
+    @abstractmethod
+    def _end(self, request: Any) -> None:
+        """Free all that a request of this role holds, in any stage."""
 
     def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
-        """Hand a request over to another decode worker, or keep it if `decode` is None. For prefill workers
-        only.
-        """
+        """Hand a request over to another decode worker, or keep it if None. For prefill workers."""
         self.counters.add("dropped_messages_total")
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
@@ -60,13 +62,13 @@ class RoleWork(ABC):
         """Free the requests of a gone worker, known by the identity `peer`. For draft workers only."""
         self.counters.add("dropped_messages_total")
 
-    @abstractmethod
     def knows(self, request_id: str) -> bool:
         """Return whether the request is on this worker."""
+        return request_id in self.requests
 
-    @abstractmethod
     def under_way(self) -> list[str]:
         """Return the ids of the requests that hold resources here, in any stage."""
+        return [request.request_id for request in self.requests]
 
     @abstractmethod
     def computing(self) -> list[str]:
@@ -94,9 +96,7 @@ class RoleWork(ABC):
         return
 
     def with_timing(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
-        """Return the outputs of a step that began at `began` (monotonic seconds), with their requests'
-        timings.
-        """
+        """Return a step's outputs with their requests' timings. It began at `began`."""
         return outputs
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
@@ -140,18 +140,17 @@ StageT = TypeVar("StageT", bound=enum.Enum)
 
 
 class IllegalTransitionError(Exception):
-    """A request was moved to a stage that cannot follow its present one. This is always a bug of this
-    worker.
-    """
+    """A request was moved to a stage that cannot follow its present one: a bug of this worker."""
 
 
 class StagedRequest(Generic[StageT]):
-    """A request in one of the stages of its class. `next_stages` is the table of legal transitions.
+    """A request in one of the stages of its class. `next_stages` tells which stages may follow each stage,
+    besides ENDED, which may follow every other one.
 
     `deadline` is in monotonic seconds, or None while the request awaits nothing from another worker.
     """
 
-    next_stages: ClassVar[Mapping[Any, frozenset[Any]]]
+    next_stages: ClassVar[Mapping[Any, Collection[Any]]]
     request: EngineRequest
     stage: StageT
     lease_id: str | None = None
@@ -176,9 +175,13 @@ class StagedRequest(Generic[StageT]):
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
+    def may_enter(self, stage: StageT) -> bool:
+        is_end = stage.name == "ENDED" and stage is not self.stage
+        return is_end or stage in self.next_stages.get(self.stage, ())
+
     def enter(self, stage: StageT) -> None:
         """Move to a stage. Raises `IllegalTransitionError`, with nothing changed."""
-        if stage not in self.next_stages[self.stage]:
+        if not self.may_enter(stage):
             raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
         self.stage = stage
 

@@ -184,9 +184,7 @@ def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: Non
 
 
 def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link: socket.socket) -> None:
-    """Run one rank. It ignores signals for the whole server, because the worker handles them and ends its
-    ranks.
-    """
+    """Run one rank. The worker handles signals for the whole server, and ends its ranks."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     name = f"{launch.worker_id}/{ranks.rank}"
@@ -198,8 +196,6 @@ def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link:
 
 
 def end_process() -> None:
-    """End this worker, which cannot serve without a lost rank. The supervisor starts it again, and requests
-    continue elsewhere.
-    """
+    """End this worker, which lacks a rank. The supervisor starts it again."""
     log.error("the worker ends with it")
     os._exit(1)

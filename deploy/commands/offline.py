@@ -67,9 +67,7 @@ speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=
 
 
 def _found(model: str) -> str:
-    """Return the model's folder or hub id after checking that it exists. Import modules that need torch
-    afterwards.
-    """
+    """Return the model's folder or hub id, which exists. Import modules that need torch afterwards."""
     with failures():
         check_source(source := bundled_path(model), "--model")
     return source

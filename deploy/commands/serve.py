@@ -89,9 +89,7 @@ def profile(
     ),
     **flags: Any,
 ) -> None:
-    """Measure the cost of steps, prompts and transfers here, for `tandem plan`. Takes the options of
-    `serve`.
-    """
+    """Measure the cost of steps, prompts and transfers for `tandem plan`. Takes the options of `serve`."""
     from rich.console import Console
 
     from deploy.profile import profile as run

@@ -66,9 +66,7 @@ class WorkerDied(msgspec.Struct, frozen=True, tag="died"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """The workers that are kept running, by id, with their roles; requests may wait for them. `room` is the
-    number of further workers that each role could have.
-    """
+    """The workers kept running, by id, with their roles, and the `room` for further ones of each role."""
 
     roles: dict[str, str]
     room: dict[str, int]
@@ -88,9 +86,7 @@ class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """Answers the `Begins` messages in their order. `refusal` is empty if the change may begin, else the
-    reason why not.
-    """
+    """Answers the `Begins` messages in their order. `refusal` is empty, or the reason why not."""
 
     refusal: str
 
@@ -108,9 +104,7 @@ class Decided(msgspec.Struct, frozen=True, tag="decided"):
 
 
 class Serves(msgspec.Struct, frozen=True, tag="serves"):
-    """An adapter of this name is served from now on, or no longer if `adapter` is None. From the router that
-    was asked, and then to all others.
-    """
+    """An adapter of this name is served, or no longer if it is None. From one router, and to all others."""
 
     name: AdapterName
     adapter: Adapter | None
@@ -156,9 +150,7 @@ class KnownWorker(msgspec.Struct, frozen=True):
 
 
 class RouterReport(msgspec.Struct, frozen=True, tag="report"):
-    """Sent a few times a second while the router runs: its workers by id, and the demand of its requests by
-    role.
-    """
+    """Sent a few times a second: the router's workers by id, and its requests' demand by role."""
 
     workers: dict[str, KnownWorker]
     demand: dict[str, RoleDemand]

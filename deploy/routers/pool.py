@@ -24,31 +24,7 @@ from functools import partial
 
 import msgspec
 
-from deploy.routers.messages import (
-    MAX_MESSAGE_BYTES,
-    Begins,
-    Begun,
-    CannotStart,
-    Decided,
-    Ends,
-    Expect,
-    GaveUp,
-    KnownWorker,
-    Lead,
-    Leaves,
-    LetGo,
-    Renews,
-    Replaced,
-    RouterReport,
-    Scaled,
-    Scales,
-    Serves,
-    StartRouter,
-    StopRouter,
-    ToRouter,
-    WorkerDied,
-    from_router,
-)
+from deploy.routers import messages
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
@@ -61,9 +37,7 @@ _TRIES = 20
 
 
 class RouterPorts:
-    """The routers' ports: all share `port`; `port` + 1 belongs to the first router alone, and so on. Raises
-    `ConfigError`.
-    """
+    """The routers share `port`; each has one of the following, too. Raises `ConfigError`."""
 
     def __init__(self, config: ServeConfig, link_host: str) -> None:
         self._kept = contextlib.ExitStack()
@@ -83,9 +57,7 @@ class RouterPorts:
         self._kept.close()
 
     def _keep_http(self, config: ServeConfig) -> int:
-        """Return the shared port. If the configuration names none, choose one that is followed by enough
-        free ports.
-        """
+        """Return the shared port; if not configured, one that enough free ports follow."""
         for attempt in range(_TRIES):
             with contextlib.ExitStack() as kept:
                 first = kept.enter_context(_keep(config.host, config.port))
@@ -134,16 +106,14 @@ class _Router:
     heard: float = 0.0
     ready: bool = False
     was_ready: bool = False
-    workers: Mapping[str, KnownWorker] = field(default_factory=dict)
+    workers: Mapping[str, messages.KnownWorker] = field(default_factory=dict)
     demand: Demand = field(default_factory=dict)
 
-    untold: deque[Serves] = field(default_factory=deque)
+    untold: deque[messages.Serves] = field(default_factory=deque)
     """Changes of adapters that the router has not received yet."""
 
-    def send(self, message: ToRouter) -> bool:
-        """Send a message. Returns False if it does not fit: then the router is stuck, and is killed for its
-        silence.
-        """
+    def send(self, message: messages.ToRouter) -> bool:
+        """Send a message. Returns False if it does not fit: the router is stuck."""
         if self.control is None:
             return False
         try:
@@ -174,7 +144,7 @@ class RouterPool:
         self.worker_endpoints = [f"tcp://{link_host}:{place.link_port}" for place in self._ports.places]
         self.url = http_url(config, config.host, self._ports.port)
         self._selector = selectors.DefaultSelector()
-        self._expected = Expect({}, {})
+        self._expected = messages.Expect({}, {})
         self._let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""
         self._renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
         self._scale: Callable[[ScaleRequest], ScaleAnswer] = lambda request: ScaleAnswer(
@@ -184,7 +154,7 @@ class RouterPool:
         """The demand that ended routers had counted. Without it the sum over all routers would seem to fall.
         """
         self._changes, self._scalings = Changes(), ScalingLog()
-        self._adapters: dict[str, Serves] = {}
+        self._adapters: dict[str, messages.Serves] = {}
         """The adapters that differ from those at the start, by name."""
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
@@ -192,10 +162,10 @@ class RouterPool:
     # --- for the launcher's thread ----------------------------------------------------------------
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        self._tell(WorkerDied(worker_id, incarnation, reason))
+        self._tell(messages.WorkerDied(worker_id, incarnation, reason))
 
     def expect(self, roles: Mapping[str, str], room: Mapping[str, int]) -> None:
-        self._expected = Expect(dict(roles), dict(room))
+        self._expected = messages.Expect(dict(roles), dict(room))
         self._tell(self._expected)
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
@@ -205,10 +175,10 @@ class RouterPool:
         self._scale = scale
 
     def gave_up(self, worker_id: str, reason: str) -> None:
-        self._tell(GaveUp(worker_id, reason))
+        self._tell(messages.GaveUp(worker_id, reason))
 
     def replaced(self, process: str) -> None:
-        self._tell(Replaced(process))
+        self._tell(messages.Replaced(process))
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """Return how long no router has heard from the worker, or None if no router knows it. Returns 0
@@ -235,9 +205,7 @@ class RouterPool:
     def run(
         self, on_start: Callable[[], None] = lambda: None, on_signal: Callable[[], None] | None = None
     ) -> None:
-        """Keep the routers running until `stop`. SIGINT and SIGTERM call `on_signal`, or else `stop`. Raises
-        `ConfigError` if a router's first start fails.
-        """
+        """Keep the routers running until `stop`. Raises `ConfigError` if a first start fails."""
         handle = on_signal or self.stop
         before = {
             number: signal.signal(number, lambda *_: handle()) for number in (signal.SIGINT, signal.SIGTERM)
@@ -275,7 +243,7 @@ class RouterPool:
                 signal.signal(number, signal.getsignal(number))
         while self._stops_sent < self._stops_asked:
             self._stops_sent += 1
-            self._tell(StopRouter())
+            self._tell(messages.StopRouter())
 
     def _look_at(self, router: _Router, now: float) -> None:
         if self._stops_asked and not router.ready:
@@ -289,52 +257,52 @@ class RouterPool:
         if router.control is None:
             return
         try:
-            data = router.control.recv(MAX_MESSAGE_BYTES)
+            data = router.control.recv(messages.MAX_MESSAGE_BYTES)
         except OSError:
             data = b""
         if not data:
             self._on_end(router, "its process ended")
             return
         try:
-            message = from_router.decode(data)
+            message = messages.from_router.decode(data)
         except ProtocolError as error:
             self._on_end(router, f"it sent an unreadable message: {error}")
             return
         router.heard = time.monotonic()
         match message:
-            case RouterReport(workers, demand):
+            case messages.RouterReport(workers, demand):
                 router.workers, router.demand = workers, demand
                 if not router.ready:
                     router.ready = router.was_ready = True
                     router.send(self._expected)
                     for event in self._scalings.latest()[::-1]:
-                        router.send(Decided(event))
+                        router.send(messages.Decided(event))
                     router.untold = deque(self._adapters.values())
                 router.tell_of_adapters()
                 if self._leads(router):
                     others = (each.demand for each in self._routers if each is not router)
-                    router.send(Lead(sum_of((self._past, *others))))
-            case Leaves(worker_id, for_good):
-                router.send(LetGo(worker_id, self._let_go(worker_id, for_good)))
-            case Renews(worker_id, role, incarnation):
+                    router.send(messages.Lead(sum_of((self._past, *others))))
+            case messages.Leaves(worker_id, for_good):
+                router.send(messages.LetGo(worker_id, self._let_go(worker_id, for_good)))
+            case messages.Renews(worker_id, role, incarnation):
                 self._renew(worker_id, role, incarnation)
-            case Scales(request):
-                router.send(Scaled(self._scale(request)))
-            case Begins(change):
-                router.send(Begun(self._changes.begin(change, router.place.router_id)))
-            case Ends(change):
+            case messages.Scales(request):
+                router.send(messages.Scaled(self._scale(request)))
+            case messages.Begins(change):
+                router.send(messages.Begun(self._changes.begin(change, router.place.router_id)))
+            case messages.Ends(change):
                 self._changes.end(change, router.place.router_id)
-            case Decided(event):
+            case messages.Decided(event):
                 self._scalings.note(event)
-                self._tell(Decided(event))
-            case Serves():
+                self._tell(messages.Decided(event))
+            case messages.Serves():
                 self._note_adapter(message, router)
-            case CannotStart(reason):
+            case messages.CannotStart(reason):
                 if not router.was_ready:
                     raise ConfigError(reason)
                 log.error("router %s cannot start: %s", router.place.router_id, reason)
 
-    def _note_adapter(self, change: Serves, asked: _Router) -> None:
+    def _note_adapter(self, change: messages.Serves, asked: _Router) -> None:
         self._adapters.pop(change.name, None)
         if change.adapter is not None or change.name in (self._config.lora_modules or {}):
             self._adapters[change.name] = change
@@ -348,7 +316,7 @@ class RouterPool:
         may_scale = self._config.autoscale and "restart" not in self._changes.under_way
         return bool(may_scale) and router is next(each for each in self._routers if each.ready)
 
-    def _tell(self, message: ToRouter) -> None:
+    def _tell(self, message: messages.ToRouter) -> None:
         for router in self._routers:
             router.send(message)
 
@@ -367,7 +335,7 @@ class RouterPool:
         router.started = router.heard = time.monotonic()
         router.ready, router.workers = False, {}
         self._selector.register(control, selectors.EVENT_READ, router)
-        router.send(StartRouter(self._config, self._keys, self._link_host, router.place))
+        router.send(messages.StartRouter(self._config, self._keys, self._link_host, router.place))
 
     def _on_end(self, router: _Router, reason: str) -> None:
         self._bury(router)

@@ -12,39 +12,15 @@ import gc
 import logging
 import socket
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from typing import TypeVar
 
 import msgspec
 
-from deploy.routers.messages import (
-    MAX_MESSAGE_BYTES,
-    Begins,
-    Begun,
-    CannotStart,
-    Decided,
-    Ends,
-    Expect,
-    FromRouter,
-    GaveUp,
-    KnownWorker,
-    Lead,
-    Leaves,
-    LetGo,
-    Renews,
-    Replaced,
-    RouterReport,
-    Scaled,
-    Scales,
-    Serves,
-    StartRouter,
-    StopRouter,
-    WorkerDied,
-    to_router,
-)
+from deploy.routers import messages
 from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
-from router.scaling.interface import Change, ScaleAnswer, ScaleRequest
+from router.scaling.interface import ScaleAnswer
 from router.server import RouterServer
 
 log = logging.getLogger(__name__)
@@ -60,18 +36,19 @@ class _Control:
     def __init__(self, control: socket.socket, server: RouterServer) -> None:
         self._control = control
         self._server = server
-        self._asked: dict[str, deque[asyncio.Future[str]]] = {}
-        """The waiting requests to let a worker go, by worker id."""
+        self._leaving: defaultdict[str, deque[asyncio.Future[str]]] = defaultdict(deque)
         self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
         self._beginning: deque[asyncio.Future[str]] = deque()
-        server.state.scaler.ask = self._ask_to_scale
-        server.state.autoscaler.log.tell = lambda event: self._send(Decided(event))
-        server.state.adapters.tell = lambda name, adapter: self._send(Serves(name, adapter))
-        server.state.turns.begin = self._ask_to_begin
-        server.state.turns.end = lambda change: self._send(Ends(change))
+        server.state.scaler.ask = lambda request: self._ask(self._scaling, messages.Scales(request))
+        server.state.autoscaler.log.tell = lambda event: self._send(messages.Decided(event))
+        server.state.adapters.tell = lambda name, adapter: self._send(messages.Serves(name, adapter))
+        server.state.turns.begin = lambda change: self._ask(self._beginning, messages.Begins(change))
+        server.state.turns.end = lambda change: self._send(messages.Ends(change))
         drainer = server.state.drainer
-        drainer.let_go = self._ask_to_let_go
-        drainer.renew = lambda worker_id, role, incarnation: self._send(Renews(worker_id, role, incarnation))
+        drainer.let_go = lambda worker_id, for_good: self._ask(
+            self._leaving[worker_id], messages.Leaves(worker_id, for_good)
+        )
+        drainer.renew = lambda *renewed: self._send(messages.Renews(*renewed))
 
     def attach(self) -> None:
         """Begin to read and report. Call it once HTTP is served."""
@@ -80,37 +57,28 @@ class _Control:
 
     def _report(self) -> None:
         workers = {
-            worker.key.worker_id: KnownWorker(worker.key.incarnation, worker.silence_s, dict(worker.start_up))
+            worker.key.worker_id: messages.KnownWorker(
+                worker.key.incarnation, worker.silence_s, dict(worker.start_up)
+            )
             for worker in self._server.state.registry
         }
-        self._send(RouterReport(workers, self._server.state.placer.meter.demand))
+        self._send(messages.RouterReport(workers, self._server.state.placer.meter.demand))
         asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
 
-    async def _ask_to_let_go(self, worker_id: str, for_good: bool) -> str:
-        answer = asyncio.get_running_loop().create_future()
-        self._asked.setdefault(worker_id, deque()).append(answer)
-        self._send(Leaves(worker_id, for_good))
+    async def _ask(self, waiting: deque[asyncio.Future[T]], message: messages.FromRouter) -> T:
+        """Ask the launcher. Answers of one kind come in the order of the questions."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiting.append(answer)
+        self._send(message)
         return await answer
 
-    async def _ask_to_scale(self, request: ScaleRequest) -> ScaleAnswer:
-        answer = asyncio.get_running_loop().create_future()
-        self._scaling.append(answer)
-        self._send(Scales(request))
-        return await answer
-
-    async def _ask_to_begin(self, change: Change) -> str:
-        answer = asyncio.get_running_loop().create_future()
-        self._beginning.append(answer)
-        self._send(Begins(change))
-        return await answer
-
-    def _send(self, message: FromRouter) -> None:
+    def _send(self, message: messages.FromRouter) -> None:
         with contextlib.suppress(OSError):  # if the launcher has ended, the next read shows it
             self._control.send(msgspec.msgpack.encode(message))
 
     def _read(self) -> None:
         try:
-            data = self._control.recv(MAX_MESSAGE_BYTES)
+            data = self._control.recv(messages.MAX_MESSAGE_BYTES)
         except OSError:
             data = b""
         if not data:
@@ -119,36 +87,36 @@ class _Control:
                 self._server.stop()  # the launcher has ended, and its workers end too
             return
         try:
-            message = to_router.decode(data)
+            message = messages.to_router.decode(data)
         except ProtocolError as error:
             log.error("dropped a message of the launcher: %s", error)
             return
         match message:
-            case WorkerDied(worker_id, incarnation, reason):
+            case messages.WorkerDied(worker_id, incarnation, reason):
                 self._server.mark_dead(worker_id, incarnation, reason)
-            case Expect(roles, room):
+            case messages.Expect(roles, room):
                 self._server.expect(roles, room)
-            case Lead(demand):
+            case messages.Lead(demand):
                 self._server.state.autoscaler.step(demand)
-            case LetGo(worker_id, refusal):
-                _answer(self._asked.get(worker_id), refusal)
-            case Scaled(answer):
+            case messages.LetGo(worker_id, refusal):
+                _answer(self._leaving[worker_id], refusal)
+            case messages.Scaled(answer):
                 _answer(self._scaling, answer)
-            case Begun(refusal):
+            case messages.Begun(refusal):
                 _answer(self._beginning, refusal)
-            case Decided(event):
+            case messages.Decided(event):
                 self._server.state.autoscaler.log.note(event)
-            case Serves(name, adapter):
+            case messages.Serves(name, adapter):
                 self._server.state.adapters.told(name, adapter)
-            case GaveUp(worker_id, reason):
+            case messages.GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)
-            case Replaced(process):
+            case messages.Replaced(process):
                 self._server.replaced(process)
-            case StopRouter():
+            case messages.StopRouter():
                 self._server.stop()
 
 
-def _answer(waiting: deque[asyncio.Future[T]] | None, answer: T) -> None:
+def _answer(waiting: deque[asyncio.Future[T]], answer: T) -> None:
     """Answer the first waiting request, unless it was cancelled."""
     if waiting and not (first := waiting.popleft()).done():
         first.set_result(answer)
@@ -157,12 +125,12 @@ def _answer(waiting: deque[asyncio.Future[T]] | None, answer: T) -> None:
 def main(fd: int) -> None:
     faulthandler.enable()
     control = socket.socket(fileno=fd)
-    start = msgspec.msgpack.decode(control.recv(MAX_MESSAGE_BYTES), type=StartRouter)
+    start = msgspec.msgpack.decode(control.recv(messages.MAX_MESSAGE_BYTES), type=messages.StartRouter)
     log_to_stderr(start.config.log_level, start.config.log_format, start.place.router_id)
     try:
         server = RouterServer(start.config, start.keys, start.link_host, start.place)
     except TandemError as error:
-        control.send(msgspec.msgpack.encode(CannotStart(str(error))))
+        control.send(msgspec.msgpack.encode(messages.CannotStart(str(error))))
         return
     gc.collect()
     gc.freeze()  # else the collector would scan the libraries again and again, for milliseconds

@@ -34,9 +34,7 @@ _Pid = Annotated[int, Meta(ge=1, le=2**22)]
 _Status = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 
 REPORT_END = "\n"
-"""Ends the report that a worker sends on its control socket: the reason for its end, or "" if it ended on
-request.
-"""
+"""Ends a worker's report on its control socket: the reason for its end, or "" on request."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
@@ -108,9 +106,7 @@ class TemplateError(TandemError):
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker ended. `reason` is "" if it ended on request. `signal` is the signal that killed it, if
-    one did.
-    """
+    """How a worker ended: the reason, or "" on request, and the signal that killed it, if one did."""
 
     reason: str
     signal: int | None = None
@@ -180,9 +176,7 @@ class TemplateClient:
             self._connection.send(msgspec.msgpack.encode(Preload(config)))
 
     def spawn(self, launch: bytes, patience_s: float) -> WorkerProcess:
-        """Have a worker forked. The template may load a model first, for up to `patience_s`. Raises
-        `TemplateError`, also if the template refuses.
-        """
+        """Have a worker forked, after a model's load of up to `patience_s`. Raises `TemplateError`."""
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         request = msgspec.msgpack.encode(Spawn(launch, environment))
         for _ in range(3):
@@ -225,9 +219,7 @@ class TemplateClient:
         return answer
 
     def _receive(self, timeout_s: float) -> TemplateReply | None:
-        """Return the next reply, or None if the template has ended, was replaced because it is stuck, or
-        takes too long.
-        """
+        """Return the next reply; None from a template that ended, was stuck or takes too long."""
         if self._connection is None:
             return None
         began = time.monotonic()

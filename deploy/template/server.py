@@ -243,9 +243,7 @@ def _settle() -> None:
 
 
 def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended) -> None:
-    """Send a message without waiting. One that does not fit belongs to a client that reads nothing; it is
-    dropped.
-    """
+    """Send a message without waiting. If it does not fit, the client reads nothing: it is dropped."""
     with contextlib.suppress(OSError):  # if the client has ended, the next read shows it
         client.sendmsg([msgspec.msgpack.encode(message)], [], socket.MSG_DONTWAIT)
 

@@ -69,9 +69,7 @@ def to_wire(blocks: Blocks) -> bytes:
 
 
 def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
-    """Decode runs. Raises ProtocolError for runs with blocks that the source does not have, or with too many
-    blocks.
-    """
+    """Decode runs. Raises ProtocolError for blocks that the source lacks, or too many of them."""
     if len(raw) % RUN_BYTES:
         raise ProtocolError(f"runs of {len(raw)} bytes are not a multiple of {RUN_BYTES}")
     if not raw:

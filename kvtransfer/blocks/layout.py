@@ -36,9 +36,7 @@ SCALE_DTYPE = torch.float32
 
 MAX_BLOCK_SIZE = 1024
 _ALIGNMENT = 4
-"""The number of values of a segment is a multiple of this, so that everything in a block is aligned without
-padding.
-"""
+"""Each segment has a multiple of this many values, so that all is aligned without padding."""
 
 _DIMENSIONS = ("layers", "planes", "block_size", "kv_heads", "head_dim")
 
@@ -54,9 +52,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """A segment's place in its block: `start` and `nbytes` are in bytes; `planes` counts the planes of all
-    layers.
-    """
+    """A segment's place in its block, in bytes; `planes` counts the planes of all layers."""
 
     info: SegmentInfo
     start: int
@@ -115,9 +111,7 @@ class SegmentLayout:
         return raw.view(self.code_dtype).view(len(blocks), self.planes, *self.tokens_shape)
 
     def scales(self, blocks: Tensor) -> Tensor:
-        """Return a view of the scales, [n, planes, 1, kv_heads, 1]; of rows [n, planes, block_size,
-        kv_heads, 1].
-        """
+        """Return a view of the scales: [n, planes, 1 (rows: block_size), kv_heads, 1]."""
         if self.in_rows:
             tokens = self._tokens(blocks)[..., -self.tokens_shape[1] * SCALE_DTYPE.itemsize :]
             return tokens.view(SCALE_DTYPE).unsqueeze(4)
@@ -146,9 +140,7 @@ class BlockLayout:
         self.block_size = segments[0].shape[2]
 
     def blocks(self, buffer: memoryview | Tensor) -> Tensor:
-        """Return the whole blocks in a writable buffer, as uint8 [n, block_bytes]. A tensor has that form
-        already.
-        """
+        """Return the blocks in a writable buffer, as uint8 [n, block_bytes], a tensor's form."""
         if isinstance(buffer, Tensor):
             return buffer
         count = buffer.nbytes // self.block_bytes

@@ -77,9 +77,7 @@ def map_peer_pool(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def _shared(nbytes: int, lend: Callable[[int], None] | None) -> tuple[int, memoryview]:
-    """Return a sealed file of `nbytes` zeros in memory, and a view of it that starts where a huge page
-    can.
-    """
+    """Return a sealed file of `nbytes` zeros in memory, and its view from the start of a huge page."""
     fd = os.memfd_create("tandem-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

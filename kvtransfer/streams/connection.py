@@ -53,9 +53,7 @@ class Incoming:
         """`layout.foreign_format` of the incoming blocks."""
 
     def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
-        """Return the blocks of `target` that the reader writes, for a piece that belongs in these `leased`
-        ones.
-        """
+        """Return the blocks of `target` to read into, for a piece that belongs in `leased` ones."""
         return leased[positions]
 
     def place(self, positions: BlockIndices, lease: Lease, block_pool: int, gate: WriteGate) -> bool:
@@ -64,9 +62,7 @@ class Incoming:
 
 
 class Converting(Incoming):
-    """Converts the sender's blocks: they have another dtype, are quantized on the wire, or go to a GPU's
-    memory.
-    """
+    """Converts blocks of another dtype, quantized ones, and those for a GPU's memory."""
 
     def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
         wire_bytes = block_bytes(hello.wire)

@@ -120,9 +120,7 @@ def examine(channel: Channel, ours: Identity, transport: str, deadline: float) -
 
 
 def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
-    """Return the first field of the Hello that does not fit us, and the reason; two empty strings if all
-    fit.
-    """
+    """Return the first field of the Hello that does not fit us, and the reason, or two empty strings."""
     expected: dict[str, tuple[object, str]] = {
         "version": (WIRE_VERSION, ""),
         "transport": (transport, ""),
@@ -137,9 +135,7 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
 
 
 def _contradiction(hello: Hello, pool: RegisteredPool) -> tuple[str, str] | None:
-    """Return a contradiction within the Hello: the wire format and the block's size follow from the
-    segments.
-    """
+    """Return a contradiction within the Hello: its segments determine wire format and block size."""
     expected = pool.block_bytes
     if not hello.segments == hello.wire == list(pool.segments):
         quantization = hello.wire[0].quantization if hello.wire else ""

@@ -232,9 +232,7 @@ class Link(threading.Thread):
                 self._telling.discard(lease_id)
 
     def _level(self) -> int:
-        """Return the log level of a broken connection. The end of an idle link's peer is no warning: the
-        router and the launcher report deaths.
-        """
+        """Return the log level of a broken connection: an idle link's end is no warning."""
         return logging.WARNING if self._active is None or self._queue else logging.DEBUG
 
     def _wake_streams(self) -> None:

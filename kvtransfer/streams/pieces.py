@@ -75,9 +75,7 @@ class PieceQueue:
             self._by_lease.setdefault(piece.lease_id, deque()).appendleft(piece)
 
     def take(self, max_parts: int) -> QueuedPiece | None:
-        """Return the next piece of the lease whose turn it is, or its first parts if it is larger than
-        `max_parts`.
-        """
+        """Return the next piece of the lease whose turn it is, or its first `max_parts` parts."""
         if not self._by_lease:
             return None
         lease_id, queue = self._by_lease.popitem(last=False)

@@ -105,9 +105,7 @@ class Carrier(Protocol):
         """Return a function that sends objects. Raises OSError if there is no carrier at the address."""
 
     def get(self, reference: Reference, timeout_s: float) -> list[memoryview] | None:
-        """Return the object's buffers, read-only, or None if they don't come in time. Raises OSError if it
-        is lost.
-        """
+        """Return the object's read-only buffers, or None if late. Raises OSError if it is lost."""
 
 
 class ObjectStoreWelcome(msgspec.Struct, frozen=True, tag="object-store"):

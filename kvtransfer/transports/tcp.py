@@ -1,6 +1,4 @@
-"""The `tcp` transport: blocks follow their piece's message, sent from one pool and received into the other,
-through TLS where the workers have certificates.
-"""
+"""The `tcp` transport: blocks follow their piece's message, from pool to pool, within TLS if configured."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def _bound_buffers(sock: socket.socket) -> None:
 
 
 class StagingWriter(PieceWriter):
-    """Copies each piece from a device's memory to the host, and sends what has arrived while the rest is
-    copied.
-    """
+    """Copies each piece from a device to the host, and sends what has arrived meanwhile."""
 
     def __init__(self, pool: RegisteredPool) -> None:
         super().__init__(pool)
@@ -258,9 +254,7 @@ class TlsChannel(Channel):
         return received
 
     def _read(self, target: memoryview) -> int:
-        """Read into `target`; return 0 at the end of the connection. Raises BlockingIOError if there is
-        nothing to read yet.
-        """
+        """Read into `target`; return 0 at the end. Raises BlockingIOError if nothing is there."""
         if self._peeked:
             count = min(len(target), len(self._peeked))
             target[:count] = self._peeked[:count]

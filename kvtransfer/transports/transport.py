@@ -119,9 +119,7 @@ class PieceWriter:
         return
 
     def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
-        """Return the bytes after the piece's message on the connection: `source`'s blocks and a trailer, or
-        nothing.
-        """
+        """Return the bytes after the piece's message: `source`'s blocks and a trailer, or none."""
         if self.remote_reads:
             return []
         return [views(buffer, self.block_bytes, indices), memoryview(GOOD)]
@@ -189,9 +187,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> PieceReader:
-        """Return the receiver's end. Called right after the handshake. `target` has blocks as the wire
-        carries them.
-        """
+        """Return the receiver's end, after the handshake. `target` has blocks as on the wire."""
 
     def close(self) -> None:
         return

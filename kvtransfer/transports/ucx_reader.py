@@ -88,9 +88,7 @@ class ConnectionWord:
         return int(self._value[0])
 
     def release(self) -> None:
-        """Zero the word, so that others can use it; when this returns it is zero. Idempotent, for any
-        thread.
-        """
+        """Zero the word and free it for others. Idempotent, for any thread."""
         with self._releasing:
             if self._index is not None:
                 self.write(0)

@@ -195,20 +195,3 @@ def test_round_trip(wire_dtype: str, bound: float, dtype: str) -> None:
     error = got[[1, 2]] - sent[[4, 0]]
     assert error.pow(2).mean().sqrt() < bound * sent[[4, 0]].pow(2).mean().sqrt()
     assert (got[3, :, 9:] == 0).all() and (got[[0, 4, 5]] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "room", "problem"),
-    [([0, 1, 2], 2, "room for 2 blocks, not 3"), ([4], 1, r"\[0, 4\)"), ([-1], 1, r"\[0, 4\)")],
-)
-def test_missing_blocks_are_refused(blocks: list[int], room: int, problem: str) -> None:
-    info = segment(1, 4, 1, 4)
-    quantizer = Quantizer([info], "int8")
-    pool = random_blocks([info], 4, torch.Generator())
-    with pytest.raises(ValueError, match=problem):
-        quantizer.pack(
-            memoryview(pool),
-            np.array(blocks),
-            np.full(len(blocks), 4),
-            memoryview(bytearray(room * quantizer.wire_block_bytes)),
-        )

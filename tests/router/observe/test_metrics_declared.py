@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import get_args
 
 import pytest
 
 from engine.kv.tiers.disk import DiskCounters
 from engine.kv.tiers.host import HostCounters
-from kvtransfer.pairs import PairCounter
+from kvtransfer.pairs import Pairs
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, VLLM, WORKER, reported
 from router.observe.metrics_docs import TARGET, render
 from speculation.account import Account
@@ -64,12 +63,13 @@ def test_all_counters_of_workers_are_declared():
     names += [f"kv_host_{field.name}_total" for field in fields(HostCounters)]
     names += [f"kv_disk_{field.name}_total" for field in fields(DiskCounters)]
     assert [name for name in names if reported(name, BY_NAME) is None] == []
-    assert set(get_args(PairCounter)) < {metric.name for metric in PAIR_COUNTERS}
 
 
 def test_a_worker_counts_only_declared_metrics():
     with pytest.raises(KeyError):
         Counters().add("made_up_total")
+    with pytest.raises(AssertionError):
+        Pairs().add("decode-0", "tcp", {"made_up_total": 1})
 
 
 @pytest.mark.parametrize(
