@@ -27,7 +27,7 @@ from protocol.draft_messages import (
     Drafts,
     Given,
 )
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from speculation.remote import RemoteDrafter, RemoteRequest
 from worker.parts import Counters
 from worker.peers import PeerLinks

@@ -21,8 +21,8 @@ from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEve
 from protocol.draft_messages import Drafts
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
+from protocol.ids import PeerAddress
 from protocol.outputs import ErrorKind, TokenOutput
-from protocol.peers import PeerAddress
 from protocol.requests import DraftPlan
 from protocol.router_to_worker import Generate
 from protocol.worker_to_worker import (

@@ -17,12 +17,12 @@ import msgspec
 from deploy.resources import check_ranks
 from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path
-from protocol.adapters import parse_lora_modules
 from protocol.config import ServeConfig, field_docs, flag_name
 from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
+from protocol.requests import parse_lora_modules
 from protocol.roles import ROLES, parse_autoscale
 from protocol.server_options import KV_TRANSPORTS, MAX_API_KEYS
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config

@@ -35,10 +35,9 @@ from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts, itl_bound
 from protocol.errors import ConfigError
-from protocol.kv_events import CacheFormat
+from protocol.kv_events import CacheFormat, Window
 from protocol.sampling import SamplingParams
 from protocol.speculation import WEIGHTLESS
-from protocol.window import Window
 
 logger = logging.getLogger("tandem.engine")
 

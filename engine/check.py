@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from engine.lora.config import AdapterError
 from engine.lora.table import Adapters
-from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.requests import EngineRequest
+from protocol.requests import Adapter, EngineRequest
 from protocol.sampling import check_sampling_params
 
 

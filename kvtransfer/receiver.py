@@ -18,7 +18,7 @@ from kvtransfer.streams.handshake import Identity
 from kvtransfer.transports.transport import Transport, host_id
 from messaging.wake import Wake
 from protocol.handoff import Extent
-from protocol.peers import TransferOffer
+from protocol.ids import TransferOffer
 from protocol.ports import ANY_PORT
 
 logger = logging.getLogger("tandem.kvtransfer")

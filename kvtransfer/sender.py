@@ -18,7 +18,7 @@ from kvtransfer.streams.link import Candidate, Link, LinkCore
 from kvtransfer.streams.pieces import QueuedPiece, TransferTime
 from kvtransfer.transports.transport import Transport, host_id
 from protocol.handoff import Extent
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 
 logger = logging.getLogger("tandem.kvtransfer")
 

@@ -18,8 +18,8 @@ from planner.engine import Clock, TimedEngine
 from planner.profile import Profile
 from planner.trace import TraceRequest
 from protocol.costs import StepCosts, itl_bound
+from protocol.ids import PeerAddress
 from protocol.kv_events import CacheFormat, Medium
-from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.roles import Task
 from protocol.sampling import SamplingParams

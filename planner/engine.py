@@ -21,8 +21,8 @@ from engine.step.scheduler import ScheduledStep, Scheduler
 from engine.step.sequence import SequenceState
 from planner.profile import Profile
 from protocol.ids import BlockIdentity
+from protocol.kv_events import Window
 from protocol.requests import EngineRequest
-from protocol.window import Window
 
 OUTPUT_TOKEN = 2**32 - 1
 """The id of every token that is generated. No prompt contains it."""

@@ -18,8 +18,8 @@ from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
 from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.draft_messages import Drafts
 from protocol.errors import TandemError
+from protocol.ids import PeerAddress
 from protocol.outputs import ErrorKind, TokenOutput
-from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Generate
 from protocol.worker_to_router import HandoverFailed

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from protocol.handoff import DraftState, HandoffManifest, SamplingState, SegmentInfo
-from protocol.ids import token_ids_digest
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress, token_ids_digest
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Reserved
 from worker.role_work import StagedRequest

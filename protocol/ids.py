@@ -1,4 +1,4 @@
-"""Ids of requests, processes and blocks, and bounded types of message fields."""
+"""Ids of requests, processes and blocks, addresses of workers, and bounded types of message fields."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -97,3 +98,22 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 def _child(parent: BlockIdentity, packed: bytes) -> BlockIdentity:
     return hashlib.blake2b(parent + packed, digest_size=16).digest()
+
+
+class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to reach a worker's KV pool: the transport's name and what it needs to connect."""
+
+    transport: Id
+    host_id: Id
+    address: ShortText
+    same_host: bool = False
+    """Whether only peers on this host can use it."""
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's address for other workers."""
+
+    worker_id: Id
+    incarnation: Id
+    control: ShortText
+    offers: Annotated[list[TransferOffer], Meta(max_length=16)] = []

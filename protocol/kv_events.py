@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -103,6 +104,26 @@ def _check_endpoint(name: str, endpoint: str | None) -> None:
         raise FieldError(name, f"must be like tcp://*:5557, got {endpoint!r}")
     if int(port) > 65535:
         raise FieldError(name, f"the port must be at most 65535, got {port}")
+
+
+TILE = 64
+"""Tokens in a tile: kernels read keys in whole tiles, also some before the window."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window of `size` tokens, the row's own among them."""
+
+    size: int
+    block_size: int
+
+    def first_place(self, position: int) -> int:
+        """Return the place of the first block that rows from this position on read."""
+        return max(position + 1 - self.size, 0) // TILE * TILE // self.block_size
+
+    def span(self, num_rows: int = 0) -> int:
+        """Return the tokens read from the window's start, plus `num_rows`, rounded up to whole blocks."""
+        return (-(-(self.size + TILE + num_rows) // self.block_size) + 1) * self.block_size
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):

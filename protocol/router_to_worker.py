@@ -7,10 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.adapters import AdapterName, AdapterPath
-from protocol.ids import Count, Id, ShortText
-from protocol.peers import PeerAddress
-from protocol.requests import DraftPlan, EngineRequest
+from protocol.ids import Count, Id, PeerAddress, ShortText
+from protocol.requests import AdapterName, AdapterPath, DraftPlan, EngineRequest
 from protocol.roles import Role
 from protocol.version import PROTOCOL, version
 

@@ -7,12 +7,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.adapters import MAX_ADAPTERS, Adapter, AdapterName
 from protocol.costs import StepCosts
-from protocol.ids import Count, Id, Seconds, ShortText, TokenIds
+from protocol.ids import Count, Id, PeerAddress, Seconds, ShortText, TokenIds
 from protocol.kv_events import CacheFormat, KvChange
 from protocol.outputs import ErrorKind, TokenOutput
-from protocol.peers import PeerAddress
+from protocol.requests import MAX_ADAPTERS, Adapter, AdapterName
 from protocol.roles import Role
 from protocol.speculation import SpeculationState
 from protocol.version import PROTOCOL, version

@@ -12,9 +12,8 @@ from msgspec import Meta
 
 from protocol.draft_messages import DraftFor, Drafts
 from protocol.handoff import MAX_HANDOFF_S, MAX_SEGMENTS, Extents, HandoffManifest, SegmentInfo
-from protocol.ids import BlockHash, Count, Id, ShortText
+from protocol.ids import BlockHash, Count, Id, PeerAddress, ShortText
 from protocol.outputs import ErrorKind
-from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 
 

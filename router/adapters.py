@@ -7,9 +7,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from protocol.adapters import MAX_ADAPTERS, Adapter
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
+from protocol.requests import MAX_ADAPTERS, Adapter
 from protocol.router_to_worker import LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
 from router.dispatch.placer import Send

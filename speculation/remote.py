@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from speculation.drafter import Drafter
 
 Use = Literal["usable", "stale", "late"]

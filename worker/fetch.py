@@ -25,7 +25,7 @@ from engine.kv.sequence_blocks import SequenceBlocks
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Fetch, FetchRefused, Lent
 from worker.parts import Counters

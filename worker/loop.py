@@ -15,7 +15,7 @@ import zmq
 from engine.engine import Engine
 from engine.parallel.group import LostRankError
 from protocol.errors import TandemError
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.worker_to_worker import Fetch, FetchRefused, Lent
 from worker.adapter_loads import AdapterLoads
 from worker.departure import Departure

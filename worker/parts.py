@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,6 @@ from protocol.worker_to_router import WorkerState
 from speculation.remote import RemoteDrafter
 from worker.cores import SharedCores
 from worker.kv_publisher import KvPublisher
-from worker.progress import LoopProgress
 
 
 class Counters:
@@ -45,6 +45,33 @@ class Counters:
 
     def __getitem__(self, name: str) -> float:
         return self._values[name]
+
+
+class LoopProgress:
+    """The loop's progress, which the loop's thread writes and the heartbeat's thread reads."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        """The number of turns that have begun."""
+        self.thread: int | None = None
+        """The loop's thread, or None while no loop runs."""
+        self._clock = 0
+
+    def begin(self) -> None:
+        """Note that the loop runs in the calling thread from now on."""
+        self.turns += 1
+        self.thread = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self.thread)
+
+    def end(self) -> None:
+        self.thread = None
+
+    def core_s(self) -> float:
+        """Return the core time that the loop's thread has used; 0 while no loop runs."""
+        try:
+            return time.clock_gettime(self._clock) if self.thread is not None else 0.0
+        except OSError:  # the thread has ended just now
+            return 0.0
 
 
 @dataclass(eq=False)

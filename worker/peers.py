@@ -11,8 +11,7 @@ import zmq
 from messaging.sockets import bind_router, connect_dealer, give_way, start_authenticator
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.errors import ProtocolError
-from protocol.ids import peer_identity
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress, peer_identity
 from protocol.ports import worker_ports
 from protocol.worker_to_worker import PeerReply, PeerRequest
 from worker.parts import WorkerParts

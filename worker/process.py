@@ -21,7 +21,7 @@ from engine.parallel.leader import Leader
 from kvtransfer.transports.object_store import Carrier
 from messaging.sockets import address_towards
 from protocol.errors import TandemError
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.speculation import describe
 from protocol.worker_to_router import Register
 from worker.cores import CorePlace, SharedCores, host_cores

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from kvtransfer.interface import ReceiveEvent, SendEvent
+from protocol.ids import PeerAddress
 from protocol.outputs import ErrorKind, TokenOutput
-from protocol.peers import PeerAddress
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import Generate
 from protocol.worker_to_worker import PeerReply, PeerRequest

@@ -9,8 +9,7 @@ import msgspec
 
 from kvtransfer.sender import Sender
 from protocol.errors import InvalidRequestError, TandemError
-from protocol.ids import peer_identity
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress, peer_identity
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import (
     Abort,

@@ -24,7 +24,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
 from protocol.handoff import Extent
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 
 HOST, KEY = "127.0.0.1", bytes(32)
 CHUNK_BYTES = 4 * 1024 * 1024

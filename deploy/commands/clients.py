@@ -34,7 +34,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
 ) -> None:
     """Show load, KV, links, drafts and their rates, live."""
-    from deploy.top import show_top
+    from deploy.status import show_top
 
     with failures():
         show_top(url, api_key, once=once, interval_s=interval)

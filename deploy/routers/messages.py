@@ -8,9 +8,9 @@ from typing import Protocol
 import msgspec
 
 from messaging.sockets import ClusterKeys
-from protocol.adapters import Adapter, AdapterName
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
+from protocol.requests import Adapter, AdapterName
 from router.scaling.interface import Change, ScaleAnswer, ScaleRequest, ScalingEvent
 from router.server import RouterPlace
 from router.workers.demand import RoleDemand

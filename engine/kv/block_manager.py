@@ -12,8 +12,7 @@ from typing import Protocol
 from engine.kv.cache_events import CacheEvent, CacheLog
 from engine.kv.stores import BlockPool, StateStore, Store
 from engine.kv.tiers.host import HostTier
-from protocol.kv_events import Medium
-from protocol.window import Window
+from protocol.kv_events import Medium, Window
 
 
 class BlockMemory(Protocol):

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from engine.kv.cache_events import CacheLog
 from engine.kv.tiers.host import Evicted, HostTier
 from protocol.ids import BlockIdentity, state_identities, table_identity
-from protocol.kv_events import Medium
-from protocol.window import Window
+from protocol.kv_events import Medium, Window
 
 Holds = Callable[[BlockIdentity], bool]
 """Tells whether a lower tier has a block by this name."""

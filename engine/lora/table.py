@@ -27,7 +27,7 @@ from engine.lora.files import (
 )
 from engine.lora.packed import PackedProduct, pack
 from engine.lora.placed import place, table_of
-from protocol.adapters import MAX_ADAPTERS, Adapter
+from protocol.requests import MAX_ADAPTERS, Adapter
 
 logger = logging.getLogger("tandem.engine")
 

@@ -17,7 +17,7 @@ from kvtransfer.streams.stream import Stream
 from kvtransfer.transports.transport import Transport
 from messaging.wake import StoppedError
 from protocol.errors import ProtocolError
-from protocol.peers import PeerAddress, TransferOffer
+from protocol.ids import PeerAddress, TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
 

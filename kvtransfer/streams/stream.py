@@ -31,7 +31,7 @@ from kvtransfer.streams.pieces import QueuedPiece
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceWriter, Transport
 from messaging.wake import StoppedError, Wake
 from protocol.errors import ProtocolError
-from protocol.peers import PeerAddress, TransferOffer
+from protocol.ids import PeerAddress, TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
 

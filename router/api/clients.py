@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from protocol.adapters import Adapter
 from protocol.errors import InvalidRequestError
+from protocol.requests import Adapter
 from router.anthropic.body import MessageBody
 from router.api.access import Admitted, State
 from router.api.openapi import Json, posted

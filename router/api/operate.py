@@ -16,8 +16,8 @@ from fastapi import APIRouter, Depends
 from msgspec import Meta
 from starlette.responses import PlainTextResponse, Response
 
-from protocol.adapters import AdapterName, AdapterPath
 from protocol.errors import InvalidRequestError
+from protocol.requests import AdapterName, AdapterPath
 from protocol.roles import MAX_WORKERS, ROLES
 from router.api.access import State
 from router.api.openapi import Json, posted, small

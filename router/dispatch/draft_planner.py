@@ -14,7 +14,7 @@ import msgspec
 
 from costs.drafting import SharedDrafter
 from protocol.config import ServeConfig
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.observe.metrics import Metrics

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.kv_events import CacheFormat
+from protocol.requests import Adapter
 from protocol.sampling import SamplingParams
 from router.answers.formats import OutputOptions
 from router.reading.chats import Chats

@@ -10,11 +10,10 @@ from math import inf
 
 import msgspec
 
-from protocol.adapters import Adapter
 from protocol.ids import new_request_id
 from protocol.kv_events import CacheFormat
 from protocol.outputs import RequestTiming, TokenOutput
-from protocol.requests import EngineRequest
+from protocol.requests import Adapter, EngineRequest
 from protocol.roles import Task
 from protocol.sampling import SamplingParams, check_grammar
 from protocol.speculation import RequestSpeculation

@@ -9,9 +9,9 @@ from operator import itemgetter
 
 import msgspec
 
-from protocol.adapters import Adapter
 from protocol.kv_events import CacheFormat
 from protocol.outputs import PAGE_POSITIONS, TokenLogprobs, TokenOutput, logprobs_pages, paged_logprobs
+from protocol.requests import Adapter
 from router.text.detokenizer import Detokenizer, StopStringMatcher
 from router.workers.kv_index import HashedBlocks, hash_blocks
 

@@ -15,8 +15,7 @@ from itertools import compress
 from typing import Generic, NamedTuple, TypeVar
 
 from protocol.ids import BlockIdentity, block_identities
-from protocol.kv_events import IDENTITY_BYTES, CacheFormat, Medium
-from protocol.window import Window
+from protocol.kv_events import IDENTITY_BYTES, CacheFormat, Medium, Window
 
 KEY_BITS = (1 << 60) - 1
 """Integers below this take 32 bytes, larger ones 48."""

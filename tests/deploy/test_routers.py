@@ -28,9 +28,9 @@ from deploy.routers.messages import (
 from deploy.routers.pool import RouterPool, RouterPorts
 from deploy.slots import let_go
 from messaging.sockets import ClusterKeys
-from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.requests import Adapter
 from protocol.roles import WorkerRange
 from router.scaling.decide import ScalingDecision
 from router.scaling.interface import ScalingEvent

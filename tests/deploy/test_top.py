@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.top import Snapshot, frame
+from deploy.status import Snapshot, frame
 
 PAIR = {"peer": "decode-0", "transport": "tcp", "counters": {"kv_transfer_bytes_total": 1e6}}
 PREFILL: dict[str, Any] = {

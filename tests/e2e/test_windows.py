@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.kv_events import Window
 from protocol.speculation import SpeculativeConfig
-from protocol.window import Window
 from tests.e2e.architectures import SLIDING_WINDOW, write_model
 from tests.e2e.test_token_equality import prompts
 from tests.worker.harness import Cluster, request, tiny_config

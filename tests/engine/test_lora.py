@@ -21,8 +21,8 @@ from engine.lora.files import Product
 from engine.lora.layers import AdaptedRows, attach, begin_step
 from engine.lora.packed import pack
 from engine.lora.table import Adapters, Weights
-from protocol.adapters import Adapter
 from protocol.errors import ConfigError, InvalidRequestError
+from protocol.requests import Adapter
 from tests.e2e.architectures import write_model
 from tests.engine.adapter_files import merge, read, write, write_adapter
 from tests.engine.kernels import needs_kernel

@@ -40,8 +40,7 @@ from engine.parallel.layers import model_share
 from engine.parallel.messages import RunStep, encode
 from engine.parallel.runner import ShareRunner
 from engine.quantization.weight import CodeFormat
-from protocol.adapters import Adapter
-from protocol.requests import EngineRequest
+from protocol.requests import Adapter, EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
 from tests.engine.adapter_files import write_adapter

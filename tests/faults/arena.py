@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from tests.faults.leftovers import shared_segments, wait_no_orphans
 from tests.faults.points import Point, points_over
 from tests.faults.processes import SMALL, Child, DiedError, Stock

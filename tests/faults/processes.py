@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from tests.faults.points import Action, Fault
 from tests.faults.sides import Options, serve
 

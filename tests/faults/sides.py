@@ -31,8 +31,7 @@ from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
 from messaging.files import TlsFiles
 from protocol.handoff import Extent
-from protocol.ids import new_incarnation
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress, new_incarnation
 from tests.faults.carrier import DescriptorCarrier
 from tests.faults.contents import SEGMENTS, Layout, pushed, received
 from tests.faults.leftovers import at_rest, held, more_than

@@ -14,7 +14,7 @@ import torch
 
 from kvtransfer.interface import Completed, Failed, RegisteredPool, TransferError
 from kvtransfer.messages import GOOD, Piece, encode, frame
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, moved
 from tests.waiting import wait_until

@@ -15,7 +15,7 @@ from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedAns
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, introduce
 from kvtransfer.transports.shm import ShmTransport
 from protocol.handoff import SegmentInfo
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from tests.kvtransfer.transfer_sides import KEY, RawPeer, RawReceiver, ReceiverEnd, SenderEnd, make_pool
 from tests.waiting import wait_until
 

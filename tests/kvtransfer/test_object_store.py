@@ -26,7 +26,7 @@ from kvtransfer.transports.transport import MAX_IN_FLIGHT
 from messaging.wake import Wake
 from protocol.config import ServeConfig
 from protocol.errors import ProtocolError
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool
 from tests.tiers.seeds import seeds

@@ -20,7 +20,7 @@ from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.tcp import TlsTransport
 from messaging.files import TlsFiles
 from messaging.wake import Wake
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from tests.faults.proxy import Damage, Proxy
 from tests.kvtransfer.test_fallback import with_offer
 from tests.kvtransfer.transfer_sides import (

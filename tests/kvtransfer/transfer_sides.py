@@ -22,8 +22,7 @@ from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport, host_id
 from messaging.wake import Wake
 from protocol.handoff import Extent
-from protocol.ids import new_incarnation
-from protocol.peers import PeerAddress, TransferOffer
+from protocol.ids import PeerAddress, TransferOffer, new_incarnation
 
 KEY = bytes(range(32))
 WAIT_S = 20.0

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol.errors import ProtocolError
 from protocol.handoff import Extent, HandoffManifest, SamplingState, SegmentInfo
+from protocol.ids import PeerAddress, TransferOffer
 from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput, logprobs_pages
-from protocol.peers import PeerAddress, TransferOffer
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Abort, Generate, Peers, Redirect, Registered
 from protocol.sampling import SamplingParams

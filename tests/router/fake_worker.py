@@ -13,13 +13,11 @@ import msgspec
 import zmq
 
 from messaging.sockets import ClusterKeys, connect_dealer
-from protocol.adapters import Adapter
 from protocol.codec import encode, router_to_worker
 from protocol.costs import UNKNOWN_COSTS, StepCosts
-from protocol.ids import new_incarnation
+from protocol.ids import PeerAddress, new_incarnation
 from protocol.outputs import ErrorKind, RequestTiming, TokenLogprobs, TokenOutput, logprobs_pages
-from protocol.peers import PeerAddress
-from protocol.requests import EngineRequest
+from protocol.requests import Adapter, EngineRequest
 from protocol.router_to_worker import (
     Abort,
     CallRoll,

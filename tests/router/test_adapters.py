@@ -6,8 +6,8 @@ import pytest
 from router_clients import eventually, lose, make_pair, post
 from several import TwoRouters
 
-from protocol.adapters import Adapter
 from protocol.kv_events import CacheFormat
+from protocol.requests import Adapter
 from router.api_keys import add_key
 from router.text.choice import Prompt
 

@@ -28,9 +28,8 @@ from hypothesis.stateful import (
 
 from protocol.codec import encode, router_to_worker
 from protocol.config import ServeConfig
-from protocol.ids import new_incarnation
+from protocol.ids import PeerAddress, new_incarnation
 from protocol.outputs import TokenOutput
-from protocol.peers import PeerAddress
 from protocol.roles import ROLES
 from protocol.router_to_worker import Abort, CallRoll, Generate, Leave, Prefetch, PrepareToLeave, Redirect
 from protocol.sampling import SamplingParams

@@ -14,8 +14,7 @@ from several import TwoRouters
 
 from deploy.slots import let_go, make_slots
 from protocol.config import ServeConfig
-from protocol.ids import router_of
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress, router_of
 from protocol.worker_to_router import Register, WorkerState
 from router.workers.registry import Registry
 

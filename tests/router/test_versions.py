@@ -8,7 +8,7 @@ import zmq
 
 from messaging.sockets import connect_dealer
 from protocol.codec import router_to_worker
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.router_to_worker import Refused
 from protocol.version import PROTOCOL
 from protocol.worker_to_router import Register, WorkerState

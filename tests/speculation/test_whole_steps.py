@@ -27,9 +27,8 @@ from engine.lora.files import AdapterFiles, RawAdapter
 from engine.lora.table import Adapters, adaptable
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from protocol.adapters import Adapter
 from protocol.config import ServeConfig
-from protocol.requests import EngineRequest
+from protocol.requests import Adapter, EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig, Verification
 from speculation import draft_model

@@ -21,7 +21,6 @@ import engine.step.calibration
 import worker.fetch
 import worker.heartbeat
 import worker.peers
-import worker.progress
 from engine.step.results import StepResult
 from engine.step.scheduler import ScheduledStep
 from messaging.sockets import ClusterKeys
@@ -99,7 +98,7 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
         case "slow":
             slow_steps(loop, float(values[0]))
         case "block" | "spin":
-            worker.progress.BLOCKED_S, worker.progress.BUSY_S = 0.5, 1.5
+            worker.heartbeat.BLOCKED_S, worker.heartbeat.BUSY_S = 0.5, 1.5
             when, method, times = values
             at_call(loop, block if kind == "block" else spin, when, method, int(times))
         case "idle":

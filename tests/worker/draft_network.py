@@ -15,7 +15,7 @@ from decode_worker.loop import DecodeLoop
 from draft_worker.loop import DraftLoop
 from engine.engine import Engine
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import SpeculativeConfig

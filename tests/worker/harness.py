@@ -19,8 +19,8 @@ import zmq
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.config import ServeConfig
+from protocol.ids import PeerAddress
 from protocol.outputs import TokenOutput
-from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.roles import ROLES, Role
 from protocol.router_to_worker import Abort, Generate, Redirect, Registered

@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.kv.prefix_cache import find_prefix
 from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent, TransferError
 from protocol.handoff import Extent
-from protocol.peers import PeerAddress, TransferOffer
+from protocol.ids import PeerAddress, TransferOffer
 from protocol.requests import EngineRequest
 from protocol.roles import ROLES
 from protocol.router_to_worker import Generate, RouterToWorker

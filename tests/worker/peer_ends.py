@@ -15,8 +15,7 @@ from kvtransfer.transports.registry import TransportOptions, open_transports
 from messaging.sockets import bind_router, connect_dealer
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.handoff import Extent, HandoffManifest, SamplingState, SegmentInfo
-from protocol.ids import new_incarnation, token_ids_digest
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress, new_incarnation, token_ids_digest
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Handoff, PeerReply, PeerRequest, Release, Reserve, Reserved
 from tests.waiting import wait_until

@@ -16,8 +16,7 @@ from decode_worker.loop import DecodeLoop
 from engine.engine import Engine
 from engine.lora.files import AdapterFiles
 from prefill_worker.loop import PrefillLoop
-from protocol.adapters import Adapter
-from protocol.requests import EngineRequest
+from protocol.requests import Adapter, EngineRequest
 from protocol.router_to_worker import Abort, LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
 from protocol.worker_to_worker import Reserve, Reserved, ReserveRefused

@@ -18,9 +18,9 @@ from engine.engine import Engine
 from engine.kv.prefix_cache import find_prefix
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
+from protocol.ids import PeerAddress
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, Medium
 from protocol.outputs import TokenOutput
-from protocol.peers import PeerAddress
 from protocol.roles import ROLES
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.worker_to_router import KvEvents, Register, StepOutput

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from transformers import PreTrainedModel
 
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import VOCAB_SIZE, greedy
 

@@ -25,7 +25,7 @@ from kvtransfer.interface import Completed, Failed, Sent
 from prefill_worker.loop import PrefillLoop
 from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.handoff import Extent
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Abort, Redirect
 from protocol.worker_to_router import HandoverFailed

@@ -10,7 +10,8 @@ import pytest
 
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
-from worker.progress import BLOCKED_S, BUSY_S, LONGEST_STEPS, LoopProgress, StallWatch, longest_step_s
+from worker.heartbeat import BLOCKED_S, BUSY_S, LONGEST_STEPS, StallWatch, longest_step_s
+from worker.parts import LoopProgress
 
 TICK_S = 0.25
 

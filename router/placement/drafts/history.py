@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.requests import DraftPlan
 from router.placement.drafts.interface import DraftDecision, DraftOption, DraftPlace
 from router.placement.drafts.kinds import ExpectedTokens

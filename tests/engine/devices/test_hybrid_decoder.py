@@ -29,8 +29,8 @@ from engine.load.loader import load_model
 from engine.load.select import build_runner, runner_of
 from engine.model.describe import UndescribedModelError, describe
 from native.build import BuildError
-from protocol.adapters import Adapter
 from protocol.config import ServeConfig
+from protocol.requests import Adapter
 from tests.e2e.architectures import VOCAB_SIZE, config_of, write_model
 from tests.engine.adapter_files import write_adapter
 from tests.engine.devices.test_decoder import assert_same, most_swaps

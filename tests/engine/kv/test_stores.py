@@ -23,7 +23,7 @@ from engine.kv.sequence_blocks import SequenceBlocks
 from engine.kv.tiers.host import HostTier
 from protocol.handoff import Extent
 from protocol.ids import block_identities, state_identities, table_identity
-from protocol.window import Window
+from protocol.kv_events import Window
 from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool, FakeTier, ListMemory
 from tests.engine.listener import Listener, really_held

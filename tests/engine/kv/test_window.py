@@ -19,9 +19,9 @@ from engine.engine import Engine
 from engine.kv.layout import TARGET, Group, LayerShape, PoolLayout
 from engine.kv.pool import KVPool
 from protocol.errors import ConfigError
+from protocol.kv_events import TILE, Window
 from protocol.outputs import TokenOutput
 from protocol.speculation import SpeculativeConfig
-from protocol.window import TILE, Window
 from speculation.speculator import speculate
 from tests.e2e.architectures import SLIDING_WINDOW, config_of, write_model
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens

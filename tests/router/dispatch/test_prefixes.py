@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from protocol.config import ServeConfig
-from protocol.ids import block_identities
+from protocol.ids import PeerAddress, block_identities
 from protocol.kv_events import CacheFormat, KvChange, Medium
-from protocol.peers import PeerAddress
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.sampling import SamplingParams
 from protocol.worker_to_router import KvEvents, Register, WorkerState

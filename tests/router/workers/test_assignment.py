@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.worker_to_router import Register, WorkerState
 from router.workers.assignment import Loads, Stage
 from router.workers.registry import Registry, Worker

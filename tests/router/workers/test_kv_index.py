@@ -7,8 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from protocol.kv_events import Medium
-from protocol.window import Window
+from protocol.kv_events import Medium, Window
 from router.workers import kv_index
 from router.workers.kv_index import KvIndex, block_keys
 

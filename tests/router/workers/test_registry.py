@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.peers import PeerAddress
+from protocol.ids import PeerAddress
 from protocol.version import PROTOCOL, version
 from protocol.worker_to_router import Register, WorkerState
 from router.workers.registry import Registry
