@@ -107,8 +107,8 @@ def test_fuzz_the_launcher(tiny_folder: Path, caplog: pytest.LogCaptureFixture) 
 
     async def say(whole: list[bytes]) -> None:
         control = _Control(theirs, server)
-        waiting = asyncio.ensure_future(control._ask_to_let_go("decode-0", True))
-        gone = asyncio.ensure_future(control._ask_to_let_go("decode-7", True))
+        waiting = asyncio.ensure_future(server.state.drainer.let_go("decode-0", True))
+        gone = asyncio.ensure_future(server.state.drainer.let_go("decode-7", True))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.sleep(0)
