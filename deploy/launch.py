@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def forks_workers(config: ServeConfig) -> bool:
-    """Whether workers are forked from their host's template. The `object_store` transport needs Ray within
-    the worker's process, so with it the worker runs in the actor's process.
-    """
+    """Whether templates fork workers; `object_store` needs Ray in the worker's process: the actor's."""
     return "object_store" not in config.transport_names
 
 

@@ -1,7 +1,4 @@
-"""Places workers on nodes, and holds Ray's resources for them.
-
-Imports Ray, so import it only once Ray may start.
-"""
+"""Places workers on nodes, and holds Ray's resources for them. Imports Ray."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from deploy.preflight import check_start
 from deploy.processes import adopt_orphans, end_descendants, kill_descendants
 from deploy.ray_cluster import HeadWatch, RayCluster
 from deploy.resources import choose_threads, thread_environment
-from deploy.routers.messages import Routers
-from deploy.routers.pool import RouterPool
+from deploy.routers.pool import RouterPool, Routers
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig

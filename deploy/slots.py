@@ -1,7 +1,4 @@
-"""The workers that the supervisor keeps running, and the nodes that they run on.
-
-A slot stays the same through all incarnations of its worker.
-"""
+"""The workers that the supervisor keeps running, in any incarnation, and the nodes that they run on."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ Held = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Node:
-    """A node with the `cores` and `gpus` that Ray counts there. `roles` limits the workers of each role; a
-    node without `roles` takes any number of any role.
-    """
+    """A node as Ray counts it. `roles` limits each role's workers; without, any number of any role fits."""
 
     node_id: str
     address: str

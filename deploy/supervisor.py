@@ -21,7 +21,7 @@ from deploy.launch import forks_workers
 from deploy.placing import Placing
 from deploy.ray_cluster import RayCluster
 from deploy.resources import plan_workers, thread_environment
-from deploy.routers.messages import Routers
+from deploy.routers.pool import Routers
 from deploy.scaling import rescale, room, wanted_bundles
 from deploy.slots import Slot, let_go, make_slots, slot_of
 from deploy.starts import REMIND_S, StartFault, StartWatch
@@ -372,10 +372,7 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Let every worker end by itself, and kill only those that take too long.
-
-        Ray logs each killed process as a worker that died.
-        """
+        """Let every worker end by itself, and kill the slow ones, which Ray logs as dead workers."""
         running = [slot for slot in self._slots if slot.ended is not None]
         for slot in running:
             with contextlib.suppress(RayError):

@@ -327,9 +327,7 @@ class DraftLoop(WorkerLoop):
 
 LONGEST = 2 * MAX_TREE_NODES + 1
 TOO_LATE, IN_TIME = 0.5, 0.1
-"""Shares of the commits that overtake the drafts. Above the first the worker has too much to do, below the
-second it can do more.
-"""
+"""Shares of overtaken drafts: above the first there is too much to do, below the second too little."""
 _LEAST_COMMITS = 16
 """The number of commits from which the share is known."""
 

@@ -118,10 +118,7 @@ class LeaseTable:
     def record(
         self, lease: Lease, piece: Piece, positions: BlockIndices, arrival: PieceArrival
     ) -> tuple[int, Arrival | None]:
-        """Record that the piece is in place.
-
-        Return how many of the sender's blocks are, and after the last piece the lease's arrival.
-        """
+        """Record a piece. Return the number of blocks in place, and at the end the lease's arrival."""
         with self._lock:
             lease.arrivals.add(piece, arrival)
             received = lease.record(piece, positions)

@@ -52,9 +52,7 @@ class _OnlyClusterClients:
 
 
 def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys) -> ThreadAuthenticator:
-    """Start the ZAP authenticator. Each process that binds sockets calls this before it binds, and calls
-    `stop()` on the result before the context ends.
-    """
+    """Start the ZAP authenticator, before any bind. The caller stops it before the context ends."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyClusterClients(keys))

@@ -112,10 +112,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 def build(source: Path) -> Path:
-    """Return the path of the library made of a source and its headers; compile it unless the cache has it.
-
-    Raises BuildError.
-    """
+    """Return the library of a source and its headers; compile it if new. Raises BuildError."""
     return _build([source])[0]
 
 

@@ -89,9 +89,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def prompt_s(
         self, tokens: float, before: float, chunk_tokens: float, rows: float = 0, context: float = 0
     ) -> float:
-        """Return the seconds to compute `tokens` of a prompt (at least one), after `before` others, in steps
-        that also decode `rows` sequences.
-        """
+        """Return the seconds of a prompt's `tokens` after `before`, in steps that decode `rows`."""
         tokens, chunk = max(tokens, 1), max(chunk_tokens, 1)
         return -(-tokens // chunk) * self.decode_s(rows, context) + self.chunks_s(tokens, before, chunk)
 

@@ -12,10 +12,7 @@ class ConfigError(TandemError):
 
 
 class InvalidRequestError(TandemError):
-    """A request's field is not acceptable.
-
-    `field` is the name that the client used, so that the answer can point at it.
-    """
+    """A request's field, called `field` by the client, is not acceptable."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

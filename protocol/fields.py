@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, inspect
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, InvalidRequestError
 
 
 def named(name: str, flag: str) -> Any:
@@ -33,20 +33,12 @@ def doc(text: str) -> Meta:
     return Meta(description=text)
 
 
-class FieldError(ValueError):
+class FieldError(InvalidRequestError):
     """`field` is not acceptable, for the reason that `message` gives."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
 
 
 def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
-    """Convert strictly by the types of `kind`; None counts as not given.
-
-    Raises `FieldError` for unknown, missing and bad fields.
-    """
+    """Convert strictly; None counts as not given. Raises `FieldError` for unknown, missing and bad fields."""
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     for name, value in fields.items():
         if name not in known:

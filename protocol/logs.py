@@ -70,10 +70,7 @@ INTERVAL_S = 10.0
 
 
 class RareLog:
-    """Logs at most one warning per `INTERVAL_S`, with the number of suppressed ones. Thread-safe.
-
-    Counters still count every event.
-    """
+    """Logs at most one warning per `INTERVAL_S`, with the number of suppressed ones. Thread-safe."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -109,10 +109,7 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
 
 
 class PrepareToLeave(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_to_leave"):
-    """End, or continue in another role as a new incarnation, once nothing runs on the worker.
-
-    The worker tells all its routers by `Leaving`.
-    """
+    """End, or continue in another role, once nothing runs on the worker, which tells all routers."""
 
     incarnation: Id
     role: Role | None = None
@@ -126,10 +123,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
-    """Load the adapter in this folder under this name. Answered by `AdapterLoaded`.
-
-    With a `digest` its content must have that digest.
-    """
+    """Load the folder's adapter, of this `digest` if given, under this name; see `AdapterLoaded`."""
 
     incarnation: Id
     name: AdapterName

@@ -113,10 +113,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):
-    """Changes of a worker's prefix cache, in order. Batches are numbered from 0.
-
-    A batch that begins with "cleared" needs none before it.
-    """
+    """Numbered changes of a worker's prefix cache, in order. "cleared" needs no earlier batch."""
 
     worker_id: Id
     incarnation: Id

@@ -1,7 +1,4 @@
-"""Messages to a decode worker, or to the holder of a prefix, and their answers.
-
-Messages about drafts are in `protocol.draft_messages`.
-"""
+"""Messages to a decode worker, or to the holder of a prefix, and their answers."""
 
 from __future__ import annotations
 
@@ -96,9 +93,7 @@ class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
 
 
 class Lent(msgspec.Struct, frozen=True, kw_only=True, tag="lent"):
-    """The first `num_found` blocks of a `Fetch` are on their way, except those before a window. The first
-    `num_drafted` of them hold the draft's KV too.
-    """
+    """The first `num_found` blocks, less those before a window, come; `num_drafted` have the draft's KV."""
 
     request_id: Id
     lease_id: Id

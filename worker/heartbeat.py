@@ -178,9 +178,7 @@ class StallWatch:
 
 
 def longest_step_s(costs: StepCosts, config: ServeConfig, max_model_len: int, total_blocks: int) -> float:
-    """Return the estimated time of the largest possible step: a full batch whose contexts fill the pool, and
-    a chunk at the end of the longest prompt.
-    """
+    """Return the time of the largest step: a full batch that fills the pool, and a prompt's last chunk."""
     context = costs.room_tokens(total_blocks, config.block_size)
     prompt_s = costs.chunks_s(costs.chunk_tokens, max_model_len, costs.chunk_tokens)
     return costs.decode_s(config.max_num_seqs, context) + prompt_s

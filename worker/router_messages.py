@@ -8,28 +8,10 @@ from collections.abc import Iterable
 import msgspec
 
 from kvtransfer.sender import Sender
+from protocol import router_to_worker as messages
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.ids import PeerAddress, peer_identity
 from protocol.requests import EngineRequest
-from protocol.router_to_worker import (
-    Abort,
-    CallRoll,
-    Generate,
-    Leave,
-    LoadAdapter,
-    PeerGone,
-    Peers,
-    Prefetch,
-    PrepareToLeave,
-    Redirect,
-    Refused,
-    Registered,
-    Replan,
-    ReplayKvEvents,
-    RouterToWorker,
-    UnloadAdapter,
-    Unregistered,
-)
 from protocol.worker_to_router import Absent, AdapterLoaded, Prefetched
 from worker.adapter_loads import AdapterLoads, Problem
 from worker.departure import Departure
@@ -63,43 +45,43 @@ class RouterMessages:
         self._links = role.links
         self._adapter_loads = adapter_loads
 
-    def take(self, message: RouterToWorker, link: RouterLink) -> None:
+    def take(self, message: messages.RouterToWorker, link: RouterLink) -> None:
         """Handle a message that arrived on `link`."""
         match message:
-            case Abort():
+            case messages.Abort():
                 self.abort_all(message.request_ids)
-            case Peers():
+            case messages.Peers():
                 self._warm_up(message.peers)
-            case Unregistered():
+            case messages.Unregistered():
                 self._links.register_again(link)
-            case Refused():
+            case messages.Refused():
                 pass  # a refusal answers only a registration, and that is over
-            case Generate():
+            case messages.Generate():
                 self._on_generate(message)
             case _ if message.incarnation != self._parts.incarnation:
                 self._counters.add("stale_messages_total")
-            case Registered():
+            case messages.Registered():
                 self._on_registered(message, link)
-            case CallRoll():
+            case messages.CallRoll():
                 self._on_roll_call(message, link)
-            case Redirect():
+            case messages.Redirect():
                 self._role.redirect(message.request_id, message.decode)
-            case Replan():
+            case messages.Replan():
                 self._on_replan(message)
-            case PeerGone():
+            case messages.PeerGone():
                 self._role.peer_gone(peer_identity(message.worker_id, message.gone).encode())
-            case ReplayKvEvents():
+            case messages.ReplayKvEvents():
                 if self._kv_events is not None:
                     self._kv_events.replay(message.first, link)
-            case Prefetch():
+            case messages.Prefetch():
                 self._on_prefetch(message)
-            case PrepareToLeave():
+            case messages.PrepareToLeave():
                 self._departure.prepare(message)
-            case Leave():
+            case messages.Leave():
                 self._departure.let_go(link)
-            case LoadAdapter():
+            case messages.LoadAdapter():
                 self._load_adapter(message, link)
-            case UnloadAdapter():
+            case messages.UnloadAdapter():
                 self._adapter_loads.unload(message.name)
 
     def abort_all(self, request_ids: Iterable[str]) -> None:
@@ -111,7 +93,7 @@ class RouterMessages:
 
     # --- new requests -----------------------------------------------------------------------------
 
-    def _on_generate(self, message: Generate) -> None:
+    def _on_generate(self, message: messages.Generate) -> None:
         request = message.request
         if message.incarnation != self._parts.incarnation:
             self._counters.add("stale_messages_total")
@@ -126,7 +108,7 @@ class RouterMessages:
         waits = request_id in self._adapter_loads or request_id in self._fetcher.fetches
         return waits or self._role.knows(request_id)
 
-    def _start_or_fetch(self, message: Generate, problem: Problem | None) -> None:
+    def _start_or_fetch(self, message: messages.Generate, problem: Problem | None) -> None:
         """Start the request, or fetch its prefix from another worker first. `problem` is its adapter's."""
         if problem is not None:
             self._role.answer_error(message.request.request_id, *problem)
@@ -143,20 +125,20 @@ class RouterMessages:
             return
         self._start(message)
 
-    def _start(self, message: Generate) -> None:
+    def _start(self, message: messages.Generate) -> None:
         try:
             self._role.start_request(message)
         except InvalidRequestError as error:
             self._role.answer_error(message.request.request_id, "invalid", str(error))
 
-    def _on_prefetch(self, message: Prefetch) -> None:
+    def _on_prefetch(self, message: messages.Prefetch) -> None:
         request = message.request
         if request.request_id in self._fetcher.fetches:
             self._counters.add("duplicate_messages_total")
         else:
             self._adapter_loads.require(request, lambda problem: self._prefetch(message, problem))
 
-    def _prefetch(self, message: Prefetch, problem: Problem | None) -> None:
+    def _prefetch(self, message: messages.Prefetch, problem: Problem | None) -> None:
         request, reason = message.request, problem[1] if problem is not None else ""
         try:
             if not reason and self._fetcher.start(request, message.prefix, self._answer_prefetch):
@@ -179,7 +161,7 @@ class RouterMessages:
 
     # --- requests that are here -------------------------------------------------------------------
 
-    def _on_roll_call(self, message: CallRoll, link: RouterLink) -> None:
+    def _on_roll_call(self, message: messages.CallRoll, link: RouterLink) -> None:
         absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
         if not absent:
             return
@@ -189,7 +171,7 @@ class RouterMessages:
             Absent(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation, request_ids=absent)
         )
 
-    def _on_replan(self, message: Replan) -> None:
+    def _on_replan(self, message: messages.Replan) -> None:
         fetch = self._fetcher.fetches.get(message.request_id)
         if fetch is not None:
             fetch.replan(message.plan)
@@ -198,13 +180,13 @@ class RouterMessages:
 
     # --- the router, and other workers ------------------------------------------------------------
 
-    def _on_registered(self, message: Registered, link: RouterLink) -> None:
+    def _on_registered(self, message: messages.Registered, link: RouterLink) -> None:
         if message.router == link.router:
             self._counters.add("duplicate_messages_total")
         else:
             link.confirmed(message.router)
 
-    def _load_adapter(self, message: LoadAdapter, link: RouterLink) -> None:
+    def _load_adapter(self, message: messages.LoadAdapter, link: RouterLink) -> None:
         def answer(digest: str, problem: Problem | None) -> None:
             kind, error = problem or ("invalid", "")
             link.send(

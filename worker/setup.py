@@ -176,9 +176,7 @@ def _load(config: ServeConfig) -> LoadedModel:
 
 
 def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: None) -> Leader | None:
-    """Fork a worker's other ranks, if it has any. This process must have one thread and become the worker.
-    Each rank first calls `on_fork` with its name.
-    """
+    """Fork a worker's other ranks, if any, from its only thread. Each calls `on_fork` with its name."""
     size = launch.config.num_ranks(launch.role)
     return Leader(size, partial(_be_rank, launch, on_fork)) if size > 1 else None
 

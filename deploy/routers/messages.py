@@ -1,9 +1,6 @@
-"""The launcher's calls of its routers, and the messages for routers in processes of their own."""
+"""The messages between the launcher and routers in processes of their own."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import msgspec
 
@@ -14,38 +11,6 @@ from protocol.requests import Adapter, AdapterName
 from router.scaling.interface import Change, ScaleAnswer, ScaleRequest, ScalingEvent
 from router.server import RouterPlace
 from router.workers.demand import RoleDemand
-
-
-class Routers(Protocol):
-    """Implemented by `RouterServer` and `RouterPool`. Any thread may call all methods except `run`."""
-
-    url: str
-    worker_endpoints: list[str]
-
-    def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None: ...
-
-    def expect(self, roles: Mapping[str, str], room: Mapping[str, int]) -> None: ...
-
-    def on_leave(
-        self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]
-    ) -> None: ...
-
-    def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None: ...
-
-    def gave_up(self, worker_id: str, reason: str) -> None: ...
-
-    def replaced(self, process: str) -> None: ...
-
-    def silence_of(self, worker_id: str, incarnation: str) -> float | None: ...
-
-    def start_ups(self) -> dict[str, Mapping[str, str]]: ...
-
-    def restore_signals(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def run(self, on_start: Callable[[], None] = ..., on_signal: Callable[[], None] | None = ...) -> None: ...
-
 
 MAX_MESSAGE_BYTES = 1024 * 1024
 

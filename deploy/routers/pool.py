@@ -30,7 +30,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
 from protocol.ports import bind_one, router_ports
 from router.scaling.interface import Changes, ScaleAnswer, ScaleRequest, ScalingLog
-from router.server import RouterPlace, bind_http, http_url
+from router.server import RouterPlace, RouterServer, bind_http, http_url
 from router.workers.demand import Demand, sum_of
 
 _TRIES = 20
@@ -351,3 +351,7 @@ class RouterPool:
         router.process, router.control, router.ready, router.workers = None, None, False, {}
         self._changes.forget(router.place.router_id)
         self._past, router.demand = sum_of((self._past, router.demand)), {}
+
+
+Routers = RouterServer | RouterPool
+"""The launcher's view of the routers. Any thread may call all methods except `run`."""

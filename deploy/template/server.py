@@ -254,9 +254,7 @@ def _set_name(name: str) -> None:
 
 
 def main(name: str) -> None:
-    """End at once if there is a template of this name. Otherwise continue as one in the background; this
-    process ends when the template accepts clients.
-    """
+    """Become the template of this name, in the background, unless there is one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(f"\0{name}")

@@ -154,6 +154,10 @@ def choose_dtype(requested: str, hf_config: Any, device: torch.device) -> torch.
 
 def _longest(config: ServeConfig, text_config: Any) -> int:
     positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is None and getattr(text_config, "num_attention_heads", None) is None:
+        raise UnsupportedModelError(
+            f"{text_config.model_type}: recurrent state without any attention is not supported"
+        )
     return choose_max_model_len(config.max_model_len, positions if positions and positions > 0 else None)
 
 

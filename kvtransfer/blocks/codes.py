@@ -100,9 +100,7 @@ def unpack(
     targets: BlockIndices,
     count: int,
 ) -> None:
-    """Write the first `count` tokens of a segment of each of the staged blocks `sources` to the pool's blocks
-    `targets`; both are uint8 [n, block_bytes].
-    """
+    """Write the first `count` tokens of a segment of the staged `sources` to the pool's `targets`."""
     library = _library()
     assert library is not None
     block_size, heads, width = wire.tokens_shape

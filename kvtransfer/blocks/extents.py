@@ -170,11 +170,7 @@ SHARES = 16
 def piece_checksum(
     mode: Mode, buffer: memoryview, block_bytes: int, blocks: BlockIndices, lease_id: str, index: int
 ) -> bytes | None:
-    """Return the eight-byte checksum of a piece, whose blocks sender and receiver each find in `blocks` of
-    their `buffer`.
-
-    None if `off`.
-    """
+    """Return the eight-byte checksum of a piece, in `blocks` of a side's `buffer`, or None if `off`."""
     if mode == "off":
         return None
     parts = views(buffer, block_bytes, blocks)

@@ -1,6 +1,4 @@
-"""The receiver's end of one data connection: a thread that authenticates the sender and receives its pieces,
-directly into the pool or into a staging buffer from which they are converted.
-"""
+"""The receiver's end of one data connection: authenticates the sender and receives its pieces."""
 
 from __future__ import annotations
 

@@ -95,10 +95,7 @@ class Link(threading.Thread):
     # --- for any thread ---------------------------------------------------------------------------
 
     def enqueue(self, piece: QueuedPiece) -> None:
-        """Send these parts, a piece at a time. Leases take turns.
-
-        Does nothing on a link that is down, which `on_down` has reported.
-        """
+        """Queue these parts. Leases take turns. A link that is down, as reported, ignores them."""
         with self.state:
             if self.down or piece.lease_id in self._refused:
                 return

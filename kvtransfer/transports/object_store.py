@@ -30,10 +30,7 @@ Reference: TypeAlias = Any
 """Names an object in the store and keeps it there until the last reference in any process is dropped."""
 
 SendObject: TypeAlias = Callable[[int, Sequence[memoryview]], None]
-"""Stores a copy of the buffers and sends its reference to the peer under this number.
-
-Raises OSError if it can't.
-"""
+"""Stores a copy of the buffers and sends its reference to the peer by this number. Raises OSError."""
 
 _SLICE_BYTES = 4 * 1024 * 1024
 _LOOK_S = 0.25
@@ -91,10 +88,7 @@ class Inboxes:
 
 
 class Carrier(Protocol):
-    """Brings objects from worker to worker. The one implementation is `deploy.ray_carrier`.
-
-    Every method may be called from any thread.
-    """
+    """Brings objects from worker to worker (`deploy.ray_carrier`), for any thread."""
 
     address: str
     """The name of this carrier for peers' carriers."""

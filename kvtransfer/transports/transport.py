@@ -161,10 +161,7 @@ class Transport(ABC):
     """Dtype of values on the wire: `auto` as in the pool, or quantized (`layout.wire_segments`)."""
 
     def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
-        """Return a listening socket, and the address at which peers reach it.
-
-        Raises `ConfigError` if all ports are taken.
-        """
+        """Return a listening socket and its address for peers. Raises `ConfigError`."""
         return listen_tcp(host, ports)
 
     def connect(self, address: str) -> socket.socket:

@@ -180,9 +180,7 @@ def test_the_recorded_series_are_current() -> None:
 
 
 def test_alerts_see_the_first_event_too() -> None:
-    """A counter that first appears with 1 does not rise, so `increase` misses it. It must exist with 0
-    before.
-    """
+    """`increase` misses a counter that first appears with 1: it must exist with 0 before."""
     there = {name.partition("{")[0] for name in recorded()}
     for rule in rules():
         for name in re.findall(rf"increase\(({PREFIX}\w+)", rule["expr"]):

@@ -55,9 +55,7 @@ print(resident_mb() - before)
 
 
 def test_compiled_products_do_not_fill_the_memory() -> None:
-    """Once the caches are full, new numbers of rows take little more memory: 73 to 88 MB, and 185 MB or more
-    if either cache had no bound.
-    """
+    """Once the caches are full, new numbers of rows take 73 to 88 MB, not 185 as without a bound."""
     full = CACHED_PRODUCTS // 4
     program = MULTIPLY.format(full=full, last=full + 240)
     environment = os.environ | thread_environment(1)

@@ -132,9 +132,7 @@ def pool() -> Iterator[Pool]:
 
 
 def test_one_router_scales_for_all(pool: Pool) -> None:
-    """The first router scales by the sum of all routers' requests. When it ends, the next one continues with
-    the same sum.
-    """
+    """The first router scales by the sum of all requests. When it ends, the next one continues with it."""
     assert pool.asks(1, 5) == [Expect({}, {}), Lead({})], "the other one has not begun"
     assert pool.asks(0, 3) == [Expect({}, {}), Lead({"decode": RoleDemand(prompts=5)})]
     assert pool.asks(1, 7) == []

@@ -24,9 +24,7 @@ class Life:
         self.now = 100.0
 
     def die(self, *, vanished: bool, after_s: float | None) -> float:
-        """Die after being ready for `after_s` seconds, or before being ready. Return the pause until the next
-        start.
-        """
+        """Die `after_s` seconds after being ready, or before. Return the pause until the next start."""
         self.slot.ready_since = self.now if after_s is not None else None
         self.now += after_s or 1.0
         return self.slot.note_death(vanished, self.now)
@@ -104,9 +102,7 @@ def test_a_worker_removed_before_it_served_never_counts_as_ready() -> None:
 
 
 def starting() -> tuple[Any, Any, list[str]]:
-    """Make a supervisor and a worker that it starts for the first time, with records of its actions and
-    counts.
-    """
+    """Make a supervisor and a worker that it starts for the first time, with records of its actions."""
     supervisor, done = supervisor_of_two([]), []
     supervisor._kill = lambda slot: done.append("killed")
     supervisor._end_actor = lambda slot: done.append("actor ended")

@@ -29,9 +29,7 @@ PROMPT = list(range(1, 40))
 ANSWERED = 400
 """More answers than a connection's buffer holds."""
 RESTART_CPU_S = 2.0
-"""The limit of a restart. A forked worker takes a quarter of a second of CPU time, one that imports
-everything five.
-"""
+"""The limit of a restart. A fork takes a quarter of a CPU second, importing everything takes five."""
 
 
 class Host:
@@ -81,9 +79,7 @@ class Host:
         return self.cluster.tokens(name)
 
     def lent_steps(self, worker_id: str) -> float:
-        """Return the steps on lent cores by the next heartbeat but one, since the next may already be on its
-        way.
-        """
+        """Return the steps on lent cores by the next heartbeat but one: the next may be on its way."""
         incarnation = self.cluster.registered[worker_id].address.incarnation
         for _ in range(2):
             known = self.cluster.states.get(incarnation)

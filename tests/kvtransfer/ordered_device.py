@@ -81,9 +81,7 @@ class OrderedDevice(Launches):
         self.launch(lambda: self.blocks[block].fill_(value))
 
     def read(self, block: int) -> list[int]:
-        """Launch a kernel that reads a block. The returned list gets the first byte when the kernel
-        is done.
-        """
+        """Launch a kernel that reads a block. The returned list gets the first byte at its end."""
         found: list[int] = []
         self.launch(lambda: found.append(int(self.blocks[block, 0])))
         return found

@@ -10,9 +10,7 @@ import psutil
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal. A stopped process has really stopped on return; on another core it might run for a
-    while.
-    """
+    """Send a signal. A stopped process has really stopped on return, also on another core."""
     os.kill(pid, number)
     while number == signal.SIGSTOP and psutil.Process(pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.001)

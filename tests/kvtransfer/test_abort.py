@@ -94,9 +94,7 @@ def test_shm_disconnects_a_reader_that_does_not_answer(closing: Closing) -> None
 def test_aborts_during_many_pieces_leave_only_valid_blocks(
     closing: Closing, transport: str, breaks: bool
 ) -> None:
-    """Blocks reported in place were read before the abort. If a `tcp` connection breaks, nothing is sent
-    again.
-    """
+    """Blocks reported in place were read before the abort. A broken `tcp` connection resends nothing."""
     count, size = 48, 256 * 1024
     sender = closing(SenderEnd([transport], make_pool(count, size), TransportOptions(tcp_streams=1 + breaks)))
     receiver = closing(ReceiverEnd([transport], make_pool(count, size)))

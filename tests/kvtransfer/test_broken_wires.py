@@ -1,6 +1,4 @@
-"""Broken connections and stopped peers: the transfer continues over the next transport, or its
-lease fails.
-"""
+"""Broken connections and stopped peers: the transfer continues over the next transport, or fails."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def big_pool(seed: int) -> Any:
 
 
 def hold_all_but_the_first_piece(receiver: ReceiverEnd, lease_id: str) -> threading.Event:
-    """Hold back all pieces but the first until the event is set, so that no machine is too fast for
-    the test.
-    """
+    """Hold back all pieces but the first until the event is set: no machine is too fast then."""
     goes_on = threading.Event()
     lease = receiver.receiver._leases._leases[lease_id]
     attempt = lease.attempt

@@ -1,6 +1,4 @@
-"""Blocks of one layout are converted into a pool of another, compared with a reference that moves single
-tokens.
-"""
+"""Blocks of one layout converted into a pool of another, compared with moving single tokens."""
 
 from __future__ import annotations
 
@@ -167,9 +165,7 @@ def place_beside_protected_pages() -> None:
 
 
 def test_the_pages_of_cached_tokens_are_not_written_at_all() -> None:
-    """Other requests read them meanwhile, so they must not be written even with the same bytes. A write would
-    be a SIGSEGV.
-    """
+    """Other requests read them meanwhile, so not even the same bytes may be written (SIGSEGV)."""
     process = multiprocessing.get_context("spawn").Process(target=place_beside_protected_pages)
     process.start()
     process.join(60)

@@ -36,9 +36,7 @@ def pack(
 
 
 def pack_one(values: Tensor, wire_dtype: str, num_tokens: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales, as float32, of one block of values [layers, 2, block_size, kv_heads,
-    head_dim].
-    """
+    """Return the codes and scales, as float32, of a block [layers, 2, block_size, kv_heads, head_dim]."""
     layers, _, block_size, heads, head_dim = values.shape
     info = segment(layers, block_size, heads, head_dim, dtype=str(values.dtype).removeprefix("torch."))
     used = block_size if num_tokens is None else num_tokens

@@ -82,9 +82,7 @@ def test_a_large_pool_in_small_blocks(closing: Closing) -> None:
 
 
 def test_the_first_read_costs_no_more_than_later_ones(closing: Closing) -> None:
-    """UCX connects at the first read, which takes tens of milliseconds. On a busy machine later ones may,
-    too.
-    """
+    """UCX connects at the first read, in tens of milliseconds; on a busy machine later ones may, too."""
     assert any(first_read_s(closing) < 0.02 for _ in range(4))
 
 

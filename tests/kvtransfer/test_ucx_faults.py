@@ -1,6 +1,4 @@
-"""`ucx` peers that are killed, frozen, restarted or disconnect: reads end, blocks stay guarded,
-nobody dies.
-"""
+"""`ucx` peers that are killed, frozen, restarted or disconnect: reads end, blocks stay guarded."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def transfer(
     devices: tuple[str | None, str | None] = (None, None),
     **sending: Any,
 ) -> tuple[Tensor, Tensor, SenderEnd]:
-    """Push a prompt whose first `cached` blocks the receiver already has. Return its KV on both sides, token
-    by token.
-    """
+    """Push a prompt without its `cached` blocks. Return its KV on both sides, token by token."""
     source_pool, source = pool(theirs, devices[0])
     target_pool, target = pool(ours, devices[1])
     source.copy_(torch.randn(source.shape, generator=torch.Generator().manual_seed(1)))

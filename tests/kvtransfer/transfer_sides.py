@@ -39,9 +39,7 @@ def make_pool(num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0) -> R
 
 
 def idle_cpu_seconds(window_s: float) -> float:
-    """Return this process's CPU time in the quietest of several windows, since other tests' threads may still
-    be ending.
-    """
+    """Return this process's CPU time in the quietest of several windows: other threads may be ending."""
     used = []
     for _ in range(4):
         before = time.process_time()

@@ -59,9 +59,7 @@ def digest(data: Any) -> str:
 
 
 class Side:
-    """The commands that both kinds of process share. Each answers with its method's return value or
-    exception.
-    """
+    """The commands of both kinds of process. Each answers with its method's value or exception."""
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
         from messaging.wake import Wake
@@ -329,9 +327,7 @@ class Process:
 
 
 def join(sender: Process, receiver: Process, num_blocks: int = 64, read_s: float = WAIT_S) -> float:
-    """Connect the two. Return the seconds that it took the receiver. Each of its reads has a limit of
-    `read_s`.
-    """
+    """Connect the two. Return the receiver's seconds. Each of its reads has a limit of `read_s`."""
     sender.tell("connect", receiver.ask("listen"))
     receiver.ask("accept")
     try:

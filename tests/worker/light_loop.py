@@ -1,6 +1,4 @@
-"""A worker's loop over a real engine without sockets, transports or threads: the test delivers
-every message.
-"""
+"""A worker's loop over a real engine without sockets or threads: the test delivers every message."""
 
 from __future__ import annotations
 

@@ -47,9 +47,7 @@ def new_request(length: int = 50, **changes: Any) -> Any:
 
 
 def continuation(reference: PreTrainedModel, req: Any, first_token: int) -> list[int]:
-    """Return the tokens that the decode worker has to stream: all but the first, which the prefill worker
-    streams.
-    """
+    """Return the tokens that the decode worker streams: all but the prefill worker's first."""
     expected = greedy(reference, req.prompt_token_ids, req.sampling.max_tokens)
     assert expected[0] == first_token
     return expected[1:]

@@ -1,6 +1,4 @@
-"""Every message in every stage of a request on a decode worker, with a real engine, without sockets or
-sleeps.
-"""
+"""Every message in every stage of a request on a decode worker, with a real engine, without sockets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every message between a decode worker and a draft worker in every stage, with real engines and no
-sockets.
-"""
+"""Every message between decode and draft workers in every stage, with real engines, without sockets."""
 
 from __future__ import annotations
 

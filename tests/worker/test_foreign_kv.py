@@ -1,6 +1,4 @@
-"""KV that a quantized transfer changed is never used as computed KV, so tokens do not depend on the
-transport.
-"""
+"""KV that a quantized transfer changed never counts as computed: tokens depend on no transport."""
 
 from __future__ import annotations
 

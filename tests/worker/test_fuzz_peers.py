@@ -23,9 +23,7 @@ PROMPT = [5, 6, 7, 8] * 9
 
 @pytest.fixture
 def worker(cluster: Cluster, model_folder: Path) -> Iterator[RunningWorker]:
-    """Start a worker, and check afterwards that it lives, has not grown, answers the same, and
-    holds nothing.
-    """
+    """Start a worker. Check afterwards that it lives, has not grown, answers as before, holds nothing."""
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
     process = psutil.Process(worker.process.pid)
     cluster.generate(worker, request("before", PROMPT))

@@ -42,9 +42,7 @@ WAIT_MS = 20_000
 
 
 class Wire:
-    """A worker's events on their way to the router's feed. `lose` selects lost batches, `twice`
-    doubled ones.
-    """
+    """A worker's events on their way to the router's feed. Some batches are lost, some come twice."""
 
     def __init__(self, engine: Engine) -> None:
         self.keys = ClusterKeys.generate()

@@ -49,9 +49,7 @@ class Consumer:
         self.is_lost = False
 
     def follow(self, end: int) -> None:
-        """Take the batches before `end`. Missed ones are replayed; older than the kept events, everything is
-        dropped.
-        """
+        """Take the batches before `end`. Missed ones are replayed; after too many, all is dropped."""
         while self.next < end:
             assert self.sub.poll(WAIT_MS)
             topic, number, payload = self.sub.recv_multipart()

@@ -1,6 +1,4 @@
-"""Every message in every stage of a request on a prefill worker, with a real engine, without sockets or
-sleeps.
-"""
+"""Every message in every stage of a request on a prefill worker, with a real engine, without sockets."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ from tests.worker.stages import check_transition, walk
 
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "ends": range(60, 75)}
-"""Prompts. `ends` is over with its first token. There is no room for all at once, and `long` takes several
-chunks.
-"""
+"""`ends` is over with its first token. There is no room for all, and `long` takes several chunks."""
 DECODES = [address("decode-0", "d" * 16), address("decode-1", "e" * 16)]
 UNREACHABLE = address("decode-2", "f" * 16)
 NAMES = st.sampled_from(list(PROMPTS))
@@ -306,9 +302,7 @@ def releases(light: LightLoop) -> list[tuple[PeerAddress, str]]:
 
 
 def assert_goes_on(light: LightLoop, kind: str, text: str, *, manifest_sent: bool = False) -> None:
-    """Check that the router is asked for another decode worker, and that without one the worker decodes
-    itself.
-    """
+    """Check that the router is asked for another decode worker, or that this one decodes itself."""
     [failure] = light.router.messages
     assert isinstance(failure, HandoverFailed)
     assert (failure.error_kind, failure.manifest_sent) == (kind, manifest_sent)

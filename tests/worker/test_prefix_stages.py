@@ -202,9 +202,7 @@ def test_another_incarnation_lends_nothing(light: LightLoop, engine: Engine) -> 
 def test_with_a_window_the_holder_reports_which_blocks_come(
     tmp_path: Path, come_first: str, told: int, found: int
 ) -> None:
-    """Two of six blocks come, since the first four are not needed. Nothing is used before this is known, nor
-    if it is impossible.
-    """
+    """Two of six blocks come: the first four are not needed. Nothing is used before this is known."""
     write_model("mistral", tmp_path)
     light = LightLoop(DecodeLoop, small_engine(tmp_path, 2 * NUM_BLOCKS), "decode")
     light.generate(ask("r", range(1, 111)), prefix=HOLDER)

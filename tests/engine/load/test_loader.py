@@ -40,6 +40,13 @@ def test_refuses_by_name(tmp_path: Path, model_type: str, changes: dict[str, Any
         load_model(config_for(tmp_path))
 
 
+def test_a_model_without_attention_is_refused_before_its_length_is_asked_for(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="mamba: recurrent state without any attention"):
+        load_model(config_for(tmp_path))
+
+
 def test_missing_folder_names_the_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--model"):
         load_model(config_for(tmp_path / "nowhere"))
