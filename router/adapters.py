@@ -36,9 +36,7 @@ class AdapterTable:
         self._send = send
         self._turns = turns
         self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None
-        """Called with a name and the adapter that it means from now on; None if the name means nothing any
-        more.
-        """
+        """Called with a name and the adapter that it means from now on; None: it means nothing any more."""
         self._named: dict[str, Adapter] | None = None
         self._told: dict[str, Adapter | None] = {}
         """The changes that other routers reported before the first worker came."""
@@ -55,9 +53,7 @@ class AdapterTable:
         return (self._config.model_name, *self.named)
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter that a request's `model` names, or None for the model itself. Raises `ApiError`
-        404.
-        """
+        """Return the adapter of a request's `model`, None for the model itself. Raises `ApiError` 404."""
         if name is None or name == self._config.model_name:
             return None
         adapter = self.named.get(name)
@@ -165,9 +161,7 @@ class AdapterTable:
             raise InvalidRequestError("lora_name", f"at most {MAX_ADAPTERS} adapters, all are loaded")
 
     async def _ask(self, workers: list[Worker], name: str, path: str) -> list[AdapterLoaded]:
-        """Return the answers of the workers that stay alive. Raises `ApiError` if an answer does not come in
-        time.
-        """
+        """Return the answers of workers that stay alive. Raises `ApiError` if an answer is late."""
         loop, waiting = asyncio.get_running_loop(), []
         for worker in workers:
             if self._tell_to_load(worker, name, path):

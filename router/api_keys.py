@@ -43,9 +43,7 @@ class LeakyBucket:
         self._used, self._at = 0.0, time.monotonic()
 
     def wait_s(self, per_minute: int | None, own: float = 0.0) -> float:
-        """Return the seconds until the bucket has room for one, without `own` of its use; 0 if it has room
-        now.
-        """
+        """Return the seconds until the bucket, without `own` of its use, has room for one."""
         if per_minute is None:
             return 0.0
         self._leak(per_minute)
@@ -77,9 +75,7 @@ class ApiKey:
         return Admission(self)
 
     def take_requests(self, number: int, own: int = 0) -> None:
-        """Count `number` more requests, of an HTTP request that has counted `own` already. Raises `ApiError`
-        429.
-        """
+        """Count `number` more requests of an HTTP request that has counted `own`. Raises `ApiError` 429."""
         most = self.entry.concurrent_requests
         if most is not None and self._running + number > most:
             self._refuse("key_concurrent", f"may have {most} requests under way", 1.0)
@@ -140,9 +136,7 @@ class Admission:
         generation.priority = max(-MAX_PRIORITY, min(entry.priority + own, MAX_PRIORITY))
 
     def end(self) -> None:
-        """Return the unused reservation: tokens that did not come, and prompts that were sent to no
-        worker.
-        """
+        """Return the unused reservation: tokens that did not come, and prompts that no worker got."""
         self.key.end_requests(self._num_requests)
         if self._generation is not None:
             placed = [request for request in self._generation.requests if request.assignment is not None]

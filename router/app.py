@@ -20,9 +20,7 @@ from router.state import RouterState
 
 
 class _Application(FastAPI):
-    """FastAPI with the schemas of msgspec's types, and without its layers that limit bodies and answer errors
-    in a shape of their own.
-    """
+    """FastAPI with msgspec's schemas, and without its own limits of bodies and shape of errors."""
 
     def build_middleware_stack(self) -> ASGIApp:
         app = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), handlers=self.exception_handlers)

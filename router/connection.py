@@ -25,9 +25,7 @@ HEAD_TIMEOUT_S = 10.0
 UNREAD_TIMEOUT_S = 20.0
 """The time in which a client must read the 48 KiB or so of its answer that are buffered."""
 DISCARD_S = 2.0
-"""The time that a client which still sends after its answer has to read it, and again as long as it keeps
-sending.
-"""
+"""The time that a client which still sends has to read its answer, and again while it keeps sending."""
 MAX_DISCARD_S = 30.0
 LOG_INTERVAL_S = 10.0
 DIRECT_WRITER = "tandem.direct_writer"
@@ -35,9 +33,7 @@ DIRECT_WRITER = "tandem.direct_writer"
 
 
 class Connections:
-    """All connections of a server. `idle` holds the connections that wait for a request's headers, oldest
-    first.
-    """
+    """All connections of a server. `idle` ones wait for a request's headers, the oldest first."""
 
     def __init__(self, limit: int, on_end: Callable[[ConnectionEnd], None]) -> None:
         """Initialize. `on_end` counts connections that the server ends because of their clients' behavior."""
@@ -64,9 +60,7 @@ class Connections:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files as far as needed. Return the number of connections that may be
-    open.
-    """
+    """Raise the soft limit of open files as far as needed. Return how many connections may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MAX_CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -95,9 +89,7 @@ class Outbox:
 
 
 class DirectWriter:
-    """Writes to an answer that has begun, without an ASGI message. `is_ready` is true while the client
-    reads.
-    """
+    """Writes to an answer that has begun, without ASGI. `is_ready` is true while the client reads."""
 
     __slots__ = ("_outbox", "_transport", "is_ready")
 
@@ -106,16 +98,12 @@ class DirectWriter:
         self.is_ready = True
 
     def write(self, body: bytes) -> None:
-        """Write one chunk, which must not be empty. It is sent before anything that the answer's task, which
-        wakes later, sends.
-        """
+        """Write one chunk, not empty. It is sent before anything that the answer's task sends."""
         self._outbox.put(self._transport, b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class AnswerTransport:
-    """The transport that uvicorn writes an answer to. uvicorn calls `close` once the connection's last
-    answer is written.
-    """
+    """The transport of an answer. uvicorn calls `close` once the connection's last answer is written."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -259,9 +247,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(ApiError(408, f"the headers did not come within {HEAD_TIMEOUT_S:g} s"), "late_head")
 
     def _is_not_read(self) -> None:
-        """Abort the connection. The request ends as if the client had gone, instead of holding its answer
-        forever.
-        """
+        """Abort the connection: the request ends as if the client had gone."""
         self._all.on_end("unread")
         self.transport.abort()
 
@@ -278,9 +264,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer with the error and close. If this or an earlier request's answer has begun, abort
-        instead.
-        """
+        """Answer with the error and close; abort if this or an earlier request's answer has begun."""
         self._discards = True
         if end is not None:
             self._all.on_end(end)
@@ -306,9 +290,7 @@ class HttpConnection(HttpToolsProtocol):
         return self.cycle.more_body and not self.cycle.response_started and not self.pipeline
 
     def _discard(self, seconds: float) -> None:
-        """Read and discard for a while, then close: a client that cannot finish sending may never read its
-        answer.
-        """
+        """Discard what comes for a while, then close: a client that still sends may not read its answer."""
         self._discards = True
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()
@@ -325,9 +307,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _end_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Send answers of unknown length without chunks, which HTTP/1.0 lacks: the connection's end ends the
-    answer.
-    """
+    """Send answers of unknown length without chunks, which HTTP/1.0 lacks: the connection's end ends them."""
     send, has_length = cycle.send, False
 
     async def send_unchunked(message: Any) -> None:

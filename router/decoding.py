@@ -1,6 +1,4 @@
-"""Reads request bodies and decodes their JSON into types. What does not fit becomes an `ApiError` 400 that
-names the field.
-"""
+"""Reads request bodies and decodes their JSON into types. Errors are an `ApiError` that names the field."""
 
 from __future__ import annotations
 
@@ -191,9 +189,7 @@ def _syntax_error(raw: bytes, error: Exception, field: str) -> ApiError:
 
 
 def _non_finite_field(raw: bytes) -> str | None:
-    """Return the name of a field with NaN or Infinity, which Python's own parser accepts; None if there is
-    none.
-    """
+    """Return the name of a field with NaN or Infinity, which Python's own parser accepts; None without."""
     try:
         body = json.loads(raw) if len(raw) <= MAX_RAW_BYTES else None
         fields = body.items() if isinstance(body, dict) else ()

@@ -1,6 +1,4 @@
-"""The outermost layer around each request, the answers to its errors, and the guard against pages of other
-sites.
-"""
+"""The outermost layer around each request, the answers to its errors, and the guard against other sites."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ class BrowserGuard:
 
 @lru_cache(maxsize=64)
 def _is_local(host: str) -> bool:
-    """Return whether `host` is an IP address or a local name: strangers can only make a name with a dot
-    resolve to this host.
-    """
+    """Return whether `host` is an IP address or a local name, which strangers cannot make resolve to us."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         if "." not in name or name.endswith(".localhost"):

@@ -16,9 +16,7 @@ from protocol.sampling import body_fields
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
-"""The most characters of all stop strings together: each new token is checked against every position where
-one may have begun.
-"""
+"""The most characters of all stop strings together: each token is checked at every possible start."""
 MAX_BAD_WORDS = 1024
 MAX_WORD_CHARACTERS = 1024
 MAX_MESSAGES = 16_384

@@ -126,9 +126,7 @@ class RouterServer:
         self.state.metrics.process_replaced(process)
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
-        """Return the seconds since this incarnation's last sign of life, or None if it is not registered.
-        Thread-safe.
-        """
+        """Return the seconds since the incarnation's last sign of life, if it is registered. Thread-safe."""
         worker = self.state.registry.current(worker_id, incarnation)
         return None if worker is None else worker.silence_s
 
@@ -139,9 +137,7 @@ class RouterServer:
             self._loop.call_soon_threadsafe(self._begin_stop)
 
     def restore_signals(self) -> None:
-        """Undo changes that a C library made to the signal handlers without Python's knowledge.
-        Thread-safe.
-        """
+        """Install the signal handlers again, which a C library may have replaced. Thread-safe."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(_reinstall_signal_handlers)
 
@@ -202,9 +198,7 @@ class RouterServer:
         await server.serve(sockets=[self._http_socket])
 
     async def _join(self, server: _Uvicorn, shared: socket.socket) -> None:
-        """Accept connections on the shared port once this router is ready; until then the other routers
-        serve them.
-        """
+        """Listen on the shared port once this router is ready; until then the others serve."""
         while self.state.not_ready() is not None:
             await asyncio.sleep(POLL_INTERVAL_S)
         await server.listen(shared)

@@ -67,9 +67,7 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class RouterState:
-    """All parts of the router except the HTTP API. The workers' endpoint is bound at once; messages are read
-    from `attach()` on.
-    """
+    """All parts of the router but the HTTP API. Workers' messages are read from `attach()` on."""
 
     def __init__(
         self,
@@ -168,9 +166,7 @@ class RouterState:
         return model
 
     def require_served(self) -> ServedModel:
-        """Return the model's limits and names for reading a request. Raises `ApiError` 503 as
-        `require_ready`.
-        """
+        """Return the limits and names for reading a request. Raises as `require_ready`."""
         facts = self.require_ready()
         return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names, self.defaults)
 
@@ -265,9 +261,7 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
 
 
 def _core_wait_s() -> float:
-    """Return the seconds for which this thread was ready to run but had no core, as Linux counts them; 0
-    elsewhere.
-    """
+    """Return the seconds that this thread has waited for a core, as Linux counts them; 0 elsewhere."""
     try:
         file = os.open(_SCHEDSTAT, os.O_RDONLY)
     except OSError:

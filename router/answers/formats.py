@@ -212,9 +212,7 @@ class AnswerFormat(StreamedAnswer):
         return fields
 
     def _of_prompt(self, choice: Choice) -> Fields:
-        """Return vLLM's extra fields about the prompt. Completions have them in each choice, chats at the
-        top level.
-        """
+        """Return vLLM's fields about the prompt: in each choice of completions, at a chat's top level."""
         fields: Fields = {}
         if self._options.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_ids(choice.prompt)

@@ -183,9 +183,7 @@ class AnswerParts:
             yield MoreArguments(number, part.text)
 
     def _id(self, written: str) -> str:
-        """Return the id that the model wrote, if it is new; otherwise one that is the same for the same call
-        of the same request.
-        """
+        """Return the id that the model wrote, if it is new, else one derived from the request."""
         if written and written not in self._written:
             self._written.add(written)
             return written

@@ -116,9 +116,7 @@ def _response_format(wanted: OutputFormat) -> ResponseFormat:
 
 
 def _variables(body: MessageBody) -> Raw:
-    """Return the template's variables. Families of models have different names for the one that turns
-    thinking on or off.
-    """
+    """Return the template's variables. Families of models name the one that turns thinking on differently."""
     thinking = body.thinking
     if thinking is None or thinking.type == "adaptive":
         return body.chat_template_kwargs

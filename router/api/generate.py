@@ -101,9 +101,7 @@ class GenerateEndpoint:
             await self._serve(admission, scope, receive, send)
 
     async def _serve(self, admission: Admission, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. Raises `ApiError` if it fails before the answer began. A client that goes away
-        ends it.
-        """
+        """Serve a request; it ends if the client goes away. Raises `ApiError` before the answer has begun."""
         arrival = time.monotonic()
         state, turn = self._state, self._begin(admission)
         admission.key.check_tokens()
@@ -235,9 +233,7 @@ def _wants_timing(headers: Mapping[str, str]) -> bool:
 
 
 def _slo(headers: Mapping[str, str], header: str, default_s: float | None) -> float:
-    """Return the SLO in seconds that the client asks for, or the server's default; infinite if there is
-    none.
-    """
+    """Return the SLO [s] that the client asks for, else the server's default, else infinity."""
     given = headers.get(header)
     if given is None:
         return inf if default_s is None else default_s

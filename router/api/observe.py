@@ -150,9 +150,7 @@ def _placed_worker(worker: Worker) -> dict[str, Any]:
 
 
 def _states(counters: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the states of recurrent layers that are kept for later prompts; None if there are no such
-    layers.
-    """
+    """Return the states of recurrent layers that are kept for later prompts; None without such layers."""
     if "kept_states" not in counters:
         return None
     return {

@@ -147,9 +147,7 @@ class Dispatcher:
             self.fail(request.generation, error)
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
-        """Place the lost worker's requests again. Prompts that were to be handed off to it go to another
-        decode worker.
-        """
+        """Place the lost worker's requests again, and name another decode worker for prompts."""
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         was_stopped = worker.silence_s > self._config.worker_timeout and not worker.is_stalled
         for request, at in self._journal.assigned():
@@ -301,9 +299,7 @@ class Dispatcher:
     def _place_again_or_fail(
         self, request: LiveRequest, kind: ErrorKind, reason: str, *, counts: bool = True
     ) -> None:
-        """Place the request again, or fail it. The journal has all that another worker needs: the prompt and
-        the tokens emitted so far.
-        """
+        """Place the request again, with its tokens so far, or fail it."""
         if request.generation.is_over:
             return
         request.failures += counts
@@ -390,9 +386,7 @@ class Dispatcher:
             self._metrics.redirected(kind)
 
     def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
-        """Return the worker that decodes it next: another decode worker, the only one once more (`again`),
-        or `prefill`.
-        """
+        """Return the next decode worker: another one, the only one once more (`again`), or `prefill`."""
         if request.redirects >= MAX_REDIRECTS:
             return prefill
         decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]

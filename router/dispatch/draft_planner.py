@@ -1,6 +1,4 @@
-"""Plans where each request's drafts are made, and plans again as load changes and draft workers come and
-go.
-"""
+"""Plans where each request's drafts are made, and plans again as load and draft workers change."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ _Key = tuple[Worker, RequestSpeculation | None, RequestClass]
 
 
 class DraftPlanner:
-    """Plans drafts. Runs on the event loop only. `tokens_left` returns the tokens that a request is expected
-    to generate yet.
-    """
+    """Plans drafts, on the event loop. `tokens_left` returns a request's expected further tokens."""
 
     def __init__(
         self,
@@ -96,9 +92,7 @@ class DraftPlanner:
             self._reconsider(request, at)
 
     def leave(self, worker: Worker) -> None:
-        """Stop using a worker that was lost or is about to leave. Requests that draft on it draft
-        elsewhere.
-        """
+        """Stop using a worker that was lost or leaves. Requests that draft on it draft elsewhere."""
         for key in [key for key in self._kinds if key[0] is worker]:
             del self._kinds[key]
         for request, at in self._journal.assigned() if worker.role.purpose == "draft" else ():

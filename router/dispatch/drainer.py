@@ -56,9 +56,7 @@ class DrainReport:
 
 @dataclass(eq=False)
 class Drain:
-    """A worker that is about to leave or to change its role. `moves` holds the requests that are being
-    prefetched.
-    """
+    """A worker that leaves or changes its role. `moves` holds the requests that are being prefetched."""
 
     worker: Worker
     began: float
@@ -136,9 +134,7 @@ class Drainer:
         return self._start(worker, life).done
 
     async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
-        """Drain a worker; then its process ends and the launcher starts a new one. Raises `ApiError`, with
-        nothing changed.
-        """
+        """Drain a worker whose process then starts anew. Raises `ApiError`, with nothing changed."""
         worker = self._not_leaving(worker_id)
         await self._ask_for(worker, for_good=False)
         worker = self._not_leaving(worker_id)
@@ -236,9 +232,7 @@ class Drainer:
             return
 
     def lost(self, worker: Worker) -> None:
-        """Handle a worker's death. Moves to it are reconsidered; the dispatcher places its own requests
-        again.
-        """
+        """Reconsider moves to a worker that died; the dispatcher places its own requests again."""
         for drain in list(self._drains.values()):
             for request_id in [id for id, (_, target) in drain.moves.items() if target is worker]:
                 del drain.moves[request_id]

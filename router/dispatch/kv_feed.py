@@ -20,9 +20,7 @@ from router.workers.registry import Registry, Worker
 logger = logging.getLogger(__name__)
 
 LATE_S = 1.0
-"""The time that events announced by a heartbeat may take, since they use another connection. Then they count
-as lost.
-"""
+"""Events use another connection than the heartbeat that announces them. Later ones count as lost."""
 
 REPLAY_INTERVAL_S = 1.0
 """The time after which a missing replay is requested again."""
@@ -71,9 +69,7 @@ class KvFeed:
     # --- events -------------------------------------------------------------------------------------
 
     def register(self, worker: Worker) -> None:
-        """Track a worker that has registered, perhaps not for the first time. A new incarnation starts
-        without blocks.
-        """
+        """Track a worker that has registered, maybe again. A new incarnation starts without blocks."""
         known = self._sources.get(worker.key.worker_id)
         if known is not None and known.worker is worker:
             return
@@ -84,9 +80,7 @@ class KvFeed:
         self._collect_formats()
 
     def receive(self, message: KvEvents) -> None:
-        """Apply events. Drop them if they are not from a current incarnation, came before, or come too
-        early.
-        """
+        """Apply events, unless they are of another incarnation, came before, or come early."""
         source = self._source(message.worker_id, message.incarnation)
         if source is None:
             self._metrics.kv_events_dropped("unknown_worker")
@@ -104,9 +98,7 @@ class KvFeed:
                 self._apply(source, change)
 
     def check(self, state: WorkerState, now: float) -> None:
-        """Check for lost events. Heartbeats may overtake the events that they count, and several may be read
-        late.
-        """
+        """Check for lost events. Heartbeats may overtake the events that they count, or be read late."""
         source = self._source(state.worker_id, state.incarnation)
         if source is None:
             return

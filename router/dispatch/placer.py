@@ -1,6 +1,4 @@
-"""Assigns requests to workers by the placement policy, keeps the decisions, and parks requests that must wait
-for a worker.
-"""
+"""Assigns requests to workers by the placement policy, and parks requests that wait for a worker."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ class Placer:
         return refusal
 
     def resume(self) -> tuple[LiveRequest, Refusal] | None:
-        """Place parked requests while there is room. Returns a request that no worker will ever serve, if
-        there is one.
-        """
+        """Place parked requests while there is room. Return one that no worker will ever serve, if any."""
         while self._parked:
             request = next(iter(self._parked))
             refusal = self._offer(request)
@@ -124,9 +120,7 @@ class Placer:
             self._send(worker, Abort(request_ids=request_ids))
 
     def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
-        """Return the worker of `workers` that is to decode the prompt computed by `prefill`, or `prefill`
-        itself if there is none.
-        """
+        """Return the worker that is to decode a prompt of `prefill`; without `workers` that is `prefill`."""
         cluster = Cluster(worker.load for worker in workers)
         name = self._policy.next_decode(self._facts(request), cluster, self._state)
         return self._registry.named(name) if name is not None else prefill
@@ -138,9 +132,7 @@ class Placer:
         return None if other is leaves else other
 
     def move(self, request: LiveRequest, target: Worker) -> bool:
-        """Let `target` go on with the request. Returns False if `target` cannot be reached: the caller must
-        place the request again.
-        """
+        """Let `target` go on with the request. Return False if it cannot be reached: place it again then."""
         self.withdraw([request])
         request.start_placement()
         self._journal.add(request)
@@ -226,9 +218,7 @@ class Placer:
             self._release(request)
 
     def _late(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> Refusal | None:
-        """Return why the request is expected to miss its SLO, if it is, given the requests that it
-        overtakes.
-        """
+        """Return why the request is expected to miss its SLO, if it is, although it overtakes others."""
         first = self._registry.named(next(iter(placement.workers.values())))
         share, predicted = self.ahead.overtaken_share(request, first), placement.predicted
         if share > 0 and predicted is not None:
@@ -299,9 +289,7 @@ class Placer:
         return True
 
     def _note_fallback(self, placement: Placement) -> None:
-        """Count the requests that one worker serves alone because the other role is missing. Log when that
-        changes.
-        """
+        """Count requests that one worker serves alone for lack of the other role. Log when that changes."""
         missing = placement.missing
         if missing not in self._registry.known_purposes:
             missing = None

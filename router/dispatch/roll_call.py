@@ -42,9 +42,7 @@ class RollCall:
         self._dispatcher = dispatcher
 
     def sweep(self, now: float) -> None:
-        """Ask about requests that were silent for `ASK_AFTER_S`, at most that often. To be called a few
-        times a second with the monotonic time.
-        """
+        """Ask about requests that were silent for `ASK_AFTER_S`. To be called a few times a second."""
         silent: defaultdict[Worker, list[str]] = defaultdict(list)
         for request, at in self._journal.assigned():
             is_sent = at.stage is not Stage.HELD

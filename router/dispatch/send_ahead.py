@@ -29,9 +29,7 @@ AHEAD_STEPS = 2
 
 @dataclass(eq=False)
 class _WorkerQueue:
-    """The requests that wait for one worker, with `tokens` uncached tokens in all, and the cost of each API
-    key's requests at that worker.
-    """
+    """One worker's waiting requests, their uncached `tokens`, and the cost that each key has there."""
 
     tokens: int = 0
     sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -310,9 +308,7 @@ class FairQueue(Generic[Item]):
         return count
 
     def _start(self, flows: dict[str, _Flow[Item]], key: str) -> None:
-        """Start a key's queue. A key that waited alone took nothing from others, so its savings or debt are
-        reset.
-        """
+        """Start a key's queue. A key that waited alone took nothing from others: its deficit is reset."""
         owned = {other: self._sent(other) for other in (key, *flows)}
         least = min(owned.values())
         flows[key] = _Flow(deficit=least - owned[key])

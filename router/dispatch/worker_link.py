@@ -114,9 +114,7 @@ class WorkerLink:
 
 
 def _understood(raw: bytes) -> WorkerToRouter | Introduced:
-    """Decode a message. If the worker speaks another protocol, return its introduction, since it must be
-    told.
-    """
+    """Decode a message; of a worker that speaks another protocol its introduction, since it must be told."""
     try:
         return worker_to_router.decode(raw)
     except ProtocolError:

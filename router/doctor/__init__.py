@@ -1,3 +1,1 @@
-"""Finds the bottlenecks that keep requests waiting, and how to remove them, from two samples of the
-cluster.
-"""
+"""Finds the bottlenecks that keep requests waiting, from two samples of the cluster, and their remedies."""

@@ -103,9 +103,7 @@ class WorkerSpan(NamedTuple):
 
     @property
     def decode_share(self) -> float:
-        """The share of the time in steps that they would have taken without prompts, by the worker's cost
-        model.
-        """
+        """The share of the time in steps that they would take without prompts, by the cost model."""
         if self.after.tasks[0] == "prefill" and self.mean("rows") == 0:
             return 0.0
         steps_s = self.num_steps * self.after.costs.decode_s(self.mean("running"), self.running_context)

@@ -11,9 +11,7 @@ from router.openai_types import GenerationBody, ResponseFormat, StructuredOutput
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """Constrains calls to `tools`, or to the one with this `name`, with arguments that satisfy their
-    schemas.
-    """
+    """Constrains calls to `tools`, or to the one with this `name`, with arguments of their schemas."""
 
     tools: list[Tool]
     must_call: bool
@@ -29,9 +27,7 @@ class AskedGrammar(msgspec.Struct, frozen=True):
 
 
 class GrammarRequest(msgspec.Struct, frozen=True):
-    """The constraints on one answer. `is_open`: whether the prompt has begun the thinking that may come
-    first; None: the answer has no thinking.
-    """
+    """The constraints on one answer. `is_open`: the prompt has begun the thinking; None: there is none."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

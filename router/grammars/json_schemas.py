@@ -55,9 +55,7 @@ _DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR})"
 FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
-"""Patterns that replace llguidance's, which accept leap days and leap seconds that never were. Python has no
-year 0 and no leap seconds.
-"""
+"""Replace llguidance's patterns, which accept 29 February in any year and leap seconds."""
 
 
 def schema_grammar(
@@ -222,9 +220,7 @@ class _Narrowed:
             self._cannot(node, "multipleOf", path, f"{value} has too many digits to be kept to exactly")
 
     def _check_multiples(self) -> None:
-        """Refuse multiples that overflow: llguidance multiplies those of schemas that apply together, in 32
-        bits.
-        """
+        """Refuse multiples that overflow: llguidance multiplies them in 32 bits where they meet."""
         found = {(digits, places) for _, _, digits, places in self._multiples}
         most = max((places for _, places in found), default=0)
         product = math.prod(digits * 10 ** (most - places) for digits, places in found)
@@ -273,9 +269,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _is_exact(number: int | float) -> bool:
-    """Whether llguidance preserves the number: it reads it as a double, then as a 64-bit integer if it was
-    one.
-    """
+    """Whether llguidance preserves the number, which it reads as a double, then as a 64-bit integer."""
     if abs(number) <= _EXACT or isinstance(number, float):
         return abs(number) <= _EXACT and _as_read(number) == number
     return abs(number) < 2**63 and min(int(float(number)), 2**63 - 1) == number
@@ -300,9 +294,7 @@ _ITEM = re.compile(
 )
 _CLASS_ESCAPE = re.compile(r"\\[dDwWsSpP]")
 _ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?", re.DOTALL)
-"""A class without its end extends to the end of the text. Otherwise each bracket would be searched for
-again.
-"""
+"""A class without its end extends to the end of the text, or each bracket would be searched again."""
 
 
 def ends_in_escape(pattern: str) -> bool:
@@ -311,9 +303,7 @@ def ends_in_escape(pattern: str) -> bool:
 
 
 def class_of(body: str, spelled: Callable[[str], str]) -> str:
-    """Return the text between a class's brackets. A hyphen makes a range if single characters are on both
-    sides.
-    """
+    """Return a class's text between brackets. A hyphen between single characters makes a range."""
     items = [match[0] for match in _ITEM.finditer(body)]
     pieces, at = [], 0
     while at < len(items):

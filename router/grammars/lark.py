@@ -30,17 +30,13 @@ def lark_grammar(*lines: str, others: Sequence[Mapping[str, Any]] = ()) -> str:
 
 
 def named(name: str, grammar: str) -> list[dict[str, Any]]:
-    """Return a grammar and the grammars that it refers to, as `others` of one that refers to it by this
-    name.
-    """
+    """Return a grammar under this name, and the grammars that it refers to, as `others` of another one."""
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
 
 
 def quoted(text: str) -> str:
-    """Return a literal. Its escapes are JSON's, but unlike a JSON string it cannot contain U+007F
-    unescaped.
-    """
+    """Return a literal. Its escapes are JSON's, but it cannot contain U+007F unescaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -97,9 +93,7 @@ class Spelling:
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _PART = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|\.', re.DOTALL)
-"""A literal or class without its end extends to the end of the text; otherwise the search would restart at
-each opening mark.
-"""
+"""A literal or class without its end extends to the end, or each opening mark would restart the search."""
 _CHARACTER = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\?.", re.DOTALL)
 _ESCAPED = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\\\\": "\\", '\\"': '"', "\\[": "[", "\\]": "]"}
 _ANY = f"[\\x00-{chr(0x10FFFF)}]"

@@ -134,9 +134,7 @@ class StructuralTag(msgspec.Struct):
 
 
 def tag_grammar(raw: bytes, field: str, tokens: Mapping[str, int]) -> str:
-    """Return the grammar of a structural tag. `tokens` are the special tokens' ids by text. Raises
-    `InvalidRequestError`.
-    """
+    """Return the grammar of a structural tag. `tokens` are the special tokens' ids by text."""
     check_size(len(raw), field)
     value = decode_field(raw, field, Any)
     if isinstance(value, str):

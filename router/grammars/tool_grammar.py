@@ -23,9 +23,7 @@ _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A function that may be called. A `strict` one enforces every keyword of its schema, others the
-    keywords that can be enforced.
-    """
+    """A function that may be called. Only a `strict` one refuses keywords that cannot be enforced."""
 
     name: str
     schema: dict[str, Any] | None
@@ -42,9 +40,7 @@ def tool_grammar(
     marks: Marks | None = None,
     is_open: bool = False,
 ) -> str:
-    """Return the grammar in llguidance's notation. If `demanded`, the answer consists of calls; otherwise it
-    is text and may have some.
-    """
+    """Return llguidance's grammar of calls alone if they are `demanded`, else of text that may have some."""
     numbers = range(len(offers))
     further = MAX_CALLS - 1 if several else 0
     again = "" if form.separator is None else _up_to(further, spelling(form.separator), "call")

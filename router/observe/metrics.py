@@ -46,9 +46,7 @@ ConnectionEnd = Literal["late_head", "large_head", "malformed", "unread", "too_m
 
 
 class LoopHistogram(Collector):
-    """A histogram that the event loop observes and any thread reads: Prometheus' own takes three locks for
-    each value. `bounds` rise; the last has no bound.
-    """
+    """A histogram without locks: the event loop observes, any thread reads. The last bound is infinite."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
         self._name, self._text, self._model_name = name, text, model_name
@@ -129,9 +127,7 @@ class Metrics:
         return _AS_VLLM.sub(rb"\1vllm:\2", text) if self._as_vllm else text
 
     def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Yield the name, labels and value of each of the router's own samples, without the workers'.
-        Histograms yield only their sum and count.
-        """
+        """Yield name, labels and value of the router's own samples; of histograms only sum and count."""
         for family in self._families:
             for sample in next(iter(family.collect())).samples:
                 if not sample.name.endswith(("_bucket", "_created")):
@@ -157,9 +153,7 @@ class Metrics:
                 self._seconds[name].labels(quantity, self._model_name).inc(seconds)
 
     def drafts_made(self, where: DraftSite, steps: int, predicted: float, observed: int) -> None:
-        """Record the steps that a request made under one draft plan, and the tokens predicted and observed
-        for them.
-        """
+        """Record a request's steps under one draft plan, and the tokens predicted and observed for them."""
         for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
             self._metrics[f"draft_plan_{name}_total"].labels(where, self._model_name).inc(value)
 

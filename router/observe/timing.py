@@ -1,6 +1,4 @@
-"""The timing record of an answer: where its seconds went, which workers served it, and its drafts. Logs a
-line for each finished request.
-"""
+"""The timing record of an answer: its stages, its workers and its drafts. Logs finished requests."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """The timing of an answer, in seconds from its arrival; prepare_s is spent on reading, checking and
-    tokenizing.
-    """
+    """The timing of an answer, in seconds from its arrival; prepare_s is spent on reading and tokenizing."""
 
     prepare_s: float
     total_s: float
@@ -71,9 +67,7 @@ class Stage(NamedTuple):
 
 
 def stages(generation: Generation) -> list[Stage]:
-    """Return the stages that the generation has reached. Durations measured by workers are aligned to the
-    arrival of their tokens.
-    """
+    """Return the stages reached so far. Durations that workers measured end when their tokens came."""
     found = [Stage("prepare", generation.arrival, generation.started, {})]
     for request in generation.requests:
         found += _stages(request)
@@ -81,9 +75,7 @@ def stages(generation: Generation) -> list[Stage]:
 
 
 def span_attributes(generation: Generation) -> dict[str, Any]:
-    """Return the attributes of the whole request's span, with vLLM's names where it has them. Numbers are
-    sums over the choices.
-    """
+    """Return the attributes of the request's span, by vLLM's names where it has them, summed over choices."""
     requests = generation.requests
     prompt_tokens = {id(choice.prompt): len(choice.prompt.token_ids) for choice in generation.choices}
     firsts = [request.first_token_time for request in requests if request.first_token_time]

@@ -49,9 +49,7 @@ class Tracing:
         self._is_full = False
 
     def start_trace(self, headers: Mapping[str, str], arrival: float) -> RequestTrace:
-        """Open a request's span. `arrival` is in monotonic seconds. A valid `traceparent` header is the
-        parent.
-        """
+        """Open a request's span, the child of a valid `traceparent`. `arrival` is monotonic."""
         return RequestTrace(self, _propagator.extract(headers, Context()), arrival)
 
     def has_room(self, count: int) -> bool:
@@ -87,9 +85,7 @@ class RequestTrace:
         self.traceparent = carrier["traceparent"].encode()
 
     def end(self, generation: Generation, request_id: str) -> None:
-        """End the span when the request has its answer or an error. Traces that the parent does not sample
-        are not recorded.
-        """
+        """End the span with the answer or an error, unless the parent does not sample its trace."""
         span = self._span
         if not span.is_recording():
             return

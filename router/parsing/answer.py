@@ -91,9 +91,7 @@ class AnswerText:
         self.frame: tuple[str, ...] = ()
         """Marks in the content that are left out."""
         self.is_over = self.is_cut = False
-        """`is_over`: no more text comes; `is_cut`: because a limit or a stop string cut the answer off
-        before the model had ended.
-        """
+        """`is_over`: no more text comes; `is_cut`: since a limit or a stop string ended the answer."""
         self.parts: list[Part] = []
 
     def push(self, text: str) -> None:
@@ -120,9 +118,7 @@ class AnswerText:
         return taken
 
     def run(self, pattern: re.Pattern[str], write: Callable[[str], object]) -> Parse[None]:
-        """Read and write all characters that `pattern` matches. It must match each character
-        independently.
-        """
+        """Read and write all characters that `pattern` matches, each independently of the others."""
         while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
             self._at = match.end()
             write(match[0])

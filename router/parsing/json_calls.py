@@ -1,6 +1,4 @@
-"""Parses tool calls that are JSON objects with a name and arguments, and passes the arguments' text on as it
-comes.
-"""
+"""Parses tool calls that are JSON objects, and passes the arguments' text on as it comes."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def calls(
     separator: str = ",",
     is_list: bool = False,
 ) -> Parse[bool]:
-    """Parse one call, several, or a list of them (only a list if `is_list`). Return False if the text is no
-    call: then it is content.
-    """
+    """Parse one call, several, or (if `is_list`, only) a list. Return False if the text is content."""
     yield from answer.skip_space()
     may_parse, is_list = not is_list, bool((yield from answer.accept("[")))
     while True:

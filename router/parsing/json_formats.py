@@ -22,9 +22,7 @@ class Blocks(msgspec.Struct, frozen=True):
     language: str = ""
     """A word that may follow the opening mark."""
     is_answer: bool = False
-    """The answer may be a block without marks. It may as well be JSON that was asked for, so only offered
-    functions count.
-    """
+    """The answer may be a block without marks, or JSON that was asked for: only offered functions count."""
     is_list: bool = False
     """Only a list is a block."""
     notation: Literals | None = None

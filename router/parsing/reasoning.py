@@ -28,9 +28,7 @@ class Marks(msgspec.Struct, frozen=True):
         return tokens_in(self.open + self.close + self.frame)
 
     def parse(self, answer: AnswerText, is_open: bool, is_exact: bool) -> Parse[None]:
-        """Parse the reasoning. If the answer `is_exact`, the content after it keeps its white space, except
-        for the gap.
-        """
+        """Parse the reasoning. If the answer `is_exact`, the content after the gap keeps its white space."""
         answer.frame = () if is_exact else self.frame
         answer.begin_part(may_be_text=True)
         yield from answer.skip_space()

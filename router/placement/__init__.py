@@ -29,9 +29,7 @@ from router.placement.rules import (
 
 
 def cost(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> WorkerSnapshot | None:
-    """Return the worker for which this task alone costs least. If both tasks use this rule, `place_by_cost`
-    weighs them together.
-    """
+    """Return the worker where this task alone costs least; `place_by_cost` weighs both tasks together."""
     if task == "prefill":
         return cheapest_prefill(request, cluster)
     return cheapest_decode(request, cluster)
@@ -63,9 +61,7 @@ class PlacementPolicy:
         return worker.worker_id if worker is not None else None
 
     def _place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> Placement | Refusal:
-        """Place by separate rules. A prefill worker that already holds the prompt is chosen whatever its
-        load.
-        """
+        """Place by separate rules. A prefill worker that holds the prompt is chosen whatever its load."""
         held = cluster.get(request.prefix_at)
         prefill = held if held is not None and held.purpose == "prefill" else None
         if prefill is None:
@@ -99,9 +95,7 @@ class PlacementPolicy:
 
 
 def placement_policy(both: str, prefill: str | None = None, decode: str | None = None) -> PlacementPolicy:
-    """Return the policy of the named rules. Each name is a rule of this package, or `module:name` of another
-    one. Raises `ConfigError` for any other name.
-    """
+    """Return the policy of the named rules, ours or `module:name` of your own. Raises `ConfigError`."""
     _rule("--placement", both)
     return PlacementPolicy(
         _rule("--prefill-placement", prefill or both), _rule("--decode-placement", decode or both)

@@ -144,9 +144,7 @@ def _unasked(cluster: Cluster, option: Option) -> int:
 
 
 def _turn(request: RequestFacts, cluster: Cluster, option: Option) -> tuple[int, int, int, tuple[str, ...]]:
-    """Return the order among equals: more cached first, then fewer workers, then the longest time since a
-    placement.
-    """
+    """Return the order among equals: more cached, fewer workers, the longest without a placement."""
     workers = _workers(cluster, option)
     asked = max(worker.last_placed for worker in workers)
     return -cached_on(request, workers[0]), len(workers), asked, tuple(option.workers.values())

@@ -96,9 +96,7 @@ class Cluster:
         return group.requests / len(group.names) if group is not None and group.names else 0.0
 
     def least_loaded(self, purpose: Task, count: int, avoid: Collection[str] = ()) -> list[WorkerSnapshot]:
-        """Return up to `count` workers, the least loaded first. Workers in `avoid` are returned only if
-        there are no others.
-        """
+        """Return up to `count` workers, the least loaded first; those to `avoid` only if need be."""
         group = self._purposes.get(purpose)
         if group is None:
             return []
@@ -107,9 +105,7 @@ class Cluster:
         return found or [self._workers[key[-1]] for key in group.by_load[:count]]
 
     def at(self, purpose: Task, index: int, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
-        """Return the worker at this position in the circle of names, or the next one that is not in
-        `avoid`.
-        """
+        """Return the worker at this place in the circle of names, or the next one that is not in `avoid`."""
         group = self._purposes.get(purpose)
         if group is None or not group.names:
             return None
@@ -119,9 +115,7 @@ class Cluster:
         return self._workers[next((name for name in names if name not in avoid), first)]
 
     def home(self, purpose: Task, session: str, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
-        """Return the session's worker by rendezvous hashing: when a worker comes or goes, only its sessions
-        move.
-        """
+        """Return the session's worker by rendezvous hashing: few sessions move when workers come or go."""
         group = self._purposes.get(purpose)
         if group is None or not group.names:
             return None
@@ -136,9 +130,7 @@ class Cluster:
 
 
 def load_key(worker: WorkerSnapshot) -> LoadKey:
-    """Return the sort key of a worker: prompt tokens ahead for prefill, requests for decode. Equals take
-    turns.
-    """
+    """Return a worker's sort key: prompt tokens for prefill, requests for decode. Equals take turns."""
     requests, tokens, usage = sane(worker.requests), sane(worker.prefill_tokens), sane(worker.kv_usage)
     if worker.purpose == "prefill":
         return tokens, requests, usage, worker.last_placed, worker.worker_id

@@ -48,17 +48,13 @@ class RequestFacts:
 
 
 class LinkSpeed(NamedTuple):
-    """The speed of the link from a worker to a peer: seconds for each piece, and bytes a second; 0: not
-    measured.
-    """
+    """The speed of a link: seconds for each piece, and bytes a second; 0: not measured."""
 
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds to move `nbytes`. A link that was never used counts as free, so that it gets
-        used and measured.
-        """
+        """Return the seconds to move `nbytes`. A link counts as free until it was used and measured."""
         return self.latency_s + nbytes / self.bytes_per_s if self.bytes_per_s > 0 else self.latency_s
 
 
@@ -110,9 +106,7 @@ class WorkerSnapshot:
         return known[2]
 
     def spread(self, more: int) -> float:
-        """Return its share of cores, as a multiple of its own, if `more` workers need theirs in addition to
-        its busy neighbours.
-        """
+        """Return its share of cores, in its own ones, if busy neighbours and `more` workers use theirs."""
         return len(self.on_host) / (len(self.busy_neighbours) + more) if self.on_host else 1.0
 
     @property

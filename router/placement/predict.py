@@ -17,9 +17,7 @@ LEAST_CHUNK = 16
 
 
 class PrefillCost(NamedTuple):
-    """The cost of computing the prompt on a worker. If `prefix` is set, it begins with a fetch from that
-    worker.
-    """
+    """The cost of computing the prompt on a worker, after fetching its beginning from `prefix` if set."""
 
     worker: WorkerSnapshot
     cached: int
@@ -116,18 +114,14 @@ def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
 
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:
-    """Return the time that requests on other workers of its host lose when it takes its cores back for
-    `seconds`.
-    """
+    """Return the time that its host's other requests lose if the worker takes its cores for `seconds`."""
     if worker.requests > 0:
         return 0.0
     return sum(_slowed_share(other) * seconds for other in worker.busy_neighbours)
 
 
 def _slowed_share(worker: WorkerSnapshot) -> float:
-    """Return the share of time that the worker's own requests lose while one more worker of its host is
-    busy.
-    """
+    """Return the share of time that the worker's requests lose to one more busy worker of its host."""
     before, after = worker.costs_now, worker.costs.on(worker.spread(2))
     decode_s = before.decode_s(worker.rows, worker.context_tokens)
     longer_s = after.decode_s(worker.rows, worker.context_tokens)
@@ -155,9 +149,7 @@ def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -
 
 
 def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
-    """Return the time to compute `tokens` of a prompt (at least one) in steps that also decode the worker's
-    rows.
-    """
+    """Return the time to compute `tokens` (at least one) in steps that also decode the worker's rows."""
     chunk = chunk_tokens(worker, before + max(tokens, 1))
     return worker.costs_now.prompt_s(tokens, before, chunk, worker.rows, worker.context_tokens)
 
@@ -172,9 +164,7 @@ def chunk_tokens(worker: WorkerSnapshot, context: float) -> int:
 
 
 def fetch_seconds(worker: WorkerSnapshot, holder: WorkerSnapshot, tokens: int) -> float:
-    """Return the time to fetch the KV of `tokens`. Both workers read their messages only between two
-    steps.
-    """
+    """Return the time to fetch the KV of `tokens`. Both workers read messages only between steps."""
     link = holder.links.get(worker.worker_id, _NO_LINK)
     wait_s = sum(each.costs_now.decode_s(each.rows, each.context_tokens) for each in (worker, holder))
     return wait_s + link.seconds(holder.costs.kept_tokens(tokens) * holder.costs.kv_bytes)

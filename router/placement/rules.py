@@ -12,9 +12,7 @@ from router.placement.interface import PolicyState, RequestFacts, WorkerSnapshot
 Rule = Callable[[RequestFacts, Cluster, Task, PolicyState], WorkerSnapshot | None]
 
 OVERLOAD = 1.5
-"""The factor over the mean load, each counted with one request more, above which a worker gets no request
-for its cache's sake.
-"""
+"""A worker with more than this times the mean load (plus one each) gets no request for its cache's sake."""
 _MIN_CACHED_SHARE = 0.5
 """The least share of a prompt that must be cached for the cache to decide."""
 
@@ -29,9 +27,7 @@ def round_robin(
 def least_loaded(
     request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
 ) -> WorkerSnapshot | None:
-    """Choose the worker with the fewest prompt tokens ahead for prefill, or the fewest requests for
-    decode.
-    """
+    """Choose the worker with the fewest prompt tokens for prefill, or the fewest requests for decode."""
     return next(iter(cluster.least_loaded(task, 1, request.avoid)), None)
 
 
@@ -51,9 +47,7 @@ def power_of_two(
 def cache_aware(
     request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
 ) -> WorkerSnapshot | None:
-    """Choose the worker with most of the prompt cached, if that is at least half of it and the worker is not
-    overloaded; else the least loaded.
-    """
+    """Choose a worker with half of the prompt cached that is not overloaded, else the least loaded."""
     for worker in holders(request, cluster, task, 1):
         share = request.cached_tokens[worker.worker_id] / max(request.num_tokens, 1)
         if share >= _MIN_CACHED_SHARE and not is_overloaded(worker, cluster):

@@ -26,9 +26,7 @@ MAX_RETRY_S = 3600.0
 
 
 class Miss(NamedTuple):
-    """A predicted SLO miss: `worker` has too much to do. It is expected to be idle in `idle_in_s` seconds;
-    then the request takes `alone_s`.
-    """
+    """A predicted miss. `worker` is idle in `idle_in_s` seconds; then the request takes `alone_s`."""
 
     missed: Missed
     worker: WorkerSnapshot

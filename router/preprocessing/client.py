@@ -1,6 +1,4 @@
-"""The router's side of the preprocessor: starts it, sends it tasks, replaces it when it ends or is stuck, and
-has it compile grammars.
-"""
+"""The router's side of the preprocessor: starts and replaces it, sends it tasks, has grammars compiled."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ class _Process:
             self._process.wait()
 
     async def ask(self, header: bytes, argument: bytes) -> bytes:
-        """Return the task's result. Cancelling the call ends the task. Raises `_NoAnswerError`, and as `run`
-        does.
-        """
+        """Return the task's result. Cancelling ends the task. Raises `_NoAnswerError`, and as `run`."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)

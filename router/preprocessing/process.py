@@ -140,9 +140,7 @@ class Parent:
 
 
 class _Child:
-    """A child process. `connection` is its task's, if it has one; `stays` is false once it is about to
-    end.
-    """
+    """A child process, the `connection` of its task if it has one, and whether it `stays` after that."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid

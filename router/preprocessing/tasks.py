@@ -1,6 +1,4 @@
-"""The preprocessor's tasks: each turns bytes into bytes. Their messages, and the reading of bodies, which the
-router does itself for small ones.
-"""
+"""The preprocessor's tasks, from bytes to bytes, their messages, and the reading of bodies."""
 
 from __future__ import annotations
 

@@ -168,9 +168,7 @@ class Chats:
         return [request.asked() for request in requests]
 
     def grammar(self, request: GrammarRequest) -> Grammar:
-        """Return the grammar of the answer, or of its calls, after its thinking. Raises
-        `InvalidRequestError`.
-        """
+        """Return the grammar of the answer or its calls, after its thinking. Raises `InvalidRequestError`."""
         asked, calls = requested_grammar(request, self._tokenizer.special_ids), request.calls
         marks = None
         if request.is_open is not None:

@@ -54,9 +54,7 @@ class ConvertedMessages:
 
 
 def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that renames a field of the chat other than the messages. `names` has patterns and
-    what replaces them.
-    """
+    """Return a function that renames fields of the chat by patterns and their replacements."""
     patterns = [(re.compile(pattern), own) for pattern, own in names.items()]
 
     def rename(field: str) -> str:
@@ -68,9 +66,7 @@ def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
 
 
 class ConvertedChat(NamedTuple):
-    """A chat's body that is equivalent to the request. `own_field` returns the request's names for fields of
-    the chat other than the messages.
-    """
+    """The equivalent chat. `own_field` returns the request's names for fields other than the messages."""
 
     body: ChatBody
     messages: ConvertedMessages

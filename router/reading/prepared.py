@@ -1,6 +1,4 @@
-"""A request's body after it was checked and tokenized, as plain data. The preprocessor makes it, or the
-router itself if the body is small.
-"""
+"""A request's body as plain data, after it was checked and tokenized here or in the preprocessor."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     prediction: list[int] | bytes = []
 
     def packed(self) -> PreparedPrompt:
-        """Return a copy with bytes in place of lists, since decoding a list of a million numbers would block
-        for long.
-        """
+        """Return a copy with bytes for lists: decoding a list of a million numbers would block for long."""
         return msgspec.structs.replace(
             self,
             token_ids=_packed(self.token_ids),
@@ -59,17 +55,13 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 
 
 class EarlierResponse(msgspec.Struct, frozen=True, tag=True):
-    """Says that the request continues this stored response. Reading the request needs the response's
-    items.
-    """
+    """The request continues this stored response, whose items are needed to read it."""
 
     response_id: str
 
 
 class PreparedResponse(msgspec.Struct, frozen=True):
-    """The request's fields that `/v1/responses` repeats and stores, as JSON by name, and the conversation's
-    items.
-    """
+    """The fields that `/v1/responses` repeats and stores, as JSON by name, and the conversation's items."""
 
     echoed: dict[str, bytes]
     items: bytes
@@ -84,9 +76,7 @@ class PreparedRanking(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request with tokenized prompts. `params` lack the grammar and the fields that differ among
-    choices.
-    """
+    """A request with tokenized prompts. `params` lack the grammar and fields that differ among choices."""
 
     model: str | None
     prompts: list[PreparedPrompt]

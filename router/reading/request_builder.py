@@ -49,9 +49,7 @@ class RequestBuilder:
         self._formats = formats
 
     def build(self, prepared: Prepared, arrival: float) -> Built:
-        """Build `n` choices of each prompt, with the seeds that the prompt would get alone. Raises
-        `ApiError`.
-        """
+        """Build `n` choices of each prompt, with the seeds that it would get alone. Raises `ApiError`."""
         adapter = self.find(prepared.model)
         chat = prepared.chat
         parsing = None if chat is None else self._chats.parsing(chat)

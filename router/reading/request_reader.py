@@ -117,9 +117,7 @@ class RequestReader:
     def embeddings(
         self, body: PoolingBody, sources: Sequence[tuple[str, str | list[int]]], model: ServedModel
     ) -> Prepared:
-        """Prepare texts or token ids for embedding. `sources` has pairs of a field's name and its text or
-        tokens.
-        """
+        """Prepare the embedding of sources: fields' names with their texts or tokens."""
         if not self._config.enable_embeddings:
             raise InvalidRequestError("model", "this server gives no embeddings (--enable-embeddings)")
         model.check_name(body.model)
@@ -191,9 +189,7 @@ class RequestReader:
     def _with_echo(
         self, prompt: PreparedPrompt, text: str | None, special: bool, output: AskedOutput
     ) -> PreparedPrompt:
-        """Return the prompt with its text. A text is echoed unchanged; the offsets of its tokens are
-        computed only if the request needs them.
-        """
+        """Return the prompt with its text, and with its tokens' offsets only if the request needs them."""
         if text is None:
             echo = self._tokenizer.echo_tokens(prompt.token_ids, output.skip_special_tokens)
         elif output.keep_details:
@@ -326,9 +322,7 @@ def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | No
 def _asked_output(
     body: GenerationBody, num_top: int | None, *, echo: bool = False, only_prompt: bool = False
 ) -> AskedOutput:
-    """Return the output options. `only_prompt`: `max_tokens` 0 with `echo` asks for the prompt alone, mostly
-    for its log-probabilities.
-    """
+    """Return the output options. `only_prompt`: the answer has no token of its own."""
     stream, options = bool(body.stream), body.stream_options
     if options is not None and not stream:
         raise InvalidRequestError("stream_options", "only allowed with stream=true")

@@ -149,9 +149,7 @@ class LiveRequest:
         )
 
     def past_budget(self, output: TokenOutput) -> TokenOutput | None:
-        """Return the output that replaces `output` because the thinking budget is used up; None if it is
-        not.
-        """
+        """Return the output that replaces this one if the thinking budget is used up."""
         thinking = self.generation.thinking
         if thinking is None:
             return None
@@ -178,9 +176,7 @@ class LiveRequest:
         return max(self.times.placed_at, self.last_token_time)
 
     def end(self, eos_token_ids: Sequence[int]) -> TokenOutput | None:
-        """Return the output with which the last worker would have ended it, if its tokens so far already end
-        it.
-        """
+        """Return the output that ends the request if its tokens so far already end it."""
         tokens = self.output_token_ids
         if not tokens:
             return None
@@ -291,9 +287,7 @@ class Generation:
 
 
 class Journal:
-    """Live requests by the ids that the workers know. `router` is the incarnation of the router that owns
-    them.
-    """
+    """Live requests by the ids that the workers know. `router` is the owner's incarnation."""
 
     def __init__(self, router: str) -> None:
         self._router = router
@@ -322,9 +316,7 @@ class Journal:
         return [(request, at) for request in self._requests.values() if (at := request.current) is not None]
 
     def less_urgent(self, priority: int) -> list[Generation]:
-        """Return the generations without an answer that are less urgent, the least urgent first, then the
-        youngest.
-        """
+        """Return less urgent generations without an answer, the least urgent first, then the youngest."""
         others = {each.generation: None for each in self if each.generation.priority > priority}
         waiting = [generation for generation in others if not generation.has_answered]
         return sorted(waiting, key=lambda each: (-each.priority, -each.arrival))

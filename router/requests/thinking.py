@@ -27,9 +27,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     decode: Callable[[list[int]], str]
 
     def exceeded(self, before: Sequence[int], output: TokenOutput, max_tokens: int) -> TokenOutput | None:
-        """Return the output with the end of thinking in place of the tokens after the budget, or None if the
-        budget is kept.
-        """
+        """Return the output with the end of thinking after the budget, or None if the budget is kept."""
         room = self.num_tokens - len(before)
         if not 0 <= room <= len(output.token_ids) or (room == len(output.token_ids) and output.finish_reason):
             return None

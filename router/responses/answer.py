@@ -26,9 +26,7 @@ _PIECE = re.compile(r".{4096}\S{0,4096}|.+", re.DOTALL)
 
 
 class ResponseAnswer(StreamedAnswer):
-    """`fields` are the response's fields that repeat its request; `store` keeps the response and its
-    items.
-    """
+    """`fields` repeat the response's request; `store` keeps the response and its items."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""Converts a request of `/v1/responses` and its items to a chat's, and lists the request's fields that the
-response repeats.
-"""
+"""Converts a request of `/v1/responses` to a chat's, and lists the fields that the response repeats."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ _IN_VAIN = "reasoning.encrypted_content"
 
 
 def converted_chat(body: ResponseBody, earlier: Sequence[Item]) -> tuple[ConvertedChat, list[Item]]:
-    """Convert the request, which continues the `earlier` items. Return the whole conversation's items, too.
-    Raises `InvalidRequestError`.
-    """
+    """Convert a request that continues `earlier` items; return all items, too."""
     refuse_unsupported(body)
     _check_options(body)
     if body.input is None:
@@ -154,16 +150,12 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "t
 
 
 class Conversation(ConvertedMessages):
-    """Collects the `messages` of items. Consecutive reasoning, text and calls of the assistant form one
-    message.
-    """
+    """Collects the `messages` of items. Reasoning, text and calls in a row form one message."""
 
     tool_names: ClassVar = {"tool_call_id": "call_id", "content": "output"}
 
     def __init__(self, answered: Collection[str | None] = ()) -> None:
-        """`answered` has the ids of calls that have an output. Other calls are left out if they are
-        incomplete.
-        """
+        """`answered` has the ids of calls with an output. Other calls are left out if they are incomplete."""
         super().__init__()
         self._answered = answered
 

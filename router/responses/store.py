@@ -36,9 +36,7 @@ from responses window newest as (order by number desc)"""
 
 
 class StoredResponse(NamedTuple):
-    """A stored response. `body` is the response that clients see, `items` the conversation with the answer;
-    both are JSON.
-    """
+    """A stored response: the `body` that clients see, and the conversation's `items`, both JSON."""
 
     id: str
     owner: str
@@ -71,9 +69,7 @@ class ResponseStore:
             raise ConfigError(f"--response-store: cannot use {path!r}: {error}") from error
 
     def put(self, response: StoredResponse) -> None:
-        """Store a response. A failure is logged and counted, but not raised: the client has its answer
-        already.
-        """
+        """Store a response. A failure is logged and counted: the client has its answer already."""
         size = len(response.body) + len(response.items)
         if size > self._most_bytes:
             self._on_drop("full")
@@ -141,9 +137,7 @@ def _claim(path: Path) -> None:
 
 
 def response_store(config: ServeConfig, on_drop: Callable[[DropReason], None]) -> ResponseStore | None:
-    """Return the store, or None if no responses are kept. Any of several routers may get the next request,
-    so they must share a file.
-    """
+    """Return the store, None if nothing is kept. Several routers must share a file."""
     if config.max_stored_responses == 0 or (config.router_replicas > 1 and config.response_store is None):
         return None
     return ResponseStore(config, on_drop)

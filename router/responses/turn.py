@@ -48,9 +48,7 @@ def read_response(
 
 
 class ResponseTurn:
-    """Prepares and answers one request. If `store` is None, no responses are kept; otherwise they belong to
-    `owner`.
-    """
+    """Prepares and answers one request of `owner`. If `store` is None, no responses are kept."""
 
     def __init__(self, read: Read, store: ResponseStore | None, owner: str) -> None:
         self._read = read
@@ -61,9 +59,7 @@ class ResponseTurn:
         """The items of the whole conversation: the earlier ones and the new."""
 
     async def prepare(self, raw: bytes, model: ServedModel) -> Prepared:
-        """Read the request, with the earlier response if it continues one. Raises `ApiError` or
-        `InvalidRequestError`.
-        """
+        """Read the request, with the response that it continues. Raises as `read_response`."""
         prepared = await self._read(raw, model, None)
         if isinstance(prepared, EarlierResponse):
             prepared = await self._read(raw, model, await self._earlier(prepared.response_id))

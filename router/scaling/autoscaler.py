@@ -66,9 +66,7 @@ class Autoscaler:
         self.room: Mapping[str, int] = {}
 
     def step(self, others: Demand) -> None:
-        """Decide and act if it is time. To be called a few times a second, with the demand of all other
-        routers.
-        """
+        """Decide and act if it is time. To be called a few times a second, with other routers' demand."""
         now = time.monotonic()
         if now < self._due or not self._policy.ranges or self._registry.model is None or self._changes_role:
             return

@@ -23,9 +23,7 @@ from router.workers.registry import Worker
 INTERVAL_S = 5.0
 """[seconds] The time between two decisions."""
 WINDOW_S = 900.0
-"""[seconds] The window over which demand is averaged: it changes over hours, and fewer requests scatter
-more.
-"""
+"""[seconds] The window of average demand, which changes over hours; fewer requests scatter more."""
 SHORT_S = 30.0
 """[seconds] The window over which rows, context and KV are averaged."""
 JUDGED_S = 300.0
@@ -34,9 +32,7 @@ LEAST_MISSED = 2
 LONG = 1.5
 """Standard deviations above the mean: prompts of this length should be in time too."""
 ATTAINMENT = 0.95
-"""The share of answers that should meet the SLO. If more than half of the allowed misses occur, beyond
-chance, one more worker is added.
-"""
+"""The share of answers that should meet the SLO. Half of the allowed misses add a worker."""
 LATE_CHANCE = 0.01
 """[share] Prompts that may wait too long by the formula: the SLO can be missed for other reasons too."""
 MARGIN = 1.1
@@ -74,9 +70,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """The samples of the last minutes and the workers they needed, the oldest first, and when roles were
-    changed.
-    """
+    """The samples of the last minutes and what they needed, the oldest first, and when roles changed."""
 
     samples: tuple[Sample, ...] = ()
     needs: Mapping[str, tuple[Need, ...]] = field(default_factory=dict)
@@ -84,9 +78,7 @@ class ScalerState:
 
 
 class ScalingDecision(NamedTuple):
-    """The number of workers wanted for each role, and why. `changes_role` is (from, to): a worker changes
-    its role, since no node has room for one more.
-    """
+    """The wanted workers of each role, and why. `changes_role`: a worker goes from one role to another."""
 
     targets: Mapping[str, int]
     reasons: Mapping[str, str]
@@ -94,9 +86,7 @@ class ScalingDecision(NamedTuple):
 
 
 class OfferedLoad(NamedTuple):
-    """The load on all workers of a role together. `prompts` is the number of workers that prompts alone
-    would keep busy.
-    """
+    """The load on a role as a whole. `prompts` is the number of workers that prompts alone keep busy."""
 
     prompts: float
     prompt_s: float
@@ -183,9 +173,7 @@ def _lacks(load: OfferedLoad, workers: int, facts: ScalingFacts, seen: RoleLoad)
 
 
 def late_share(workers: int, busy: float, service_s: float, allowed_s: float) -> float:
-    """Return the chance to wait longer than `allowed_s` for one of `workers`, of which `busy` are busy on
-    average: Erlang C.
-    """
+    """Return the chance to wait longer than `allowed_s` if `busy` of `workers` are busy: Erlang C."""
     if busy >= workers:
         return 1.0
     blocked = 1.0
@@ -225,9 +213,7 @@ def _is_settled(state: ScalerState, role: str, facts: ScalingFacts, policy: Scal
 
 
 def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since: float) -> tuple[int, str]:
-    """Return how many workers are wanted for unforeseen load: prompts have queued up, or answers miss their
-    SLO.
-    """
+    """Return how many workers unforeseen load needs: prompts queue up, or answers miss their SLO."""
     load = facts.loads[role]
     allowed_s = facts.slo_ttft_s / 2 if facts.slo_ttft_s < inf else QUEUE_S
     if load.backlog_s > load.workers * allowed_s:
@@ -243,9 +229,7 @@ def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since:
 def _within_room(
     decision: ScalingDecision, facts: ScalingFacts, policy: ScalingPolicy, spare: Mapping[str, bool]
 ) -> ScalingDecision | None:
-    """Limit the decision to the room of the nodes. Without room, a worker that another role can spare
-    changes its role.
-    """
+    """Limit the decision to the nodes' room. Without room, a worker that is spare changes its role."""
     targets, reasons = dict(decision.targets), dict(decision.reasons)
     taken = 0
     for role, wanted in decision.targets.items():

@@ -1,6 +1,4 @@
-"""The router's requests to the launcher for a change of the number of workers, the changes that exclude each
-other, and the log of scaling.
-"""
+"""Requests to the launcher for other numbers of workers, which changes exclude each other, and their log."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ class Changes:
 
 
 class Turns:
-    """One router's access to `Changes`. `begin` and `end` reach the process that keeps them for all
-    routers.
-    """
+    """One router's access to `Changes`, which one process keeps for all routers."""
 
     def __init__(self, router_id: str) -> None:
         self.changes = Changes()

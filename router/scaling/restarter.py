@@ -54,9 +54,7 @@ class Restarter:
         return report
 
     def _in_order(self) -> list[Worker]:
-        """Return the live workers. Those whose successor may be refused come first, while nothing has
-        changed yet.
-        """
+        """Return the live workers, first those whose successor may be refused: nothing has changed then."""
         workers = [worker for worker in self._registry if worker.live]
         return sorted(workers, key=lambda worker: (not self._is_alone(worker), worker.key.worker_id))
 

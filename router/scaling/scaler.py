@@ -33,9 +33,7 @@ class ScaleReport(DrainReport):
 
 
 class Scaler:
-    """Changes the number of workers. Runs on the event loop only. `ask` reaches the launcher, which counts
-    for all routers.
-    """
+    """Changes the number of workers, on the event loop. `ask` reaches the launcher."""
 
     def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer, turns: Turns) -> None:
         self._config = config
@@ -81,9 +79,7 @@ class Scaler:
         return report
 
     async def await_serving(self, worker_ids: Sequence[str], timeout_s: float) -> dict[str, str]:
-        """Wait until each worker serves, was given up, or the time-out (plus a grace) has passed. Returns
-        why workers do not serve, by id.
-        """
+        """Wait until all serve or were given up, at most the time-out. Return the others' reasons by id."""
         deadline = time.monotonic() + timeout_s + GRACE_S
         for worker_id in worker_ids:
             self._given_up.pop(worker_id, None)

@@ -1,6 +1,4 @@
-"""Renders chat messages as a prompt with the model's Jinja template, in a sandbox, and finds the template's
-traits.
-"""
+"""Renders chats with the model's Jinja template, in a sandbox, and finds the template's traits."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text. Raises `InvalidRequestError` with the message that the template refuses
-        and its own reason.
-        """
+        """Return the prompt. Raises `InvalidRequestError` that names the refused message."""
         chat = self.traits.chat(messages)
         if continue_final_message:
             chat[-1]["content"] = _marked(chat[-1]["content"])

@@ -121,9 +121,7 @@ def call_arguments(text: str, field: str) -> CallArguments:
 
 
 def parsed_arguments(text: str) -> CallArguments:
-    """Parse arguments. An object that was cut off is closed; any other text or value becomes the only
-    argument, `arguments`.
-    """
+    """Parse arguments. An object that was cut off is closed; other text becomes the argument `arguments`."""
     if not text.strip():
         return CallArguments()
     for attempt in _attempts(text):
@@ -138,9 +136,7 @@ def parsed_arguments(text: str) -> CallArguments:
 
 
 def _attempts(text: str) -> Iterator[str]:
-    """Yield the text; if it was cut off, also the closed text, and the text closed after its last complete
-    part.
-    """
+    """Yield the text; if it was cut off, also closed at its end, and after its last complete part."""
     yield text
     closers: list[str] = []
     end = whole = len(text)

@@ -24,9 +24,7 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as sent to the engine. `echo` is set if the answer begins with the prompt. Drafts may come
-    from the `prediction` of the answer.
-    """
+    """A prompt, its `echo` if the answer begins with it, and a `prediction` of the answer for drafts."""
 
     token_ids: list[int]
     echo: Echo | None = None
@@ -34,9 +32,7 @@ class Prompt(msgspec.Struct, frozen=True):
     chains: dict[CacheFormat, HashedBlocks] = msgspec.field(default_factory=dict)
 
     def blocks(self, cache: CacheFormat, cache_salt: str, adapter: Adapter | None) -> HashedBlocks:
-        """Return the prompt's full blocks in a cache format. They are hashed once: all requests of a prompt
-        have the same salt and adapter.
-        """
+        """Return the full blocks in a cache format, hashed once: salt and adapter are always the same."""
         chain = self.chains.get(cache)
         if chain is None:
             root = cache.root(cache_salt, adapter.digest if adapter is not None else "")
@@ -45,9 +41,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A piece of text, and whether its tokens are accepted drafts. Text belongs to the token that completes
-    it.
-    """
+    """A piece of text, by the tokens that complete it, and whether these are accepted drafts."""
 
     text: str
     drafted: bool

@@ -31,9 +31,7 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True)
 class PieceDecoding:
-    """The function that turns a token's string into bytes, and the number of spaces that a text loses at its
-    start.
-    """
+    """Turns a token's string into bytes; a text loses `leading_spaces` at its start."""
 
     to_bytes: Callable[[str], bytes]
     leading_spaces: int = 0
@@ -86,9 +84,7 @@ def _replacing(replacements: Sequence[tuple[str, str]], byte_fallback: bool) -> 
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's map of characters to bytes: printable ones stand for themselves, the rest are shifted
-    up.
-    """
+    """Return GPT-2's map of characters to bytes: printable ones as they are, the rest shifted up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     shifted = (byte for byte in range(256) if byte not in set(printable))
@@ -137,9 +133,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 class BytesDetokenizer:
-    """Detokenizes for decoders that work token by token. `context` holds the tokens before the first pushed
-    one.
-    """
+    """Detokenizes for decoders that work token by token. `context` comes before the first pushed token."""
 
     __slots__ = ("_decoder", "_is_between", "_strip", "_texts")
 
@@ -173,9 +167,7 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizes for any other decoder: decodes the last few tokens with and without the new one, and
-    returns the difference.
-    """
+    """Detokenizes for any other decoder: the last few tokens with the new one, less those without."""
 
     MAX_HELD_TOKENS = 32
 
@@ -222,9 +214,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Accept more text. Returns the text that is certain to be output; nothing after a match
-        (`matched`).
-        """
+        """Accept more text. Return what is certain to be output; nothing after a match (`matched`)."""
         if self.matched is not None:
             return ""
         text = self._held + text

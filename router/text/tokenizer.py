@@ -147,9 +147,7 @@ class Tokenizer:
         return Echo(text, offsets)
 
     def echo_tokens(self, token_ids: Sequence[int], skip_special_tokens: bool) -> Echo:
-        """Return the tokens' text with the offset of each token. An incomplete last character is left to the
-        tokens that follow.
-        """
+        """Return the tokens' text and offsets. An incomplete last character is left to later tokens."""
         detokenizer = self.detokenizer([], skip_special_tokens)
         pieces = [detokenizer.push(token_id) for token_id in token_ids]
         return Echo("".join(pieces), list(accumulate(map(len, pieces), initial=0))[:-1])
@@ -174,9 +172,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         keep: frozenset[str] = frozenset(),
     ) -> Detokenizer:
-        """Return a new detokenizer for the tokens that follow the prompt. It never skips the tokens in
-        `keep`.
-        """
+        """Return a new detokenizer for tokens after the prompt. It never skips those in `keep`."""
         context = prompt_token_ids[-8:]
         skip = self._special_ids if skip_special_tokens else frozenset()
         if keep:
@@ -237,9 +233,7 @@ def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mappi
 
 
 def _templates_of(settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the chat template, and the template for tools if it differs. A model may have a list of
-    templates by name.
-    """
+    """Return the default chat template, and the one for tools if a list by name has it."""
     template = settings.get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template}

@@ -73,9 +73,7 @@ class DemandMeter:
         counted.prompt_s2 += seconds * seconds
 
     def answered(self, assignment: Assignment, ttft_s: float, slo_s: float) -> None:
-        """Judge the first token, which the first worker sent. A prompt that is too long for its SLO is not
-        judged.
-        """
+        """Judge the first worker's first token, unless the prompt is too long for its SLO."""
         if alone_s(assignment) <= slo_s:
             self._judge(assignment.first, ttft_s, slo_s)
 

@@ -148,9 +148,7 @@ class KvIndex(Generic[Name]):
         return found
 
     def find_ends(self, keys: Sequence[int]) -> dict[Name, int]:
-        """Return the leading blocks for holders that report only some blocks, each of which stands for all
-        before it.
-        """
+        """Return the leading blocks of holders that report only ends, each for all blocks before it."""
         found: dict[Name, int] = {}
         seen = 0
         for end in range(len(keys), 0, -1):
@@ -161,9 +159,7 @@ class KvIndex(Generic[Name]):
         return found
 
     def find_windows(self, keys: Sequence[int], window: Window) -> dict[Name, int]:
-        """Return the leading blocks for holders that need only the window of a prefix that the next token
-        reads.
-        """
+        """Return the leading blocks of holders that need only the window that the next token reads."""
         found: dict[Name, int] = {}
         ends: dict[int, int] = {}
         """The end of the current run of consecutive blocks, by its holder's lowest bit."""
@@ -214,9 +210,7 @@ class KvIndex(Generic[Name]):
         return bool(self._dead)
 
     def sweep(self, seconds: float) -> None:
-        """Forget blocks of removed holders for about `seconds`. Their slots are free after a complete
-        round.
-        """
+        """Forget blocks of removed holders for about `seconds`. A complete round frees their slots."""
         deadline = time.perf_counter() + seconds
         while self._dead and time.perf_counter() < deadline:
             if self._next_shard == 0:

@@ -62,14 +62,10 @@ class Worker:
         """The worker is about to leave and gets no more requests."""
         self.outstanding_requests = 0
         self.outstanding_prompts = 0
-        """The outstanding requests whose first token comes from this worker, with
-        `outstanding_prefill_tokens` to compute.
-        """
+        """The requests whose first token comes from here, with `outstanding_prefill_tokens` to compute."""
         self.outstanding_prefill_tokens = 0
         self.outstanding_rows = 0
-        """The outstanding requests that this worker decodes or will decode, with `outstanding_context`
-        tokens.
-        """
+        """The requests that decode here now or later, with `outstanding_context` tokens."""
         self.outstanding_context = 0
         self.outstanding_computed = 0
         """The part of `outstanding_context` that this worker computes itself."""
@@ -109,9 +105,7 @@ class Worker:
         self.update_load()
 
     def update_load(self) -> None:
-        """Update the load: this router's outstanding requests plus those of other routers at the last
-        report.
-        """
+        """Update the load: own outstanding requests, and those of other routers at the last report."""
         load, (requests, prompts, tokens) = self.load, self._others
         load.requests = self.outstanding_requests + requests
         load.prompts = self.outstanding_prompts + prompts
@@ -133,9 +127,7 @@ class Registry:
     def __init__(
         self, worker_timeout: float, block_size: int = 16, shared: bool = False, max_rows: int = 0
     ) -> None:
-        """`shared`: other routers send requests to the same workers. Each worker decodes at most `max_rows`
-        requests at once.
-        """
+        """`shared`: other routers use the workers too. Each decodes at most `max_rows` requests at once."""
         self._timeout = worker_timeout
         self._block_size = block_size
         self._shared = shared

@@ -111,9 +111,7 @@ class DraftHistory:
         return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=current.at)
 
     def as_json(self) -> dict[str, Any] | None:
-        """Return the record, or None if there was no plan: the deployment has no drafts, and the request
-        asks for none.
-        """
+        """Return the record, None without a plan: neither deployment nor request has drafts."""
         if not self.periods:
             return None
         latest = self.periods[-1]

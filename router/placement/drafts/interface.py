@@ -13,9 +13,7 @@ DraftSite = Literal["none", "local", "remote"]
 
 
 class DraftMaker(NamedTuple):
-    """The worker that drafts, whatever the limit of tokens. No worker drafts without a `method`; the decode
-    worker drafts without `at`.
-    """
+    """The worker that drafts: none without a `method`, the decode worker without `at`."""
 
     method: Method | None = None
     at: str | None = None

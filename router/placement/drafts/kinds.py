@@ -21,15 +21,11 @@ TRIAL_S = 1.0
 SETTLES_S = 2.0
 """[seconds of the worker] The time until the best place is known well enough to compare a trial with it."""
 LEAST_LOSS = 0.1
-"""[share] The least loss to assume for a trial, since its requests move there and back: at most one trial in
-10 s.
-"""
+"""[share] The least loss of a trial, whose requests move there and back: at most one trial in 10 s."""
 
 
 class ExpectedTokens(NamedTuple):
-    """The expected output of one of `rows` requests that had `num_tokens` at time `since`: `per_s` more
-    tokens a second, before correction.
-    """
+    """One of `rows` requests, with `num_tokens` at `since`, is expected to gain `per_s` more a second."""
 
     maker: DraftMaker
     rows: float

@@ -126,9 +126,7 @@ class Prospects:
         return found
 
     def _predicted(self, place: DraftPlace) -> Rate:
-        """Predict the rate with the requested number of tokens or else the best one, which the decode worker
-        chooses.
-        """
+        """Predict the rate with the requested number of tokens, else with the best one."""
         if place.method is None:
             return plain_rate(self._rows, self._curve)
         counts = [self._count] if self._count else range(1, len(self._chances) + 1)
@@ -136,9 +134,7 @@ class Prospects:
         return max(self._drafting(count, drafter) for count in counts)
 
     def _drafting(self, count: int, drafter: SharedDrafter | None) -> Rate:
-        """Predict the rate of drafts of `count` tokens. A tree, or lookahead's window, is drafted as a
-        whole: it has more tokens than levels.
-        """
+        """Predict the rate of drafts of `count` tokens; trees are drafted as a whole."""
         chances, whole = self._chances[:count], self._most_tokens
         if drafter is not None:
             return remote_rate(self._rows, self._curve, chances, drafter)
@@ -165,18 +161,14 @@ class Prospects:
 def _survival(
     local: MethodState | None, remote: MethodState | None, request_class: RequestClass
 ) -> list[float]:
-    """Return for each position of a draft the chance that all tokens up to it are accepted: for this class
-    of requests if it was measured, else for all.
-    """
+    """Return the chance that a draft is accepted up to each position: the class's own, else that of all."""
     states = [state for state in (local, remote) if state is not None]
     known = [state.by_class.get(request_class) for state in states] + [state.acceptance for state in states]
     return list(accumulate(next(filter(None, known), FIRST_RATES), mul))
 
 
 def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
-    """Return where the request's drafts are to be made. `prospects` are those of the request's class and
-    wishes. Never raises, whatever their snapshots contain.
-    """
+    """Return where the request drafts, by the prospects of requests like it. Never raises."""
     nowhere = prospects.nowhere(request)
     if prospects.wants_none:
         return DraftDecision(nowhere, (nowhere,), "no drafts are asked for")
@@ -196,9 +188,7 @@ def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
 def _held(
     request: DraftFacts, options: tuple[DraftOption, ...], local: DraftOption | None
 ) -> DraftOption | None:
-    """Return the option to keep unless another gains clearly: the others' place, else the request's own,
-    else its decode worker.
-    """
+    """Return the option that only a clear gain replaces: the others' place, its own, or the decode worker."""
     now = request.others
     if now is None and request.current is not None:
         now = request.current.maker

@@ -42,9 +42,7 @@ class SeenRates:
         self._sums: defaultdict[DraftMaker, dict[int, _Sums]] = defaultdict(dict)
 
     def note(self, place: DraftMaker, rows: float, seconds: float, seen: float, predicted: float) -> None:
-        """Note that one of `rows` requests, which decoded for `seconds`, got `seen` tokens instead of
-        `predicted`.
-        """
+        """Note that one of `rows` requests got `seen` tokens in `seconds` instead of `predicted`."""
         if not (isfinite(predicted) and predicted > 0):
             return
         share = seconds / rows
@@ -59,9 +57,7 @@ class SeenRates:
         return _at(self._sums.get(place, {}), load_of(rows)) is not None
 
     def correction(self, place: DraftMaker, rows: float) -> float:
-        """Return the factor to multiply a prediction by: that of the nearest load at which the place was
-        observed.
-        """
+        """Return the factor for a prediction, observed at the nearest load."""
         load, by_load = load_of(rows), self._sums.get(place, {})
         known = [each for each in by_load if _at(by_load, each) is not None]
         nearest = min(known, key=lambda each: abs(each - load), default=load)
