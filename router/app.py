@@ -12,7 +12,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp
 
 from protocol.version import version
-from router.api import clients, generate, health, observe, operate, pages
+from router.api import clients, generate, observe, operate, public
 from router.api.access import BEARER, admitted, guarded, operator
 from router.api.openapi import add_schemas, error_answers
 from router.middleware import Envelope, answer_error
@@ -49,6 +49,5 @@ def build_app(state: RouterState) -> FastAPI:
     app.include_router(clients.router, dependencies=[*key, Depends(admitted)])
     for router in (observe.router, operate.router):
         app.include_router(router, dependencies=[*key, Depends(operator)])
-    for router in (health.router, pages.router):  # as in vLLM, health and metrics need no key
-        app.include_router(router, dependencies=[Depends(guarded)])
+    app.include_router(public.router, dependencies=[Depends(guarded)])
     return app

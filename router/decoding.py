@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -67,6 +67,7 @@ _INSTEAD = {
     }.items()
 }
 
+_LIST_START = re.compile(rb"\[\s*(.)")
 _AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
 
 
@@ -130,12 +131,37 @@ def decode_field(raw: Raw | bytes, field: str, kind: Any) -> Any:
     return _decoded(bytes(raw) or b"null", kind | None, field)
 
 
-def decode_object(raw: Raw | bytes, field: str, max_bytes: int = MAX_RAW_BYTES) -> dict[str, Any] | None:
-    """Decode a field with a free-form object of at most `max_bytes` of JSON."""
-    if len(bytes(raw)) > max_bytes:
-        raise InvalidRequestError(field, f"at most {max_bytes} bytes of JSON")
+def decode_object(raw: Raw | bytes, field: str) -> dict[str, Any] | None:
+    """Decode a field with a free-form object of at most `MAX_RAW_BYTES` of JSON."""
+    if len(bytes(raw)) > MAX_RAW_BYTES:
+        raise InvalidRequestError(field, f"at most {MAX_RAW_BYTES} bytes of JSON")
     fields: dict[str, Any] | None = decode_field(raw, field, dict[str, Any])
     return fields
+
+
+def decode_prompts(
+    raw: bytes, check_number: Callable[[int], object], field: str = "prompt"
+) -> list[str] | list[list[int]]:
+    """Decode a text, a list of token ids, or a list of either.
+
+    The number of prompts is counted in the JSON text, so that a million lists are refused before they are
+    created.
+    """
+    start = _LIST_START.match(raw)
+    prompts: list[str] | list[list[int]]
+    if start is not None and start[1] == b'"':
+        plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+        check_number(plain.count(b'"') // 2)
+        prompts = decode_field(raw, field, list[str])
+    elif start is not None and start[1] == b"[":
+        check_number(raw.count(b"[") - 1)
+        prompts = decode_field(raw, field, list[list[int]])
+    else:
+        check_number(1)
+        prompts = [decode_field(raw, field, str if start is None else list[int])]
+    if prompts == [None]:
+        raise InvalidRequestError(field, "is required")
+    return prompts
 
 
 def refuse_unsupported(body: msgspec.Struct, at: str = "") -> None:

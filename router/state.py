@@ -44,17 +44,14 @@ from router.observe.metrics import Metrics
 from router.placement import placement_policy
 from router.preprocessing.client import GrammarCompiler, Preprocessor
 from router.preprocessing.requests import RequestPreparer
-from router.preprocessing.tasks import BodyReader
 from router.reading.chats import Chats
-from router.reading.request_builder import RequestBuilder
 from router.reading.served import ServedModel, load_defaults
 from router.requests.journal import Journal
 from router.requests.slices import Slices
 from router.responses.store import ResponseStore, response_store
 from router.scaling.autoscaler import Autoscaler
 from router.scaling.interface import Turns
-from router.scaling.restarter import Restarter
-from router.scaling.scaler import Scaler
+from router.scaling.scaler import Restarter, Scaler
 from router.text.tokenizer import Tokenizer
 from router.workers.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 
@@ -108,7 +105,14 @@ class RouterState:
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
         self.turns = Turns(router_id)
         self.adapters = AdapterTable(config, self.registry, self.link.send, self.turns)
-        self.requests = self._request_preparer()
+        self.requests = RequestPreparer(
+            config,
+            self.tokenizer,
+            self.chats,
+            self.preprocessor,
+            self.adapters.find,
+            lambda: self.kv_feed.formats,
+        )
         self.scaler = Scaler(config, self.registry, self.drainer, self.turns)
         self.restarter = Restarter(config, self.registry, self.drainer, self.scaler, self.turns)
         self.autoscaler = Autoscaler(
@@ -121,11 +125,6 @@ class RouterState:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due = 0.0
-
-    def _request_preparer(self) -> RequestPreparer:
-        parts = (self.config, self.tokenizer, self.chats)
-        builder = RequestBuilder(*parts, self.adapters.find, lambda: self.kv_feed.formats)
-        return RequestPreparer(BodyReader(*parts), builder, self.preprocessor, self.tokenizer.is_fast)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start to listen to the workers."""

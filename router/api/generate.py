@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Any, Protocol
 
@@ -83,7 +84,9 @@ class PlainTurn:
         self._own_field = own_field
 
     async def prepare(self, raw: bytes, model: ServedModel) -> Prepared:
-        return await self._state.requests.prepare(self._task, raw, model)
+        prepared = await self._state.requests.read(self._task, raw, model)
+        assert isinstance(prepared, Prepared)
+        return prepared
 
     def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
         return InvalidRequestError(self._own_field(error.field), error.message)
@@ -192,7 +195,9 @@ def add_routes(app: FastAPI, state: RouterState, key: Sequence[params.Depends]) 
         return lambda admission: turn
 
     def response(admission: Admission) -> Turn:
-        return ResponseTurn(state.requests.prepare_response, state.responses, admission.key.entry.name)
+        return ResponseTurn(
+            partial(state.requests.read, "response"), state.responses, admission.key.entry.name
+        )
 
     completion = plain("completion", lambda prepared, *output: CompletionFormat(*output))
     chat = plain("chat", lambda prepared, *output: chat_format(*output))

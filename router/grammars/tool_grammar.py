@@ -12,7 +12,7 @@ from router.grammars.argument_grammar import argument_grammar
 from router.grammars.json_schemas import check_references, schema_grammar
 from router.grammars.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.grammars.tagged_grammar import TaggedArguments, shared_rules
-from router.parsing.forms import CallForm
+from router.parsing.formats import CallForm
 from router.parsing.reasoning import Marks
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -7,11 +7,109 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from router.parsing import forms, harmony, json_formats, tagged
+from router.parsing import json_formats, reasoning, tagged
 from router.parsing.answer import AnswerText, Parse, Part, tokens_in
-from router.parsing.forms import CallForm
+from router.parsing.literals import GEMMA, PYTHON, Literals
 from router.parsing.parameters import Parameters
-from router.parsing.reasoning import GEMMA4, GRANITE, HARMONY, HUNYUAN, HY3, MISTRAL, THINK, Marks
+from router.parsing.reasoning import Marks
+
+
+class CallForm(msgspec.Struct, frozen=True):
+    """The spelling of calls. A block is `open`, calls with `separator` between them, and `close`. A call is
+    `begin` with its name for `%s` and any number for `%d`, then its arguments, then `end`. Without a
+    separator a block has one call, and blocks are joined by `between`.
+    """
+
+    trigger: str
+    """The text with which a block begins and which no other text contains; empty: a block is the whole
+    answer.
+    """
+    open: str
+    begin: str
+    end: str
+    close: str = ""
+    separator: str | None = None
+    between: str | None = None
+    notation: Literals | None = None
+    """The arguments' notation; None: JSON."""
+    elsewhere: str = ""
+    """A regular expression of what begins calls outside of blocks."""
+    tags: tagged.Tags | None = None
+    """The spelling of arguments that are tagged parameters; None: they are JSON."""
+
+
+def tagged_form(tags: tagged.Tags) -> CallForm:
+    return CallForm(
+        tags.open or tags.call,
+        tags.line if tags.open else "",
+        f"{tags.call if tags.open else ''}%s{tags.name_end}{tags.line}",
+        tags.call_end + (tags.line if tags.close else ""),
+        tags.close,
+        separator="" if tags.has_several else None,
+        between=None if tags.has_several else tags.line,
+        elsewhere=re.escape(tags.call) if tags.open else "",
+        tags=tags,
+    )
+
+
+_OBJECT = '{"name": "%s", "arguments": '
+_PARAMETERS = '{"name": "%s", "parameters": '
+HERMES = CallForm(
+    json_formats.HERMES.open[0], "\n", _OBJECT, "}", f"\n{json_formats.HERMES.close}", between="\n"
+)
+LLAMA3 = CallForm("", "", _PARAMETERS, "}", separator="; ", elsewhere=r"<\|python_tag\|>")
+GRANITE = CallForm(
+    json_formats.GRANITE.open[0],
+    "[",
+    _OBJECT,
+    "}",
+    "]",
+    separator=", ",
+    elsewhere=json_formats.GRANITE.open[1],
+)
+HUNYUAN = CallForm(
+    json_formats.HUNYUAN.open[0], "[", _OBJECT, "}", f"]{json_formats.HUNYUAN.close}", separator=", "
+)
+INTERNLM = CallForm(
+    json_formats.INTERNLM.open[0], "\n", _PARAMETERS, "}", json_formats.INTERNLM.close, between=""
+)
+PHI4 = CallForm(json_formats.PHI4.open[0], "", _OBJECT, "}", json_formats.PHI4.close, separator=", ")
+XLAM = CallForm("", "[", _OBJECT, "}", "]", separator=", ", elsewhere=r"```(json)?\s*[\[{]")
+PYTHONIC = CallForm(
+    "", "[", "%s(", ")", "]", separator=", ", notation=PYTHON, elsewhere=r"<\|python_start\|>"
+)
+GEMMA4 = CallForm(
+    json_formats.GEMMA4.open[0],
+    "",
+    "call:%s{",
+    "}",
+    json_formats.GEMMA4.close,
+    between="",
+    notation=GEMMA,
+)
+MISTRAL = CallForm(json_formats.MISTRAL.open, "[", _OBJECT, "}", "]", separator=", ")
+MISTRAL_NAMED = CallForm(json_formats.MISTRAL.open, "", f"%s{json_formats.MISTRAL.begin}", "", between="")
+
+
+def _named_form(marks: json_formats.Named, begin: str, end: str, separator: str) -> CallForm:
+    return CallForm(
+        marks.open,
+        "",
+        f"{marks.call}{marks.lead}{begin}",
+        f"{end}{marks.ends[-1]}",
+        marks.close,
+        separator=separator,
+        elsewhere=re.escape(marks.call),
+    )
+
+
+DEEPSEEK_V3 = _named_form(json_formats.DEEPSEEK_V3, "%s\n```json\n", "\n```", "\n")
+DEEPSEEK_V31 = _named_form(json_formats.DEEPSEEK_V31, f"%s{json_formats.DEEPSEEK_V31.begin}", "", "")
+KIMI_K2 = _named_form(json_formats.KIMI_K2, f"%s:%d{json_formats.KIMI_K2.begin}", "", "")
+HARMONY = CallForm(
+    reasoning.CHANNEL, "commentary to=functions.", f"%s {reasoning.CONSTRAIN}json{reasoning.MESSAGE}", ""
+)
+"""Ends with the answer: the mark after a call is a token that ends it."""
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -53,10 +151,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 
     @property
     def is_harmony(self) -> bool:
-        return self.marks is HARMONY
+        return self.marks is reasoning.HARMONY
 
 
-_HARMONY = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
+_HARMONY = (reasoning.START, reasoning.CHANNEL, reasoning.CONSTRAIN, reasoning.MESSAGE, *reasoning.ENDS)
 
 
 def _format(
@@ -79,50 +177,48 @@ _FUNCTION = "<tool_call>.*<function=.*"
 
 
 def _tagged(tags: tagged.Tags, sign: str, needs: str = "") -> ToolFormat:
-    return ToolFormat((sign,), tags.parse, tags.markers, (("", forms.tagged(tags)),), needs=needs)
+    return ToolFormat((sign,), tags.parse, tags.markers, (("", tagged_form(tags)),), needs=needs)
 
 
 _QWEN3 = _tagged(tagged.QWEN3, "<parameter=", f"{_FUNCTION}<parameter=[^<>]*>{_LINE}")
-_PYTHONIC = _format(json_formats.PYTHONIC, "[func_name1(", form=forms.PYTHONIC)
+_PYTHONIC = _format(json_formats.PYTHONIC, "[func_name1(", form=PYTHONIC)
 TOOL_FORMATS = {
-    "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY, (("", forms.HARMONY),)),
+    "openai": ToolFormat((reasoning.CHANNEL,), None, _HARMONY, (("", HARMONY),)),
     "hy_v3": ToolFormat(
         ("<tool_sep",),
         tagged.parse_hy3,
         tuple(marker for tags in tagged.HY3 for marker in tags.markers),
-        ((":opensource", forms.tagged(tagged.HY3[1])), ("", forms.tagged(tagged.HY3[0]))),
+        ((":opensource", tagged_form(tagged.HY3[1])), ("", tagged_form(tagged.HY3[0]))),
         needs="<arg_key",
     ),
-    "kimi_k2": _format(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=forms.KIMI_K2),
+    "kimi_k2": _format(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=KIMI_K2),
     "deepseek_v3": _format(
-        json_formats.DEEPSEEK_V3, "```json", form=forms.DEEPSEEK_V3, needs=json_formats.DEEPSEEK_V3.open
+        json_formats.DEEPSEEK_V3, "```json", form=DEEPSEEK_V3, needs=json_formats.DEEPSEEK_V3.open
     ),
-    "deepseek_v31": _format(
-        json_formats.DEEPSEEK_V31, json_formats.DEEPSEEK_V31.open, form=forms.DEEPSEEK_V31
-    ),
-    "gemma4": _format(json_formats.GEMMA4, "<|tool_call>call:", form=forms.GEMMA4),
+    "deepseek_v31": _format(json_formats.DEEPSEEK_V31, json_formats.DEEPSEEK_V31.open, form=DEEPSEEK_V31),
+    "gemma4": _format(json_formats.GEMMA4, "<|tool_call>call:", form=GEMMA4),
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
     "mistral": _format(
         json_formats.MISTRAL,
         json_formats.MISTRAL.open,
-        form=forms.MISTRAL,
-        other_forms=((json_formats.MISTRAL.begin, forms.MISTRAL_NAMED),),
+        form=MISTRAL,
+        other_forms=((json_formats.MISTRAL.begin, MISTRAL_NAMED),),
         short_ids=True,
     ),
-    "granite": _format(json_formats.GRANITE, json_formats.GRANITE.open[0], form=forms.GRANITE),
-    "hunyuan_a13b": _format(json_formats.HUNYUAN, "<tool_calls>[", form=forms.HUNYUAN),
-    "internlm": _format(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=forms.INTERNLM),
-    "phi4_mini_json": _format(json_formats.PHI4, json_formats.PHI4.open[0], form=forms.PHI4),
-    "xlam": _format(json_formats.XLAM, '[{"name": "tool_call_name", "arguments":', form=forms.XLAM),
+    "granite": _format(json_formats.GRANITE, json_formats.GRANITE.open[0], form=GRANITE),
+    "hunyuan_a13b": _format(json_formats.HUNYUAN, "<tool_calls>[", form=HUNYUAN),
+    "internlm": _format(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=INTERNLM),
+    "phi4_mini_json": _format(json_formats.PHI4, json_formats.PHI4.open[0], form=PHI4),
+    "xlam": _format(json_formats.XLAM, '[{"name": "tool_call_name", "arguments":', form=XLAM),
     "hermes": _format(
-        json_formats.HERMES, json_formats.HERMES.open[0], form=forms.HERMES, needs=_JSON + r'"name\\?"\s*:'
+        json_formats.HERMES, json_formats.HERMES.open[0], form=HERMES, needs=_JSON + r'"name\\?"\s*:'
     ),
     "llama3_json": _format(
         json_formats.LLAMA3,
         json_formats.LLAMA3.open[0],
         '{"name": function name, "parameters":',
-        form=forms.LLAMA3,
+        form=LLAMA3,
         needs=_JSON,
     ),
     "qwen3_coder": _QWEN3,
@@ -136,14 +232,14 @@ TOOL_FORMATS = {
     "deepseek_v4": _tagged(tagged.DEEPSEEK4, tagged.DSML, r"\A(?!.*function_calls>).*tool_calls>"),
 }
 REASONING_FORMATS = {
-    "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), HARMONY),
-    "gemma4": ReasoningFormat(GEMMA4.close, GEMMA4),
-    "hunyuan_a13b": ReasoningFormat(("<tool_calls>[",), HUNYUAN),
-    "hy_v3": ReasoningFormat((":opensource",), HY3),
-    "granite": ReasoningFormat(GRANITE.open, GRANITE),
-    "mistral": ReasoningFormat(MISTRAL.open, MISTRAL),
-    "deepseek_r1": ReasoningFormat(THINK.close, THINK),
-    "qwen3": ReasoningFormat(THINK.close, THINK),
+    "openai_gptoss": ReasoningFormat((reasoning.CHANNEL,), reasoning.HARMONY),
+    "gemma4": ReasoningFormat(reasoning.GEMMA4.close, reasoning.GEMMA4),
+    "hunyuan_a13b": ReasoningFormat(("<tool_calls>[",), reasoning.HUNYUAN),
+    "hy_v3": ReasoningFormat((":opensource",), reasoning.HY3),
+    "granite": ReasoningFormat(reasoning.GRANITE.open, reasoning.GRANITE),
+    "mistral": ReasoningFormat(reasoning.MISTRAL.open, reasoning.MISTRAL),
+    "deepseek_r1": ReasoningFormat(reasoning.THINK.close, reasoning.THINK),
+    "qwen3": ReasoningFormat(reasoning.THINK.close, reasoning.THINK),
 }
 MARKERS = frozenset(
     [
@@ -201,7 +297,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
 
     def parse(self, answer: AnswerText) -> Parse[None]:
         if self.is_harmony:
-            yield from harmony.parse(answer, self.tools is not None, self.is_exact)
+            yield from reasoning.parse_harmony(answer, self.tools is not None, self.is_exact)
             return
         if self.marks is not None:
             yield from self.marks.parse(answer, self.is_open, self.is_exact)

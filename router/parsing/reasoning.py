@@ -1,15 +1,26 @@
-"""Parses reasoning between marks, before the answer. The prompt may end with the first mark."""
+"""Reasoning: between marks before the answer, or in a channel of Harmony, and the budget of its tokens."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
+
 import msgspec
 
-from router.parsing import harmony
+from protocol.outputs import TokenLogprobs, TokenOutput
 from router.parsing.answer import AnswerText, Parse, tokens_in
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>", START)
+
+_HEADS = (START, CHANNEL, MESSAGE, " to=", "assistant")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTION = re.compile(r"to=functions\.([\w.\-]+)")
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The marks around reasoning, each in several spellings."""
+    """The marks around reasoning, each in several spellings. The prompt may end with the first mark."""
 
     open: tuple[str, ...]
     close: tuple[str, ...]
@@ -60,16 +71,86 @@ GRANITE = Marks(
     "\n\nHere is my response: ",
     " ",
 )
-_NEXT = f"{harmony.END}{harmony.START}assistant"
+_NEXT = f"{END}{START}assistant"
 HARMONY = Marks(
-    (f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",),
+    (f"{CHANNEL}analysis{MESSAGE}",),
     (_NEXT,),
     _NEXT,
     "",
-    f"{harmony.CHANNEL}final{harmony.MESSAGE}",
+    f"{CHANNEL}final{MESSAGE}",
 )
 """Harmony has its own parser; these marks are for code that must know when the thinking ends."""
 MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")
 GEMMA4 = Marks(("<|channel>thought",), ("<channel|>",), "\n<channel|>")
 HY3 = Marks(("<think:opensource>",), ("</think:opensource>",), "</think:opensource>")
 HUNYUAN = msgspec.structs.replace(THINK, frame=("<answer>", "</answer>"))
+
+
+def parse_harmony(answer: AnswerText, has_tools: bool, is_exact: bool) -> Parse[None]:
+    """Parse an answer. The prompt ends within the first message's head, before its channel.
+
+    If the answer `is_exact`, content keeps its white space.
+    """
+    may_be_text = True
+    while (yield from answer.peek()):
+        head = [(yield from answer.accept(*_HEADS))]
+        answer.begin_part(head[0], may_be_text=may_be_text and head[0] not in (START, CHANNEL))
+        may_be_text = False
+        if head == [""]:
+            answer.give_up()
+        elif head != [MESSAGE] and not (yield from answer.until(MESSAGE, write=head.append)):
+            return
+        yield from _body(answer, "".join(head), has_tools, is_exact)
+
+
+def _body(answer: AnswerText, head: str, has_tools: bool, is_exact: bool) -> Parse[None]:
+    channel, function = _CHANNEL.search(head), _FUNCTION.search(head)
+    write = answer.content
+    if function is not None and has_tools:
+        answer.call(function[1])
+        write = answer.arguments
+    elif head:
+        answer.commit()
+        if channel is not None and channel[1] == "analysis":
+            write = answer.reasoning
+        if is_exact:
+            answer.keep_space()
+    yield from answer.until(*ENDS, write=write)
+
+
+_CERTAIN = TokenLogprobs(0.0, 1)
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """A budget of reasoning tokens. `end` ends the thinking; `is_open` says that the prompt began it.
+
+    The router puts `end` into an answer that still thinks after the budget, as its first tokens alone decide,
+    and places the request again after it, as it does after the loss of a worker.
+    """
+
+    num_tokens: int
+    marks: Marks
+    is_open: bool
+    end: list[int]
+    decode: Callable[[list[int]], str]
+
+    def exceeded(self, before: Sequence[int], output: TokenOutput, max_tokens: int) -> TokenOutput | None:
+        """Return the output with the end of thinking after the budget, or None if the budget is kept."""
+        room = self.num_tokens - len(before)
+        if not 0 <= room <= len(output.token_ids) or (room == len(output.token_ids) and output.finish_reason):
+            return None
+        kept = output.token_ids[:room]
+        if not self.marks.are_open_in(self.decode([*before, *kept]), self.is_open):
+            return None
+        end = self.end[: max_tokens - self.num_tokens]
+        logprobs = output.logprobs
+        if logprobs is not None:
+            logprobs = [*logprobs[:room], *[_CERTAIN] * len(end)]
+        return msgspec.structs.replace(
+            output,
+            token_ids=[*kept, *end],
+            logprobs=logprobs,
+            finish_reason=None,
+            stop_token_id=None,
+            accepted_tokens=min(output.accepted_tokens, room),
+        )

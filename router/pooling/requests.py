@@ -17,11 +17,10 @@ from msgspec import Meta, Raw
 from protocol.errors import InvalidRequestError
 from protocol.fields import doc
 from router.answers.formats import AnswerWriter, OutputOptions, usage
-from router.decoding import decode_body, refuse_unsupported
+from router.decoding import decode_body, decode_prompts, refuse_unsupported
 from router.observe.timing import ResponseTiming
 from router.openai_types import PROMPTS, PoolingBody, Unsupported, absent
 from router.reading.prepared import Prepared, PreparedRanking
-from router.reading.prompts import decode_prompts
 from router.reading.request_reader import RequestReader
 from router.reading.served import ServedModel
 from router.requests.slices import json_pieces

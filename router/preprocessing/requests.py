@@ -1,18 +1,29 @@
-"""Turns bodies into requests that can start: small bodies in the event loop, others in the preprocessor."""
+"""Turns bodies into generations: small bodies in the event loop, others in the preprocessor."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
+from protocol.kv_events import CacheFormat
+from protocol.requests import Adapter
+from protocol.sampling import SamplingParams
+from router.answers.formats import OutputOptions
 from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
 from router.preprocessing.tasks import BODIES, CONVERSIONS, BodyReader, Reading, ReadingDetails, TaskCall
+from router.reading.chats import Chats
 from router.reading.prepared import EarlierResponse, Prepared
-from router.reading.request_builder import Built, RequestBuilder
 from router.reading.served import ServedModel
+from router.requests.journal import Generation
+from router.text.choice import Choice
+from router.text.tokenizer import Tokenizer
 
 INLINE_BYTES = 2048
 """The preprocessor reads larger bodies, so that they do not delay other requests' tokens."""
@@ -34,21 +45,36 @@ _decode = msgspec.msgpack.Decoder(Prepared | EarlierResponse).decode
 
 
 class RequestPreparer:
-    """Prepares requests. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    """Prepares requests. Raises `ApiError` or `InvalidRequestError`, which name the field.
+
+    `find` returns the adapter that a request's `model` names, like `AdapterTable.find`. `formats` returns how
+    the workers identify blocks, so that prompts are hashed here instead of when they are placed.
+    """
 
     def __init__(
-        self, reader: BodyReader, builder: RequestBuilder, preprocessor: Preprocessor, is_fast: bool
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer,
+        chats: Chats,
+        preprocessor: Preprocessor,
+        find: Callable[[str | None], Adapter | None],
+        formats: Callable[[], Collection[CacheFormat]],
     ) -> None:
-        self._reader = reader
-        self._builder = builder
+        self._config = config
+        self._tokenizer = tokenizer
+        self._chats = chats
+        self._reader = BodyReader(config, tokenizer, chats)
         self._preprocessor = preprocessor
-        self._inline_bytes = FAST_INLINE_BYTES if is_fast else INLINE_BYTES
+        self._find = find
+        self._formats = formats
+        self._inline_bytes = FAST_INLINE_BYTES if tokenizer.is_fast else INLINE_BYTES
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="build")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
+    async def read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
+        """Read a task's body; a response's with the items of the `earlier` one that it continues."""
         size = len(raw) + len(earlier or b"")
         is_small = size <= self._inline_bytes and raw.count(b"{") <= INLINE_OBJECTS
         if is_small and raw.count(b'"') <= 2 * INLINE_TEXTS:
@@ -65,27 +91,57 @@ class RequestPreparer:
             raise InvalidRequestError(BODIES[task].main_field, f"a library crashes on it ({error})") from None
         return read if task in CONVERSIONS else _decode(read)
 
-    async def prepare(self, task: str, raw: bytes, model: ServedModel) -> Prepared:
-        prepared = await self._read(task, raw, model)
-        assert isinstance(prepared, Prepared)
-        return prepared
-
-    async def prepare_response(
-        self, raw: bytes, model: ServedModel, earlier: bytes | None
-    ) -> Prepared | EarlierResponse:
-        """Prepare a request of `/v1/responses`, with the items of an earlier response."""
-        prepared = await self._read("response", raw, model, earlier)
-        assert not isinstance(prepared, bytes)
-        return prepared
-
-    async def convert(self, task: str, raw: bytes, model: ServedModel) -> bytes:
-        answer = await self._read(task, raw, model)
-        assert isinstance(answer, bytes)
-        return answer
-
-    async def build(self, prepared: Prepared, arrival: float) -> Built:
+    async def build(self, prepared: Prepared, arrival: float) -> tuple[Generation, OutputOptions]:
+        """Return a generation that is ready to start, and its output options. Raises `ApiError`."""
         num_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         if num_tokens <= INLINE_TOKENS and len(prepared.prompts) * prepared.n <= INLINE_SEQUENCES:
-            return self._builder.build(prepared, arrival)
+            return self._build(prepared, arrival)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._builder.build, prepared, arrival)
+        return await loop.run_in_executor(self._threads, self._build, prepared, arrival)
+
+    def _build(self, prepared: Prepared, arrival: float) -> tuple[Generation, OutputOptions]:
+        """Build `n` choices of each prompt, with the seeds that it would get alone. Raises `ApiError`."""
+        adapter = self._find(prepared.model)
+        chat = prepared.chat
+        parsing = None if chat is None else self._chats.parsing(chat)
+        output = OutputOptions(**msgspec.structs.asdict(prepared.output), parsing=parsing)
+        skip = output.skip_special_tokens
+        keep = frozenset() if parsing is None else parsing.markers
+        choices: list[tuple[Choice, SamplingParams]] = []
+        for each in prepared.prompts:
+            prompt = each.unpacked()
+            params = msgspec.structs.replace(prepared.params, max_tokens=each.max_tokens)
+            for cache in self._formats():
+                prompt.blocks(cache, prepared.cache_salt, adapter)
+            offset = 0 if prompt.echo is None else len(prompt.echo.text)
+            for index in range(prepared.n):
+                choice = Choice(
+                    len(choices),
+                    prompt,
+                    self._tokenizer.detokenizer(prompt.token_ids, skip, keep),
+                    stop=prepared.stop,
+                    include_stop=prepared.include_stop,
+                    min_tokens=params.min_tokens,
+                    keep_details=output.keep_details,
+                    offset=offset,
+                )
+                seed = params.seed if index == 0 else derived_seed(params.seed, index)
+                choices.append((choice, msgspec.structs.replace(params, seed=seed)))
+        generation = Generation(
+            choices,
+            arrival=arrival,
+            timeout_s=self._config.request_timeout,
+            priority=prepared.priority,
+            cache_salt=prepared.cache_salt,
+            adapter=adapter,
+            speculation=prepared.speculation,
+            split=prepared.split,
+            thinking=None if chat is None else self._chats.thinking(chat),
+        )
+        return generation, output
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed of a further choice: deterministic and well spread, in [0, 2**63)."""
+    digest = hashlib.blake2b(struct.pack("<qQ", seed, index), digest_size=8, person=b"tandem-choice").digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -23,10 +23,9 @@ from router.parsing.formats import (
     reasoning_format,
     tool_format,
 )
-from router.parsing.reasoning import HARMONY
+from router.parsing.reasoning import HARMONY, ThinkingBudget
 from router.reading.prepared import ChatAnswer
 from router.reading.tools import ToolChoice, known_functions, offers, plain_tools, tool_choice
-from router.requests.thinking import ThinkingBudget
 from router.templates.chat_template import ChatTemplate
 from router.templates.messages import plain_messages, text_of
 from router.text.tokenizer import Tokenizer

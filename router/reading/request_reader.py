@@ -19,8 +19,7 @@ from protocol.speculation import (
     parse_request_speculation,
 )
 from router.answers.formats import AskedOutput
-from router.decoding import decode_body, decode_object, refuse_unsupported
-from router.errors import ApiError
+from router.decoding import decode_body, decode_object, decode_prompts, refuse_unsupported
 from router.grammars.grammar_request import AskedGrammar, asked_grammar
 from router.openai_types import (
     MAX_STOP_CHARACTERS,
@@ -33,8 +32,7 @@ from router.openai_types import (
 )
 from router.reading.chats import Chats
 from router.reading.prepared import ChatAnswer, Prepared, PreparedPrompt
-from router.reading.prompts import check_prompt, check_token_ids, decode_prompts
-from router.reading.served import ServedModel
+from router.reading.served import ServedModel, too_long
 from router.templates.messages import plain_content, text_of
 from router.text.choice import Echo
 from router.text.tokenizer import Tokenizer
@@ -166,7 +164,7 @@ class RequestReader:
         model.check_name(body.model)
         if len(body.tokens) > model.max_model_len:
             raise InvalidRequestError("tokens", f"at most {model.max_model_len}, got {len(body.tokens)}")
-        check_token_ids("tokens", body.tokens, model)
+        model.check_token_ids("tokens", body.tokens)
         return msgspec.json.encode({"prompt": self._tokenizer.decode(body.tokens, False)})
 
     # --- prompts ------------------------------------------------------------------------------------
@@ -181,9 +179,9 @@ class RequestReader:
             token_ids = self._tokenizer.encode_prompt(source, special, model.max_model_len, field)
         else:
             token_ids = source if kept is None else source[-kept:]
-        check_prompt(token_ids, field, model)
+        model.check_prompt(field, token_ids)
         if not isinstance(source, str):
-            check_token_ids(field, token_ids, model)
+            model.check_token_ids(field, token_ids)
         return token_ids
 
     def _with_echo(
@@ -374,13 +372,8 @@ def _max_tokens(
     if asked < 1:
         raise InvalidRequestError(field, f"must be at least 1, got {asked}")
     if asked > room:
-        raise ApiError(
-            400,
-            f"{field}: the model's maximum context length is {model.max_model_len} tokens; "
-            f"{num_prompt} are in the prompt and {asked} were asked for",
-            param=field,
-            code="context_length_exceeded",
-        )
+        limit = f"the model's maximum context length is {model.max_model_len} tokens"
+        raise too_long(field, f"{limit}; {num_prompt} are in the prompt and {asked} were asked for")
     asked = min(asked, model.defaults.max_new_tokens or asked)
     if params.min_tokens > asked:
         raise InvalidRequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,22 @@ class ServedModel(msgspec.Struct, frozen=True, array_like=True):
         """Raise `ApiError` 404 if no served model has this name."""
         if name is not None and name not in self.names:
             raise unknown_model(name, self.names)
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise InvalidRequestError(field, f"token ids must be in [0, {self.vocab_size - 1}]")
+
+    def check_prompt(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raise if the prompt is empty or leaves no room for one more token."""
+        if not token_ids:
+            raise InvalidRequestError(field, "must not be empty")
+        if len(token_ids) >= self.max_model_len:
+            limit = f"the model's maximum context length of {self.max_model_len} tokens"
+            raise too_long(field, f"its {len(token_ids)} tokens leave no room for an answer within {limit}")
+
+
+def too_long(field: str, reason: str) -> ApiError:
+    return ApiError(400, f"{field}: {reason}", param=field, code="context_length_exceeded")
 
 
 def unknown_model(name: str, known: Collection[str]) -> ApiError:

@@ -18,9 +18,9 @@ from protocol.roles import Task
 from protocol.sampling import SamplingParams, check_grammar
 from protocol.speculation import RequestSpeculation
 from router.errors import ApiError
+from router.parsing.reasoning import ThinkingBudget
 from router.placement.decision import PlacementDecision
 from router.placement.drafts.history import DraftCounts, DraftHistory
-from router.requests.thinking import ThinkingBudget
 from router.text.choice import Choice
 from router.workers.assignment import Assignment, Stage
 from router.workers.kv_index import hash_blocks

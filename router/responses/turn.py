@@ -26,7 +26,7 @@ _NOTHING_KEPT = (
     "nothing is kept here (--max-stored-responses is 0, or several routers without --response-store)"
 )
 
-Read = Callable[[bytes, ServedModel, bytes | None], Awaitable[Prepared | EarlierResponse]]
+Read = Callable[[bytes, ServedModel, bytes | None], Awaitable[Prepared | EarlierResponse | bytes]]
 """Calls `read_response` with a body, the model and the items of the earlier response."""
 
 

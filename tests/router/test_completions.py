@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from router.reading.request_builder import derived_seed
+from router.preprocessing.requests import derived_seed
 
 PROMPT = "the quick brown fox"
 

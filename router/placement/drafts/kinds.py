@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from costs.explorer import Explorer
 from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, DraftSite
-from router.placement.drafts.prospects import Prospects, decide
-from router.placement.drafts.seen import SeenRates, load_of
+from router.placement.drafts.prospects import Prospects, SeenRates, decide, load_of
 
 TRIAL_S = 1.0
 """[seconds of the worker] The length of a trial: some requests of a hundred tokens each."""

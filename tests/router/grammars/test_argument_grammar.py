@@ -10,13 +10,13 @@ from llguidance import LLMatcher
 
 from protocol.errors import InvalidRequestError
 from router.grammars.tool_grammar import Offer, tool_grammar
-from router.parsing import forms
+from router.parsing import formats
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.parameters import Parameters
 from tests.router.grammars.test_tool_grammar import Model
 from tests.router.parsing.test_parsing import block, parsed
 
-FORMS = {"pythonic": forms.PYTHONIC, "gemma4": forms.GEMMA4}
+FORMS = {"pythonic": formats.PYTHONIC, "gemma4": formats.GEMMA4}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])

@@ -17,7 +17,7 @@ from protocol.errors import InvalidRequestError
 from router.grammars.lark import Spelling
 from router.grammars.structured_outputs import tag_grammar
 from router.grammars.tool_grammar import MAX_CALLS, Offer, after_thinking, tool_grammar
-from router.parsing import forms, tagged
+from router.parsing import formats, tagged
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.parameters import parameters_of
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
@@ -40,22 +40,22 @@ MARKERS = frozenset(
     {marker for each in TOOL_FORMATS.values() for marker in each.markers} | {"<think>", "</think>"}
 )
 FORMS = {
-    "hermes": ("hermes", forms.HERMES),
-    "llama": ("llama3_json", forms.LLAMA3),
-    "granite": ("granite", forms.GRANITE),
-    "mistral": ("mistral", forms.MISTRAL),
-    "mistral by name": ("mistral", forms.MISTRAL_NAMED),
-    "deepseek": ("deepseek_v3", forms.DEEPSEEK_V3),
-    "deepseek 3.1": ("deepseek_v31", forms.DEEPSEEK_V31),
-    "kimi": ("kimi_k2", forms.KIMI_K2),
-    "hunyuan": ("hunyuan_a13b", forms.HUNYUAN),
-    "internlm": ("internlm", forms.INTERNLM),
-    "phi": ("phi4_mini_json", forms.PHI4),
-    "xlam": ("xlam", forms.XLAM),
-    "pythonic": ("pythonic", forms.PYTHONIC),
-    "gemma": ("gemma4", forms.GEMMA4),
-    "harmony": ("openai", forms.HARMONY),
-    **{name: (name, forms.tagged(tags)) for name, tags in TAGS.items()},
+    "hermes": ("hermes", formats.HERMES),
+    "llama": ("llama3_json", formats.LLAMA3),
+    "granite": ("granite", formats.GRANITE),
+    "mistral": ("mistral", formats.MISTRAL),
+    "mistral by name": ("mistral", formats.MISTRAL_NAMED),
+    "deepseek": ("deepseek_v3", formats.DEEPSEEK_V3),
+    "deepseek 3.1": ("deepseek_v31", formats.DEEPSEEK_V31),
+    "kimi": ("kimi_k2", formats.KIMI_K2),
+    "hunyuan": ("hunyuan_a13b", formats.HUNYUAN),
+    "internlm": ("internlm", formats.INTERNLM),
+    "phi": ("phi4_mini_json", formats.PHI4),
+    "xlam": ("xlam", formats.XLAM),
+    "pythonic": ("pythonic", formats.PYTHONIC),
+    "gemma": ("gemma4", formats.GEMMA4),
+    "harmony": ("openai", formats.HARMONY),
+    **{name: (name, formats.tagged_form(tags)) for name, tags in TAGS.items()},
 }
 
 
@@ -83,7 +83,7 @@ def model(request):
     return Model(request.param)
 
 
-def calls(form: forms.CallForm) -> list[str]:
+def calls(form: formats.CallForm) -> list[str]:
     """Return answers with one call and, if the form has several, with two."""
     one = block(form, ("get_weather", PARIS))
     if form.separator is not None:
@@ -91,7 +91,7 @@ def calls(form: forms.CallForm) -> list[str]:
     return [one] if form.between is None else [one, one + form.between + block(form, ("now", "{}"))]
 
 
-def bad(form: forms.CallForm) -> list[str]:
+def bad(form: formats.CallForm) -> list[str]:
     of_weather = [
         '{"city": "Paris", "days": 1.5}',
         '{"city": "Paris"}',
@@ -103,7 +103,7 @@ def bad(form: forms.CallForm) -> list[str]:
         block(form, ("other", "{}")),
     ]
     if form.trigger and form.elsewhere:
-        other = "<tool_call>[" if form is forms.GRANITE else ""
+        other = "<tool_call>[" if form is formats.GRANITE else ""
         texts += [text.replace(form.trigger + form.open, other) for text in texts]
     if form.tags is None:
         texts.append(block(form, ("get_weather", '{"city": 3, "days": 3}')))
@@ -163,15 +163,17 @@ def test_the_number_of_calls_is_bounded(model, kind, form, demanded):
 
 def test_a_strict_function_leaves_harmonys_final_channel():
     model = Model(has_tokens=True)
-    grammar = tool_grammar(forms.HARMONY, OFFERS, model.spelling, demanded=False, several=True, marks=HARMONY)
+    grammar = tool_grammar(
+        formats.HARMONY, OFFERS, model.spelling, demanded=False, several=True, marks=HARMONY
+    )
     thought = HARMONY.open[0] + "Hm." + HARMONY.close[0]
     for before in ("", thought):
         assert model.takes(grammar, f"{before}{HARMONY.lead}It rains.")
-        assert model.takes(grammar, before + calls(forms.HARMONY)[0])
-    assert not model.takes(grammar, bad(forms.HARMONY)[0])
+        assert model.takes(grammar, before + calls(formats.HARMONY)[0])
+    assert not model.takes(grammar, bad(formats.HARMONY)[0])
 
 
-QWEN3 = forms.tagged(tagged.QWEN3)
+QWEN3 = formats.tagged_form(tagged.QWEN3)
 ARGUMENTS = {
     "none": {},
     "an optional one": {"days": 3},
@@ -256,7 +258,7 @@ def test_random_calls_satisfy_their_schemas(name, seed):
     """Texts are random within the grammar. Closing marks are tried often, so that values end."""
     model, rng, tags = Model(has_tokens=bool(seed)), random.Random(seed), TAGS[name]
     offers = [Offer("f", SCHEMA, True)]
-    grammar = tool_grammar(forms.tagged(tags), offers, model.spelling, demanded=True, several=False)
+    grammar = tool_grammar(formats.tagged_form(tags), offers, model.spelling, demanded=True, several=False)
     matcher, token_ids = LLMatcher(model.ll, grammar, log_level=0), []
     closing = [
         model.fast.encode(text, add_special_tokens=False).ids
@@ -377,8 +379,8 @@ SPACES = [" ", "\n", "\u2003", "\u205f"]
 
 
 def test_white_space_before_calls_is_bounded_and_of_json(model):
-    grammar = tool_grammar(forms.HERMES, OFFERS, model.spelling, demanded=True, several=True, marks=THINK)
-    call = calls(forms.HERMES)[0]
+    grammar = tool_grammar(formats.HERMES, OFFERS, model.spelling, demanded=True, several=True, marks=THINK)
+    call = calls(formats.HERMES)[0]
     for before in ("", "<think>Hm.</think>"):
         assert model.takes(grammar, f"{before} \n\t\r{call}")
         assert not any(model.takes(grammar, before + space + call) for space in ["\n" * 5, *SPACES[2:], "\v"])
@@ -388,5 +390,5 @@ def test_unsupported_keywords_only_matter_to_strict_functions(model):
     schema = {"type": "object", "properties": {}, "unevaluatedProperties": False}
     for strict in (False, True):
         offers = [Offer("f", schema, strict)]
-        grammar = tool_grammar(forms.HERMES, offers, model.spelling, demanded=True, several=True)
+        grammar = tool_grammar(formats.HERMES, offers, model.spelling, demanded=True, several=True)
         assert LLMatcher(model.ll, grammar, log_level=0).is_error() is strict

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsing import forms, json_formats, literals, tagged
+from router.parsing import formats, json_formats, literals, tagged
 from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.parsing.formats import (
     REASONING_FORMATS,
@@ -121,7 +121,7 @@ def gemma(value: Any) -> str:
     return json.dumps(value)
 
 
-def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
+def block(form: formats.CallForm, *calls: tuple[str, str]) -> str:
     """Write calls as a grammar makes a model write them."""
     texts = []
     for name, arguments in calls:
@@ -132,7 +132,7 @@ def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
     return form.trigger + form.open + (form.separator or "").join(texts) + form.close
 
 
-def in_form(form: forms.CallForm, *calls: tuple[str, str]) -> str:
+def in_form(form: formats.CallForm, *calls: tuple[str, str]) -> str:
     """Write calls in as many blocks as the form needs."""
     if form.between is None:
         return block(form, *calls)
@@ -140,7 +140,7 @@ def in_form(form: forms.CallForm, *calls: tuple[str, str]) -> str:
 
 
 V3, V31, KIMI = json_formats.DEEPSEEK_V3, json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
-PYTHONIC, GEMMA = in_form(forms.PYTHONIC, *CALLS), in_form(forms.GEMMA4, *CALLS)
+PYTHONIC, GEMMA = in_form(formats.PYTHONIC, *CALLS), in_form(formats.GEMMA4, *CALLS)
 HERMES = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in both())
 HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
 TEXTS = {
@@ -214,7 +214,7 @@ TEXTS = {
     "gemma": ("gemma4", f"I look.{GEMMA}", "I look.", CALLS),
     "phi": ("phi4_mini_json", "functools[" + ",".join(both()) + "]", "", CALLS),
     **{
-        name: (name, "I look.\n\n" + in_form(forms.tagged(tags), *CALLS), "I look.", CALLS)
+        name: (name, "I look.\n\n" + in_form(formats.tagged_form(tags), *CALLS), "I look.", CALLS)
         for name, tags in TAGS.items()
     },
     "tags without the block's": (
@@ -266,7 +266,7 @@ TEXTS = {
         "and <arg_key>b</arg_key>",
         [("add", '{"a": 1')],
     ),
-    "hy 3 before it was published": ("hy_v3", in_form(forms.tagged(tagged.HY3[0]), *CALLS), "", CALLS),
+    "hy 3 before it was published": ("hy_v3", in_form(formats.tagged_form(tagged.HY3[0]), *CALLS), "", CALLS),
     "harmony": ("openai", HARMONY_CALL + "<|call|>", "", CALLS[:1]),
     "harmony after a preamble": (
         "openai",

@@ -18,8 +18,7 @@ from router.placement.drafts.interface import (
     DraftSite,
 )
 from router.placement.drafts.kinds import TRIAL_S, DraftKind, ExpectedTokens, expect
-from router.placement.drafts.prospects import Prospects
-from router.placement.drafts.seen import SeenRates
+from router.placement.drafts.prospects import Prospects, SeenRates
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
 
 SWEEP_S = 0.25

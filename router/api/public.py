@@ -1,4 +1,7 @@
-"""`/` with its scripts and styles, `/docs` and `/openapi.json`. The pages load nothing from other sites."""
+"""Endpoints that need no key: health, version and metrics, and the pages `/`, `/docs` and `/openapi.json`.
+
+The pages load nothing from other sites.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from typing import Any
 import jinja2
 from fastapi import APIRouter, Request
 from markupsafe import Markup, escape
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from protocol.version import version
 from router.api.access import State
+from router.api.openapi import Json
 
 _FOLDER = Path(__file__).parent / "pages"
 _PARTS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -26,6 +31,38 @@ _INDEX_POLICY = f"{_ALONE}; script-src 'self'; style-src 'self'; connect-src 'se
 
 
 router = APIRouter()
+
+
+@router.get("/health", summary="Whether the router lives.", response_description="`status`")
+async def show_health() -> Response:
+    return Json({"status": "ok"})
+
+
+@router.get(
+    "/ready",
+    summary="Whether requests are served, and which workers are `awaited`; 503 with a `reason` if not.",
+    response_description="`status`",
+)
+async def show_readiness(state: State) -> Response:
+    reason = state.not_ready()
+    if reason is not None:
+        return Json({"status": "not ready", "reason": reason}, status_code=503)
+    awaited = state.registry.awaited()
+    return Json({"status": "ready", **({"awaited": awaited} if awaited else {})})
+
+
+@router.get("/version", summary="Tandem's version.", response_description="`version`")
+async def show_version() -> Response:
+    return Json({"version": version()})
+
+
+@router.get(
+    "/metrics",
+    summary="Metrics of the router and of all workers.",
+    response_description="Prometheus text format",
+)
+async def show_metrics(state: State) -> Response:
+    return Response(await asyncio.to_thread(state.metrics.render), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get(
