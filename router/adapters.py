@@ -7,16 +7,15 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.requests import MAX_ADAPTERS, Adapter
 from protocol.router_to_worker import LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
-from router.dispatch.placer import Send
+from router.dispatch import Core
 from router.errors import ApiError, failed_generation, unavailable
 from router.reading.served import unknown_model
 from router.scaling.interface import Turns
-from router.workers.registry import Registry, Worker
+from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +29,8 @@ class AdapterTable:
     calls `tell` to inform the others.
     """
 
-    def __init__(self, config: ServeConfig, registry: Registry, send: Send, turns: Turns) -> None:
-        self._config = config
-        self._registry = registry
-        self._send = send
+    def __init__(self, core: Core, turns: Turns) -> None:
+        self._config, _, self._registry, _, self._send = core
         self._turns = turns
         self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None
         """Called with a name and the adapter that it means from now on; None: it means nothing any more."""

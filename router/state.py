@@ -32,6 +32,7 @@ from protocol.worker_to_router import (
 from router.adapters import AdapterTable
 from router.api_keys import ApiKeys
 from router.decoding import Bodies
+from router.dispatch import Core
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.drainer import Drainer
 from router.dispatch.kv_feed import KvFeed
@@ -95,16 +96,16 @@ class RouterState:
         self.tracing = _tracing(config, self.metrics)
         self.responses: ResponseStore | None = response_store(config, self.metrics.response_dropped)
         self.link = WorkerLink(keys, link_host, self.metrics, link_ports)
-        shared = (config, self.journal, self.registry, self.metrics, self.link.send)
-        self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
+        core = Core(config, self.journal, self.registry, self.metrics, self.link.send)
+        self.kv_feed = KvFeed(core)
         self.metrics.num_indexed_blocks.set_function(lambda: len(self.kv_feed.index))
         self.metrics.ready.set_function(lambda: self.not_ready() is None)
         self.metrics.num_awaited.set_function(lambda: len(self.registry.awaited()))
-        self.placer = Placer(*shared, policy, self.kv_feed)
-        self.dispatcher = Dispatcher(*shared, self.placer)
-        self.drainer = Drainer(*shared, self.placer, self.dispatcher)
+        self.placer = Placer(core, policy, self.kv_feed)
+        self.dispatcher = Dispatcher(core, self.placer)
+        self.drainer = Drainer(core, self.placer, self.dispatcher)
         self.turns = Turns(router_id)
-        self.adapters = AdapterTable(config, self.registry, self.link.send, self.turns)
+        self.adapters = AdapterTable(core, self.turns)
         self.requests = RequestPreparer(
             config,
             self.tokenizer,
@@ -113,12 +114,10 @@ class RouterState:
             self.adapters.find,
             lambda: self.kv_feed.formats,
         )
-        self.scaler = Scaler(config, self.registry, self.drainer, self.turns)
-        self.restarter = Restarter(config, self.registry, self.drainer, self.scaler, self.turns)
-        self.autoscaler = Autoscaler(
-            config, self.registry, self.metrics, self.scaler, self.drainer, self.placer.meter
-        )
-        self.roll_call = RollCall(*shared[1:], self.placer.loads, self.dispatcher)
+        self.scaler = Scaler(core, self.drainer, self.turns)
+        self.restarter = Restarter(core, self.drainer, self.scaler, self.turns)
+        self.autoscaler = Autoscaler(core, self.scaler, self.drainer, self.placer.meter)
+        self.roll_call = RollCall(core, self.placer.loads, self.dispatcher)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self._on_lost
         self.registry.on_refused = self._refuse

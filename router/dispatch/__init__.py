@@ -1,1 +1,26 @@
-"""Sends requests to workers, places them again, and moves them off workers that leave."""
+"""Dispatches requests: sends them to workers, passes their tokens on, and moves them when workers fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from protocol.config import ServeConfig
+from router.observe.metrics import Metrics
+from router.requests.journal import Journal
+from router.workers.registry import Registry, Worker
+
+Send = Callable[[Worker, msgspec.Struct], bool]
+"""Queues a message and returns whether the worker can be reached."""
+
+
+class Core(NamedTuple):
+    """The parts of a router that the others share."""
+
+    config: ServeConfig
+    journal: Journal
+    registry: Registry
+    metrics: Metrics
+    send: Send

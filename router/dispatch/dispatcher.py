@@ -7,18 +7,18 @@ import logging
 import time
 from typing import Literal, NoReturn
 
-from protocol.config import ServeConfig
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.router_to_worker import Abort, Redirect
 from protocol.worker_to_router import HandoverFailed, StepOutput
-from router.dispatch.placer import Placer, Send
+from router.dispatch import Core
+from router.dispatch.placer import Placer
 from router.errors import ApiError, client_gone, failed_generation, not_placed, unavailable
-from router.observe.metrics import Metrics, RefusalReason
+from router.observe.metrics import RefusalReason
 from router.observe.timing import RequestLog, ids
-from router.requests.journal import Generation, Journal, LiveRequest
+from router.requests.journal import Generation, LiveRequest
 from router.requests.slices import SLICE_S
 from router.workers.assignment import Assignment, Stage
-from router.workers.registry import Registry, Worker
+from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +40,10 @@ _REPLACEABLE = ("worker_lost", "transfer")
 class Dispatcher:
     """Dispatches all requests. Runs on the event loop only."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        journal: Journal,
-        registry: Registry,
-        metrics: Metrics,
-        send: Send,
-        placer: Placer,
-    ) -> None:
-        self._config = config
-        self._journal = journal
-        self._registry = registry
+    def __init__(self, core: Core, placer: Placer) -> None:
+        self._config, self._journal, self._registry, self._metrics, self._send = core
         self._placer = placer
-        self._metrics = metrics
-        self._send = send
-        self._log = RequestLog(config.enable_log_requests)
+        self._log = RequestLog(core.config.enable_log_requests)
 
     async def start(self, generation: Generation) -> None:
         """Place all its sequences, or none and raise `ApiError` if there is no room or no worker.

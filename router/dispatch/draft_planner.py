@@ -8,14 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Literal
 
-import msgspec
-
 from costs.drafting import SharedDrafter
-from protocol.config import ServeConfig
 from protocol.ids import PeerAddress
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
-from router.observe.metrics import Metrics
+from router.dispatch import Core
 from router.placement.drafts.history import DraftPeriod
 from router.placement.drafts.interface import (
     DraftDecision,
@@ -27,9 +24,9 @@ from router.placement.drafts.interface import (
 )
 from router.placement.drafts.kinds import DraftKind, expect
 from router.placement.drafts.prospects import Prospects, decide
-from router.requests.journal import Journal, LiveRequest
+from router.requests.journal import LiveRequest
 from router.workers.assignment import Assignment, Stage
-from router.workers.registry import Registry, Worker
+from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +42,14 @@ _Key = tuple[Worker, RequestSpeculation | None, RequestClass]
 class DraftPlanner:
     """Plans drafts, on the event loop. `tokens_left` returns a request's expected further tokens."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        journal: Journal,
-        registry: Registry,
-        metrics: Metrics,
-        send: Callable[[Worker, msgspec.Struct], bool],
-        tokens_left: Callable[[LiveRequest], float],
-    ) -> None:
+    def __init__(self, core: Core, tokens_left: Callable[[LiveRequest], float]) -> None:
+        config, self._journal, self._registry, self._metrics, self._send = core
         self._where: Literal["cost"] | DraftSite = config.draft_placement
         self._max_rows = config.max_num_seqs
         self._deployed = config.speculative_config
-        self._journal = journal
-        self._registry = registry
-        self._metrics = metrics
-        self._send = send
         self._tokens_left = tokens_left
         self._prospects: dict[_Key, tuple[object, Prospects]] = {}
-        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(metrics.draft_tried))
+        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(core.metrics.draft_tried))
         self._drafting: Counter[tuple[str, str]] = Counter()
         """The number of requests that the first worker decodes and the second drafts for."""
         self._next = 0

@@ -14,19 +14,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.config import ServeConfig
 from protocol.ids import new_incarnation
 from protocol.roles import ROLES, RoleSpec
 from protocol.router_to_worker import Leave, Prefetch, PrepareToLeave
 from protocol.worker_to_router import Leaving, Prefetched
+from router.dispatch import Core
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.placer import Placer, Send
+from router.dispatch.placer import Placer
 from router.errors import ApiError
-from router.observe.metrics import Metrics
 from router.observe.timing import ids
-from router.requests.journal import Journal, LiveRequest
+from router.requests.journal import LiveRequest
 from router.workers.assignment import Assignment, Stage
-from router.workers.registry import Registry, Worker
+from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -82,21 +81,8 @@ class Drainer:
     the worker that it leaves; each moves its own requests.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        journal: Journal,
-        registry: Registry,
-        metrics: Metrics,
-        send: Send,
-        placer: Placer,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self._config = config
-        self._journal = journal
-        self._registry = registry
-        self._metrics = metrics
-        self._send = send
+    def __init__(self, core: Core, placer: Placer, dispatcher: Dispatcher) -> None:
+        self._config, self._journal, self._registry, self._metrics, self._send = core
         self._placer = placer
         self._dispatcher = dispatcher
         self._drains: dict[Worker, Drain] = {}

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-
-import msgspec
 
 from protocol.kv_events import IDENTITY_BYTES, CacheFormat, KvChange
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.worker_to_router import KvEvents, WorkerState
-from router.observe.metrics import Metrics
+from router.dispatch import Core
 from router.requests.journal import LiveRequest
 from router.workers.kv_index import KvIndex, block_keys
-from router.workers.registry import Registry, Worker
+from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +45,10 @@ class _Source:
 class KvFeed:
     """Tracks the KV blocks that workers hold. Runs on the event loop only."""
 
-    def __init__(
-        self, registry: Registry, metrics: Metrics, send: Callable[[Worker, msgspec.Struct], bool]
-    ) -> None:
+    def __init__(self, core: Core) -> None:
+        _, _, self._registry, self._metrics, self._send = core
         self.index: KvIndex[str] = KvIndex()
         """The blocks of each worker, by its id."""
-        self._registry = registry
-        self._metrics = metrics
-        self._send = send
         self._sources: dict[str, _Source] = {}
         self.formats: Collection[CacheFormat] = ()
         """The formats of the workers' block identities; usually one."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
-import msgspec
-
-from protocol.config import ServeConfig
 from protocol.roles import Task
 from protocol.router_to_worker import Abort, Generate
+from router.dispatch import Core
 from router.dispatch.draft_planner import DraftPlanner
 from router.dispatch.kv_feed import KvFeed
 from router.dispatch.send_ahead import SendAhead
@@ -22,10 +20,10 @@ from router.placement.cluster import Cluster
 from router.placement.decision import PlacementDecision, tpot_seconds
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.slo import refusal as slo_refusal
-from router.requests.journal import Journal, LiveRequest
+from router.requests.journal import LiveRequest
 from router.workers.assignment import Assignment, Loads, Stage
 from router.workers.demand import DemandMeter
-from router.workers.registry import Registry, Worker
+from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -34,44 +32,28 @@ FIRST_OUTPUT = 128.0
 OUTPUT_PACE = 0.05
 """The weight of each ended request in that mean."""
 
-Send = Callable[[Worker, msgspec.Struct], bool]
-
 
 class Placer:
-    """Places requests. Runs on the event loop only. `send` queues a message and returns whether the worker
-    can be reached.
+    """Places requests. Runs on the event loop only.
 
     If no worker can serve a request, the journal keeps it parked as long as a worker is starting. Parked
     requests are placed in order of arrival. While more workers are starting, the ready ones get only enough
     requests to fill their batches, so that the first worker to come back does not get all of them.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        journal: Journal,
-        registry: Registry,
-        metrics: Metrics,
-        send: Send,
-        policy: PlacementPolicy,
-        kv_feed: KvFeed,
-    ) -> None:
-        self._config = config
-        self._journal = journal
-        self._registry = registry
+    def __init__(self, core: Core, policy: PlacementPolicy, kv_feed: KvFeed) -> None:
+        self._config, self._journal, self._registry, self._metrics, self._send = core
         self._policy = policy
-        self._metrics = metrics
-        self._send = send
+        self._kv_feed = kv_feed
         self._parked: dict[LiveRequest, None] = {}
         self._missing: Task | None = None
-        self._kv_feed = kv_feed
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
-        self.loads = Loads(registry)
+        self.loads = Loads(core.registry)
         self.meter = DemandMeter()
-        self.ahead = SendAhead(metrics, self._transmit, lambda: self._mean_output, config.max_num_seqs)
-        self.decisions = DecisionLog(metrics)
-        self.drafts = DraftPlanner(config, journal, registry, metrics, send, self._tokens_left)
+        self.ahead = SendAhead(core, self._transmit, lambda: self._mean_output)
+        self.decisions = DecisionLog(core.metrics)
+        self.drafts = DraftPlanner(core, self._tokens_left)
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -11,12 +11,11 @@ from collections import defaultdict
 
 from protocol.router_to_worker import CallRoll
 from protocol.worker_to_router import Absent
+from router.dispatch import Core
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.placer import Send
-from router.observe.metrics import Metrics
-from router.requests.journal import Journal, LiveRequest
+from router.requests.journal import LiveRequest
 from router.workers.assignment import Assignment, Loads, Stage
-from router.workers.registry import Registry, Worker
+from router.workers.registry import Worker
 
 ASK_AFTER_S = 1.0
 """Many times the length of a step, and about the time that clients wait after a worker's death."""
@@ -25,19 +24,8 @@ ASK_AFTER_S = 1.0
 class RollCall:
     """Finds lost requests. Runs on the event loop only."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        registry: Registry,
-        metrics: Metrics,
-        send: Send,
-        loads: Loads,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self._journal = journal
-        self._registry = registry
-        self._metrics = metrics
-        self._send = send
+    def __init__(self, core: Core, loads: Loads, dispatcher: Dispatcher) -> None:
+        _, self._journal, self._registry, self._metrics, self._send = core
         self._loads = loads
         self._dispatcher = dispatcher
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from router.observe.metrics import Metrics
+from router.dispatch import Core
 from router.placement.interface import WorkerSnapshot
 from router.placement.predict import chunk_tokens, compute_s
 from router.requests.journal import LiveRequest
@@ -25,6 +25,8 @@ MIN_AHEAD = 2
 """Requests to send whatever their length: one that runs, and the next."""
 AHEAD_STEPS = 2
 """Steps to fill with prompt tokens: the one that runs, and the next."""
+
+Transmit = Callable[[LiveRequest, Assignment], bool]
 
 
 @dataclass(eq=False)
@@ -46,17 +48,10 @@ class SendAhead:
     `mean_output` returns the mean number of tokens of answers.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        transmit: Callable[[LiveRequest, Assignment], bool],
-        mean_output: Callable[[], float],
-        max_num_seqs: int,
-    ) -> None:
-        self._metrics = metrics
+    def __init__(self, core: Core, transmit: Transmit, mean_output: Callable[[], float]) -> None:
+        self._metrics, self._max_num_seqs = core.metrics, core.config.max_num_seqs
         self._transmit = transmit
         self._mean_output = mean_output
-        self._max_num_seqs = max_num_seqs
         self._queues: defaultdict[Worker, _WorkerQueue] = defaultdict(_WorkerQueue)
         self._rows: Counter[Worker] = Counter()
         """How many waiting requests each worker is to decode."""

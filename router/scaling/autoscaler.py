@@ -10,11 +10,10 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from protocol.config import ServeConfig
 from protocol.roles import ROLES
+from router.dispatch import Core
 from router.dispatch.drainer import Drainer
 from router.errors import ApiError
-from router.observe.metrics import Metrics
 from router.scaling.decide import (
     INTERVAL_S,
     RoleLoad,
@@ -28,7 +27,6 @@ from router.scaling.decide import (
 from router.scaling.interface import ScalingEvent, ScalingLog
 from router.scaling.scaler import Scaler, least_worth
 from router.workers.demand import Demand, DemandMeter, RoleDemand, sum_of
-from router.workers.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +39,12 @@ class Autoscaler:
     launcher could place.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        registry: Registry,
-        metrics: Metrics,
-        scaler: Scaler,
-        drainer: Drainer,
-        meter: DemandMeter,
-    ) -> None:
-        self._config = config
-        self._registry = registry
-        self._metrics = metrics
+    def __init__(self, core: Core, scaler: Scaler, drainer: Drainer, meter: DemandMeter) -> None:
+        self._config, _, self._registry, self._metrics, _ = core
         self._scaler = scaler
         self._drainer = drainer
         self._meter = meter
-        self._policy = ScalingPolicy(config.autoscale or {}, config.scale_down_after)
+        self._policy = ScalingPolicy(core.config.autoscale or {}, core.config.scale_down_after)
         self._state = ScalerState()
         self._due = 0.0
         self._changes_role = False

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from protocol.config import ServeConfig
+from router.dispatch import Core
 from router.dispatch.drainer import Drainer, DrainReport
 from router.errors import ApiError
 from router.scaling.interface import AskToScale, ScaleRequest, Turns, refuse_to_scale
@@ -35,9 +35,8 @@ class ScaleReport(DrainReport):
 class Scaler:
     """Changes the number of workers, on the event loop. `ask` reaches the launcher."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer, turns: Turns) -> None:
-        self._config = config
-        self._registry = registry
+    def __init__(self, core: Core, drainer: Drainer, turns: Turns) -> None:
+        self._config, _, self._registry, *_ = core
         self._drainer = drainer
         self._turns = turns
         self._given_up: dict[str, str] = {}
@@ -133,11 +132,8 @@ class Restarter:
     A worker that is alone in its role gets a successor with another name, which serves before it leaves.
     """
 
-    def __init__(
-        self, config: ServeConfig, registry: Registry, drainer: Drainer, scaler: Scaler, turns: Turns
-    ) -> None:
-        self._config = config
-        self._registry = registry
+    def __init__(self, core: Core, drainer: Drainer, scaler: Scaler, turns: Turns) -> None:
+        self._config, _, self._registry, *_ = core
         self._drainer = drainer
         self._scaler = scaler
         self._turns = turns

@@ -18,14 +18,17 @@ from engine.engine import Engine
 from engine.kv.prefix_cache import find_prefix
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
+from protocol.config import ServeConfig
 from protocol.ids import PeerAddress
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, Medium
 from protocol.outputs import TokenOutput
 from protocol.roles import ROLES
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.worker_to_router import KvEvents, Register, StepOutput
+from router.dispatch import Core
 from router.dispatch.kv_feed import LATE_S, KvFeed
 from router.observe.metrics import Metrics
+from router.requests.journal import Journal
 from router.workers.kv_index import block_keys
 from router.workers.registry import Registry
 from tests.engine.listener import really_held
@@ -51,7 +54,9 @@ class Wire:
         self._socket, self.endpoint = bind_router(self.context, self.keys, "127.0.0.1")
         self.registry = Registry(60.0)
         self.metrics = Metrics("m", self.registry)
-        self.feed = KvFeed(self.registry, self.metrics, self._send_to_worker)
+        self.feed = KvFeed(
+            Core(ServeConfig(), Journal("r"), self.registry, self.metrics, self._send_to_worker)
+        )
         self.registry.on_registered = self.feed.register
         self.engine = engine
         self.lose: Callable[[KvEvents], bool] = lambda message: False

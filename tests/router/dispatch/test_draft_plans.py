@@ -13,7 +13,7 @@ from protocol.config import ServeConfig
 from protocol.requests import DraftPlan
 from protocol.roles import ROLES
 from protocol.speculation import SpeculativeConfig
-from router.dispatch import draft_planner
+from router.dispatch import Core, draft_planner
 from router.dispatch.draft_planner import DraftPlanner
 from router.placement.drafts import kinds, seen
 from router.placement.interface import WorkerSnapshot
@@ -283,7 +283,7 @@ def test_a_request_without_a_token_is_not_planned_again(make, pool):
 
 
 def test_the_batch_size_limits_the_counted_requests():
-    planner = DraftPlanner(ServeConfig(model="m", max_num_seqs=4), [], None, None, None, None)
+    planner = DraftPlanner(Core(ServeConfig(model="m", max_num_seqs=4), *[None] * 4), None)
 
     def rows(decoded: float) -> float:
         load = WorkerSnapshot("decode-0", ROLES["decode"].tasks, requests=9, rows=decoded)

@@ -15,6 +15,7 @@ from protocol.kv_events import CacheFormat, KvChange, Medium
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.sampling import SamplingParams
 from protocol.worker_to_router import KvEvents, Register, WorkerState
+from router.dispatch import Core
 from router.dispatch.kv_feed import LATE_S, KvFeed
 from router.dispatch.placer import Placer
 from router.observe.metrics import Metrics
@@ -43,10 +44,10 @@ class Router:
         self.registry = Registry(5.0)
         self.metrics = Metrics("m", self.registry)
         self.sent: list[Any] = []
-        self.feed = KvFeed(self.registry, self.metrics, self._send)
+        core = Core(ServeConfig(), Journal("r"), self.registry, self.metrics, self._send)
+        self.feed = KvFeed(core)
         self.registry.on_registered = self.feed.register
-        shared = (ServeConfig(), Journal("r"), self.registry, self.metrics, self._send)
-        self.placer = Placer(*shared, placement_policy("least_loaded"), self.feed)
+        self.placer = Placer(core, placement_policy("least_loaded"), self.feed)
         self.numbers: dict[str, int] = {}
 
     def _send(self, worker: object, message: msgspec.Struct) -> bool:
