@@ -16,21 +16,15 @@ from router.placement.interface import Refusal
 MAX_TEXT = 1024
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
-    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+"""Types other than those of the status's hundred."""
 
 _KIND_STATUS: dict[ErrorKind, int] = {
     "invalid": 400,
@@ -88,7 +82,7 @@ class ApiError(TandemError):
     def detail(self) -> ErrorDetail:
         return ErrorDetail(
             message=_cut(self.message),
-            type=_TYPES.get(self.status, "server_error"),
+            type=_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error"),
             param=self.param if self.param is None else _cut(self.param),
             code=self.code,
         )

@@ -91,8 +91,7 @@ class RouterServer:
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
         """Declare an incarnation of a worker gone for good. Thread-safe."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.state.registry.mark_dead, worker_id, incarnation, reason)
+        self._soon(self.state.registry.mark_dead, worker_id, incarnation, reason)
 
     def expect(self, roles: Mapping[str, str], room: Mapping[str, int] = MappingProxyType({})) -> None:
         """Set the roles of the workers that the launcher keeps running, by worker id, and how many more
@@ -118,8 +117,7 @@ class RouterServer:
 
     def gave_up(self, worker_id: str, reason: str) -> None:
         """Report that an added worker could not be started. Thread-safe."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.state.scaler.gave_up, worker_id, reason)
+        self._soon(self.state.scaler.gave_up, worker_id, reason)
 
     def replaced(self, process: str) -> None:
         """Report that a "worker", its "actor" or its host's "template" is being restarted. Thread-safe."""
@@ -133,13 +131,16 @@ class RouterServer:
     def stop(self) -> None:
         """Drain, then return from `run()`. A second call does not wait for running requests. Thread-safe."""
         self._stop_asked = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_stop)
+        self._soon(self._begin_stop)
 
     def restore_signals(self) -> None:
         """Install the signal handlers again, which a C library may have replaced. Thread-safe."""
+        self._soon(_reinstall_signal_handlers)
+
+    def _soon(self, function: Callable[..., None], *arguments: str) -> None:
+        """Call a function on the event loop, if it runs."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(_reinstall_signal_handlers)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(
         self,

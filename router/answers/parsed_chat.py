@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -130,6 +130,7 @@ class MoreArguments(NamedTuple):
     text: str
 
 
+Event = dict[str, Any]
 AnswerPart: TypeAlias = Content | Reasoning | CallStart | MoreArguments
 
 
@@ -163,6 +164,13 @@ class AnswerParts:
         if choice.finish_reason is not None:
             is_cut = choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
             yield self._all(self._parser.finish(is_cut=is_cut))
+
+    def events(self, choice: Choice, push: Callable[[AnswerPart], Iterator[Event]]) -> Iterator[Event | None]:
+        """Yield the events that `push` gives for new parts; None after each piece of a long text."""
+        for parts in self.push(choice, choice.take_text()):
+            for part in parts:
+                yield from push(part)
+            yield None
 
     def _all(self, parts: Sequence[Part]) -> list[AnswerPart]:
         return [found for part in parts for found in self._found(part)]

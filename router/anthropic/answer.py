@@ -46,7 +46,7 @@ class MessageAnswer(StreamedAnswer):
             message = {**self._message, "usage": _usage(choice)}
             yield _event({"type": "message_start", "message": message})
             yield _event({"type": "ping"})
-        for event in self._new_events(choice):
+        for event in self._parts.events(choice, self._content.push):
             yield b"" if event is None else _event(event)
 
     def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
@@ -56,7 +56,7 @@ class MessageAnswer(StreamedAnswer):
         yield _event({"type": "message_stop"})
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
-        for _ in self._new_events(choices[0]):
+        for _ in self._parts.events(choices[0], self._content.push):
             yield b""
         for _ in self._content.close():
             yield b""
@@ -68,13 +68,6 @@ class MessageAnswer(StreamedAnswer):
 
     def failure(self, error: ApiError) -> list[bytes]:
         return [b"event: error\ndata: " + anthropic_body(error, self._request_id) + b"\n\n"]
-
-    def _new_events(self, choice: Choice) -> Iterator[Fields | None]:
-        """Events; None after each piece of a long text."""
-        for parts in self._parts.push(choice, choice.take_text()):
-            for part in parts:
-                yield from self._content.push(part)
-            yield None
 
     def _ending(self, choice: Choice) -> Fields:
         reason, sequence = "tool_use" if self._parts.num_calls else "end_turn", None

@@ -93,12 +93,29 @@ class Drainer:
 
     async def drain(self, worker_id: str) -> asyncio.Future[DrainReport]:
         """Drain a worker that leaves for good. Raises `ApiError`, with nothing changed."""
-        worker = self._to_be_drained(worker_id)
-        if worker not in self._drains:
-            await self._ask_for(worker, for_good=True)
-            worker = self._to_be_drained(worker_id)
-            self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
-        return self._start(worker, None).done
+        if (drain := self._drains.get(self._to_be_drained(worker_id))) is not None:
+            return drain.done
+        return await self._tell_to_leave(lambda: self._to_be_drained(worker_id), for_good=True)
+
+    async def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
+        """Drain a worker and change its role. Raises `ApiError`, with nothing changed."""
+        life = NextLife(role, new_incarnation())
+        return await self._tell_to_leave(lambda: self._to_be_changed(worker_id, role), life)
+
+    async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
+        """Drain a worker whose process then starts anew. Raises `ApiError`, with nothing changed."""
+        return await self._tell_to_leave(lambda: self._not_leaving(worker_id))
+
+    async def _tell_to_leave(
+        self, check: Callable[[], Worker], life: NextLife | None = None, *, for_good: bool = False
+    ) -> asyncio.Future[DrainReport]:
+        """Drain the worker that `check` returns, before and after the launcher was asked, or raises for."""
+        await self._ask_for(check(), for_good)
+        worker, incarnation = check(), None if life is None else life.incarnation
+        role = None if life is None else life.role.name
+        message = PrepareToLeave(incarnation=worker.key.incarnation, role=role, next_incarnation=incarnation)
+        self._send(worker, message)
+        return self._start(worker, life).done
 
     def _to_be_drained(self, worker_id: str) -> Worker:
         worker = self._known(worker_id)
@@ -106,26 +123,6 @@ class Drainer:
         if drain is not None and drain.next is not None:
             raise ApiError(409, f"worker {worker_id} changes its role: it can leave after that")
         return worker
-
-    async def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
-        """Drain a worker and change its role. Raises `ApiError`, with nothing changed."""
-        worker = self._to_be_changed(worker_id, role)
-        await self._ask_for(worker, for_good=False)
-        worker = self._to_be_changed(worker_id, role)
-        life = NextLife(role, new_incarnation())
-        message = PrepareToLeave(
-            incarnation=worker.key.incarnation, role=role.name, next_incarnation=life.incarnation
-        )
-        self._send(worker, message)
-        return self._start(worker, life).done
-
-    async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
-        """Drain a worker whose process then starts anew. Raises `ApiError`, with nothing changed."""
-        worker = self._not_leaving(worker_id)
-        await self._ask_for(worker, for_good=False)
-        worker = self._not_leaving(worker_id)
-        self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
-        return self._start(worker, None).done
 
     def _not_leaving(self, worker_id: str) -> Worker:
         worker = self._known(worker_id)
@@ -272,7 +269,7 @@ class Drainer:
         if self._placer.move(request, target):
             drain.report.moved += 1
             request.times.num_migrated += 1
-            self._metrics.migrated()
+            self._metrics.requests_migrated.inc()
             goes_on = "request %s goes on at %s"
             logger.info(goes_on, request.request_id, target.key.worker_id, extra=ids(request))
         else:

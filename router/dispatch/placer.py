@@ -17,7 +17,7 @@ from router.dispatch.send_ahead import SendAhead
 from router.observe.metrics import Metrics
 from router.placement import PlacementPolicy
 from router.placement.cluster import Cluster
-from router.placement.decision import PlacementDecision, tpot_seconds
+from router.placement.decision import PlacementDecision
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.slo import refusal as slo_refusal
 from router.requests.journal import LiveRequest
@@ -190,7 +190,7 @@ class Placer:
             assigned = time.monotonic()  # after this point the time counts as placed, or as waiting
             if self.ahead.offer(request, at):
                 request.times.placement_s += assigned - began
-                self._metrics.placed("prefill" in placement.workers)
+                self._metrics.placed("disaggregated" if "prefill" in placement.workers else "colocated")
                 self.decisions.placed(request, facts, placement)
                 self._note_fallback(placement)
                 return None
@@ -320,5 +320,5 @@ class DecisionLog:
             return
         decision.observed_tpot_s = (now - decision.placed_at - decision.observed_ttft_s) / tokens
         if decision.placement.predicted is not None:
-            predicted_s = tpot_seconds(decision.placement.predicted, decision.facts.output_tokens)
+            predicted_s = decision.placement.predicted.tpot_s(decision.facts.output_tokens)
             self._metrics.predicted("tpot", predicted_s, decision.observed_tpot_s)

@@ -106,6 +106,8 @@ class Metrics:
         self.fields_ignored: Counter = self._metrics["requests_fields_ignored_total"]
         self.tools_unseen: Counter = self._metrics["requests_tools_unseen_total"]
         self.process_replaced: Callable[[str], None] = self._counting("processes_replaced_total")
+        self.scaling_failures: Counter = self._metrics["scaling_failures_total"]
+        self.requests_migrated: Counter = self._metrics["requests_migrated_total"]
         self.requests_lost: Counter = self._metrics["requests_lost_total"]
         self.redirected = self._counting("handoff_redirects_total")
         self.taken_over = self._counting("handoff_takeovers_total")
@@ -127,7 +129,7 @@ class Metrics:
         self.draft_planned: Callable[[DraftSite], None] = self._counting("draft_plans_total")
         self.draft_tried: Callable[[DraftSite], None] = self._counting("draft_trials_total")
         self.draft_replanned = self._counting("draft_replans_total")
-        self._placed = self._counting("placements_total")
+        self.placed = self._counting("placements_total")
         self._cpu_s = self._core_wait_s = 0.0
         self._keys: dict[tuple[str, str], Any] = {}
         self._succeeded = self._counting("request_success_total")
@@ -153,9 +155,6 @@ class Metrics:
         self._metrics["router_core_wait_seconds_total"].inc(max(core_wait_s - self._core_wait_s, 0.0))
         self._cpu_s, self._core_wait_s = cpu_s, core_wait_s
 
-    def placed(self, disaggregated: bool) -> None:
-        self._placed("disaggregated" if disaggregated else "colocated")
-
     def predicted(self, quantity: Literal["ttft", "tpot"], predicted_s: float, observed_s: float) -> None:
         """Record a placement's predicted time and the time that was measured."""
         error_s = abs(predicted_s - observed_s)
@@ -173,12 +172,6 @@ class Metrics:
 
     def workers_wanted(self, role: str, wanted: int) -> None:
         self._metrics["workers_wanted"].labels(role, self._model_name).set(wanted)
-
-    def scaling_failed(self) -> None:
-        self._metrics["scaling_failures_total"].inc()
-
-    def migrated(self) -> None:
-        self._metrics["requests_migrated_total"].inc()
 
     def parked(self, total: int) -> None:
         """Count one more parked request; `total` requests are parked now."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from protocol.errors import ConfigError
 from protocol.fields import named
 from protocol.roles import Task
-from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost, split, whole
+from router.placement.by_cost import cost, place_by_cost, split, whole
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     Placement,
@@ -26,14 +26,6 @@ from router.placement.rules import (
     power_of_two,
     round_robin,
 )
-
-
-def cost(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> WorkerSnapshot | None:
-    """Return the worker where this task alone costs least; `place_by_cost` weighs both tasks together."""
-    if task == "prefill":
-        return cheapest_prefill(request, cluster)
-    return cheapest_decode(request, cluster)
-
 
 RULES: dict[str, Rule] = {
     "round_robin": round_robin,

@@ -13,7 +13,15 @@ from typing import TypeVar
 from costs.explorer import TRIAL_SHARE
 from protocol.roles import Task
 from router.placement.cluster import Cluster
-from router.placement.interface import Option, Placement, Prediction, Refusal, RequestFacts, WorkerSnapshot
+from router.placement.interface import (
+    Option,
+    Placement,
+    PolicyState,
+    Prediction,
+    Refusal,
+    RequestFacts,
+    WorkerSnapshot,
+)
 from router.placement.predict import (
     DecodeCost,
     PrefillCost,
@@ -23,7 +31,7 @@ from router.placement.predict import (
     handoff_seconds,
     prefill_cost,
 )
-from router.placement.rules import holders, is_overloaded
+from router.placement.rules import Chosen, holders, is_overloaded
 from router.placement.slo import miss
 
 Cost = TypeVar("Cost", PrefillCost, DecodeCost)
@@ -76,17 +84,15 @@ def candidates(request: RequestFacts, cluster: Cluster, task: Task) -> list[Work
     return list({worker.worker_id: worker for worker in (*found, *others)}.values())
 
 
-def cheapest_prefill(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
-    """Return the prefill worker, if only that is chosen by cost."""
+def cost(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> Chosen:
+    """Return the worker where this task alone costs least; `place_by_cost` weighs both tasks together."""
+    workers = candidates(request, cluster, task)
+    if task == "decode":
+        costs = _cheapest([decode_cost(request, worker) for worker in workers])
+        return costs[0].worker if costs else None
     holder = best_holder(request, cluster)
-    costs = [prefill_cost(request, worker, holder) for worker in candidates(request, cluster, "prefill")]
-    return next((cost.worker for cost in _cheapest(costs)), None)
-
-
-def cheapest_decode(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
-    """Return the decode worker, if only that is chosen by cost."""
-    costs = [decode_cost(request, worker) for worker in candidates(request, cluster, "decode")]
-    return next((cost.worker for cost in _cheapest(costs)), None)
+    prefills = _cheapest([prefill_cost(request, worker, holder) for worker in workers])
+    return prefills[0].worker if prefills else None
 
 
 def whole(prefill: PrefillCost, decode: DecodeCost) -> Option:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,7 +35,7 @@ class Cluster:
     def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
         self._workers: dict[str, WorkerSnapshot] = {}
         self._keys: dict[str, tuple[Task, LoadKey, float]] = {}
-        self._purposes: dict[Task, _Purpose] = {}
+        self._purposes: defaultdict[Task, _Purpose] = defaultdict(_Purpose)
         self.last_placed = 0
         """The largest `last_placed` of all workers."""
         for worker in workers:
@@ -50,14 +51,13 @@ class Cluster:
         self.last_placed = max(self.last_placed, worker.last_placed)
         if known is not None and known[:2] == (worker.purpose, key):
             return
+        group = self._purposes[worker.purpose]
         if known is None or known[0] != worker.purpose:
             self.remove(worker.worker_id)
             self._workers[worker.worker_id] = worker
-            group = self._purposes.setdefault(worker.purpose, _Purpose())
             bisect.insort(group.names, worker.worker_id)
             group.hashes = None
         else:
-            group = self._purposes[worker.purpose]
             del group.by_load[bisect.bisect_left(group.by_load, known[1])]
             group.requests -= known[2]
         requests = sane(worker.requests)
@@ -88,26 +88,23 @@ class Cluster:
         return self._workers.get(worker_id) if worker_id is not None else None
 
     def count(self, purpose: Task) -> int:
-        group = self._purposes.get(purpose)
-        return len(group.names) if group is not None else 0
+        return len(self._purposes[purpose].names)
 
     def mean_requests(self, purpose: Task) -> float:
-        group = self._purposes.get(purpose)
-        return group.requests / len(group.names) if group is not None and group.names else 0.0
+        group = self._purposes[purpose]
+        return group.requests / len(group.names) if group.names else 0.0
 
     def least_loaded(self, purpose: Task, count: int, avoid: Collection[str] = ()) -> list[WorkerSnapshot]:
         """Return up to `count` workers, the least loaded first; those to `avoid` only if need be."""
-        group = self._purposes.get(purpose)
-        if group is None:
-            return []
+        group = self._purposes[purpose]
         names = (key[-1] for key in group.by_load if key[-1] not in avoid)
         found = [self._workers[name] for name in islice(names, count)]
         return found or [self._workers[key[-1]] for key in group.by_load[:count]]
 
     def at(self, purpose: Task, index: int, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
         """Return the worker at this place in the circle of names, or the next one that is not in `avoid`."""
-        group = self._purposes.get(purpose)
-        if group is None or not group.names:
+        group = self._purposes[purpose]
+        if not group.names:
             return None
         size = len(group.names)
         names = (group.names[(index + step) % size] for step in range(size))
@@ -116,12 +113,12 @@ class Cluster:
 
     def home(self, purpose: Task, session: str, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
         """Return the session's worker by rendezvous hashing: few sessions move when workers come or go."""
-        group = self._purposes.get(purpose)
-        if group is None or not group.names:
+        group = self._purposes[purpose]
+        if not group.names:
             return None
         if group.hashes is None:
-            group.hashes = np.array([_hash(name) for name in group.names], dtype=np.uint64)
-        scores = _mix(group.hashes ^ np.uint64(_hash(session)))
+            group.hashes = np.array([hashed(name) for name in group.names], dtype=np.uint64)
+        scores = _mix(group.hashes ^ np.uint64(hashed(session)))
         best = group.names[int(scores.argmax())]
         if best in avoid:
             order = [group.names[index] for index in np.argsort(scores)[::-1]]
@@ -142,8 +139,9 @@ def sane(value: float) -> float:
     return value if 0 <= value < float("inf") else 0.0
 
 
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
+def hashed(text: str) -> int:
+    """Return 64 bits that look random and are the same in each process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

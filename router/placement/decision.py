@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from router.placement.drafts.history import DraftHistory
-from router.placement.interface import Option, Placement, Prediction, RequestFacts
+from router.placement.interface import Option, Placement, RequestFacts
 
 
+@dataclass(eq=False, slots=True)
 class PlacementDecision:
     """A placement that was made. Observed seconds count from the placement on; None until they are known."""
 
-    __slots__ = (
-        "at",
-        "drafts",
-        "facts",
-        "observed_tpot_s",
-        "observed_ttft_s",
-        "placed_at",
-        "placement",
-        "request_id",
-    )
-
-    def __init__(
-        self, request_id: str, facts: RequestFacts, placement: Placement, drafts: DraftHistory
-    ) -> None:
-        self.request_id, self.facts, self.placement = request_id, facts, placement
-        self.drafts = drafts
-        self.at, self.placed_at = time.time(), time.monotonic()
-        self.observed_ttft_s: float | None = None
-        self.observed_tpot_s: float | None = None
+    request_id: str
+    facts: RequestFacts
+    placement: Placement
+    drafts: DraftHistory
+    at: float = field(default_factory=time.time)
+    placed_at: float = field(default_factory=time.monotonic)
+    observed_ttft_s: float | None = None
+    observed_tpot_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         placement, facts = self.placement, self.facts
@@ -54,18 +45,12 @@ class PlacementDecision:
         }
 
 
-def tpot_seconds(predicted: Prediction, output_tokens: float) -> float:
-    """Return the predicted time between two tokens, without the first."""
-    seconds = predicted.handoff_s + predicted.room_s + predicted.decode_s
-    return seconds / (output_tokens - 1) if output_tokens > 1 else 0.0
-
-
 def _option(option: Option, facts: RequestFacts) -> dict[str, Any]:
     shown: dict[str, Any] = {"workers": dict(option.workers), "prefix": option.prefix}
     if option.predicted is not None:
         shown["predicted"] = {
             "ttft_s": option.predicted.ttft_s,
-            "tpot_s": tpot_seconds(option.predicted, facts.output_tokens),
+            "tpot_s": option.predicted.tpot_s(facts.output_tokens),
             "cost_s": option.predicted.total_s,
             "parts": option.predicted._asdict(),
         }

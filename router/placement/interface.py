@@ -140,6 +140,11 @@ class Prediction(NamedTuple):
     def total_s(self) -> float:
         return sum(self)
 
+    def tpot_s(self, output_tokens: float) -> float:
+        """Return the time between two tokens, without the first."""
+        seconds = self.handoff_s + self.room_s + self.decode_s
+        return seconds / (output_tokens - 1) if output_tokens > 1 else 0.0
+
 
 class Option(NamedTuple):
     """One way to place a request: its tasks in order, and the predicted cost.
@@ -166,7 +171,6 @@ class Placement:
     prefix: str | None = None
     predicted: Prediction | None = field(default=None, compare=False)
     options: tuple[Option, ...] = field(default=(), compare=False)
-    reason: str = field(default="", compare=False)
 
     @property
     def source(self) -> str:

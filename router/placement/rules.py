@@ -6,10 +6,11 @@ from collections.abc import Callable
 from heapq import nlargest
 
 from protocol.roles import Task
-from router.placement.cluster import Cluster, load_key
+from router.placement.cluster import Cluster, hashed, load_key
 from router.placement.interface import PolicyState, RequestFacts, WorkerSnapshot
 
-Rule = Callable[[RequestFacts, Cluster, Task, PolicyState], WorkerSnapshot | None]
+Chosen = WorkerSnapshot | None
+Rule = Callable[[RequestFacts, Cluster, Task, PolicyState], Chosen]
 
 OVERLOAD = 1.5
 """A worker with more than this times the mean load (plus one each) gets no request for its cache's sake."""
@@ -17,36 +18,28 @@ _MIN_CACHED_SHARE = 0.5
 """The least share of a prompt that must be cached for the cache to decide."""
 
 
-def round_robin(
-    request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
-) -> WorkerSnapshot | None:
+def round_robin(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> Chosen:
     """Choose one worker after the other, by name."""
     return cluster.at(task, state.turn, request.avoid)
 
 
-def least_loaded(
-    request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
-) -> WorkerSnapshot | None:
+def least_loaded(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> Chosen:
     """Choose the worker with the fewest prompt tokens for prefill, or the fewest requests for decode."""
     return next(iter(cluster.least_loaded(task, 1, request.avoid)), None)
 
 
-def power_of_two(
-    request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
-) -> WorkerSnapshot | None:
+def power_of_two(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> Chosen:
     """Choose the less loaded of two random workers."""
     count = cluster.count(task)
     if count == 0:
         return None
-    first = _random(state, task) % count
-    step = 1 + _random(state, task + "'") % max(count - 1, 1)
+    first = hashed(f"{state.seed} {state.turn} {task}") % count
+    step = 1 + hashed(f"{state.seed} {state.turn} {task}, second") % max(count - 1, 1)
     two = [cluster.at(task, index, request.avoid) for index in (first, first + step)]
     return min((worker for worker in two if worker is not None), key=load_key, default=None)
 
 
-def cache_aware(
-    request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
-) -> WorkerSnapshot | None:
+def cache_aware(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> Chosen:
     """Choose a worker with half of the prompt cached that is not overloaded, else the least loaded."""
     for worker in holders(request, cluster, task, 1):
         share = request.cached_tokens[worker.worker_id] / max(request.num_tokens, 1)
@@ -68,11 +61,3 @@ def holders(request: RequestFacts, cluster: Cluster, task: Task, count: int) -> 
         if worker is not None and worker.purpose == task and name not in request.avoid:
             found.append(worker)
     return found[:count]
-
-
-def _random(state: PolicyState, salt: str) -> int:
-    """Return a random number by SplitMix64 of the turn."""
-    value = (state.seed + state.turn * 0x9E3779B97F4A7C15 + sum(salt.encode()) * 0xD1B54A32D192ED03) % 2**64
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
-    return value ^ (value >> 31)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from router.placement.cluster import Cluster
-from router.placement.decision import tpot_seconds
 from router.placement.interface import (
     Missed,
     Option,
@@ -83,7 +82,7 @@ def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot
     A request that waits W seconds and then decodes for D spends D / (W + D) of its time decoding. That share
     of the requests assigned to the worker decodes at once.
     """
-    tpot_s = tpot_seconds(predicted, request.output_tokens)
+    tpot_s = predicted.tpot_s(request.output_tokens)
     if predicted.decode_s <= 0:
         return tpot_s
     costs, share = decode.costs_now, predicted.decode_s / (predicted.ttft_s + predicted.decode_s)

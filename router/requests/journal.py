@@ -29,6 +29,7 @@ NO_KEY = "0"
 """The API key's name if the server needs none."""
 
 
+@dataclass(eq=False, slots=True)
 class RequestTimes:
     """Points in time in monotonic seconds, 0 if not reached yet, and durations in seconds.
 
@@ -37,24 +38,17 @@ class RequestTimes:
     `num_steps` steps brought tokens after the first.
     """
 
-    __slots__ = (
-        "answered_at",
-        "earlier_s",
-        "ended_at",
-        "num_migrated",
-        "num_placed_again",
-        "num_steps",
-        "parked_at",
-        "placed_at",
-        "placement_s",
-        "queue_s",
-        "taken_over_at",
-    )
-
-    def __init__(self) -> None:
-        self.parked_at = self.placed_at = self.answered_at = self.taken_over_at = self.ended_at = 0.0
-        self.queue_s = self.placement_s = self.earlier_s = 0.0
-        self.num_steps = self.num_placed_again = self.num_migrated = 0
+    parked_at: float = 0.0
+    placed_at: float = 0.0
+    answered_at: float = 0.0
+    taken_over_at: float = 0.0
+    ended_at: float = 0.0
+    queue_s: float = 0.0
+    placement_s: float = 0.0
+    earlier_s: float = 0.0
+    num_steps: int = 0
+    num_placed_again: int = 0
+    num_migrated: int = 0
 
     def start_placement(self) -> None:
         """Start a new placement; the time of the current one counts as `earlier_s`."""

@@ -57,7 +57,7 @@ class ResponseAnswer(StreamedAnswer):
         if not self._num_events:
             yield self._status_event("created")
             yield self._status_event("in_progress")
-        yield from self._encode(self._new_events(choice))
+        yield from self._encode(self._parts.events(choice, self._output.push))
 
     def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
         yield from self._encode(self._output.close(_status(choices)))
@@ -65,13 +65,15 @@ class ResponseAnswer(StreamedAnswer):
         yield self._status_event(self._response["status"])
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
-        for _ in chain(self._new_events(choices[0]), self._output.close(_status(choices))):
+        for _ in chain(
+            self._parts.events(choices[0], self._output.push), self._output.close(_status(choices))
+        ):
             yield b""
         yield from self._end(choices, timing)
         yield from json_pieces(self._response)
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterator[bytes]:
-        for _ in chain(self._new_events(choices[0]), self._output.close("incomplete")):
+        for _ in chain(self._parts.events(choices[0], self._output.push), self._output.close("incomplete")):
             yield b""
         yield from json_pieces({**self._response, "status": "failed", "error": error.detail})
 
@@ -84,13 +86,6 @@ class ResponseAnswer(StreamedAnswer):
     async def keep(self) -> None:
         if self._store is not None:
             await asyncio.to_thread(self._store, self._response)
-
-    def _new_events(self, choice: Choice) -> Iterator[Fields | None]:
-        """Events; None after each piece of a long text."""
-        for parts in self._parts.push(choice, choice.take_text()):
-            for part in parts:
-                yield from self._output.push(part)
-            yield None
 
     def _end(self, choices: Sequence[Choice], timing: ResponseTiming | None) -> Iterator[bytes]:
         """Complete the response's fields. It yields nothing, after each piece of a long text."""

@@ -7,6 +7,7 @@ and drafted tokens; for the latest plan also the options that were compared.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from protocol.ids import PeerAddress
@@ -27,6 +28,7 @@ class DraftCounts(NamedTuple):
     accepted: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class DraftPeriod:
     """The time from one plan to the next, on the decode worker `worker_id`. `began` and `ended` are the
     request's totals at these times; None: it goes on.
@@ -35,20 +37,13 @@ class DraftPeriod:
     the expected output since the router's latest look at the request.
     """
 
-    __slots__ = ("at", "began", "decision", "ended", "expected", "num_tokens", "worker_id")
-
-    def __init__(
-        self,
-        decision: DraftDecision,
-        worker_id: str,
-        at: PeerAddress | None,
-        num_tokens: int,
-        began: DraftCounts,
-    ) -> None:
-        self.decision, self.worker_id, self.at = decision, worker_id, at
-        self.num_tokens, self.began = num_tokens, began
-        self.ended: DraftCounts | None = None
-        self.expected: ExpectedTokens | None = None
+    decision: DraftDecision
+    worker_id: str
+    at: PeerAddress | None
+    num_tokens: int
+    began: DraftCounts
+    ended: DraftCounts | None = None
+    expected: ExpectedTokens | None = None
 
     @property
     def counts(self) -> DraftCounts:
@@ -86,14 +81,12 @@ class DraftPeriod:
         }
 
 
+@dataclass(eq=False, slots=True)
 class DraftHistory:
     """The draft periods of one request, which was planned again `num_replans` times."""
 
-    __slots__ = ("num_replans", "periods")
-
-    def __init__(self) -> None:
-        self.periods: deque[DraftPeriod] = deque(maxlen=MAX_PERIODS)
-        self.num_replans = 0
+    periods: deque[DraftPeriod] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
+    num_replans: int = 0
 
     @property
     def current(self) -> DraftPeriod | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from router.placement.by_cost import cheapest_decode
+from router.placement.by_cost import cost
 from router.placement.cluster import Cluster
+from router.placement.interface import PolicyState
 from tests.router.placed import COSTS, decode, facts, placed, prefill
 
 SLOW_PROMPTS = replace(COSTS, token_s=1e-3)
@@ -23,7 +24,7 @@ TIMES = ("step_s", "row_s", "context_s", "token_s", "attention_s")
 def test_of_equal_decode_workers_the_least_recently_asked_is_taken():
     workers = [decode("d0", last_placed=5), decode("d1", last_placed=2)]
     for order in (workers, workers[::-1]):
-        assert cheapest_decode(facts(), Cluster(order)).worker_id == "d1"
+        assert cost(facts(), Cluster(order), "decode", PolicyState()).worker_id == "d1"
 
 
 def test_of_equal_workers_the_one_with_more_cached_is_taken():

@@ -16,7 +16,7 @@ from costs.explorer import TRIAL_SHARE
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from router.placement import RULES, placement_policy
-from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost
+from router.placement.by_cost import cost, place_by_cost
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     LinkSpeed,
@@ -388,7 +388,7 @@ def test_a_worker_that_is_worse_in_one_respect_does_not_prefill(
     links = {"worse": LinkSpeed(5e-3, 1e9), "better": LinkSpeed(0.0, 1e9)}
     holder = decode("holder", links=links)
     cluster = Cluster([prefill("worse", **worse), prefill("better", last_placed=1, **better), holder])
-    chosen = cheapest_prefill(facts(num_tokens=2000, cached_tokens=cached), cluster)
+    chosen = cost(facts(num_tokens=2000, cached_tokens=cached), cluster, "prefill", PolicyState())
     assert chosen is not None and chosen.worker_id == "better"
 
 
@@ -678,6 +678,6 @@ def test_a_decode_worker_with_the_prompt_is_not_taken_as_prefill_worker():
 def test_queued_prompts_make_a_worker_dearer_to_decode_on():
     waits = decode("waits", requests=1, prompts=1, prefill_tokens=2000)
     runs = decode("runs", requests=2, rows=2)
-    assert cheapest_decode(facts(output_tokens=11), Cluster([waits, runs])) is runs
+    assert cost(facts(output_tokens=11), Cluster([waits, runs]), "decode", PolicyState()) is runs
     waits.prefill_tokens = waits.prompts = 0
-    assert cheapest_decode(facts(output_tokens=11), Cluster([waits, runs])) is waits
+    assert cost(facts(output_tokens=11), Cluster([waits, runs]), "decode", PolicyState()) is waits
