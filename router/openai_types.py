@@ -43,6 +43,20 @@ CallableName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 """The name of a function."""
 Object = Annotated[Raw, _json("A JSON object.", type="object")]
 Unsupported = Annotated[Raw, _json("Not supported: only a value that changes nothing is accepted.")]
+ModelName = Annotated[str | None, doc("The model's name; default: the served model.")]
+IgnoredText = Annotated[str | None, doc("Accepted and ignored.")]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None
+CacheSalt = Annotated[
+    Annotated[str, Meta(max_length=256)] | None,
+    doc("Share cached prefixes only with requests of equal salt."),
+]
+ThinkingTokens = Annotated[
+    Annotated[int, Meta(ge=1)] | None,
+    doc("Most tokens of reasoning; after that many, the reasoning is ended."),
+]
+ParallelCalls = Annotated[
+    bool | None, doc("Allow several calls in an answer; default: true unless a call is required.")
+]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=MAX_METADATA),
@@ -65,8 +79,8 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     """A JSON schema, as OpenAI wraps it."""
 
     schema: Annotated[Object, _json("The JSON schema.", type="object")] = absent()
-    name: Annotated[str | None, doc("Accepted and ignored.")] = None
-    description: Annotated[str | None, doc("Accepted and ignored.")] = None
+    name: IgnoredText = None
+    description: IgnoredText = None
     strict: Annotated[bool | None, doc("Accepted: the answer always satisfies the schema.")] = None
 
 
@@ -108,7 +122,7 @@ else:
 class SamplingBody(_SamplingFields, kw_only=True):
     """The fields that all generating endpoints share."""
 
-    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
+    model: ModelName = None
     stop: Annotated[
         Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, doc("Strings that end the answer.")
     ] = None
@@ -124,26 +138,20 @@ class SamplingBody(_SamplingFields, kw_only=True):
     skip_special_tokens: Annotated[
         bool | None, doc("Leave special tokens out of the text; default: true.")
     ] = None
-    priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
-        doc("Lower values are scheduled first, and shed last; default: 0."),
-    ] = None
+    priority: Annotated[Priority, doc("Lower values are scheduled first, and shed last; default: 0.")] = None
     truncate_prompt_tokens: Annotated[
         int | None,
         doc("Keep only this many tokens at the prompt's end; -1: as many as leave room for an answer."),
     ] = None
-    cache_salt: Annotated[
-        Annotated[str, Meta(max_length=256)] | None,
-        doc("Share cached prefixes only with requests of equal salt."),
-    ] = None
+    cache_salt: CacheSalt = None
     disaggregate: Annotated[
         bool | None,
         doc(
             "Compute the prompt on a prefill worker and decode on another, or not; default: the cheaper way."
         ),
     ] = None
-    user: Annotated[str | None, doc("Accepted and ignored.")] = None
-    safety_identifier: Annotated[str | None, doc("Accepted and ignored.")] = None
+    user: IgnoredText = None
+    safety_identifier: IgnoredText = None
     metadata: Annotated[Object, doc("Accepted and ignored.")] = absent()
     store: Annotated[bool | None, doc("Accepted and ignored: only responses are stored.")] = None
     service_tier: Annotated[str | None, doc("Accepted and ignored: the API key has a priority.")] = None
@@ -220,21 +228,16 @@ class CompletionBody(GenerationBody, kw_only=True):
 class PoolingBody(msgspec.Struct, kw_only=True):
     """The fields that embeddings and scores share."""
 
-    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
-    user: Annotated[str | None, doc("Accepted and ignored.")] = None
+    model: ModelName = None
+    user: IgnoredText = None
     truncate_prompt_tokens: Annotated[
         int | None, doc("Keep only this many tokens at each text's end; -1: as many as the model allows.")
     ] = None
     add_special_tokens: Annotated[
         bool | None, doc("Let the tokenizer add special tokens; default: true.")
     ] = None
-    priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None, doc("Lower values are scheduled first.")
-    ] = None
-    cache_salt: Annotated[
-        Annotated[str, Meta(max_length=256)] | None,
-        doc("Share cached prefixes only with requests of equal salt."),
-    ] = None
+    priority: Annotated[Priority, doc("Lower values are scheduled first.")] = None
+    cache_salt: CacheSalt = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -342,13 +345,8 @@ class ChatBody(GenerationBody, kw_only=True):
         str | NamedTool | None,
         doc("`auto` (the default with `tools`), `none`, `required`, or the function to call."),
     ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, doc("Allow several calls in an answer; default: true unless a call is required.")
-    ] = None
-    thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        doc("Most tokens of reasoning; after that many, the reasoning is ended."),
-    ] = None
+    parallel_tool_calls: ParallelCalls = None
+    thinking_token_budget: ThinkingTokens = None
     reasoning_effort: Annotated[str | None, doc("Passed to the chat template.")] = None
     prediction: Annotated[
         PredictedContent | None, doc("A text to draft from; it changes no token of the answer.")
@@ -369,7 +367,7 @@ class ChatBody(GenerationBody, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """Turn a text or a chat into token ids."""
 
-    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
+    model: ModelName = None
     prompt: Annotated[str | None, doc("A text; either this or `messages` is required.")] = None
     messages: Annotated[Messages | None, doc("A chat.")] = None
     add_special_tokens: Annotated[
@@ -385,5 +383,5 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Turn token ids into text."""
 
-    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
+    model: ModelName = None
     tokens: Annotated[list[int], doc("At most as many as the model's context has.")]

@@ -15,8 +15,10 @@ from router.openai_types import (
     FunctionName,
     Metadata,
     Object,
+    ParallelCalls,
     SamplingBody,
     TemplateVariables,
+    ThinkingTokens,
     Unsupported,
     absent,
 )
@@ -113,9 +115,7 @@ class ResponseBody(SamplingBody, kw_only=True):
     tool_choice: Annotated[
         str | ToolName | None, doc("`auto` (the default), `none`, `required`, or the function to call.")
     ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, doc("Allow several calls in an answer; default: true unless a call is required.")
-    ] = None
+    parallel_tool_calls: ParallelCalls = None
     text: Annotated[TextOptions | None, doc("The required format of the answer's text.")] = None
     reasoning: Annotated[ReasoningOptions | None, doc("Options of the model's reasoning.")] = None
     include: Annotated[
@@ -123,10 +123,7 @@ class ResponseBody(SamplingBody, kw_only=True):
     ] = None
     metadata: Annotated[Metadata | None, doc("Repeated in the response.")] = None  # type: ignore[assignment]
     user: Annotated[str | None, doc("Repeated in the response.")] = None
-    thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        doc("Most tokens of reasoning; after that many, the reasoning is ended."),
-    ] = None
+    thinking_token_budget: ThinkingTokens = None
     chat_template_kwargs: TemplateVariables = absent()
 
     background: Unsupported = absent()
