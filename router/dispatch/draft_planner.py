@@ -13,7 +13,7 @@ from protocol.ids import PeerAddress
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.dispatch import Core
-from router.placement.drafts.history import DraftPeriod
+from router.placement.decision import DraftPeriod
 from router.placement.drafts.interface import (
     DraftDecision,
     DraftFacts,

@@ -1,12 +1,20 @@
-"""A record of one placement: the options compared, the expected cost, and the observed times."""
+"""Records of decisions: where a request was placed, and where its drafts were to be made.
+
+A placement has the options compared, the expected cost and the observed times. Each draft plan begins a
+period with its steps, tokens and drafted tokens; the latest plan also has the options compared.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from router.placement.drafts.history import DraftHistory
+from protocol.ids import PeerAddress
+from protocol.requests import DraftPlan
+from router.placement.drafts.interface import DraftDecision, DraftOption, DraftPlace
+from router.placement.drafts.kinds import ExpectedTokens
 from router.placement.interface import Option, Placement, RequestFacts
 
 
@@ -55,3 +63,124 @@ def _option(option: Option, facts: RequestFacts) -> dict[str, Any]:
             "parts": option.predicted._asdict(),
         }
     return shown
+
+
+MAX_PERIODS = 16
+"""The most periods to keep, the latest ones: a long request may be planned again without limit."""
+
+
+class DraftCounts(NamedTuple):
+    """Totals of a request: its steps after the first token, and the tokens of these steps."""
+
+    steps: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class DraftPeriod:
+    """The time from one plan to the next, on the decode worker `worker_id`. `began` and `ended` are the
+    request's totals at these times; None: it goes on.
+
+    If the drafts are made at a draft worker, that worker was given `num_tokens` tokens to read. `expected` is
+    the expected output since the router's latest look at the request.
+    """
+
+    decision: DraftDecision
+    worker_id: str
+    at: PeerAddress | None
+    num_tokens: int
+    began: DraftCounts
+    ended: DraftCounts | None = None
+    expected: ExpectedTokens | None = None
+
+    @property
+    def counts(self) -> DraftCounts:
+        """The counts of this period alone; zeros until it has ended."""
+        ended = self.ended or self.began
+        return DraftCounts(*(end - begin for end, begin in zip(ended, self.began, strict=True)))
+
+    @property
+    def made_by(self) -> str | None:
+        """The id of the worker that drafts for the request."""
+        place = self.decision.place
+        return (place.at or self.worker_id) if place.method is not None else None
+
+    def as_json(self) -> dict[str, Any]:
+        counts, decision = self.counts, self.decision
+        return {
+            **_place(decision.place, self.worker_id),
+            "predicted_tokens_per_step": decision.chosen.tokens_per_step,
+            "steps": counts.steps,
+            "tokens": counts.tokens,
+            "drafted_tokens": counts.drafted,
+            "accepted_tokens": counts.accepted,
+        }
+
+    def comparison(self) -> dict[str, Any]:
+        """Return the prediction for each place."""
+        return {
+            "chosen": _draft_option(self.decision.chosen, self.worker_id),
+            "alternatives": [
+                _draft_option(option, self.worker_id)
+                for option in self.decision.options
+                if option.place != self.decision.place
+            ],
+            "reason": self.decision.reason,
+        }
+
+
+@dataclass(eq=False, slots=True)
+class DraftHistory:
+    """The draft periods of one request, which was planned again `num_replans` times."""
+
+    periods: deque[DraftPeriod] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
+    num_replans: int = 0
+
+    @property
+    def current(self) -> DraftPeriod | None:
+        """The current period; None before the first plan and after the last."""
+        latest = self.periods[-1] if self.periods else None
+        return latest if latest is not None and latest.ended is None else None
+
+    @property
+    def plan(self) -> DraftPlan | None:
+        """The plan for the decode worker; None leaves drafting to the worker."""
+        current = self.current
+        if current is None:
+            return None
+        place = current.decision.place
+        return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=current.at)
+
+    def as_json(self) -> dict[str, Any] | None:
+        """Return the record, None without a plan: neither deployment nor request has drafts."""
+        if not self.periods:
+            return None
+        latest = self.periods[-1]
+        return {"replans": self.num_replans, "periods": self.periods_as_json(), **latest.comparison()}
+
+    def periods_as_json(self) -> list[dict[str, Any]]:
+        return [period.as_json() for period in self.periods]
+
+
+def _draft_option(option: DraftOption, worker_id: str) -> dict[str, Any]:
+    return {
+        **_place(option.place, worker_id),
+        "predicted": {
+            "tokens_per_s": option.rate,
+            "tokens_per_s_with_catch_up": option.worth,
+            "tokens_per_step": option.tokens_per_step,
+            "seen_to_predicted": option.correction,
+        },
+    }
+
+
+def _place(place: DraftPlace, worker_id: str) -> dict[str, Any]:
+    by = place.at or worker_id
+    return {
+        "where": place.where,
+        "worker": by if place.method is not None else None,
+        "method": place.method,
+        "max_tokens": place.max_tokens,
+    }

@@ -19,8 +19,7 @@ from protocol.sampling import SamplingParams, check_grammar
 from protocol.speculation import RequestSpeculation
 from router.errors import ApiError
 from router.parsing.reasoning import ThinkingBudget
-from router.placement.decision import PlacementDecision
-from router.placement.drafts.history import DraftCounts, DraftHistory
+from router.placement.decision import DraftCounts, DraftHistory, PlacementDecision
 from router.text.choice import Choice
 from router.workers.assignment import Assignment, Stage
 from router.workers.kv_index import hash_blocks
