@@ -23,10 +23,9 @@ logger = logging.getLogger(__name__)
 class AdapterTable:
     """The adapters by name. Only `find` may be called off the event loop.
 
-    The first worker reports the adapters that `--lora-modules` loaded. From then on this table decides: a
-    worker that registers is told, before it gets any request, to load the adapters that it lacks and to
-    unload the ones that are not in the table. With several routers, one at a time changes the table and
-    calls `tell` to inform the others.
+    The first worker reports the adapters of `--lora-modules`; from then on this table decides. A worker that
+    registers is told, before it gets any request, to load and to unload what differs. With several routers,
+    one at a time changes the table and calls `tell` to inform the others.
     """
 
     def __init__(self, core: Core, turns: Turns) -> None:

@@ -35,8 +35,7 @@ class LeakyBucket:
     """The use of an allowance per minute: a leaky bucket that holds, and leaks, one minute's allowance.
 
     A whole minute's allowance can be used at once, and after that as much as leaks. Use may overfill the
-    bucket; then nothing more is admitted until the excess has leaked. Without an allowance the bucket stays
-    empty.
+    bucket; then nothing more is admitted until the excess has leaked.
     """
 
     def __init__(self) -> None:
@@ -116,8 +115,7 @@ class Admission:
         self._generation: Generation | None = None
 
     def reserve(self, generation: Generation) -> None:
-        """Reserve all sequences and the most tokens that they can use, and set the generation's priority to
-        the key's.
+        """Reserve all sequences and the most tokens that they can use; set the generation's priority.
 
         Raises `ApiError` 429 if the key has no room left; the last request may use more than is left.
         """
@@ -151,11 +149,10 @@ def _prompt_tokens(requests: Sequence[LiveRequest]) -> int:
 
 
 class ApiKeys:
-    """Finds keys by their hash, so that a better guess takes no longer to compare.
+    """Finds keys by their hash, so that a better guess takes no longer to compare. Raises `ConfigError`.
 
     The keys of --api-key are named by their index, have no limits, and are operators. The file is read again
-    when it changes; if it cannot be read, the failure is counted and logged, and the keys stay as they were.
-    Raises `ConfigError`.
+    when it changes; if that fails, it is counted and logged, and the keys stay as they were.
     """
 
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
@@ -293,11 +290,7 @@ def _check_unique(values: Sequence[str], field: str, path: str) -> None:
 
 
 def add_key(path: str, **fields: str | int | bool | None) -> str:
-    """Make a key, append its entry to the file, which may be new, and return the key, which is stored
-    nowhere.
-
-    Raises `ConfigError`, also for a name that exists already.
-    """
+    """Make a key, append its entry to the file and return it. Raises `ConfigError`, also for a known name."""
     key = PREFIX + secrets.token_urlsafe(32)
     given = {name: value for name, value in fields.items() if value is not None}
     try:

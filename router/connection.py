@@ -69,9 +69,7 @@ def raise_file_limit() -> int:
 
 
 class Outbox:
-    """Chunks of many streams, written together once all chunks of a step are made. Writing each at once
-    would make Python's code and the kernel's evict each other from the CPU caches.
-    """
+    """Chunks of many streams, written together after a step: single writes would compete for CPU caches."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[asyncio.Transport, bytes]] = []

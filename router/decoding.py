@@ -144,8 +144,7 @@ def decode_prompts(
 ) -> list[str] | list[list[int]]:
     """Decode a text, a list of token ids, or a list of either.
 
-    The number of prompts is counted in the JSON text, so that a million lists are refused before they are
-    created.
+    Prompts are counted in the JSON text, so that a million lists are refused before they are created.
     """
     start = _LIST_START.match(raw)
     prompts: list[str] | list[list[int]]

@@ -1,7 +1,6 @@
 """Request bodies, as OpenAI and vLLM define them. Fields that they lack are named in a header of the answer.
 
-Descriptions and limits appear in `/openapi.json`. Fields of type `Raw` stay JSON text until their size has
-been checked.
+`/openapi.json` has descriptions and limits. Fields of type `Raw` stay JSON until their size was checked.
 """
 
 from __future__ import annotations

@@ -44,12 +44,11 @@ class RouterPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterServer:
-    """Binds the HTTP socket and the workers' socket when created; `run()` serves until `stop()` or
-    SIGINT/SIGTERM.
+    """Binds the HTTP socket and the workers' socket at once; `run()` serves until `stop()` or a signal.
 
     Workers connect to `worker_endpoints`; `port` is the actual HTTP port. One of several routers has a
     `place`: its `port` is its own, and it listens on the shared one once it knows a worker. Raises
-    `ConfigError` if an address cannot be bound or the tokenizer cannot be loaded.
+    `ConfigError`.
     """
 
     def __init__(
@@ -151,8 +150,7 @@ class RouterServer:
     ) -> None:
         """Serve. `on_start` is called once HTTP answers, `on_signal` (or `stop`) at SIGINT and SIGTERM.
 
-        With `prepares` the preprocessor starts at once and compiles the grammars that many requests will
-        use.
+        With `prepares` the preprocessor starts at once and compiles common grammars.
         """
         connections = Connections(raise_file_limit(), self.state.metrics.connection_ended)
         server_config = uvicorn.Config(

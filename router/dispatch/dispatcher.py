@@ -70,8 +70,7 @@ class Dispatcher:
         generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
 
     def _gives_way(self, newcomer: Generation) -> list[Generation]:
-        """Return the generations to shed for a newcomer: the least urgent ones without an answer, as many as
-        the queue's limit is exceeded by.
+        """Return the generations to shed for a newcomer: the least urgent ones without an answer.
 
         Raises `ApiError` if too few are less urgent than the newcomer.
         """

@@ -29,9 +29,7 @@ SWEEP_S = 0.002
 
 @dataclass(eq=False)
 class _Source:
-    """One incarnation of a worker. `announced` is the number of batches it had sent at the oldest heartbeat
-    whose batches have not all come, or else at the latest heartbeat.
-    """
+    """One incarnation of a worker. `announced` batches are due since the oldest unmet heartbeat."""
 
     worker: Worker
     slot: int

@@ -58,10 +58,9 @@ class Placer:
     # --- requests ---------------------------------------------------------------------------------
 
     def place(self, request: LiveRequest, *, checks_slo: bool = False) -> Refusal | None:
-        """Add the request to the journal and send it to its workers, or park it. A refused request is in
-        neither place.
+        """Add the request to the journal and send or park it, unless it is refused.
 
-        With `checks_slo` the request is refused if it is expected to miss its SLO.
+        With `checks_slo` it is refused if it is expected to miss its SLO.
         """
         request.start_placement()
         self._journal.add(request)

@@ -16,9 +16,8 @@ from router.workers.registry import Worker
 
 
 class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's values. `rows` are decoded here now or later, `prompts` await their first token from
-    here, and `held` requests of both kinds still wait in the router. `exposed_s` and `sent_bytes` are its KV
-    transfers', by peer.
+    """One worker's values. `rows` decode here now or later, `prompts` await their first token from here, and
+    `held` requests still wait in the router. `exposed_s` and `sent_bytes` are of KV transfers, by peer.
     """
 
     id: str

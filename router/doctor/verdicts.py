@@ -145,9 +145,7 @@ def prefill(interval: Interval) -> Iterator[Finding]:
 
 
 def decode(interval: Interval) -> Iterator[Finding]:
-    """Find workers whose batches slow each request down. Both step times are the cost model's, so that other
-    causes of slow steps (drafts, a busy core) are not attributed to the batch.
-    """
+    """Find workers whose batches slow each request down, by the cost model's step times for both."""
     for worker in interval.workers():
         running, costs, share = worker.mean("running"), worker.after.costs, worker.decode_share
         if worker.busy < BUSY or share < 0.5 or running <= 1:

@@ -1,8 +1,7 @@
 """Converts JSON schemas to grammars.
 
-llguidance computes with doubles and 64-bit integers, compares property names as they are spelled, and
-accepts 29 February in any year. So a schema is narrowed where its grammar would be too wide, and refused
-where it cannot be narrowed.
+llguidance computes with doubles and 64-bit integers, compares property names as they are spelled, and accepts
+29 February in any year. A schema is narrowed where its grammar would be too wide, or refused.
 """
 
 from __future__ import annotations

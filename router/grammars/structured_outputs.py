@@ -1,5 +1,4 @@
-"""Converts `response_format`, `structured_outputs` and vLLM's structural tags to one grammar in llguidance's
-notation.
+"""Converts `response_format`, `structured_outputs` and structural tags to one grammar of llguidance.
 
 This runs only in the preprocessor, since it may take any time.
 """

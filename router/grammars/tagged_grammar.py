@@ -47,8 +47,7 @@ _NAME = "NAME: /[A-Za-z0-9_.\\-]+/"
 class TaggedArguments:
     """The rules and grammars of a function's arguments. Their rule is `name`.
 
-    Raises `InvalidRequestError` for a keyword that cannot be enforced if the function is `strict`; otherwise
-    such keywords are ignored.
+    A `strict` function raises `InvalidRequestError` for keywords that cannot be enforced; others ignore them.
     """
 
     def __init__(

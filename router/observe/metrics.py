@@ -147,9 +147,7 @@ class Metrics:
                     yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
 
     def observe_loop(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
-        """Record that the event loop ran a timer `late_s` too late. `cpu_s` and `core_wait_s` are the
-        thread's totals: its CPU time and the time that it waited for a core.
-        """
+        """Record how late the event loop ran a timer, and its thread's total CPU time and wait for a core."""
         self._observe("router_loop_lag_seconds", max(late_s, 0.0))
         self._metrics["router_cpu_seconds_total"].inc(max(cpu_s - self._cpu_s, 0.0))
         self._metrics["router_core_wait_seconds_total"].inc(max(core_wait_s - self._core_wait_s, 0.0))

@@ -19,10 +19,9 @@ class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     queue_s: parked until a worker had room; placement_s: choosing the workers; earlier_s: in earlier
     placements. Then, at the final workers: worker_queue_s and prefill_s up to the first token, takeover_s
-    from there to the decode worker's first output, decode_s to the last token. In addition to the stages,
-    ttft_s is the time from the arrival to the client's first token, and decode_queue_s the part of the
-    hand-off in which the decode worker had everything and waited for its next step. `drafts` lists the draft
-    plans in order, each with its results.
+    from there to the decode worker's first output, decode_s to the last token. Besides, ttft_s is the time to
+    the client's first token, and decode_queue_s the part of the hand-off in which the decode worker waited
+    for its next step. `drafts` lists the draft plans with their results.
     """
 
     index: int

@@ -186,11 +186,7 @@ class AnswerText:
             self._may_be_text = False
 
     def give_up(self) -> None:
-        """End the part that did not become a call: its text is content, except for the beginning of a call
-        that was cut off.
-
-        Does nothing if the call was already written.
-        """
+        """End the part that did not become a call. Its text is content, unless a call was cut off."""
         if self._begun is None:
             return
         begun, self._begun = self._begun, None

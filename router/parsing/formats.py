@@ -21,9 +21,7 @@ class CallForm(msgspec.Struct, frozen=True):
     """
 
     trigger: str
-    """The text with which a block begins and which no other text contains; empty: a block is the whole
-    answer.
-    """
+    """The text that begins a block and is nowhere else; empty: a block is the whole answer."""
     open: str
     begin: str
     end: str

@@ -12,9 +12,7 @@ from router.parsing.literals import GEMMA, PYTHON, Literals
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """Blocks of calls: one, several with `separator`, or a list. Calls are JSON objects with `name` and
-    `arguments`, or in a `notation`.
-    """
+    """Blocks of calls: one, several with `separator`, or a list; in JSON, or in a `notation`."""
 
     open: tuple[str, ...]
     close: str = ""

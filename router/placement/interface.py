@@ -1,8 +1,7 @@
-"""The inputs and results of placement policies. A policy is a pure function, the same live and in a
-simulator.
+"""The inputs and results of placement policies: pure functions, the same live and in a simulator.
 
-It looks at a few workers of the cluster and never at all of them. The state that it keeps from one decision
-to the next is an argument, and part of the result.
+A policy looks at a few workers of the cluster, never at all. The state that it keeps from one decision to the
+next is an argument, and part of the result.
 """
 
 from __future__ import annotations
@@ -117,10 +116,9 @@ class WorkerSnapshot:
 class Prediction(NamedTuple):
     """Predicted seconds of a placement: the request's own, and those that others lose by it.
 
-    Up to the first token: `queue_s` for the work ahead of it, `fetch_s` for a prefix from another worker,
-    `prefill_s`. Then `handoff_s` to its decode worker, as far as no chunk hides it, `room_s` for KV blocks
-    and a row, `decode_s`. `delay_s` is lost by requests that decode during its prefill, `slowdown_s` by
-    requests that decode with it.
+    Up to the first token: `queue_s` for work ahead of it, `fetch_s` for a prefix from another worker,
+    `prefill_s`. Then `handoff_s` as far as no chunk hides it, `room_s` for KV blocks and a row, `decode_s`.
+    Requests that decode during its prefill lose `delay_s`, those that decode with it `slowdown_s`.
     """
 
     queue_s: float = 0.0

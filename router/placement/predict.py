@@ -34,8 +34,7 @@ class PrefillCost(NamedTuple):
 
 class DecodeCost(NamedTuple):
     """The cost of decoding on a worker together with the prompts that arrive meanwhile. `row_s` is the wait
-    for a free row, `room_s` the wait for KV blocks, `pending_s` the time for prompts that already wait
-    there.
+    for a free row, `room_s` for KV blocks, `pending_s` the time for prompts that already wait.
     """
 
     worker: WorkerSnapshot
@@ -86,9 +85,8 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
 
 
 def _coming_s(worker: WorkerSnapshot) -> float:
-    """Return the time to compute the prompts that arrive while a whole answer is decoded. As many arrive as
-    requests end, so the prompts of the worker's current rows, as far as it computes them itself, are the
-    measure.
+    """Return the time for prompts that arrive during a whole answer: about as many as end, so the measure are
+    the prompts of the current rows, as far as the worker computes them itself.
     """
     if worker.rows <= 0:
         return 0.0
@@ -97,8 +95,7 @@ def _coming_s(worker: WorkerSnapshot) -> float:
 
 
 def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
-    """Return the most that prompts add to each of the worker's steps: the ITL budget delays the rest of
-    them.
+    """Return the most that prompts add to each of the worker's steps, by the ITL budget.
 
     If full steps are too slow for the request's SLO, it is met only with few of them, so all prompts count.
     """

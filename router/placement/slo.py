@@ -1,7 +1,6 @@
 """Predicts whether a placement meets its request's SLO, and when one will if it does not.
 
-Only load causes a refusal: an idle worker accepts every request. So a wrong prediction corrects itself,
-since the requests that run are measured.
+An idle worker accepts every request, so a wrong prediction is corrected by requests that run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`python -m router.preprocessing.process`: the preprocessor, which the router's `Preprocessor` starts.
 
 No library limits all that it does, and a thread inside a library cannot be ended. So tasks run in child
-processes, which the kernel ends at their limit of CPU time. The parent has the tokenizers loaded, and forks
-a child in milliseconds.
+processes with a limit of CPU time, forked in milliseconds from a parent that has the tokenizers loaded.
 """
 
 from __future__ import annotations

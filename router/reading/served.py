@@ -19,9 +19,7 @@ FILE = "generation_config.json"
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """The model's own defaults. `sampling` has the fields of `SamplingParams` that requests get if they give
-    none. No answer is longer than `max_new_tokens`, whatever a request says.
-    """
+    """The model's own defaults: `sampling` fields for requests that give none, and a cap on every answer."""
 
     sampling: dict[str, Any] = {}
     max_new_tokens: int | None = None

@@ -45,8 +45,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Stores responses in SQLite. Each API key sees only its own. Several routers may share a file. Raises
-    `ConfigError`.
+    """Stores responses in SQLite, which several routers may share. Each API key sees only its own.
 
     All methods may wait for a disk or for another router; `get` and `delete` raise `ApiError`.
     """
@@ -123,8 +122,7 @@ class ResponseStore:
 
 
 def _claim(path: Path) -> None:
-    """Create the file if it does not exist, and check that other users cannot access it or SQLite's files
-    next to it.
+    """Create the file if need be, and check that no other user can access it or SQLite's files next to it.
 
     An existing file is not opened: closing it again would release this process's locks. Raises OSError.
     """

@@ -33,8 +33,8 @@ Read = Callable[[bytes, ServedModel, bytes | None], Awaitable[Prepared | Earlier
 def read_response(
     reader: RequestReader, raw: bytes, model: ServedModel, earlier: bytes | None = None
 ) -> Prepared | EarlierResponse:
-    """Read a request's body. Returns `EarlierResponse` if the items of an earlier response are needed first.
-    Raises `ApiError` or `InvalidRequestError`, which name the request's fields.
+    """Read a body, or return the `EarlierResponse` whose items are needed first. Raises `ApiError` or
+    `InvalidRequestError`, which name the request's fields.
     """
     body = decode_body(raw, ResponseBody)
     if body.previous_response_id is not None and earlier is None:

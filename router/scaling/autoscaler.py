@@ -32,11 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class Autoscaler:
-    """The autoscaler. It runs on the event loop of one router at a time, which knows the demand of the
-    others' requests.
+    """The autoscaler, on the event loop of one router at a time, which knows the others' demand.
 
-    It scales through the same `Scaler` as operators do. `room` is how many more workers of each role the
-    launcher could place.
+    It scales by the same `Scaler` as operators. `room`: how many more workers of each role could be placed.
     """
 
     def __init__(self, core: Core, scaler: Scaler, drainer: Drainer, meter: DemandMeter) -> None:

@@ -2,10 +2,10 @@
 
 For each role it finds the least number of workers that handles the demand of the last minutes: few prompts
 wait longer than the SLO allows (Erlang's C formula, with Allen and Cunneen's correction for the spread of
-prompts), steps keep the time per token, and rows and KV keep some headroom. More workers are added at once,
-also when prompts have queued up or answers miss their SLO nevertheless. Workers are removed after fewer
-would have sufficed for a while, with a margin. If no node has room for more, a role with workers to spare
-gives one up."""
+prompts), steps keep the time per token, and rows and KV keep some headroom. Workers are added at once, also
+when prompts have queued up or answers miss their SLO nevertheless, and removed after fewer would have
+sufficed for a while. If no node has room, a role with workers to spare gives one up.
+"""
 
 from __future__ import annotations
 
@@ -251,9 +251,8 @@ def _within_room(
 class RoleLoad(NamedTuple):
     """The current load of the workers of one role.
 
-    `workers` serve and `coming` more are being started. They decode `rows` with `context` tokens, hold
-    `kv_usage` pools of KV, and prompts of `backlog_s` seconds wait there for others. Each decodes at most
-    `max_rows`. `demand` has the counters.
+    `workers` serve and `coming` more are being started. They decode `rows`, at most `max_rows` each, with
+    `context` tokens, hold `kv_usage` pools of KV, and prompts of `backlog_s` seconds wait there for others.
     """
 
     workers: int

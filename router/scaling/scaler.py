@@ -52,8 +52,7 @@ class Scaler:
     async def scale(self, targets: Mapping[str, int]) -> ScaleReport:
         """Change the number of workers. Returns when the new ones serve and the old ones are empty.
 
-        Raises `ApiError` if nothing has changed, as during a restart, or, with status 503, if a worker could
-        not be started.
+        Raises `ApiError`: nothing has changed, as during a restart, or (503) a worker could not be started.
         """
         async with self._turns.hold("scaling"):
             return await self.resize(targets)
@@ -141,8 +140,7 @@ class Restarter:
     async def restart(self) -> RestartReport:
         """Restart all current workers. Returns when each has been restarted or is gone.
 
-        Raises `ApiError` 409 if nothing has changed, or 503 if a worker did not come back. The workers whose
-        turn had not come keep running unchanged.
+        Raises `ApiError`: 409 if nothing has changed, 503 if a worker did not come back; the others run on.
         """
         began, report = time.monotonic(), RestartReport()
         async with self._turns.hold("restart"):

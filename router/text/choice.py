@@ -48,9 +48,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class ChoiceDelta(msgspec.Struct):
-    """A choice's output since the previous call. `logprobs` come after those in `pages`; `offsets` are the
-    tokens' offsets in the choice's uncut text.
-    """
+    """A choice's output since the previous call; `logprobs` come after `pages`, `offsets` are uncut."""
 
     text: str = ""
     spans: Sequence[Span] = ()

@@ -1,8 +1,8 @@
 """Turns token ids into text, one token at a time, and never returns half a character.
 
 Byte-level and SentencePiece-like decoders map each token to bytes independently, so a table and an
-incremental UTF-8 decoder suffice. For any other decoder the last few tokens are decoded again with each new
-one."""
+incremental UTF-8 decoder suffice. Any other decoder gets the last few tokens again with each new one.
+"""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ class Tokenizer:
     def encode_prompt(self, text: str, add_special_tokens: bool, max_tokens: int, field: str) -> list[int]:
         """Tokenize a prompt. Raises `InvalidRequestError` if the text cannot fit in `max_tokens`.
 
-        Tokenizing takes a few hundred bytes of memory for each token, so a long text is first counted piece
-        by piece.
+        Each token takes a few hundred bytes of memory, so a long text is first counted piece by piece.
         """
         if len(text) > max_tokens * self._longest_token:
             raise InvalidRequestError(

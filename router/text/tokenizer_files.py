@@ -41,9 +41,7 @@ def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
 
 
 def find_files(source: str, revision: str | None, names: Sequence[str], flag: str) -> dict[str, Path]:
-    """Return those of the files that a local folder or the hub has or, with HF_HUB_OFFLINE, the cache.
-    Raises `ConfigError`, naming the flag.
-    """
+    """Return the files that a folder, the hub or (offline) its cache has. Raises `ConfigError`."""
     if Path(source).is_dir():
         return {name: Path(source) / name for name in names if (Path(source) / name).is_file()}
     from huggingface_hub import constants, hf_hub_download

@@ -143,9 +143,7 @@ class Assignment:
 
 
 class Loads:
-    """Moves assignments from stage to stage, and counts them at their workers: each part of a request's load
-    is added once and removed once, however the request ends.
-    """
+    """Moves assignments from stage to stage, and counts each at its workers once."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

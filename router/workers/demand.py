@@ -16,10 +16,9 @@ from router.workers.registry import Worker
 class RoleDemand(msgspec.Struct):
     """Counters of a role's requests since the router's start. They only rise.
 
-    `prompts` were assigned to the role for prefill; they take `prompt_s` seconds of an otherwise idle
-    worker, and `prompt_s2` is the sum of their squares. `judged` counts first tokens and finished answers
-    that have an SLO, and refusals; `missed` counts the ones that were later than their SLO or refused
-    because of it.
+    `prompts` were assigned to the role for prefill; they take `prompt_s` seconds of an otherwise idle worker,
+    and `prompt_s2` sums their squares. `judged` counts first tokens and finished answers with an SLO, and
+    refusals; `missed` those that were later than their SLO or refused because of it.
     """
 
     prompts: int = 0

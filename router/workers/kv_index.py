@@ -123,12 +123,10 @@ class KvIndex(Generic[Name]):
         return {name: num_blocks * cache.block_size for name, num_blocks in leading.items()}
 
     def find(self, keys: Sequence[int], lowest: Medium = Medium.GPU) -> dict[Name, int]:
-        """Return the number of leading blocks of a prompt that each holder has, in the tiers down to
-        `lowest`.
+        """Return how many leading blocks of a prompt each holder has, in the tiers down to `lowest`.
 
-        A holder of a block is assumed to have the blocks before it, back to the previous one that was looked
-        up: a pool evicts the end of a prefix first. So a prompt needs few look-ups, which miss the CPU's
-        caches.
+        A holder of a block is assumed to have all blocks since the previous one that was looked up: a pool
+        evicts the end of a prefix first. So a prompt needs few look-ups, which miss the CPU's caches.
         """
         found: dict[Name, int] = {}
         if not keys:

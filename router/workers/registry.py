@@ -118,10 +118,9 @@ class Worker:
 class Registry:
     """Knows the current incarnation of each worker.
 
-    The registry calls `on_registered(worker)` before anything else may be sent to the worker,
-    `on_refused(key, reason)` if the worker can never join, and `on_lost(worker, reason)` when it is gone. A
-    silent worker that sends again under the same incarnation is accepted again; a worker reported dead never
-    is.
+    It calls `on_registered(worker)` before anything else may be sent to the worker, `on_refused(key, reason)`
+    if it can never join, and `on_lost(worker, reason)` when it is gone. A silent worker that sends again
+    under the same incarnation is accepted again; a worker reported dead never is.
     """
 
     def __init__(

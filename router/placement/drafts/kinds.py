@@ -1,7 +1,6 @@
 """Chooses where all similar requests of one decode worker draft, and learns what that brings.
 
-Now and then all of them move to another place for a trial: a place shows its rate only in a batch that drafts
-there as a whole.
+Now and then all move to another place for a trial: only a whole batch there shows the place's rate.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class ExpectedTokens(NamedTuple):
 class DraftKind:
     """Requests of one decode worker and class with the same settings. All draft with `maker` if that pays.
 
-    `tried` is called with each trial that begins. Its time passes as the worker decodes. The first trial is
-    free, since predictions are worst then.
+    `tried` is called with each trial. Time passes as the worker decodes. The first trial is free.
     """
 
     def __init__(self, tried: Callable[[DraftSite], None] = lambda where: None) -> None:
@@ -78,11 +76,9 @@ class DraftKind:
     def note(
         self, expected: ExpectedTokens, answered_at: float, num_tokens: int, rows: float, now: float
     ) -> None:
-        """Learn from a request that first answered at `answered_at` and has `num_tokens` now, in a batch of
-        `rows`.
+        """Learn from a request, first answered at `answered_at`, with `num_tokens` now in a batch of `rows`.
 
-        Nothing is learned while requests come or go: one of 16 that was planned as the only one gains few
-        tokens.
+        Nothing is learned while requests come or go: one that was planned alone gains few tokens among 16.
         """
         seconds = now - max(expected.since, answered_at)
         if seconds <= 0:

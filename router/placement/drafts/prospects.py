@@ -53,8 +53,7 @@ _UNKNOWN = MethodState(method="draft_model")
 
 
 class Prospects:
-    """Predictions for the requests of one decode worker that have one class and the same wishes, as if its
-    whole batch were like them.
+    """Predictions for requests of one decode worker, class and wishes, as if its whole batch were like them.
 
     `wants_none`: they never draft; `may_stop`: they may be left without drafts.
     """
@@ -214,9 +213,8 @@ MOST_ROWS = 2.0**20
 class _Sums(NamedTuple):
     """Sums over seconds of the worker: of the ratio of observed to predicted, and of 1.
 
-    So a prediction that was far too high, as when a worker measures its first steps, keeps requests away for
-    seconds; sums in tokens did so for minutes. A prediction that was far too low brings requests there, and
-    fades.
+    Sums in tokens would keep requests away for minutes after a prediction that was far too high. One that was
+    far too low brings requests there, and fades.
     """
 
     ratios: float = 0.0
