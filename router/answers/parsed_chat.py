@@ -46,13 +46,11 @@ class _Found:
     def fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {name: "".join(pieces) for name, pieces in self._texts.items()}
         if self._calls:
-            fields["tool_calls"] = self._written_calls()
+            fields["tool_calls"] = (
+                {**call, "function": {**call["function"], "arguments": "".join(pieces)}}
+                for call, pieces in self._calls
+            )
         return fields
-
-    def _written_calls(self) -> Iterator[dict[str, Any]]:
-        for call, pieces in self._calls:
-            function = {**call["function"], "arguments": "".join(pieces)}
-            yield {**call, "function": function}
 
 
 class ParsedChatFormat(ChatFormat):
@@ -79,7 +77,8 @@ class ParsedChatFormat(ChatFormat):
         delta = choice.take_delta()
         found = yield from self._push(choice, delta)
         if "tool_calls" in found:
-            found["tool_calls"] = map(_without_index, found["tool_calls"])
+            calls = found["tool_calls"]
+            found["tool_calls"] = ({name: call[name] for name in call if name != "index"} for call in calls)
         content = found.pop("content", None if "tool_calls" in found else "")
         message = {"role": "assistant", "content": content, "refusal": None, **found}
         yield from json_pieces({"index": choice.index, "message": message, **self._details(choice, delta)})
@@ -103,11 +102,6 @@ class ParsedChatFormat(ChatFormat):
         if choice.finish_reason == "stop" and (answer.ends_with_call if was_stopped else answer.num_calls):
             fields["finish_reason"] = "tool_calls"
         return fields
-
-
-def _without_index(call: dict[str, Any]) -> dict[str, Any]:
-    """As a whole answer has it."""
-    return {name: value for name, value in call.items() if name != "index"}
 
 
 SHORT_ID_CHARACTERS = 9

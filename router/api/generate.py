@@ -153,7 +153,7 @@ class GenerateEndpoint:
             sender = AnswerSender(send, state.slices, output.return_timing, watcher.done)
             if output.stream and generation.error is None:
                 assert isinstance(answer, StreamedAnswer)
-                await sender.stream(generation, answer, _direct_writer(scope))
+                await sender.stream(generation, answer, scope.get("state", {}).get(DIRECT_WRITER))
             else:
                 await sender.whole(generation, answer)
         finally:
@@ -253,11 +253,6 @@ def _slo(headers: Mapping[str, str], header: str, default_s: float | None) -> fl
         message = f"{header}: must be a positive number of milliseconds, got {given[:64]!r}"
         raise ApiError(400, message, param=header, code="invalid_value")
     return milliseconds / 1000
-
-
-def _direct_writer(scope: Scope) -> DirectWriter | None:
-    writer: DirectWriter | None = scope.get("state", {}).get(DIRECT_WRITER)
-    return writer
 
 
 async def _disconnected(receive: Receive) -> None:

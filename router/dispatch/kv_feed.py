@@ -101,13 +101,10 @@ class KvFeed:
 
     def sweep(self) -> None:
         """Forget the blocks of workers that are gone, a part at each call."""
-        gone = [source for source in self._sources.values() if not self._is_current(source.worker)]
-        for source in gone:
-            self._forget(source)
+        for source in list(self._sources.values()):
+            if self._registry.current(*source.worker.key) is not source.worker:
+                self._forget(source)
         self.index.sweep(SWEEP_S)
-
-    def _is_current(self, worker: Worker) -> bool:
-        return self._registry.current(*worker.key) is worker
 
     def _source(self, worker_id: str, incarnation: str) -> _Source | None:
         source = self._sources.get(worker_id)

@@ -132,15 +132,12 @@ class Placer:
     def finished(self, request: LiveRequest, now: float) -> None:
         """Record that the request has all its tokens."""
         self.decisions.finished(request, now)
-        self._judge_pace(request, now)
-        self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
-        self._release(request)
-
-    def _judge_pace(self, request: LiveRequest, now: float) -> None:
         others, at = request.choice.num_tokens - 1, request.current
         if others > 0 and at is not None:
             tpot_s = (now - request.first_token_time) / others
             self.meter.finished(at.decode, tpot_s, request.generation.slo_tpot_s)
+        self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
+        self._release(request)
 
     # --- parking ----------------------------------------------------------------------------------
 
@@ -210,13 +207,14 @@ class Placer:
         before = request.assignment
         holder = before.first if before is not None and before.first.role.purpose == "prefill" else None
         holds = holder is not None and holder.live and holder.key.incarnation not in request.failed
+        computes_all = request.sampling.prompt_logprobs is not None
         return RequestFacts(
             num_tokens=request.num_prefill_tokens,
             output_tokens=self._tokens_left(request),
             mean_output_tokens=self._mean_output,
             disaggregate=self._config.disaggregation,
             prefix_at=holder.key.worker_id if holder is not None and holds else None,
-            cached_tokens=self._cached_tokens(request),
+            cached_tokens={} if computes_all else self._kv_feed.cached_tokens(request),
             session=request.generation.session,
             avoid=self._registry.named_by(request.failed) if request.failed else frozenset(),
             split=request.generation.split,
@@ -228,11 +226,6 @@ class Placer:
     def _tokens_left(self, request: LiveRequest) -> float:
         """Return how many tokens the request is still expected to generate."""
         return min(request.sampling.max_tokens - len(request.output_token_ids), self._mean_output)
-
-    def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
-        if request.sampling.prompt_logprobs is not None:  # it computes its whole prompt
-            return {}
-        return self._kv_feed.cached_tokens(request)
 
     def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Assignment:
         """Assign the request to the placement's workers."""

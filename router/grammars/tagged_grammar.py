@@ -41,7 +41,7 @@ _FORMATS = {
 }
 _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\([^()]*\)", re.DOTALL)
 _ANY = "(.|\\n)*"
-_NAME = "NAME: /[A-Za-z0-9_.\\-]+/"
+PARAMETER_NAME = "NAME: /[A-Za-z0-9_.\\-]+/"
 
 
 class TaggedArguments:
@@ -214,8 +214,3 @@ _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 def _escaped(match: re.Match[str]) -> str:
     return {"/": "\\/", "\n": "\\n"}.get(match[0], match[0])
-
-
-def shared_rules(tags: Tags) -> list[str]:
-    """Return the terminals that the rules of all functions use."""
-    return [f"FREE: TEXT & ~(TEXT {quoted(tags.value_end)} TEXT)", _NAME]

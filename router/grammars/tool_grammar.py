@@ -11,7 +11,7 @@ from protocol.errors import InvalidRequestError
 from router.grammars.argument_grammar import argument_grammar
 from router.grammars.json_schemas import check_references, schema_grammar
 from router.grammars.lark import TEXT, Spelling, lark_grammar, named, quoted
-from router.grammars.tagged_grammar import TaggedArguments, shared_rules
+from router.grammars.tagged_grammar import PARAMETER_NAME, TaggedArguments
 from router.parsing.formats import CallForm
 from router.parsing.reasoning import Marks
 
@@ -70,7 +70,7 @@ def tool_grammar(
             raise InvalidRequestError("tools", f"{offer.name}: {error.message}") from error
         rules.append(f"call{number}: {begin} {name} {end}")
     if form.tags is not None:
-        rules += shared_rules(form.tags)
+        rules += [f"FREE: TEXT & ~(TEXT {quoted(form.tags.value_end)} TEXT)", PARAMETER_NAME]
     trigger = spelling(form.trigger)
     if demanded:
         start = f"{trigger} block"

@@ -100,9 +100,7 @@ class Metrics:
         self.ready: Gauge = self._metrics["ready"]
         self.num_awaited: Gauge = self._metrics["num_workers_awaited"]
         self.placed_again = self._counting("requests_placed_again_total")
-        self.worker_lost: Callable[[Literal["ended", "silent", "stalled"]], None] = self._counting(
-            "workers_lost_total"
-        )
+        self.worker_lost = self._counting("workers_lost_total")
         self.fields_ignored: Counter = self._metrics["requests_fields_ignored_total"]
         self.tools_unseen: Counter = self._metrics["requests_tools_unseen_total"]
         self.process_replaced: Callable[[str], None] = self._counting("processes_replaced_total")
@@ -114,12 +112,8 @@ class Metrics:
         self.role_fallback = self._counting("role_fallbacks_total")
         self.spans_dropped = self._counting("trace_spans_dropped_total")
         self.http_response = self._counting("http_responses_total")
-        self.connection_ended: Callable[[ConnectionEnd], None] = self._counting(
-            "http_connections_ended_total"
-        )
-        self.response_dropped: Callable[[Literal["full", "failed"]], None] = self._counting(
-            "stored_responses_dropped_total"
-        )
+        self.connection_ended = self._counting("http_connections_ended_total")
+        self.response_dropped = self._counting("stored_responses_dropped_total")
         self.preprocessing_failed = self._counting("preprocessing_failures_total")
         self.keys_reloaded = self._counting("api_key_reloads_total")
         self._seconds = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from math import inf
 
 import msgspec
@@ -200,45 +200,39 @@ class LiveRequest:
         )
 
 
+@dataclass(eq=False)
 class Generation:
     """All sequences of one HTTP request, and the handler that waits for their tokens."""
 
-    def __init__(
-        self,
-        choices: Sequence[tuple[Choice, SamplingParams]],
-        *,
-        arrival: float,
-        timeout_s: float,
-        priority: int = 0,
-        cache_salt: str = "",
-        adapter: Adapter | None = None,
-        speculation: RequestSpeculation | None = None,
-        session: str = "",
-        split: bool | None = None,
-        thinking: ThinkingBudget | None = None,
-    ) -> None:
-        self.session, self.split = session, split
-        self.http_id = ""
-        """The HTTP request's id."""
-        self.key = NO_KEY
-        """The name of the API key that the request came with."""
-        self.slo_ttft_s = self.slo_tpot_s = inf
-        """The SLOs that the client asks for."""
-        self.arrival = self.started = arrival
-        self.deadline = arrival + timeout_s
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.adapter = adapter
-        self.speculation = speculation
-        self.thinking = thinking
-        self.requests = [LiveRequest(self, choice, sampling) for choice, sampling in choices]
-        self.choices = [choice for choice, _ in choices]
+    sequences: InitVar[Sequence[tuple[Choice, SamplingParams]]]
+    _: KW_ONLY
+    arrival: float
+    timeout_s: InitVar[float]
+    priority: int = 0
+    cache_salt: str = ""
+    adapter: Adapter | None = None
+    speculation: RequestSpeculation | None = None
+    session: str = ""
+    split: bool | None = None
+    thinking: ThinkingBudget | None = None
+    http_id: str = ""
+    """The HTTP request's id."""
+    key: str = NO_KEY
+    """The name of the API key that the request came with."""
+    slo_ttft_s: float = inf
+    slo_tpot_s: float = inf
+    """The SLOs that the client asks for."""
+    error: ApiError | None = None
+    timeout: asyncio.TimerHandle | None = None
+    _has_news: bool = False
+    _waiter: asyncio.Future[None] | None = None
+    _write: Callable[[], bool] | None = None
+
+    def __post_init__(self, sequences: Sequence[tuple[Choice, SamplingParams]], timeout_s: float) -> None:
+        self.started, self.deadline = self.arrival, self.arrival + timeout_s
+        self.requests = [LiveRequest(self, choice, sampling) for choice, sampling in sequences]
+        self.choices = [choice for choice, _ in sequences]
         self.num_unfinished = len(self.requests)
-        self.error: ApiError | None = None
-        self.timeout: asyncio.TimerHandle | None = None
-        self._has_news = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._write: Callable[[], bool] | None = None
 
     def constrain(self, grammar: str) -> None:
         """Constrain every answer to the grammar. Raises `InvalidRequestError`."""

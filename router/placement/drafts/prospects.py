@@ -181,8 +181,10 @@ def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
     if tried is not None:
         return DraftDecision(tried, options, "a trial, to see what it brings")
     best, held = max(options, key=lambda option: option.worth), _held(request, options, local)
-    if held is not None and best.worth <= held.worth * (1 + _least_gain(held, best)):
-        return DraftDecision(held, options, "nothing brings clearly more")
+    if held is not None:
+        least_gain = SEEN_GAIN if held.is_seen and best.is_seen else MIN_GAIN
+        if best.worth <= held.worth * (1 + least_gain):
+            return DraftDecision(held, options, "nothing brings clearly more")
     return DraftDecision(best, options, "it brings the most")
 
 
@@ -194,10 +196,6 @@ def _held(
     if now is None and request.current is not None:
         now = request.current.maker
     return next((option for option in options if option.place.maker == now), local if now is None else None)
-
-
-def _least_gain(one: DraftOption, other: DraftOption) -> float:
-    return SEEN_GAIN if one.is_seen and other.is_seen else MIN_GAIN
 
 
 MEMORY_S = 8.0
