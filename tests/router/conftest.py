@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_worker import FakeWorker
 
 from router.server import RouterPlace, RouterServer
+from router.text.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and runs away from the hunter",
@@ -145,3 +146,17 @@ def router(model_folder: Path) -> Iterator[RunningRouter]:
     running.add_worker("prefill-0", "prefill", peers={"decode-0": decode})
     yield running
     running.close()
+
+
+@pytest.fixture(scope="module")
+def client(router: RunningRouter) -> Iterator[Any]:
+    """Connect OpenAI's client, whose import takes long."""
+    import openai
+
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(router: RunningRouter) -> Tokenizer:
+    return router.server.state.tokenizer

@@ -42,9 +42,7 @@ def speculation(
     sampled: float | None = None,
     **draft: Any,
 ) -> SpeculationState:
-    """Return speculation costs: `level_s` for each draft level, `token_s` for each token, and acceptance
-    `rate` for each token.
-    """
+    """Return speculation costs of each draft level and each token, with acceptance `rate`."""
     by_class: dict[RequestClass, list[float]] = {} if sampled is None else {"sampled": [sampled] * 8}
     own = MethodState(
         method="draft_model",

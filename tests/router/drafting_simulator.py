@@ -48,9 +48,7 @@ class Machine:
 
 @functools.cache
 def best_count(machine: Machine, rows: int, *, at_once: bool = False) -> int:
-    """Return the number of tokens that the decode worker's control would choose. With `at_once`, drafts take
-    no time.
-    """
+    """Return the tokens that the worker's control would draft; with `at_once` in no time."""
     tokens = [sum(machine.rate**i for i in range(count + 1)) for count in range(9)]
     seconds = [
         machine.start_s + machine.row_s * rows * (1 + count) if at_once else machine.local_s(rows, count)
@@ -147,9 +145,7 @@ class Drafting:
         return place.max_tokens if self.plan is not None else min(best, place.max_tokens)
 
     def _lead(self, chain: Chain) -> tuple[int, int]:
-        """Return how many tokens of the latest draft are not committed yet, and how many of them
-        are right.
-        """
+        """Return how many tokens of the latest draft are not committed, and how many are right."""
         known, ahead, good = chain.sent
         since = chain.committed - known
         return (ahead - since, good - since) if since <= good else (0, 0)

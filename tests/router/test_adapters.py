@@ -182,9 +182,7 @@ def test_before_any_worker_nothing_is_loaded(router):
 
 
 def test_routers_learn_of_each_others_adapters(model_folder):
-    """The launcher passes changes on. An adapter that only the worker has is left of a dead router's
-    unfinished load.
-    """
+    """The launcher passes changes on. An adapter that only the worker has is a dead router's."""
     begun = Adapter(name="begun", path="/adapters/begun", digest="2" * 32)
     with TwoRouters(model_folder, lora_modules={"sql": "/adapters/sql"}, worker_timeout=10) as two:
         one, other = (router.server.state.adapters for router in two.routers)

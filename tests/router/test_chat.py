@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
 from scripted import Scripted
 
@@ -11,17 +10,6 @@ from router.templates.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is a fox?"}]
 RENDERED = "<system>be brief\n<user>what is a fox?\n<assistant>"
-
-
-@pytest.fixture(scope="module")
-def client(router):
-    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer(router):
-    return router.server.state.tokenizer
 
 
 @pytest.fixture

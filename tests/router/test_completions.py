@@ -13,17 +13,6 @@ from router.preprocessing.requests import derived_seed
 PROMPT = "the quick brown fox"
 
 
-@pytest.fixture(scope="module")
-def client(router):
-    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer(router):
-    return router.server.state.tokenizer
-
-
 @pytest.fixture
 def complete(client):
     def call(prompt=PROMPT, **options):

@@ -244,33 +244,20 @@ def test_the_third_death_without_a_token_is_an_error(make_router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_a_request_that_progresses_survives_any_number_of_deaths(make_router, pool, expected):
-    router = make_router()
-    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
-    future, worker, other = stalled(router, pool, 3, **fields)
-    for deaths in range(1, 6):
-        other.stall_after = 3 + deaths
-        lose(router, worker)
-        worker, other = other, router.add_worker(f"decode-{deaths + 1}")
-        eventually(lambda count=3 + deaths: emitted(router) == [count])
-    worker.stall_after = NUM_TOKENS
-    assert answer(future.result(5)) == without_id(expected())
-    assert placed_again(router) == 5
-
-
-def test_deaths_are_forgotten_after_a_token(make_router, pool, expected):
-    """Each death without a token is followed by a death with one."""
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_request_that_progresses_survives_any_number_of_deaths(every, make_router, pool, expected):
+    """A token comes before each death, or before every second one."""
     router = make_router()
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     future, worker, other = stalled(router, pool, 3, **fields)
     for deaths in range(1, 9):
-        count = 3 + deaths // 2
-        other.stall_after = count
+        count = other.stall_after = 3 + deaths // every
         lose(router, worker)
         worker, other = other, router.add_worker(f"decode-{deaths + 1}")
         eventually(lambda by=worker, count=count: by.generated and emitted(router) == [count])
     worker.stall_after = NUM_TOKENS
     assert answer(future.result(5)) == without_id(expected())
+    assert placed_again(router) == 8
 
 
 def test_stopped_workers_are_not_blamed_on_the_request(make_router, pool, expected):

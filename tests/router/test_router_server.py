@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,6 +15,7 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.server import RouterServer
+from tests.waiting import wait_until
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
 
@@ -278,9 +278,9 @@ def test_draining(make_router):
     worker = router.add_worker(step_s=0.02)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(httpx.post, router.url + "/v1/completions", json={**BODY, "max_tokens": 40})
-        _until(lambda: worker.jobs)
+        wait_until(lambda: worker.jobs)
         router.server.stop()
-        _until(lambda: router.server.state.is_draining)
+        wait_until(lambda: router.server.state.is_draining)
         ready = router.http.get("/ready")
         assert (ready.status_code, "shutting down" in ready.json()["reason"]) == (503, True)
         assert router.http.post("/v1/completions", json=BODY).status_code == 503
@@ -293,29 +293,16 @@ def test_draining(make_router):
         httpx.get(router.url + "/health")
 
 
-def test_shutdown_timeout_ends_running_requests(make_router):
-    router = make_router(shutdown_timeout=0.2)
+@pytest.mark.parametrize(("timeout", "stops"), [(0.2, 1), (1000, 2)], ids=["the timeout", "a second stop"])
+def test_running_requests_are_ended_by(timeout, stops, make_router):
+    router = make_router(shutdown_timeout=timeout)
     worker = router.add_worker()
     worker.hold.set()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(httpx.post, router.url + "/v1/completions", json=BODY, timeout=20)
-        _until(lambda: worker.jobs)
-        router.server.stop()
-        answer = running.result(10)
-    assert answer.status_code == 503
-    router.thread.join(10)
-    assert not router.thread.is_alive()
-
-
-def test_a_second_stop_ends_running_requests_at_once(make_router):
-    router = make_router(shutdown_timeout=1000)
-    worker = router.add_worker()
-    worker.hold.set()
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(httpx.post, router.url + "/v1/completions", json=BODY, timeout=20)
-        _until(lambda: worker.jobs)
-        router.server.stop()
-        router.server.stop()
+        wait_until(lambda: worker.jobs)
+        for _ in range(stops):
+            router.server.stop()
         answer = running.result(10)
     assert answer.status_code == 503
     router.thread.join(10)
@@ -370,10 +357,3 @@ def test_a_crash_in_a_handler_is_a_500(make_router, monkeypatch):
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"
     assert response.headers["x-request-id"]
-
-
-def _until(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)

@@ -125,9 +125,7 @@ def hand_off_is_refused(scene: Scene) -> None:
 
 
 def late_messages_come(scene: Scene) -> None:
-    """Send messages of another incarnation, of a worker that never had the request, and of an earlier
-    placement.
-    """
+    """Send messages of another incarnation, of a stranger to the request, and of an earlier placement."""
     token = TokenOutput(request_id=scene.request_id, token_ids=[5], finish_reason="stop")
     (idle,) = [w for w in scene.router.workers if w.role == "decode" and w is not scene.decode]
     scene.say(scene.holder, "0" * 16, token)

@@ -19,9 +19,7 @@ STREAM = {"prompt": "x", "max_tokens": 20_000, "stream": True, "return_token_ids
 
 
 class Hostile(threading.Thread):
-    """Sends `begun`, then `drip` twice a second until the server ends the connection. Records answers and
-    times.
-    """
+    """Sends `begun`, then `drip` twice a second until the server ends it. Records answers and times."""
 
     def __init__(self, port: int, begun: bytes, drip: bytes = b"", receives: bool = True) -> None:
         super().__init__(daemon=True)

@@ -1,6 +1,4 @@
-"""A client's choices about speculation and the reports of it: requests, usage, metrics, many tokens
-at once.
-"""
+"""A client's choices about speculation, and its reports: requests, usage, metrics."""
 
 from __future__ import annotations
 

@@ -53,9 +53,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/workers/{worker_id}/drain": {"unknown": 1},
     "/workers/{worker_id}/role": {"role": "none"},
 }
-"""The fields that each endpoint needs for a request that changes nothing. A new endpoint needs a
-line here.
-"""
+"""The fields of a request that changes nothing. Each new endpoint needs a line here."""
 
 
 class StallServer:

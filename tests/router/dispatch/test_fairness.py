@@ -63,9 +63,7 @@ def test_workers_get_a_short_queue_and_the_rest_waits(router, pool):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_after_short_answers_long_ones_are_not_all_sent_ahead(make_router, pool, monkeypatch, split):
-    """Fast workers finish hundreds of short answers in `AHEAD_S`. Long ones must not fill that many
-    places.
-    """
+    """Fast workers finish hundreds of short answers in `AHEAD_S`; as many long ones must not be sent."""
     monkeypatch.setattr(placer, "FIRST_OUTPUT", 1.0)
     rows = 4
     router = make_router(max_num_seqs=rows, api_key=", ".join(KEYS))

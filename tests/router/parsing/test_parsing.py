@@ -347,9 +347,7 @@ LIKE_TEXT = ("llama", "xlam", "pythonic", "phi")
 
 
 def is_beginning(said: str, whole: str, may_have_one: bool = True) -> bool:
-    """Tell whether `said` begins `whole`, apart from white space and one character of a mark, which may be
-    text.
-    """
+    """Tell whether `said` begins `whole`, apart from white space and a mark's first character."""
     one_less = said[:-1] if may_have_one and said[-1:] in "<[`" else said
     return any(whole.startswith(text.strip()) for text in (said, one_less))
 

@@ -660,9 +660,7 @@ def test_of_equal_workers_the_one_with_more_of_the_prompt_is_taken():
 
 @pytest.mark.parametrize(("others", "again"), [(1, True), (20, False)])
 def test_an_idle_worker_is_tried_more_rarely_the_more_workers_there_are(others, again):
-    """It is a tenth dearer, and was not asked for fifty placements, which are more per worker if there are
-    few.
-    """
+    """It is a tenth dearer, but was not asked for fifty placements, many for so few workers."""
     dearer = msgspec.structs.replace(COSTS, step_s=1.1 * COSTS.step_s, token_s=1.1 * COSTS.token_s)
     slow = decode("slow", last_placed=1, costs=dearer)
     fast = [decode(f"d{number}", last_placed=51, requests=1) for number in range(others)]

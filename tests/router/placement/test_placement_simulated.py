@@ -40,9 +40,7 @@ def test_arrivals_between_two_load_reports_are_spread(policy):
 
 @pytest.mark.parametrize("policy", sorted(RULES))
 def test_paced_sessions_are_not_all_put_on_one_worker(policy):
-    """Each request arrives long after the last has ended, so nothing is in flight. Workers' measurements
-    differ slightly, as they always do.
-    """
+    """Nothing is in flight when a request arrives. Workers' measurements differ slightly."""
     simulation = Simulation(policy, FOUR)
     for index, worker in enumerate(simulation.workers.values()):
         worker.load.costs = msgspec.structs.replace(COSTS, step_s=COSTS.step_s * (1 + index / 200))
@@ -93,9 +91,7 @@ def test_a_jump_to_twice_the_capacity_does_not_oscillate(policy):
     ],
 )
 def test_at_twice_the_capacity_accepted_requests_keep_their_slo(policy, rate, asked):
-    """Some requests are refused all the time, without swings between all and none. Then all are
-    taken again.
-    """
+    """Some requests are refused all the time, not all or none by turns. Then all are taken again."""
 
     def good(job: Job) -> bool:
         tpot_s = (job.end_s - job.at - job.first_s) / (job.output_tokens - 1)

@@ -247,9 +247,7 @@ def test_prompts_of_very_different_lengths_need_more_workers():
 
 
 def test_long_prompts_must_be_in_time_too():
-    """The mean prompt is in time on a worker that is busy half of its time. One three times as long
-    is not.
-    """
+    """A worker busy half of its time computes the mean prompt in time, and not one three times as long."""
     load = OfferedLoad(prompts=0.5, prompt_s=1.0, spread=1.8, rows=0.0, context=0.0, kv_usage=0.0)
     facts = ScalingFacts(0.0, {"prefill": RoleLoad(1, costs=COSTS)}, {}, slo_ttft_s=12.0)
     assert needed(load, facts, "prefill", WorkerRange(1, 8))[0] == 2

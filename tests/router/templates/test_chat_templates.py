@@ -174,9 +174,7 @@ def test_calls_written_by_the_template_are_parsed(name, num_calls):
 @pytest.mark.parametrize("num_calls", [1, 2])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "granite-4.0", "deepseek-v3.1", *OUR_OWN])
 def test_a_required_call_is_written_as_by_the_template(name, num_calls):
-    """The texts are equal. Mistral's and gpt-oss' templates write past calls differently from their
-    models.
-    """
+    """The texts are equal, but for Mistral's and gpt-oss' past calls, which templates write differently."""
     said, parser = answer_with(name, num_calls)
     assert parser.tools is not None
     model = Model(has_tokens=False)

@@ -17,9 +17,7 @@ TEXT = st.text(
 
 
 def sentencepiece_like(strip: bool) -> Tokenizer:
-    """Make a tokenizer like Llama 2's (with `strip`) or Gemma's: pieces with ▁, and bytes for other
-    characters.
-    """
+    """Make a tokenizer like Llama 2's (with `strip`) or Gemma's: pieces with ▁, other characters as bytes."""
     pieces = ["▁", "a", "b", "▁a", "▁▁", "ab", "é", "日", "the", "▁the", "\n"]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}

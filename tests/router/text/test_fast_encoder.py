@@ -28,9 +28,7 @@ WHOLE = [*range(0x3400), *range(0xA000, 0xA980), *range(0xFB00, 0x10200), *range
 
 
 def source_of(name: str) -> dict[str, Any]:
-    """Make a tokenizer with the named pattern, which merges any two characters that the pattern keeps
-    together.
-    """
+    """Make a tokenizer that merges any two characters that the named pattern keeps together."""
     letters = {byte: chr(byte) for byte in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]}
     others = [byte for byte in range(256) if byte not in letters]
     letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
