@@ -66,6 +66,8 @@ BODIES = {
     "tokenize": BodyKind(TokenizeBody, "prompt"),
     "detokenize": BodyKind(DetokenizeBody, "tokens"),
 }
+for _body, _ in BODIES.values():
+    msgspec.json.Decoder(_body)  # msgspec examines a type at its first use, and crashes if two threads do so
 CONVERSIONS = ("count_tokens", "tokenize", "detokenize")
 """The tasks whose reading is the whole answer."""
 
