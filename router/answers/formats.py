@@ -26,7 +26,7 @@ _json = msgspec.json.Encoder().encode
 Fields = dict[str, Any]
 
 
-class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
+class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of the answer that the client asks for. `num_top` None: no log-probabilities."""
 
     stream: bool = False
@@ -39,6 +39,8 @@ class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     return_timing: bool = False
     skip_special_tokens: bool = True
+    parsing: Parsing | None = None
+    """Finds calls and reasoning in a chat's answer; None: the answer is all content."""
 
     @property
     def keep_details(self) -> bool:
@@ -49,13 +51,6 @@ class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
     def only_text(self) -> bool:
         """Whether most chunks of a stream contain only text."""
         return not (self.keep_details or self.return_timing or self.continuous_usage)
-
-
-class OutputOptions(AskedOutput, frozen=True, kw_only=True):
-    """The parts of the answer that the client gets."""
-
-    parsing: Parsing | None = None
-    """Finds calls and reasoning in a chat's answer; None: the answer is all content."""
 
 
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> Fields:

@@ -10,7 +10,7 @@ import msgspec
 
 from router.answers.formats import AnswerFormat, ChatFormat, OutputOptions
 from router.parsing.answer import Call, Content, Part, Reasoning
-from router.parsing.formats import AnswerParser, Parsing
+from router.parsing.formats import TOOL_FORMATS, AnswerParser, Parsing
 from router.requests.slices import json_pieces
 from router.text.choice import Choice, ChoiceDelta
 from router.text.tokenizer import Tokenizer
@@ -191,4 +191,5 @@ class AnswerParts:
             return written
         digest = hashlib.blake2b(f"{self._seed}-{self.num_calls}".encode(), digest_size=12).hexdigest()
         tools = self._parsing.tools
-        return digest[:SHORT_ID_CHARACTERS] if tools is not None and tools.short_ids else f"call_{digest}"
+        short_ids = tools is not None and TOOL_FORMATS[tools].short_ids
+        return digest[:SHORT_ID_CHARACTERS] if short_ids else f"call_{digest}"

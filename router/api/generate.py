@@ -113,7 +113,7 @@ class GenerateEndpoint:
         admission.key.check_tokens()
         async with state.bodies.read(Request(scope, receive)) as raw:
             prepared = await turn.prepare(raw, state.require_served())
-            generation, output = await state.requests.build(prepared, arrival)
+            generation = await state.requests.build(prepared, arrival)
         admission.reserve(generation)
         if prepared.grammar is not None:
             try:
@@ -131,6 +131,7 @@ class GenerateEndpoint:
         generation.session = _session(headers)
         generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
         generation.slo_tpot_s = _slo(headers, TPOT_HEADER, state.config.slo_tpot)
+        output = prepared.output
         if _wants_timing(headers) or output.return_timing:
             output = msgspec.structs.replace(output, return_timing=True)
             for choice in generation.choices:

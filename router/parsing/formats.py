@@ -255,6 +255,10 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
     return next((each for each in TOOL_FORMATS.values() if each.is_shown_by(template)), None)
 
 
+def name_of(tools: ToolFormat) -> str:
+    return next(name for name, each in TOOL_FORMATS.items() if each is tools)
+
+
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     if name != "auto":
         return REASONING_FORMATS.get(name)
@@ -266,10 +270,10 @@ def _has(template: str, signs: tuple[str, ...]) -> bool:
 
 
 class Parsing(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts that an answer may have. `tools` is the format of calls, if any function was offered."""
+    """The parts that an answer may have. `tools` names the format of calls, if any function was offered."""
 
-    tools: ToolFormat | None = None
-    known: Mapping[str, Parameters] = {}
+    tools: str | None = None
+    known: dict[str, Parameters] = {}
     """The offered functions, with the types of their parameters if the format needs them."""
     one_call: bool = False
     """Only the first call is kept."""
@@ -286,7 +290,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def markers(self) -> frozenset[str]:
         """The texts that parsers must see, even if they are special tokens."""
-        markers = {*(self.tools.markers if self.tools is not None else ())}
+        markers = {*(TOOL_FORMATS[self.tools].markers if self.tools is not None else ())}
         if self.is_harmony:
             markers.update(_HARMONY)
         if self.marks is not None:
@@ -299,8 +303,8 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.marks is not None:
             yield from self.marks.parse(answer, self.is_open, self.is_exact)
-        if self.tools is not None and self.tools.parse is not None:
-            yield from self.tools.parse(answer, self.known)
+        if self.tools is not None and (parse := TOOL_FORMATS[self.tools].parse) is not None:
+            yield from parse(answer, self.known)
         yield from answer.until()
 
 

@@ -15,7 +15,6 @@ from protocol.errors import InvalidRequestError
 from protocol.kv_events import CacheFormat
 from protocol.requests import Adapter
 from protocol.sampling import SamplingParams
-from router.answers.formats import OutputOptions
 from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
 from router.preprocessing.tasks import BODIES, CONVERSIONS, BodyReader, Reading, ReadingDetails, TaskCall
 from router.reading.chats import Chats
@@ -91,20 +90,18 @@ class RequestPreparer:
             raise InvalidRequestError(BODIES[task].main_field, f"a library crashes on it ({error})") from None
         return read if task in CONVERSIONS else _decode(read)
 
-    async def build(self, prepared: Prepared, arrival: float) -> tuple[Generation, OutputOptions]:
-        """Return a generation that is ready to start, and its output options. Raises `ApiError`."""
+    async def build(self, prepared: Prepared, arrival: float) -> Generation:
+        """Return a generation that is ready to start. Raises `ApiError`."""
         num_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         if num_tokens <= INLINE_TOKENS and len(prepared.prompts) * prepared.n <= INLINE_SEQUENCES:
             return self._build(prepared, arrival)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._build, prepared, arrival)
 
-    def _build(self, prepared: Prepared, arrival: float) -> tuple[Generation, OutputOptions]:
+    def _build(self, prepared: Prepared, arrival: float) -> Generation:
         """Build `n` choices of each prompt, with the seeds that it would get alone. Raises `ApiError`."""
         adapter = self._find(prepared.model)
-        chat = prepared.chat
-        parsing = None if chat is None else self._chats.parsing(chat)
-        output = OutputOptions(**msgspec.structs.asdict(prepared.output), parsing=parsing)
+        output, parsing = prepared.output, prepared.output.parsing
         skip = output.skip_special_tokens
         keep = frozenset() if parsing is None else parsing.markers
         choices: list[tuple[Choice, SamplingParams]] = []
@@ -127,7 +124,7 @@ class RequestPreparer:
                 )
                 seed = params.seed if index == 0 else derived_seed(params.seed, index)
                 choices.append((choice, msgspec.structs.replace(params, seed=seed)))
-        generation = Generation(
+        return Generation(
             choices,
             arrival=arrival,
             timeout_s=self._config.request_timeout,
@@ -136,9 +133,8 @@ class RequestPreparer:
             adapter=adapter,
             speculation=prepared.speculation,
             split=prepared.split,
-            thinking=None if chat is None else self._chats.thinking(chat),
+            thinking=self._chats.thinking(prepared.thinking_budget, parsing),
         )
-        return generation, output
 
 
 def derived_seed(seed: int, index: int) -> int:

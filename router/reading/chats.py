@@ -20,12 +20,12 @@ from router.parsing.formats import (
     TOOL_FORMATS,
     Parsing,
     ToolFormat,
+    name_of,
     reasoning_format,
     tool_format,
 )
 from router.parsing.parameters import Parameters, parameters_of
 from router.parsing.reasoning import HARMONY, ThinkingBudget
-from router.reading.prepared import ChatAnswer
 from router.templates.chat_template import ChatTemplate
 from router.templates.messages import plain_messages, text_of
 from router.text.tokenizer import Tokenizer
@@ -69,10 +69,10 @@ def tool_choice(body: ChatBody) -> ToolChoice:
 
 
 class Chat(NamedTuple):
-    """A chat that was read. `answer` is None if the answer can only be content."""
+    """A chat that was read. `parsing` is None if the answer can only be content."""
 
     prompt: str
-    answer: ChatAnswer | None
+    parsing: Parsing | None
     grammar: AskedGrammar | None = None
     warning: str | None = None
     """Names a part of the request that has no effect."""
@@ -128,40 +128,27 @@ class Chats:
             return Chat(prompt, None, grammar=asked, warning=warning)
         continued = text_of(messages[-1]["content"]) if body.continue_final_message else None
         is_open = marks is not None and marks.are_open(prompt, continued)
-        answer = ChatAnswer(
-            tools=_name_of(tools) if tools is not None and asked is None else None,
+        parsing = Parsing(
+            tools=name_of(tools) if tools is not None and asked is None else None,
             known=known_functions(offered, tools is not None and tools.has_types),
             one_call=not (choice.several(body.parallel_tool_calls) and template.traits.several_calls),
             must_call=choice.must_call,
+            is_harmony=self._is_harmony,
+            marks=marks,
             is_open=is_open,
             is_exact=asked is not None,
-            thinking_budget=body.thinking_token_budget,
         )
-        calls = None if tools is None else _constrained_calls(body, choice, not answer.one_call)
+        calls = None if tools is None else _constrained_calls(body, choice, not parsing.one_call)
         thinks = marks is not None or self._is_harmony
         grammar = asked_grammar(body, calls, is_open if thinks else None)
-        return Chat(prompt, answer, grammar, warning)
+        return Chat(prompt, parsing, grammar, warning)
 
-    def parsing(self, answer: ChatAnswer) -> Parsing:
-        """Return the parsing that finds these parts in the answer."""
-        return Parsing(
-            tools=None if answer.tools is None else TOOL_FORMATS[answer.tools],
-            known=answer.known,
-            one_call=answer.one_call,
-            must_call=answer.must_call,
-            is_harmony=self._is_harmony,
-            marks=None if self._reasoning is None else self._reasoning.marks,
-            is_open=answer.is_open,
-            is_exact=answer.is_exact,
-        )
-
-    def thinking(self, answer: ChatAnswer) -> ThinkingBudget | None:
-        if answer.thinking_budget is None or self._reasoning is None:
+    def thinking(self, budget: int | None, parsing: Parsing | None) -> ThinkingBudget | None:
+        if budget is None or parsing is None or parsing.marks is None:
             return None
-        marks = self._reasoning.marks
-        end = self._tokenizer.encode(marks.end, add_special_tokens=False)
+        end = self._tokenizer.encode(parsing.marks.end, add_special_tokens=False)
         decode = partial(self._tokenizer.decode, skip_special_tokens=False)
-        return ThinkingBudget(answer.thinking_budget, marks, answer.is_open, end, decode)
+        return ThinkingBudget(budget, parsing.marks, parsing.is_open, end, decode)
 
     def _chosen(self, with_tools: bool) -> ChatTemplate:
         template = self._tool_template if with_tools else self._template
@@ -249,10 +236,6 @@ class Chats:
             continue_final_message=continues,
             variables=variables,
         )
-
-
-def _name_of(tools: ToolFormat) -> str:
-    return next(name for name, each in TOOL_FORMATS.items() if each is tools)
 
 
 def _source(template: ChatTemplate | None) -> str:

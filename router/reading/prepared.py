@@ -8,25 +8,9 @@ import msgspec
 
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
-from router.answers.formats import AskedOutput
+from router.answers.formats import OutputOptions
 from router.grammars.grammar_request import AskedGrammar
-from router.parsing.parameters import Parameters
 from router.text.choice import Echo, Prompt
-
-
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts to find in a chat's answer. The fields mean the same as in `Parsing`.
-
-    `tools` names the `ToolFormat`; `thinking_budget` is the request's.
-    """
-
-    tools: str | None = None
-    known: dict[str, Parameters] = {}
-    one_call: bool = False
-    must_call: bool = False
-    is_open: bool = False
-    is_exact: bool = False
-    thinking_budget: int | None = None
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
@@ -81,7 +65,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: str | None
     prompts: list[PreparedPrompt]
     params: SamplingParams
-    output: AskedOutput = AskedOutput()
+    output: OutputOptions = OutputOptions()
     n: int = 1
     stop: list[str] = []
     include_stop: bool = False
@@ -89,8 +73,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_salt: str = ""
     speculation: RequestSpeculation | None = None
     split: bool | None = None
-    chat: ChatAnswer | None = None
-    """None: the answer has only content."""
+    thinking_budget: int | None = None
     grammar: AskedGrammar | None = None
     warning: str | None = None
     """Names a part of the request that has no effect."""

@@ -18,7 +18,7 @@ from protocol.speculation import (
     check_request_speculation,
     parse_request_speculation,
 )
-from router.answers.formats import AskedOutput
+from router.answers.formats import OutputOptions
 from router.decoding import decode_body, decode_object, decode_prompts, refuse_unsupported
 from router.grammars.grammar_request import AskedGrammar, asked_grammar
 from router.openai_types import (
@@ -31,7 +31,7 @@ from router.openai_types import (
     TokenizeBody,
 )
 from router.reading.chats import Chats
-from router.reading.prepared import ChatAnswer, Prepared, PreparedPrompt
+from router.reading.prepared import Prepared, PreparedPrompt
 from router.reading.served import ServedModel, too_long
 from router.templates.messages import plain_content, text_of
 from router.text.choice import Echo
@@ -89,7 +89,8 @@ class RequestReader:
             )
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         output = _asked_output(body, num_top)
-        text, answer, grammar, warning = self.chats.read(body)
+        text, parsing, grammar, warning = self.chats.read(body)
+        output = msgspec.structs.replace(output, parsing=parsing)
         try:
             params = self._sampling_params(body, model, num_top, body.prompt_logprobs)
         except InvalidRequestError as error:
@@ -105,7 +106,8 @@ class RequestReader:
             _max_tokens(params, asked, None, len(token_ids), field, model),
             prediction=self._prediction(body, model),
         )
-        return self._prepared(body, [prompt], params, output, grammar, answer, warning)
+        prepared = self._prepared(body, [prompt], params, output, grammar, warning)
+        return msgspec.structs.replace(prepared, thinking_budget=body.thinking_token_budget)
 
     def chat_tokens(self, body: ChatBody, model: ServedModel) -> list[int]:
         """Return the tokens of a chat's prompt."""
@@ -136,7 +138,7 @@ class RequestReader:
             PreparedPrompt(self._token_ids(source, special, field, kept, model), 1)
             for field, source in sources
         ]
-        return self._prepared(asked, prompts, params, AskedOutput())
+        return self._prepared(asked, prompts, params, OutputOptions())
 
     def tokenize(self, raw: bytes, model: ServedModel) -> bytes:
         body = decode_body(raw, TokenizeBody)
@@ -185,7 +187,7 @@ class RequestReader:
         return token_ids
 
     def _with_echo(
-        self, prompt: PreparedPrompt, text: str | None, special: bool, output: AskedOutput
+        self, prompt: PreparedPrompt, text: str | None, special: bool, output: OutputOptions
     ) -> PreparedPrompt:
         """Return the prompt with its text, and with its tokens' offsets only if the request needs them."""
         if text is None:
@@ -267,9 +269,8 @@ class RequestReader:
         body: GenerationBody,
         prompts: list[PreparedPrompt],
         params: SamplingParams,
-        output: AskedOutput,
+        output: OutputOptions,
         grammar: AskedGrammar | None = None,
-        chat: ChatAnswer | None = None,
         warning: str | None = None,
     ) -> Prepared:
         if body.disaggregate and not self._config.disaggregation:
@@ -293,7 +294,6 @@ class RequestReader:
             cache_salt=body.cache_salt or "",
             speculation=speculation,
             split=body.disaggregate,
-            chat=chat,
             grammar=grammar,
             warning=warning,
         )
@@ -319,7 +319,7 @@ def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | No
 
 def _asked_output(
     body: GenerationBody, num_top: int | None, *, echo: bool = False, only_prompt: bool = False
-) -> AskedOutput:
+) -> OutputOptions:
     """Return the output options. `only_prompt`: the answer has no token of its own."""
     stream, options = bool(body.stream), body.stream_options
     if options is not None and not stream:
@@ -327,7 +327,7 @@ def _asked_output(
     if stream and body.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs", "is not available with stream=true")
     include_usage = options is not None and bool(options.include_usage)
-    return AskedOutput(
+    return OutputOptions(
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),

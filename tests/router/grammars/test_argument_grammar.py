@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from protocol.errors import InvalidRequestError
 from router.grammars.tool_grammar import Offer, tool_grammar
 from router.parsing import formats
-from router.parsing.formats import TOOL_FORMATS, Parsing
+from router.parsing.formats import Parsing
 from router.parsing.parameters import Parameters
 from tests.router.grammars.test_tool_grammar import Model
 from tests.router.parsing.test_parsing import block, parsed
@@ -121,7 +121,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any] | None, list[Any], list[Any]]] = {
 @pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS.values(), ids=SCHEMAS)
 def test_a_schema_is_enforced_and_its_texts_are_parsed(model, kind, schema, good, bad):
     made = grammar(model, kind, schema)
-    parsing = Parsing(tools=TOOL_FORMATS[kind], known={"f": Parameters()})
+    parsing = Parsing(tools=kind, known={"f": Parameters()})
     for arguments in good:
         text = call(kind, arguments)
         assert model.takes(made, text), text

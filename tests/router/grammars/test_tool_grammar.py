@@ -205,7 +205,7 @@ def test_texts_of_the_grammar_are_parsed_however_they_are_split_or_cut(model, ki
     assert model.takes(grammar, said) or (model.has_tokens and "<b>" in said)  # no marks within strings
     known = {offer.name: parameters_of(offer.schema) for offer in offers}
     is_harmony = kind == "openai"
-    parsing = Parsing(tools=TOOL_FORMATS[kind], known=known, is_harmony=is_harmony, marks=marks)
+    parsing = Parsing(tools=kind, known=known, is_harmony=is_harmony, marks=marks)
     assert parsed(parsing, [said]) == parsed(parsing, list(said)) == ("Hm.", "", wanted)
     if model.has_tokens or form.tags is None:
         return
@@ -273,7 +273,7 @@ def test_random_calls_satisfy_their_schemas(name, seed):
         assert matcher.consume_tokens(chosen)
         token_ids += chosen
     said = model.fast.decode(token_ids, skip_special_tokens=False).removesuffix("<|end|>")
-    parsing = Parsing(tools=TOOL_FORMATS[name], known={"f": parameters_of(SCHEMA)})
+    parsing = Parsing(tools=name, known={"f": parameters_of(SCHEMA)})
     _, content, ((_, arguments),) = parsed(parsing, [said])
     assert content == ""
     jsonschema.validate(json.loads(arguments), SCHEMA, format_checker=jsonschema.FormatChecker())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsing.formats import TOOL_FORMATS, Parsing
+from router.parsing.formats import Parsing
 from router.parsing.parameters import Parameters
 from tests.router.grammars.test_argument_grammar import call
 from tests.router.parsing.test_parsing import parsed
@@ -64,7 +64,7 @@ def test_gemma(text):
 
 
 def check(kind, whole, text, expected):
-    parsing = Parsing(tools=TOOL_FORMATS[kind], known={"f": Parameters()})
+    parsing = Parsing(tools=kind, known={"f": Parameters()})
     found = parsed(parsing, [whole])
     assert found == parsed(parsing, list(whole))
     _, content, ((name, arguments),) = found
@@ -95,7 +95,7 @@ def test_any_arguments_are_kept_and_a_cut_gives_their_beginning(kind, arguments,
         whole = call(kind, arguments)
     if kind == "gemma4" and QUOTE in json.dumps(arguments):
         return
-    parsing = Parsing(tools=TOOL_FORMATS[kind], known={"f": Parameters()})
+    parsing = Parsing(tools=kind, known={"f": Parameters()})
     _, content, ((_, found),) = parsed(parsing, list(whole))
     assert content == "" and json.loads(found) == arguments
     cut = data.draw(st.integers(len(whole) // 2, len(whole)))

@@ -38,8 +38,7 @@ CALLS = [("get_weather", PARIS), ("add", ADD)]
 def of(tools: str | None = None, reasoning: str | None = None, is_open: bool = False, **more: Any) -> Parsing:
     is_harmony = tools == "openai" or reasoning == "openai_gptoss"
     marks = None if reasoning is None else REASONING_FORMATS[reasoning].marks
-    found = None if tools is None else TOOL_FORMATS[tools]
-    return Parsing(tools=found, known=KNOWN, is_harmony=is_harmony, marks=marks, is_open=is_open, **more)
+    return Parsing(tools=tools, known=KNOWN, is_harmony=is_harmony, marks=marks, is_open=is_open, **more)
 
 
 def parsed(

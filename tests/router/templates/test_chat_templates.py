@@ -17,6 +17,7 @@ from router.parsing.formats import (
     TOOL_FORMATS,
     AnswerParser,
     Parsing,
+    name_of,
     reasoning_format,
     tool_format,
 )
@@ -107,7 +108,7 @@ def parsing(source: str, prompt: str = "") -> Parsing:
     tools, reasoning = tool_format("auto", source), reasoning_format("auto", source)
     marks = None if reasoning is None else reasoning.marks
     return Parsing(
-        tools=tools,
+        tools=None if tools is None else name_of(tools),
         known={name: parameters_of(schema) for name, schema in SCHEMAS.items()},
         is_harmony=tools is not None and tools.is_harmony,
         marks=marks,
@@ -180,7 +181,7 @@ def test_a_required_call_is_written_as_by_the_template(name, num_calls):
     model = Model(has_tokens=False)
     offers = [Offer(called, schema, True) for called, schema in SCHEMAS.items()]
     grammar = tool_grammar(
-        parser.tools.form(template(name).source),
+        TOOL_FORMATS[parser.tools].form(template(name).source),
         offers,
         model.spelling,
         demanded=True,
