@@ -31,7 +31,7 @@ from router.errors import ApiError
 from router.middleware import ANSWER_HEADERS, REQUEST_ID_KEY
 from router.observe.timing import response_timing
 from router.openai_types import ChatBody, CompletionBody
-from router.pooling.requests import (
+from router.pooling import (
     EmbeddingAnswer,
     EmbeddingBody,
     RankingAnswer,

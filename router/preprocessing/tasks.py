@@ -22,7 +22,7 @@ from router.errors import ApiError
 from router.grammars.grammar_request import GrammarRequest
 from router.grammars.structured_outputs import Grammar
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.pooling.requests import (
+from router.pooling import (
     EmbeddingBody,
     RerankBody,
     ScoreBody,
@@ -77,10 +77,10 @@ class BodyReader:
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
         reader = RequestReader(config, tokenizer, chats)
-        self._read_response = partial(read_response, reader)
-        self._tasks: dict[str, Callable[[bytes, ServedModel], Reading]] = {
+        self._tasks: dict[str, Callable[..., Reading]] = {
             "completion": reader.completion,
             "chat": reader.chat,
+            "response": partial(read_response, reader),
             "message": partial(read_message, reader),
             "count_tokens": partial(count_tokens, reader),
             "embeddings": partial(read_embeddings, reader),
@@ -91,10 +91,7 @@ class BodyReader:
         }
 
     def read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
-        if task == "response":
-            reading: Reading = self._read_response(raw, model, earlier)
-        else:
-            reading = self._tasks[task](raw, model)
+        reading = self._tasks[task](raw, model, *([earlier] if task == "response" else []))
         if isinstance(reading, Prepared):
             return msgspec.structs.replace(reading, ignored=ignored_fields(raw, BODIES[task].type))
         return reading

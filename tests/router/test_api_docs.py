@@ -12,7 +12,7 @@ import pytest
 from router import openai_types
 from router.anthropic import body as anthropic
 from router.errors import ErrorBody, ErrorDetail
-from router.pooling.requests import EmbeddingBody, RerankBody, ScoreBody
+from router.pooling import EmbeddingBody, RerankBody, ScoreBody
 from router.responses import body as responses
 
 PATHS = {

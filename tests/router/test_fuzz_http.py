@@ -13,7 +13,7 @@ from router_clients import eventually, is_idle
 
 from router.anthropic.body import MessageBody
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.pooling.requests import EmbeddingBody, RerankBody, ScoreBody
+from router.pooling import EmbeddingBody, RerankBody, ScoreBody
 from router.responses.body import ResponseBody
 from tests.fuzzing import anything, damaged, fuzz
 

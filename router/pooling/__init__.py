@@ -1,1 +1,0 @@
-"""`/v1/embeddings`, `/score` and `/v1/rerank`: vectors of texts, and the similarity of two texts."""
