@@ -130,12 +130,7 @@ class DraftClient:
     """Tells draft workers about the requests in `remote` and receives their drafts. For the loop's thread."""
 
     def __init__(
-        self,
-        remote: RemoteDrafter,
-        peers: PeerLinks,
-        counters: Counters,
-        vocab_size: int,
-        silence_s: float,
+        self, remote: RemoteDrafter, peers: PeerLinks, counters: Counters, vocab_size: int, silence_s: float
     ) -> None:
         """Count a draft worker as lost if it leaves a message unanswered for `silence_s`."""
         self._remote = remote

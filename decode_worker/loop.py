@@ -61,11 +61,7 @@ class DecodeLoop(WorkerLoop):
         self._drafts: DraftClient | None = None
         if parts.remote_drafts is not None:
             self._drafts = DraftClient(
-                parts.remote_drafts,
-                self.peers,
-                self.counters,
-                engine.vocab_size,
-                self.config.worker_timeout,
+                parts.remote_drafts, self.peers, self.counters, engine.vocab_size, self.config.worker_timeout
             )
 
     # --- whole requests ---------------------------------------------------------------------------

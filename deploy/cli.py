@@ -6,10 +6,11 @@ import signal
 
 import typer
 
-from deploy.commands import clients, offline
+from deploy.commands import Commands, clients, offline
 from deploy.commands.serve import keys, profile, serve
 
 app = typer.Typer(
+    cls=Commands,
     help="Serve large language models with prefill and decode on separate workers.",
     no_args_is_help=True,
     add_completion=False,
@@ -46,8 +47,7 @@ for operate in (
 app.command()(clients.complete)
 app.command()(clients.batch)
 app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(offline.bench)
 app.command(no_args_is_help=False)(profile)
 app.command()(offline.plan)

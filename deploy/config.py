@@ -137,11 +137,16 @@ def _check_together(config: ServeConfig) -> None:
     _check_http_tls(config)
     _check_tls(config)
     _check_tiers(config)
-    _check_kv_dtypes(config)
+    if config.kv_cache_dtype != "auto" and config.kv_wire_dtype != "auto":
+        raise ConfigError(
+            f"--kv-wire-dtype: {config.kv_wire_dtype} is not for --kv-cache-dtype {config.kv_cache_dtype}, "
+            "whose KV is packed already and travels as it is; leave it at auto"
+        )
     _check_kv_events(config)
     _check_draft_workers(config)
     check_ranks(config)
-    _check_adapters(config)
+    if config.model_name in (config.lora_modules or {}):
+        raise ConfigError(f"--lora-modules: {config.model_name}: is the model's own name")
     if config.enable_embeddings and config.speculative_config is not None:
         raise ConfigError("--enable-embeddings: not together with --speculative-config")
     _check_autoscale(config)
@@ -189,14 +194,6 @@ def _check_tiers(config: ServeConfig) -> None:
         raise ConfigError("--kv-disk-size: must be given together with --kv-disk-path, and above 0")
 
 
-def _check_kv_dtypes(config: ServeConfig) -> None:
-    if config.kv_cache_dtype != "auto" and config.kv_wire_dtype != "auto":
-        raise ConfigError(
-            f"--kv-wire-dtype: {config.kv_wire_dtype} is not for --kv-cache-dtype {config.kv_cache_dtype}, "
-            "whose KV is packed already and travels as it is; leave it at auto"
-        )
-
-
 def _check_kv_events(config: ServeConfig) -> None:
     events = config.kv_events_config
     if events is None:
@@ -218,11 +215,6 @@ def _check_kv_events(config: ServeConfig) -> None:
                 f"--kv-events-config: replay_endpoint: {taken} from each of {ports['endpoint']} and "
                 f"{ports['replay_endpoint']} on"
             )
-
-
-def _check_adapters(config: ServeConfig) -> None:
-    if config.model_name in (config.lora_modules or {}):
-        raise ConfigError(f"--lora-modules: {config.model_name}: is the model's own name")
 
 
 def _check_autoscale(config: ServeConfig) -> None:

@@ -17,12 +17,7 @@ from typing import Any
 
 from checkpoints.source import hf_source, is_gguf, split_hub_file
 from deploy.resources import check_heads, plan_workers
-from engine.limits import (
-    check_draft,
-    choose_max_model_len,
-    cpu_pool_budget,
-    refuse_second_quantization,
-)
+from engine.limits import check_draft, choose_max_model_len, cpu_pool_budget, refuse_second_quantization
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError

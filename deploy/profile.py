@@ -42,10 +42,7 @@ def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, con
     if config_file is not None:
         arguments += ["--config", config_file]
     console.print(f"Starting a server of {config.model_name} ...")
-    with (
-        _serving(arguments, config.start_timeout) as url,
-        Progress(console=console) as bar,
-    ):
+    with _serving(arguments, config.start_timeout) as url, Progress(console=console) as bar:
         task = bar.add_task("bursts of requests", total=NUM_BURSTS)
         measured = calibrate(url, [_where(config)], config.api_key, lambda: bar.advance(task))
     measured = msgspec.structs.replace(

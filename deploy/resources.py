@@ -102,11 +102,7 @@ def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
 
 
 def plan_workers(
-    config: ServeConfig,
-    num_gpus: float,
-    cores: int,
-    workers: int | None = None,
-    ranks: int | None = None,
+    config: ServeConfig, num_gpus: float, cores: int, workers: int | None = None, ranks: int | None = None
 ) -> tuple[ServeConfig, float]:
     """Return the configuration of a host's `workers` (default: all workers), and each one's share of a GPU.
 

@@ -77,10 +77,7 @@ def why_refused(
     for role, count in targets.items():
         most = count + most_of(role, nodes, places, config) - places[role]
         if count > max(most, had[role]):
-            return (
-                role,
-                f"the nodes take at most {max(most, 0)} next to the other workers, got {count}",
-            )
+            return (role, f"the nodes take at most {max(most, 0)} next to the other workers, got {count}")
     return "", ""
 
 

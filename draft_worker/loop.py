@@ -162,16 +162,13 @@ class DraftLoop(WorkerLoop):
             self.counters.add("duplicate_messages_total")
             return
         is_short = given.num_wanted > 0 and num_known + len(new) < request.opening.num_prompt
-        if is_short or not self._may_have(request, new):
+        is_long = num_known + len(new) >= self.engine.max_model_len
+        if is_short or is_long or max(new, default=0) >= self.engine.vocab_size:
             self.counters.add("dropped_messages_total")
             self._refuse(request, "it was given tokens that no request can have")
             return
         request.given += new
         self._note_wanted(request, new, given.num_wanted)
-
-    def _may_have(self, request: DraftRequest, new: list[int]) -> bool:
-        length = len(request.given) + len(new)
-        return max(new, default=0) < self.engine.vocab_size and length < self.engine.max_model_len
 
     def _note_wanted(self, request: DraftRequest, new: list[int], num_wanted: int) -> None:
         """Note the new tokens, and that the target can use `num_wanted` tokens beyond them."""

@@ -16,14 +16,7 @@ import numpy.typing as npt
 from kvtransfer.blocks.device import PAST, Mark
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.interface import Arrival
-from kvtransfer.messages import (
-    OTHER_SENDER,
-    OUTSIDE,
-    OVERTAKEN,
-    STILL_WRITTEN,
-    UNKNOWN_BLOCK_POOL,
-    Piece,
-)
+from kvtransfer.messages import OTHER_SENDER, OUTSIDE, OVERTAKEN, STILL_WRITTEN, UNKNOWN_BLOCK_POOL, Piece
 
 
 class WriteGate:

@@ -172,18 +172,13 @@ class Receiver:
         if self._stop.stopped:
             return None
         self._disconnected.clear()
-        next_look = self._fail_lost()
+        lost, next_look = self._leases.fail_lost(self._reconnect_grace_s)
+        for lease_id in lost:
+            self._emit(Failed(lease_id, "the sender is gone"))
         for descriptor in ready:
             if descriptor in self._listeners:
                 self._accept_one(*self._listeners[descriptor])
         return next_look
-
-    def _fail_lost(self) -> float | None:
-        """Fail the leases whose sender is gone for good; return when to check again."""
-        lost, look_again = self._leases.fail_lost(self._reconnect_grace_s)
-        for lease_id in lost:
-            self._emit(Failed(lease_id, "the sender is gone"))
-        return look_again
 
     def _accept_one(self, listener: socket.socket, transport: Transport) -> None:
         try:

@@ -11,13 +11,7 @@ from protocol.server_options import ApiOptions, TransferOptions, WorkerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(
-    TransferOptions,
-    SpeculationOptions,
-    BatchOptions,
-    MemoryOptions,
-    WorkerOptions,
-    ApiOptions,
-    ModelOptions,
+    TransferOptions, SpeculationOptions, BatchOptions, MemoryOptions, WorkerOptions, ApiOptions, ModelOptions
 ):
     """All options of `tandem serve`. A field `max_model_len` is the flag `--max-model-len`.
 

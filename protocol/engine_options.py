@@ -97,8 +97,7 @@ class ModelOptions:
         ),
     ] = None
     quantize_lm_head: Annotated[
-        bool,
-        doc("Round the output head's weights to int8 at load, and a draft model's; embeddings stay."),
+        bool, doc("Round the output head's weights to int8 at load, and a draft model's; embeddings stay.")
     ] = False
     enable_lora: Annotated[
         bool, doc("Serve LoRA adapters: those of --lora-modules, and those loaded while the server runs.")

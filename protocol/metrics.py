@@ -116,9 +116,7 @@ ROUTER = (
     _counter("router_cpu_seconds_total", "CPU time of the router's event loop."),
     _counter("router_core_wait_seconds_total", "Time for which the router's event loop waited for a core."),
     _histogram(
-        "router_loop_lag_seconds",
-        "Delay of the event loop's timer, measured four times a second.",
-        _TOKEN,
+        "router_loop_lag_seconds", "Delay of the event loop's timer, measured four times a second.", _TOKEN
     ),
     _counter("http_responses_total", "HTTP responses.", "status"),
     _counter(

@@ -83,8 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = 1.0
     min_p: Annotated[
-        float,
-        Asked("0 to 1: least probability, relative to the likeliest token's.", 0, 1, is_models=True),
+        float, Asked("0 to 1: least probability, relative to the likeliest token's.", 0, 1, is_models=True)
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -93,8 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: Annotated[float, Asked("-2 to 2, for each token that occurred.", -2, 2)] = 0.0
     frequency_penalty: Annotated[float, Asked("-2 to 2, for each time a token occurred.", -2, 2)] = 0.0
     logit_bias: Annotated[
-        dict[int, float],
-        Asked("Token id to a bias from -100 to 100.", -100, 100, max_length=MAX_LOGIT_BIAS),
+        dict[int, float], Asked("Token id to a bias from -100 to 100.", -100, 100, max_length=MAX_LOGIT_BIAS)
     ] = {}
     banned_token_sequences: list[list[int]] = []
     allowed_token_ids: list[int] | None = None

@@ -89,8 +89,7 @@ class ApiOptions:
         Literal["debug", "info", "warning", "error"], doc("Least level of logged messages.")
     ] = "info"
     log_format: Annotated[
-        LogFormat,
-        doc("`json`: each log line is an object, with the ids of its requests."),
+        LogFormat, doc("`json`: each log line is an object, with the ids of its requests.")
     ] = "text"
     enable_log_requests: Annotated[
         bool, doc("Log a line for each finished request, with its times or the reason why it failed.")
@@ -132,8 +131,7 @@ class WorkerOptions(RoleOptions):
         ),
     ] = None
     scale_down_after: Annotated[
-        PositiveSeconds,
-        doc("Seconds that fewer workers must have sufficed before --autoscale removes one."),
+        PositiveSeconds, doc("Seconds that fewer workers must have sufficed before --autoscale removes one.")
     ] = 300.0
     scale_timeout: Annotated[
         PositiveSeconds, doc("Seconds that an added worker waits for a node with room.")

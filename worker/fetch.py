@@ -78,12 +78,7 @@ class PrefixFetcher:
     """Asks other workers for prefix blocks."""
 
     def __init__(
-        self,
-        ours: PeerAddress,
-        engine: Engine,
-        receiver: Receiver,
-        peers: PeerLinks,
-        counters: Counters,
+        self, ours: PeerAddress, engine: Engine, receiver: Receiver, peers: PeerLinks, counters: Counters
     ) -> None:
         self._ours = ours
         self._engine = engine

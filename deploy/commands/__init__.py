@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from protocol.errors import TandemError
 
@@ -26,13 +25,14 @@ def fail(error: Exception | str) -> typer.Exit:
     return typer.Exit(1)
 
 
-@contextmanager
-def failures() -> Iterator[None]:
-    """Turn a `TandemError` into one line of output and exit status 1."""
-    try:
-        yield
-    except TandemError as error:
-        raise fail(error) from error
+class Commands(TyperGroup):
+    """Turns a `TandemError` of a command into one line of output and exit status 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TandemError as error:
+            raise fail(error) from error
 
 
 def with_model(flags: dict[str, Any], model_tag: str | None) -> dict[str, Any]:

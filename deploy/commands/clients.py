@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.commands import DEFAULT_URL, ApiKey, Url, failures
+from deploy.commands import DEFAULT_URL, ApiKey, Url
 
 Worker = Annotated[str, typer.Argument(help="A worker's id, as `tandem status` shows it.")]
 
@@ -23,8 +23,7 @@ def status(
     """Show workers, roles, load and KV usage, live."""
     from deploy.status import show_status
 
-    with failures():
-        show_status(url, api_key, once=once, as_json=as_json, interval_s=interval)
+    show_status(url, api_key, once=once, as_json=as_json, interval_s=interval)
 
 
 def top(
@@ -36,16 +35,14 @@ def top(
     """Show load, KV, links, drafts and their rates, live."""
     from deploy.status import show_top
 
-    with failures():
-        show_top(url, api_key, once=once, interval_s=interval)
+    show_top(url, api_key, once=once, interval_s=interval)
 
 
 def drain(worker: Worker, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Move a worker's requests to others, with their KV, and then end the worker."""
     from deploy.client import operate
 
-    with failures():
-        operate(url, api_key, f"/workers/{worker}/drain", {})
+    operate(url, api_key, f"/workers/{worker}/drain", {})
 
 
 def role(
@@ -57,16 +54,14 @@ def role(
     """Move a worker's requests to others, and switch the worker to another role without a restart."""
     from deploy.client import operate
 
-    with failures():
-        operate(url, api_key, f"/workers/{worker}/role", {"role": new_role})
+    operate(url, api_key, f"/workers/{worker}/role", {"role": new_role})
 
 
 def restart(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Restart all workers, one after the other. Their requests move to other workers, with their KV."""
     from deploy.client import restart as run
 
-    with failures():
-        run(url, api_key)
+    run(url, api_key)
 
 
 def scale(
@@ -79,8 +74,7 @@ def scale(
     """Set the number of workers of each role. Requests of removed workers move to others, with their KV."""
     from deploy.client import scale as run
 
-    with failures():
-        run(url, api_key, {"prefill": prefill, "decode": decode, "draft": draft})
+    run(url, api_key, {"prefill": prefill, "decode": decode, "draft": draft})
 
 
 def doctor(
@@ -92,8 +86,7 @@ def doctor(
     """Find what keeps requests waiting now, and say what to change, with figures."""
     from deploy.client import show_findings
 
-    with failures():
-        show_findings(url, api_key, seconds=seconds, as_json=as_json)
+    show_findings(url, api_key, seconds=seconds, as_json=as_json)
 
 
 def complete(
@@ -111,8 +104,7 @@ def complete(
 
     body = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     text = sys.stdin.read() if prompt == "-" else prompt
-    with failures():
-        stream_completion(url, api_key, model, text, body)
+    stream_completion(url, api_key, model, text, body)
 
 
 def batch(
@@ -138,5 +130,4 @@ def batch(
     """
     from deploy.batch import run_batch
 
-    with failures():
-        run_batch(url, api_key, source, target, concurrency=concurrency, priority=priority)
+    run_batch(url, api_key, source, target, concurrency=concurrency, priority=priority)

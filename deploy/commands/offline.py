@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.commands import fail, failures
+from deploy.commands import fail
 from deploy.preflight import check_source
 from models.bundled import bundled_path
 
@@ -59,8 +59,7 @@ def plan(
     from planner.command import parse
     from planner.command import plan as run
 
-    with failures():
-        run(parse(given), Console())
+    run(parse(given), Console())
 
 
 speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=True)
@@ -68,8 +67,7 @@ speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=
 
 def _found(model: str) -> str:
     """Return the model's folder or hub id, which exists. Import modules that need torch afterwards."""
-    with failures():
-        check_source(source := bundled_path(model), "--model")
+    check_source(source := bundled_path(model), "--model")
     return source
 
 
@@ -123,23 +121,20 @@ def speculate_train(
         seed=seed,
         device=device,
     )
-    with failures():
-        train(options, Console())
+    train(options, Console())
 
 
 @speculate.command("choose-layers")
 def speculate_choose_layers(
     model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
     data: Annotated[
-        Path,
-        typer.Option(help='Text to measure on: a file, a folder, or JSONL with a "text" in each line.'),
+        Path, typer.Option(help='Text to measure on: a file, a folder, or JSONL with a "text" in each line.')
     ],
     output: Annotated[Path, typer.Option(help="File for the value of --speculative-config.")] = Path(
         "layers.json"
     ),
     num_layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Layers to skip. Default: the fastest number, up to half."),
+        int | None, typer.Option(min=1, help="Layers to skip. Default: the fastest number, up to half.")
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 8,
     length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 256,
@@ -152,8 +147,7 @@ def speculate_choose_layers(
     from training.layer_choice import ChooseOptions, choose_layers
 
     options = ChooseOptions(model, data, output, num_layers, windows, length, device)
-    with failures():
-        choose_layers(options, Console())
+    choose_layers(options, Console())
 
 
 def quantize(
@@ -199,5 +193,4 @@ def quantize(
     from quantization.command import quantize as run
     from quantization.preparation import QuantizeOptions
 
-    with failures():
-        run(QuantizeOptions(**given), Console())
+    run(QuantizeOptions(**given), Console())

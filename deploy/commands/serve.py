@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from deploy.commands import ConfigFile, ModelTag, failures, with_model
+from deploy.commands import ConfigFile, ModelTag, with_model
 from deploy.config import load_config
 from protocol.config import ServeConfig, field_docs, flag_name
 
@@ -63,18 +63,13 @@ def with_config_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_config_options
-def serve(
-    model_tag: ModelTag = None,
-    config: ConfigFile = None,
-    **flags: Any,
-) -> None:
+def serve(model_tag: ModelTag = None, config: ConfigFile = None, **flags: Any) -> None:
     """Serve a model over HTTP, with the OpenAI API.
 
     Every option can also be set in the environment (--max-model-len as TANDEM_MAX_MODEL_LEN) or in a YAML
     file (--config). A flag overrides the environment, which overrides the file.
     """
-    with failures():
-        checked = load_config(with_model(flags, model_tag), config_file=config)
+    checked = load_config(with_model(flags, model_tag), config_file=config)
     from deploy.serve import serve as run
 
     raise typer.Exit(run(checked))
@@ -94,8 +89,7 @@ def profile(
 
     from deploy.profile import profile as run
 
-    with failures():
-        run(with_model(flags, model_tag), config, output, Console())
+    run(with_model(flags, model_tag), config, output, Console())
 
 
 keys = typer.Typer(help="API keys.", no_args_is_help=True)
@@ -141,5 +135,4 @@ def add_key(
         "tokens_per_minute": tokens_per_minute,
         "concurrent_requests": concurrent_requests,
     }
-    with failures():
-        typer.echo(add(api_key_file, name=name, priority=priority, operator=operator, **limits))
+    typer.echo(add(api_key_file, name=name, priority=priority, operator=operator, **limits))

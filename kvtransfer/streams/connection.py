@@ -214,12 +214,7 @@ class ReceiverConnection(threading.Thread):
         if reader.read(sources, targets, gate):
             target = inlet.target
             found = piece_checksum(
-                hello.checksum,
-                target.buffer,
-                target.block_bytes,
-                targets,
-                piece.lease_id,
-                piece.index,
+                hello.checksum, target.buffer, target.block_bytes, targets, piece.lease_id, piece.index
             )
             try:
                 if found != piece.checksum:

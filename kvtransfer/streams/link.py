@@ -345,7 +345,8 @@ class Link(threading.Thread):
                     raise StoppedError
                 if not any(not stream.retired for stream in self._streams):
                     return
-                better = self._better()
+                assert self._active is not None
+                better = self._candidates[: self._candidates.index(self._active)]
                 now = time.monotonic()
                 due = [candidate for candidate in better if candidate.try_at <= now]
                 if not due:
@@ -353,10 +354,6 @@ class Link(threading.Thread):
                     self.state.wait(None if next_at is None else next_at - now)
                     continue
             self._try(due[0])
-
-    def _better(self) -> list[Candidate]:
-        assert self._active is not None
-        return self._candidates[: self._candidates.index(self._active)]
 
     def _close(self) -> None:
         with self.state:

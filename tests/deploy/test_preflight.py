@@ -82,10 +82,7 @@ def test_fitting_options_are_accepted(model: str, tmp_path: Path) -> None:
         ({"generation_config": "/nope"}, "--generation-config: must be auto, vllm or a folder, got /nope$"),
         ({"tokenizer": "/nope"}, "--tokenizer: there is no folder /nope$"),
         ({"model": "/nope.gguf"}, "--model: there is no file /nope.gguf$"),
-        (
-            {"model": "nope.gguf"},
-            r"--model: there is no file nope.gguf, and a file on the hub is owner/",
-        ),
+        ({"model": "nope.gguf"}, r"--model: there is no file nope.gguf, and a file on the hub is owner/"),
         (
             {"kv_cache_memory_bytes": 2048 * TOKEN_BYTES - 1},
             rf"holds 2047 tokens, fewer than --max-model-len \(2048\), which needs {2048 * TOKEN_BYTES} b",

@@ -155,13 +155,7 @@ DRAFTS = {
 }
 DECODE = PREFILL | {"id": "decode-0", "role": "decode", "kv_usage": 0.95, "pairs": [], "counters": DRAFTS}
 LOAD = {"requests": 3, "rows": 0, "context_tokens": 0, "prompts": 0, "prefill_tokens": 0}
-LINK = {
-    "from": "prefill-0",
-    "to": "decode-0",
-    "transport": "tcp",
-    "latency_s": 0.0012,
-    "bytes_per_s": 1.5e9,
-}
+LINK = {"from": "prefill-0", "to": "decode-0", "transport": "tcp", "latency_s": 0.0012, "bytes_per_s": 1.5e9}
 CLUSTER: dict[str, Any] = {
     "placement": {"prefill": "cost", "decode": "least_loaded", "drafts": "local"},
     "workers": [{"id": "prefill-0", "load": LOAD}, {"id": "decode-0", "load": LOAD}],

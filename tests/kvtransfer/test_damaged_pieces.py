@@ -20,14 +20,7 @@ from kvtransfer.transports.tcp import TcpReader
 from tests.kvtransfer.test_leases import BLOCK, runs
 from tests.kvtransfer.test_unlike_pools import pool as meaningful_pool
 from tests.kvtransfer.test_unlike_pools import tokens_of
-from tests.kvtransfer.transfer_sides import (
-    RawPeer,
-    RawReceiver,
-    ReceiverEnd,
-    SenderEnd,
-    block,
-    make_pool,
-)
+from tests.kvtransfer.transfer_sides import RawPeer, RawReceiver, ReceiverEnd, SenderEnd, block, make_pool
 
 Closing = Callable[[Any], Any]
 READERS: dict[str, Any] = {"shm": ShmReader, "tcp": TcpReader}

@@ -14,13 +14,7 @@ from kvtransfer.messages import PREFIX_BYTES, Ack, Piece, encode, frame, unframe
 from kvtransfer.receiver import Receiver
 from protocol.errors import ProtocolError
 from tests.kvtransfer.test_leases import runs
-from tests.kvtransfer.transfer_sides import (
-    RawPeer,
-    RawReceiver,
-    ReceiverEnd,
-    SenderEnd,
-    make_pool,
-)
+from tests.kvtransfer.transfer_sides import RawPeer, RawReceiver, ReceiverEnd, SenderEnd, make_pool
 
 Closing = Callable[[Any], Any]
 

@@ -86,10 +86,7 @@ def test_reasons_why_a_transport_is_not_used(closing: Closing, caplog: pytest.Lo
     assert (refused.refused, refused.reason, refused.in_use) == ("other_host", "another host", False)
     assert of(sender.sender.pairs, "decode-1", "shm").refused == "not_offered"
     told = [message for message in caplog.messages if message.startswith("shm does not serve")]
-    assert told == [
-        "shm does not serve decode-0: another host",
-        "shm does not serve decode-1: not offered",
-    ]
+    assert told == ["shm does not serve decode-0: another host", "shm does not serve decode-1: not offered"]
 
 
 def test_a_fallback_a_recovery_and_their_reasons(closing: Closing) -> None:
@@ -118,9 +115,7 @@ def test_errors_by_kind_and_peer(closing: Closing) -> None:
         assert of(pairs, peer, "tcp").counters["kv_transfer_errors_total{kind=unknown_lease}"] == 1
 
 
-def test_a_missing_transport_is_reported_without_a_peer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_transport_is_reported_without_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError("no such device")
 

@@ -23,14 +23,7 @@ from messaging.wake import Wake
 from protocol.ids import PeerAddress
 from tests.faults.proxy import Damage, Proxy
 from tests.kvtransfer.test_fallback import with_offer
-from tests.kvtransfer.transfer_sides import (
-    PLAIN,
-    ReceiverEnd,
-    SenderEnd,
-    block,
-    close_memories,
-    make_pool,
-)
+from tests.kvtransfer.transfer_sides import PLAIN, ReceiverEnd, SenderEnd, block, close_memories, make_pool
 from tests.tiers.seeds import seeds
 from tests.waiting import wait_until
 

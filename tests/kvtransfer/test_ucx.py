@@ -16,12 +16,7 @@ import pytest
 from kvtransfer.interface import TransferError
 from kvtransfer.transports import ucx_agent
 from tests.faults.leftovers import shared_segments, wait_no_orphans
-from tests.kvtransfer.ucx_processes import (
-    Process,
-    Receiver,
-    Sender,
-    join,
-)
+from tests.kvtransfer.ucx_processes import Process, Receiver, Sender, join
 from tests.kvtransfer.ucx_tls import on_this_host
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.leftovers import shared_segments, wait_no_orphans
-from tests.kvtransfer.ucx_processes import (
-    WAIT_S,
-    Process,
-    Receiver,
-    Sender,
-    join,
-)
+from tests.kvtransfer.ucx_processes import WAIT_S, Process, Receiver, Sender, join
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")

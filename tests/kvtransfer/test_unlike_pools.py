@@ -125,13 +125,7 @@ WIRES += [("receiver", "shm", device) for device in DEVICES]
 @pytest.mark.parametrize("ours", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("num_tokens", "cached"), [(75, 0), (96, 1)])
 def test_pools_on_a_device(
-    closing: Closing,
-    transport: str,
-    device: str,
-    ours: str,
-    num_tokens: int,
-    cached: int,
-    sides: str,
+    closing: Closing, transport: str, device: str, ours: str, num_tokens: int, cached: int, sides: str
 ) -> None:
     devices = (None if sides == "receiver" else device, None if sides == "sender" else device)
     checksum = "full" if transport == "tcp" else "off"

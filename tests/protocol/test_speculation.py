@@ -65,10 +65,7 @@ def test_flag_environment_and_file_mean_the_same(tmp_path: Path) -> None:
     ("sources", "source"),
     [
         ({"flags": {"speculative_config": '{"method": "x"}'}}, "--speculative-config"),
-        (
-            {"environ": {"TANDEM_SPECULATIVE_CONFIG": '{"method": "x"}'}},
-            "TANDEM_SPECULATIVE_CONFIG",
-        ),
+        ({"environ": {"TANDEM_SPECULATIVE_CONFIG": '{"method": "x"}'}}, "TANDEM_SPECULATIVE_CONFIG"),
     ],
 )
 def test_a_bad_value_names_its_source(sources: dict, source: str) -> None:
@@ -211,11 +208,7 @@ def test_a_request_chooses_its_drafts() -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        (
-            {"num_speculative_tokens": 33},
-            "num_speculative_tokens",
-            "must be an integer from 0 to 32, got 33",
-        ),
+        ({"num_speculative_tokens": 33}, "num_speculative_tokens", "must be an integer from 0 to 32, got 33"),
         (
             {"num_speculative_tokens": "auto"},
             "num_speculative_tokens",
@@ -223,11 +216,7 @@ def test_a_request_chooses_its_drafts() -> None:
         ),
         ({"enabled": 1}, "enabled", "must be true or false, got 1"),
         ({"place": "moon"}, "place", "must be one of 'local', 'none', 'remote', got 'moon'"),
-        (
-            {"metod": "ngram"},
-            "metod",
-            "there is no such field; is method meant?",
-        ),
+        ({"metod": "ngram"}, "metod", "there is no such field; is method meant?"),
     ],
 )
 def test_a_requests_bad_field_is_named_with_its_limit(fields: dict, field: str, message: str) -> None:
@@ -286,9 +275,7 @@ STATE = SpeculationState(
     max_tokens=8,
     methods=[METHOD],
     step_time=StepTimeState(
-        sequences=[1, 2],
-        drafted=[0, 1, 2],
-        seconds=[[2e-3, 2e-3, 3e-3], [2e-3, 3e-3, 5e-3]],
+        sequences=[1, 2], drafted=[0, 1, 2], seconds=[[2e-3, 2e-3, 3e-3], [2e-3, 3e-3, 5e-3]]
     ),
 )
 

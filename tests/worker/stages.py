@@ -17,10 +17,7 @@ def walk(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -12,13 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_worker.loop import DecodeLoop
 from decode_worker.request import DecodeRequest, DecodeStage
@@ -141,11 +135,7 @@ class DecodeStages(RuleBasedStateMachine):
 
     # --- the prefill workers ----------------------------------------------------------------------
 
-    @rule(
-        name=st.sampled_from(list(PROMPTS)),
-        worker=st.sampled_from(list(WORKERS)),
-        fresh=MOSTLY,
-    )
+    @rule(name=st.sampled_from(list(PROMPTS)), worker=st.sampled_from(list(WORKERS)), fresh=MOSTLY)
     def reserve(self, name: str, worker: str, fresh: bool) -> None:
         incarnation = OURS if fresh else STALE
         with self.withdrawing(name):

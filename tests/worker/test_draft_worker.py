@@ -25,14 +25,7 @@ from protocol.draft_messages import (
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
-from tests.worker.draft_network import (
-    DRAFTER,
-    DecodeSide,
-    DraftSide,
-    Network,
-    plain_tokens,
-    remote_plan,
-)
+from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, Network, plain_tokens, remote_plan
 from tests.worker.light_loop import address
 
 Pair = tuple[Path, Path]
@@ -175,9 +168,7 @@ def test_a_plan_without_its_draft_worker_decodes_plainly(pair: Pair, decodes: li
     assert decodes[0].drafted("remote") == 0
 
 
-def test_a_frozen_draft_worker_costs_only_its_drafts_and_is_used_again(
-    begin: Callable[..., Drafted],
-) -> None:
+def test_a_frozen_draft_worker_costs_only_its_drafts_and_is_used_again(begin: Callable[..., Drafted]) -> None:
     one = begin(200)
     decode, drafter, network = one.decode, one.drafter, one.network
     one.turn(8)

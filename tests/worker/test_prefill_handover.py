@@ -14,11 +14,7 @@ import pytest
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Progress, RegisteredPool
 from protocol.handoff import SegmentInfo
-from protocol.worker_to_worker import (
-    Handoff,
-    HandoffAck,
-    Reserve,
-)
+from protocol.worker_to_worker import Handoff, HandoffAck, Reserve
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import DecodeEnd, closing
 from tests.worker.tiny_model import VOCAB_SIZE

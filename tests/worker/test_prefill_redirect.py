@@ -45,11 +45,7 @@ def wait_for_first_token(cluster: Cluster, name: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 50, 64, 200])
 def test_another_decode_worker_gets_the_same_blocks(
-    cluster: Cluster,
-    prefill: RunningWorker,
-    decode: RunningWorker,
-    reference: PreTrainedModel,
-    length: int,
+    cluster: Cluster, prefill: RunningWorker, decode: RunningWorker, reference: PreTrainedModel, length: int
 ) -> None:
     cluster.generate(prefill, request("r", prompt(length)), NOWHERE)
     failure = cluster.handover_failed("r")
@@ -99,11 +95,7 @@ KILLED_AT = {
 
 @pytest.mark.parametrize("fault", KILLED_AT.values(), ids=KILLED_AT.keys())
 def test_a_killed_decode_worker_costs_no_second_prefill(
-    cluster: Cluster,
-    model_folder: Path,
-    decode: RunningWorker,
-    reference: PreTrainedModel,
-    fault: str,
+    cluster: Cluster, model_folder: Path, decode: RunningWorker, reference: PreTrainedModel, fault: str
 ) -> None:
     """The redirect may come before the prefill worker notices the death, and may cross its own report."""
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.02")

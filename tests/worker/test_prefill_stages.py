@@ -10,13 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, Sent

@@ -106,11 +106,7 @@ def test_local_blocks_are_not_fetched(
 
 @pytest.mark.parametrize("salt", ["", "tenant"])
 def test_a_holder_without_the_prefix_says_so(
-    cluster: Cluster,
-    holder: RunningWorker,
-    asking: RunningWorker,
-    reference: PreTrainedModel,
-    salt: str,
+    cluster: Cluster, holder: RunningWorker, asking: RunningWorker, reference: PreTrainedModel, salt: str
 ) -> None:
     """It never had the prompt, or has it without this tenant's cache salt."""
     tokens = prompt(200) if salt else prompt(180, seed=5)

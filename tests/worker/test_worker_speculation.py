@@ -30,10 +30,7 @@ def speculating(**options: Any) -> SpeculativeConfig:
 
 def config(speculative: SpeculativeConfig | None, **changes: Any) -> ServeConfig:
     return tiny_config(
-        Path(BUNDLED_MODEL),
-        kv_cache_memory_bytes=48 * 1024 * 1024,
-        speculative_config=speculative,
-        **changes,
+        Path(BUNDLED_MODEL), kv_cache_memory_bytes=48 * 1024 * 1024, speculative_config=speculative, **changes
     )
 
 
