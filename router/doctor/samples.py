@@ -21,7 +21,6 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    role: str
     tasks: tuple[Task, ...]
     running: int = 0
     waiting: int = 0
@@ -88,7 +87,6 @@ def _worker(state: RouterState, worker: Worker) -> WorkerSample:
     speculation = told.speculation
     return WorkerSample(
         id=worker.key.worker_id,
-        role=worker.role.name,
         tasks=worker.role.tasks,
         running=told.num_running,
         waiting=told.num_waiting,

@@ -261,9 +261,7 @@ class Registry:
         worker.live = False
         self._remember_retired(worker.key)
         if self._workers.get(worker.key.worker_id) is worker:
-            del self._workers[worker.key.worker_id]
-            self._group_by_host()
-            self.cluster.remove(worker.key.worker_id)
+            self._remove(worker.key.worker_id)
 
     def drain(self, worker: Worker) -> None:
         """Give the worker no more requests."""
@@ -277,9 +275,7 @@ class Registry:
             self._remember_retired(WorkerKey(worker_id, incarnation))
             return
         self._retire(worker, reason)
-        del self._workers[worker_id]
-        self._group_by_host()
-        self.cluster.remove(worker_id)
+        self._remove(worker_id)
 
     def sweep(self, now: float) -> None:
         """Declare silent workers lost. To be called every `SWEEP_INTERVAL_S`.
@@ -304,6 +300,11 @@ class Registry:
         self._remember_retired(worker.key)
         if worker.live:
             self._lose(worker, reason)
+
+    def _remove(self, worker_id: str) -> None:
+        del self._workers[worker_id]
+        self._group_by_host()
+        self.cluster.remove(worker_id)
 
     def _group_by_host(self) -> None:
         hosts: dict[str, list[WorkerSnapshot]] = defaultdict(list)

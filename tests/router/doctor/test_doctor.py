@@ -28,8 +28,8 @@ DRAFTS = {
     "spec_decode_verify_seconds_total": 0.6,
 }
 """Four requests draft four tokens each, of which one sixteenth is accepted, in steps of 8 ms."""
-PREFILL = WorkerSample(id="prefill-0", role="prefill", tasks=("prefill", "decode"), costs=COSTS)
-DECODE = WorkerSample(id="decode-0", role="decode", tasks=("decode",), costs=COSTS, kv_tokens=10_000)
+PREFILL = WorkerSample(id="prefill-0", tasks=("prefill", "decode"), costs=COSTS)
+DECODE = WorkerSample(id="decode-0", tasks=("decode",), costs=COSTS, kv_tokens=10_000)
 
 
 def looks(
