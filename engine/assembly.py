@@ -24,11 +24,11 @@ from engine.kv.tiers.host import HostTier
 from engine.load.select import MakeRunner, load_packed, runner_of_one_process
 from engine.lora.config import AdapterError
 from engine.lora.table import NOTHING
-from engine.model.grammar_tokenizer import load_grammar_tokenizer
 from engine.sampler import Grammars, Sampler, SamplingRow
-from engine.step.activations import activation_bytes
+from engine.sampler.grammars import load_grammar_tokenizer
 from engine.step.launch import StepLauncher
 from engine.step.live_sequences import LiveSequences
+from engine.step.profiling import activation_bytes
 from engine.step.scheduler import Scheduler
 from engine.step.slot_allocator import StateSlotAllocator
 from engine.step.speculation_interface import Speculator

@@ -22,9 +22,8 @@ from engine.kv.prefix_cache import PrefixRoom, find_room, reserve_blocks
 from engine.load.select import MakeRunner, runner_of_one_process
 from engine.phases import phase
 from engine.start_up import describe_start
-from engine.step.calibration import measure_steps
-from engine.step.embeddings import embeddings
-from engine.step.profiling import ProfilingRun
+from engine.step.launch import embeddings
+from engine.step.profiling import ProfilingRun, measure_steps
 from engine.step.results import EngineStats, Reservation, StepResult
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceStage, SequenceState

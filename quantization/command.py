@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.model.fingerprint import model_fingerprint
+from engine.load.loader import model_fingerprint
 from quantization import card, checkpoint, methods, texts
 from quantization.calibration import Calibration, find_blocks, linears
 from quantization.checkpoint import FinishedBlock, Unfinished

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.batch.rows import RowArrays, SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
+from engine.copies import Downloader
 from engine.devices.cpu.decoder.forward import NativeDecoder
-from engine.download import Downloader
 from engine.sampler import Sampler
 from engine.sampler.rows import edits_logits, needs_history
 from engine.step.draft import Draft

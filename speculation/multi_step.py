@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.batch.rows import SequenceRows
-from engine.devices.attention import select_backend
-from engine.devices.attention_tables import backend_over
+from engine.devices.attention import backend_over, select_backend
 from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET, Group

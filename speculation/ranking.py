@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import Upload
 from engine.sampler.noise import gumbel_noise, stream_keys
-from engine.upload import Upload
 from protocol.sampling import SamplingParams
 
 _NUM_CANDIDATES = 64

@@ -14,12 +14,11 @@ from torch import Tensor
 from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.batch.step_inputs import StepShape, step_inputs
-from engine.download import Downloader
+from engine.copies import Downloader, upload_to
 from engine.sampler.rows import needs_history
 from engine.step.draft import Draft
-from engine.step.late_trees import LateTrees
+from engine.step.late_tokens import LateTrees
 from engine.step.sequence import SequenceState
-from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import DraftRows, RowsOf, run_last, stays_on_device
 from speculation.ranking import best_of, rank

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from engine.batch.step_inputs import StepInputs
+from engine.copies import Upload
 from engine.triton_support import ceil_div
-from engine.upload import Upload
 from speculation.chains import DraftRows
 from speculation.ranking import NEAR
 
@@ -49,7 +49,7 @@ class State(NamedTuple):
     """Trees that grow. The kernels do not read it before the first level."""
 
     nodes: Tensor
-    """int64 [4, trees, most nodes], as `engine.step.late_trees.LateTrees` takes them."""
+    """int64 [4, trees, most nodes], as `engine.step.late_tokens.LateTrees` takes them."""
     leaves: Tensor
     """int64 [4, trees, leaves]: tokens, the rows that they follow, the masks of these, and how much deeper
     than children of the root they are."""
@@ -204,7 +204,7 @@ class TreeGrowth:
         return Level(self._state, self._num_rows, num_before, self._depth, self._block_size, followed)
 
     def end(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """int64 [4, trees, most nodes], as `engine.step.late_trees.LateTrees` takes them."""
+        """int64 [4, trees, most nodes], as `engine.step.late_tokens.LateTrees` takes them."""
         if self._by_kernels:
             from speculation.tree_kernels import end
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.batch.recurrent_plan import Tables
 from engine.batch.rows import BlockTable, RowArrays, SequenceRows
+from engine.copies import Upload
 from engine.kv.attention import AttentionMetadata
-from engine.upload import Upload
 
 
 @dataclass(frozen=True)

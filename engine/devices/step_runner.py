@@ -18,9 +18,9 @@ from engine.batch.operators import StepOperators
 from engine.batch.rows import BlockTable, SequenceRows, span_of
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
+from engine.copies import Upload
 from engine.kv.attention import AttentionBackend
 from engine.lora.table import Adapters
-from engine.upload import Upload
 
 Outputs = tuple[Tensor, Tensor | None]
 """Logits, and hidden states, if the forward has some."""

@@ -1,18 +1,231 @@
-"""The pool's blocks with the stores over them, and what the prefix cache holds.
+"""The KV pool's blocks, the stores that share them, and what the prefix cache holds.
 
-Full blocks of committed tokens are found again by their chained identity (`protocol.ids`), as in vLLM's
-automatic prefix caching. `engine.kv.sequence_blocks` holds the blocks of sequences.
+Pure bookkeeping, without memory. A block is used (somebody refers to it), cached (nobody does, but its entry
+can be found) or free. Full blocks of committed tokens are found again by their chained identity
+(`protocol.ids`), as in vLLM's automatic prefix caching. Stores differ in what an entry holds and how far rows
+see: attention layers keep a block for each `block_size` tokens and see all of them or a window (vLLM's
+FullAttentionSpec and SlidingWindowSpec), recurrent layers keep the state after a token in several blocks
+(MambaSpec). A draft model's KV lies in the blocks of the first store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.kv.cache_events import CacheEvent, CacheLog
-from engine.kv.stores import BlockPool, StateStore, Store
-from engine.kv.tiers.host import HostTier
+from engine.kv.tiers.host import Evicted, HostTier
+from protocol.ids import BlockIdentity, state_identities, table_identity
 from protocol.kv_events import Medium, Window
+
+Holds = Callable[[BlockIdentity], bool]
+"""Tells whether a lower tier has a block by this name."""
+Span = tuple[int, int]
+"""The first place that is read, and the place up to which entries are in the pool."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Blocks of a store that are found and evicted together. They are never written again."""
+
+    store: Store
+    identity: BlockIdentity
+    blocks: Sequence[int]
+    num_users: int = 0
+    """Sequences that continued from it."""
+
+
+class BlockPool:
+    """Evicted blocks go to the lower `tier`, if there is one."""
+
+    def __init__(self, num_blocks: int, tier: HostTier | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.tier = tier
+        self.drafted = [False] * num_blocks
+        """For each block, whether all of its places hold draft KV too."""
+        self._references = [0] * num_blocks
+        self._entry_of: list[Entry | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing of use."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Unreferenced blocks that the prefix cache keeps until their room is needed."""
+        return len(self._evictable)
+
+    @property
+    def available(self) -> int:
+        """Blocks that could be handed out now."""
+        return len(self._free) + len(self._evictable)
+
+    def num_references(self, block: int) -> int:
+        return self._references[block]
+
+    def is_locked(self, block: int) -> bool:
+        """Whether even its only holder must not write to it: it is shared or belongs to an entry."""
+        return self._references[block] > 1 or self._entry_of[block] is not None
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` blocks, each referenced once, in ascending order: adjacent ones make one transfer.
+        So many must be available.
+        """
+        evicted: list[Evicted] = []
+        while len(self._free) < count:
+            evicted += self._evict()
+        if evicted and self.tier is not None:
+            self.tier.save(evicted)
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._references[block] = 1
+            self.drafted[block] = False
+        return sorted(taken)
+
+    def cache(self, entry: Entry) -> bool:
+        """Let the blocks belong to an entry, unless one belongs to another; return whether they do."""
+        if any(self._entry_of[block] is not None for block in entry.blocks):
+            return False
+        for block in entry.blocks:
+            self._entry_of[block] = entry
+        return True
+
+    def reference(self, entry: Entry) -> Sequence[int]:
+        """Refer to the blocks of an entry, and return them."""
+        entry.num_users += 1
+        for block in entry.blocks:
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+        return entry.blocks
+
+    def dereference(self, blocks: Iterable[int]) -> None:
+        """Drop a reference to each. Those that become evictable are evicted in this order."""
+        for block in blocks:
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._entry_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def age(self, entry: Entry) -> None:
+        """Evict the entry before all others, unless somebody refers to it."""
+        for block in entry.blocks:
+            if block in self._evictable:
+                self._evictable.move_to_end(block, last=False)
+
+    def _evict(self) -> Iterable[Evicted]:
+        """Free the least recently used block, and those that are found with it."""
+        entry = self._entry_of[next(iter(self._evictable))]
+        assert entry is not None
+        for block in entry.blocks:
+            del self._evictable[block]
+            self._entry_of[block] = None
+        self._free += entry.blocks
+        entry.store.forget(entry)
+        return map(Evicted, entry.store.names(entry.identity), entry.blocks)
+
+
+class Store:
+    """The KV of layers that attend to all tokens, or within a `window`; `number` is its block table."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, number: int = 0, window: Window | None = None
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.number = number
+        self.window = window
+        self.sees_all = window is None
+        self.log: CacheLog | None = None
+        """Gets the entries that come and go, if somebody listens."""
+        self.entries: dict[BlockIdentity, Entry] = {}
+        self.num_saved = self.num_evicted = 0
+
+    def names(self, identity: BlockIdentity) -> list[BlockIdentity]:
+        """The names of an entry's blocks in the lower tiers."""
+        return [table_identity(identity, self.number)]
+
+    def is_below(self, identity: BlockIdentity, holds: Holds | None) -> bool:
+        return holds is not None and all(map(holds, self.names(identity)))
+
+    def publish(self, identity: BlockIdentity, blocks: Sequence[int], num_users: int = 0) -> bool:
+        """Let the blocks be found from now on, unless equal ones can be; return whether that is new."""
+        if identity in self.entries:
+            return False
+        entry = Entry(self, identity, blocks, num_users)
+        if not self.pool.cache(entry):
+            return False
+        self.entries[identity] = entry
+        self.num_saved += 1
+        return True
+
+    def forget(self, entry: Entry) -> None:
+        """The entry is evicted."""
+        del self.entries[entry.identity]
+        self.num_evicted += 1
+        if self.log is not None:
+            self.log.removed(Medium.GPU, entry.identity)
+
+    def first_place(self, position: int) -> int:
+        """The first place that rows from this position on read; blocks before it may be freed."""
+        return self.window.first_place(position) if self.window is not None else 0
+
+    def num_blocks(self, write_from: int, num_tokens: int, rows: int | None) -> int:
+        """Blocks that a sequence of `num_tokens` tokens takes. With `rows`, a window has room for so many at
+        a time, from `write_from` on.
+        """
+        if rows is not None and self.window is not None:
+            num_tokens = min(num_tokens, write_from + self.window.span(rows))
+        return -(-num_tokens // self.block_size)
+
+    def span(
+        self, known: Sequence[BlockIdentity], end: int, first: int, position: int, holds: Holds | None
+    ) -> Span | None:
+        """The places that rows from `position` on read among the first `end` blocks, which follow `first`
+        others. None if some entries are neither here nor below.
+        """
+        start = here = max(self.first_place(position) - first, 0)
+        while here < end and known[here] in self.entries:
+            here += 1
+        is_known = all(self.is_below(known[place], holds) for place in range(here, end))
+        return (start, here) if is_known else None
+
+
+class StateStore(Store):
+    """States of recurrent layers, of which rows read one. They are kept at multiples of `unit` tokens, and
+    found by the identity of the block that ends there.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, entry_blocks: int, unit: int) -> None:
+        super().__init__(pool, block_size)
+        self.sees_all = False
+        self.entry_blocks = entry_blocks
+        self.unit = unit
+
+    def names(self, identity: BlockIdentity) -> list[BlockIdentity]:
+        return state_identities(identity, self.entry_blocks)
+
+    def span(
+        self, known: Sequence[BlockIdentity], end: int, first: int, position: int, holds: Holds | None
+    ) -> Span | None:
+        if (first + end) * self.block_size > position:
+            return None
+        if known[end - 1] in self.entries:
+            return end - 1, end
+        return (end - 1, end - 1) if self.is_below(known[end - 1], holds) else None
+
+    def age(self, identity: BlockIdentity) -> None:
+        """A later state replaces this one: evict it first, unless several sequences continued from it."""
+        entry = self.entries.get(identity)
+        if entry is not None and entry.num_users <= 1:
+            self.pool.age(entry)
 
 
 class BlockMemory(Protocol):

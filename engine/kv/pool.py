@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import upload_to
 from engine.kv.attention import LayerKv
 from engine.kv.host_memory import host_zeros
 from engine.kv.layout import LayerPlace, LayerShape, PoolLayout
 from engine.kv.row_codes import StoredRows
 from engine.kv.state_slots import StateSlots
 from engine.limits import cpu_pool_budget
-from engine.upload import upload_to
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.kv.block_manager import BlockManager
+from engine.kv.block_manager import BlockManager, Holds, Span, Store
 from engine.kv.sequence_blocks import SequenceBlocks
-from engine.kv.stores import Holds, Span, Store
 from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, block_identities
 

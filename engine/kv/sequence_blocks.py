@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.kv.block_manager import BlockManager, BlockMemory
+from engine.kv.block_manager import BlockManager, BlockMemory, Span, StateStore, Store
 from engine.kv.cache_events import CacheEvent
-from engine.kv.stores import Span, StateStore, Store
 from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, child_identity
 from protocol.kv_events import Medium

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import upload_to
 from engine.kv.host_memory import host_zeros
 from engine.kv.state_layout import StateLayout
-from engine.upload import upload_to
 
 
 @dataclass(slots=True)  # not frozen: that takes four times as long to make, for each sequence in each step

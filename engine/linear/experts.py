@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.linear.outputs import linear_of
-from engine.linear.packed_quantized import PackedQuantizedLinear
+from engine.linear.packed_quantized import PackedQuantizedLinear, linear_of
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

@@ -13,15 +13,30 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from ctypes import Structure, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.linear.structs import QuantizedArgs, RoutedArgs
 from native.build import BuildError, declare, load_library
 from native.threads import gomp_parallel
+
+
+class QuantizedArgs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("words", "scales", "offsets", "inputs", "bias")),
+        *((name, c_int64) for name in ("in_features", "out_features", "group", "format", "input_group")),
+    )
+
+
+class RoutedArgs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "experts", "out")),
+        *((name, c_int64) for name in ("rows", "sharing", "num_experts", "in_features", "out_features")),
+    )
+
 
 PANEL = 64
 """Outputs that lie together, and are computed together."""

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed import joined, library, pack, packed_rows, unpacked
+from engine.linear.packed import PackedLinear, QuantizedArgs, joined, library, pack, packed_rows, unpacked
 from engine.linear.quantized import QuantizedLinear
-from engine.linear.structs import QuantizedArgs
 from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
 from native.build import declare
 from native.threads import gomp_parallel
@@ -316,3 +315,33 @@ def dequantize_linears(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _quantized_linears(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+
+
+def with_outputs(linear: nn.Module, outputs: Tensor) -> nn.Module:
+    """A layer with these outputs alone (int64 [n], in this order), and memory of its own.
+
+    Packed weights stay packed where they are quantized. Raises TypeError for a layer that is not linear.
+    """
+    bias = getattr(linear, "bias", None)
+    bias = None if bias is None else bias[outputs]
+    if isinstance(linear, PackedQuantizedLinear):
+        return PackedQuantizedLinear(linear.packed.chosen(outputs), bias)
+    if isinstance(linear, QuantizedLinear):
+        weight = linear.quantized
+        parts = {"codes": weight.codes[outputs], "scales": weight.scales[outputs]}
+        zeros = None if weight.zeros is None else weight.zeros[outputs]
+        return QuantizedLinear(replace(weight, zeros=zeros, **parts), bias)
+    if isinstance(linear, PackedLinear):
+        return linear_of(unpacked(linear.weight)[outputs], bias)
+    if type(linear) is nn.Linear:
+        return linear_of(linear.weight[outputs], bias)
+    raise TypeError(f"{type(linear).__name__} is no linear layer")
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer of these tensors, [out_features, in_features] and [out_features]."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear

@@ -14,9 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed import library, pack
+from engine.linear.packed import QuantizedArgs, RoutedArgs, library, pack
 from engine.linear.packed_quantized import FORMATS, PackedQuantizedLinear, packed_args
-from engine.linear.structs import QuantizedArgs, RoutedArgs
 from native.build import declare
 from native.threads import gomp_parallel
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,6 @@ from engine.load.preloaded import take_preloaded
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
 from engine.lora.table import Adapters, adaptable
-from engine.model.fingerprint import model_fingerprint
 from engine.model.text_half import as_causal, load_checkpoint, make_model
 from engine.phases import phase
 from engine.quantization.weight import CodeFormat
@@ -249,3 +250,27 @@ def _eos_token_ids(config: ServeConfig, model: PreTrainedModel, text_config: Any
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
+
+
+SAMPLES = 256
+"""Elements of each tensor that are looked at; training changes nearly all of them."""
+
+_OF_NO_CONSEQUENCE = ("_name_or_path", "transformers_version")
+
+
+def model_fingerprint(model: PreTrainedModel) -> bytes:
+    """16 bytes that depend on the model's configuration, device type and a sample of each weight tensor, and
+    on how layers round their inputs.
+    """
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_NO_CONSEQUENCE}
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps([config, model.device.type], sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.reshape(-1)
+        sample = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", torch.float32)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(sample.numpy().tobytes())
+    groups = {name: getattr(module, "input_group", 0) for name, module in model.named_modules()}
+    rounding = [f"{name} {group}" for name, group in groups.items() if group]
+    digest.update("\n".join(rounding).encode())
+    return digest.digest()

@@ -1,36 +1,40 @@
 """Loads checkpoints whose linear layers are quantized, without the packages that made them.
 
 Transformers loads the rest as it always does. Where it gets a quantized layer's weight, it gets a placeholder
-without memory, and a `QuantizedLinear` takes the layer's place afterwards.
+without memory, and a `QuantizedLinear` takes the layer's place afterwards. Experts that the model holds as
+one tensor stay quantized, each for itself, or fill the tensor.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
 
 from checkpoints.gguf.config import METHOD
 from checkpoints.gguf.reader import read_gguf
 from engine.errors import UnsupportedModelError
-from engine.linear.experts import fused_experts
+from engine.linear.experts import fused_experts, split_experts
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
-from engine.load.quantized_experts import fill_experts, set_experts, take_experts
 from engine.model.text_half import as_causal, make_model, named_as_in
 from engine.quantization import gguf, mxfp4
 from engine.quantization.checkpoint import Layout, parse_layout
-from engine.quantization.files import read_tensors
 from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
 from engine.quantization.weight import QuantizedWeight
+from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
 
@@ -170,3 +174,129 @@ def _take_generation_config(loaded: PreTrainedModel, model: str, revision: str |
         loaded.generation_config = GenerationConfig.from_pretrained(model, revision=revision)
     except OSError:
         return  # it has none: what the configuration says stays
+
+
+_INPUTS, _OUTPUTS = ("gate_proj", "up_proj"), "down_proj"
+"""An expert's layers, as most models name them; the model joins the first two."""
+
+
+def take_experts(
+    weights: dict[str, QuantizedWeight], known: Mapping[str, Any]
+) -> dict[str, list[QuantizedWeight]]:
+    """Takes the weights of `known` experts' layers and returns them by the names of the model's tensors.
+
+    It leaves those that are not all there, or not quantized alike.
+    """
+    taken: dict[str, list[QuantizedWeight]] = {}
+    for path, experts in known.items():
+        each = [f"{path}.{number}" for number in range(experts.num_experts)]
+        names = [f"{expert}.{layer}" for expert in each for layer in (*_INPUTS, _OUTPUTS)]
+        if not (experts.has_gate and experts.is_concatenated and weights.keys() >= set(names)):
+            continue
+        first = [_joined(*(weights[f"{expert}.{layer}"] for layer in _INPUTS)) for expert in each]
+        second = [weights[f"{expert}.{_OUTPUTS}"] for expert in each]
+        whole = [weight for weight in first if weight is not None]
+        if len(whole) == len(each) and _are_alike(whole) and _are_alike(second):
+            taken |= {f"{path}.gate_up_proj": whole, f"{path}.{_OUTPUTS}": second}
+            for name in names:
+                del weights[name]
+    return taken
+
+
+def set_experts(model: nn.Module, weights: Mapping[str, Iterable[QuantizedWeight]]) -> None:
+    """Gives all experts layers of their own, with these weights by the names of the model's tensors."""
+    if not weights:
+        return
+    split_experts(model)
+    for name, each in weights.items():
+        path, _, tensor = name.rpartition(".")
+        experts = model.get_submodule(path)
+        linears = experts.second if tensor == _OUTPUTS else experts.first
+        assert isinstance(linears, nn.ModuleList)
+        for number, weight in enumerate(each):
+            linears[number] = QuantizedLinear(weight, linears[number].bias)
+
+
+def fill_experts(
+    model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gives the model's tensors of these names the weights' values, on `device`. Takes the weights, each as
+    soon as it is used: in float32 all need several times the memory.
+    """
+    for name in list(weights):
+        path, _, tensor = name.rpartition(".")
+        experts = model.get_submodule(path)
+        dense = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        for values, weight in zip(dense, weights.pop(name), strict=True):
+            dequantized = weight.dequantized()
+            values.copy_(dequantized.T if experts.is_transposed else dequantized)
+        setattr(experts, tensor, nn.Parameter(dense, requires_grad=False))
+
+
+def _joined(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:
+    """The outputs of both; None where their inputs are not quantized alike."""
+    orders = [weight.permutation for weight in (gate, up) if weight.permutation is not None]
+    if not _are_alike([gate, up]) or (orders and not torch.equal(*orders)):
+        return None
+    zeros = None if gate.zeros is None or up.zeros is None else torch.cat([gate.zeros, up.zeros])
+    codes, scales = torch.cat([gate.codes, up.codes]), torch.cat([gate.scales, up.scales])
+    return replace(gate, codes=codes, scales=scales, zeros=zeros)
+
+
+def _are_alike(weights: Sequence[QuantizedWeight]) -> bool:
+    def kind(weight: QuantizedWeight) -> tuple[object, ...]:
+        optional: tuple[Tensor | None, ...] = weight.zeros, weight.permutation
+        return (
+            weight.format,
+            weight.input_group,
+            weight.codes.shape[1],
+            weight.group_size,
+            *(each is None for each in optional),
+        )
+
+    return len({kind(weight) for weight in weights}) == 1
+
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_tensors(model: str, revision: str | None) -> dict[str, Tensor]:
+    """By name, of a folder or a hub id: one file, or those that an index lists. They lie in the files' pages.
+
+    Raises ConfigError if there is no such file, or if one cannot be read.
+    """
+    tensors = {}
+    for path in _paths(model, revision):
+        try:
+            with safe_open(path, "pt") as file:
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ConfigError(f"--model: cannot read {path}: {error}") from error
+    return tensors
+
+
+def _paths(model: str, revision: str | None) -> list[Path]:
+    index = _find(model, _INDEX, revision)
+    if index is None:
+        single = _find(model, _SINGLE, revision)
+        if single is None:
+            raise ConfigError(f"--model: {model!r} has neither {_SINGLE} nor {_INDEX}")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"--model: cannot read {index}: {error!r}") from error
+    paths = [_find(model, name, revision) for name in names]
+    if None in paths:
+        raise ConfigError(f"--model: {model!r} lacks {names[paths.index(None)]}, which {_INDEX} lists")
+    return [path for path in paths if path is not None]
+
+
+def _find(model: str, name: str, revision: str | None) -> Path | None:
+    found = cached_file(
+        model,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if found is None else Path(found)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from engine.batch.runner import Runner
-from engine.devices.attention import select_backend
-from engine.devices.attention_tables import backend_over, by_table
+from engine.devices.attention import backend_over, by_table, select_backend
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import Description, unfit, unfit_head
 from engine.devices.cpu.decoder.forward import NativeDecoder, library

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch.rows import SequenceRows
-from engine.lora.packed import PackedProduct
-from engine.lora.structs import AdaptedArgs, PartArgs
+from engine.lora.packed import AdaptedArgs, PackedProduct, PartArgs
 from engine.lora.table import NOTHING, Adapters, Weights
 from native.build import declare, load_library
 from native.threads import gomp_parallel

@@ -1,16 +1,33 @@
-"""An adapter's tensors as the kernel (`adapt.cpp`) reads them: in one stream, on huge pages."""
+"""An adapter's tensors where products read them.
+
+The CPU's kernel (`adapt.cpp`, whose structs `adapt.h` explains) reads them in one stream, on huge pages.
+Torch and the kernels of a GPU (`devices/cuda/adapter_kernels.py`) read them on the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from ctypes import Structure, c_int64, c_void_p
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.kv.host_memory import HugePages
 from engine.lora.files import Product
-from engine.lora.structs import PartArgs
+
+
+class PartArgs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("down", "up")),
+        *((name, c_int64) for name in ("rank", "inputs", "begin", "end", "first")),
+    )
+
+
+class AdaptedArgs(Structure):
+    _fields_ = (("parts", c_void_p), ("num_parts", c_int64), ("rows", c_void_p), ("count", c_int64))
+
 
 RANKS, INPUTS, OUTPUTS = 4, 32, 64
 """That lie together, as in the kernel; what is missing to whole multiples is zero."""
@@ -54,3 +71,30 @@ def _packed(product: Product) -> PackedProduct:
         inputs,
         outputs,
     )
+
+
+_RANKS = 8
+"""Ranks are whole multiples of it, those that are missing zero: rows of `up` begin at 16 bytes then."""
+
+
+def place(products: Mapping[str, Product], device: torch.device, dtype: torch.dtype) -> dict[str, Product]:
+    """All of an adapter's, on the device."""
+    return {
+        path: Product(*(side.to(device, dtype) for side in _padded(each))) for path, each in products.items()
+    }
+
+
+def _padded(product: Product) -> Product:
+    missing = -len(product.down) % _RANKS
+    return Product(pad(product.down, (0, 0, 0, missing)), pad(product.up, (0, missing)))
+
+
+def table_of(products: Mapping[str, Product], linears: Iterable[str], device: torch.device) -> Tensor:
+    """int64 [linear layers, 3]: the addresses of `down` and `up`, and the rank; zeros where there is none."""
+    return torch.tensor([_fields(products.get(path)) for path in linears], device=device)
+
+
+def _fields(product: Product | None) -> tuple[int, int, int]:
+    if product is None:
+        return 0, 0, 0
+    return product.down.data_ptr(), product.up.data_ptr(), len(product.down)

@@ -25,8 +25,7 @@ from engine.lora.files import (
     parse_adapter,
     read_adapter,
 )
-from engine.lora.packed import PackedProduct, pack
-from engine.lora.placed import place, table_of
+from engine.lora.packed import PackedProduct, pack, place, table_of
 from protocol.requests import MAX_ADAPTERS, Adapter
 
 logger = logging.getLogger("tandem.engine")
@@ -53,7 +52,7 @@ def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
 @dataclass(eq=False)
 class Weights:
     """A loaded adapter. `products` are by the paths of the linear layers: packed where the kernel of CPUs
-    adds them, else in the model's dtype, with a `table` of them on the device (`engine.lora.placed`).
+    adds them, else in the model's dtype, with a `table` of them on the device (`engine.lora.packed`).
     """
 
     products: Mapping[str, Product | PackedProduct]

@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.sampler.edits import EditLists
-from engine.sampler.params import RequestParams
-from engine.sampler.rows import SamplingRow, TokenMasks
+from engine.sampler.rows import RequestParams, SamplingRow, TokenMasks
 
 
 @dataclass(slots=True, eq=False)

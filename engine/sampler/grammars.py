@@ -7,18 +7,24 @@ So these are found once for each such text, and not looked for where two allowed
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
 
-from engine.sampler.mask_thread import MaskThread
-from engine.sampler.penalties import common_prefix
+from checkpoints.source import hf_source
+from engine.sampler.edits import common_prefix
 from engine.sampler.rows import SamplingRow, TokenMasks
+from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 
 MAX_COMPILED = 256
@@ -283,3 +289,62 @@ def _first_bytes(tokenizer: LLTokenizer) -> np.ndarray:
         if not tokenizer.is_special_token(token) and (text := tokenizer.decode_bytes([token])):
             found[token] = text[0]
     return found
+
+
+Call = Callable[[], object]
+
+
+class MaskThread:
+    """The thread begins with the first call, and ends when nobody has this object any more."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[Call | None] | None = None
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._is_busy = False
+
+    def begin(self, call: Call) -> None:
+        """The one before has ended, as `wait` tells."""
+        assert not self._is_busy
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            threading.Thread(
+                target=_work, args=(self._calls, self._ends), name=self._name, daemon=True
+            ).start()
+            weakref.finalize(self, self._calls.put, None)
+        self._is_busy = True
+        self._calls.put(call)
+
+    def wait(self) -> None:
+        """For the end of the call, if one was begun. Raises what it raised."""
+        if self._is_busy:
+            self._is_busy = False
+            error = self._ends.get()
+            if error is not None:
+                raise error
+
+
+def _work(calls: SimpleQueue[Call | None], ends: SimpleQueue[BaseException | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except BaseException as error:  # the caller's
+            ends.put(error)
+        else:
+            ends.put(None)
+        del call
+
+
+def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Raises `InvalidRequestError`, for the request that needs it."""
+    if not eos_token_ids:
+        raise InvalidRequestError("grammar", "the model has no end-of-sequence token")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            hf_source(config.tokenizer_source, config.revision),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), list(eos_token_ids))
+    except Exception as error:  # of several libraries
+        raise InvalidRequestError("grammar", f"not with this model's tokenizer: {error}") from error

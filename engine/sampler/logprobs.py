@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.upload import Upload
+from engine.copies import Upload
 from protocol.outputs import TokenLogprobs
 
 _MIN_LOGPROB = -9999.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
-from engine.sampler.params import SamplingArgs
+from engine.sampler.rows import SamplingArgs
 from native.build import BuildError, declare, load_library
 from native.threads import parallel
 

@@ -20,18 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import Downloader, upload_to
 from engine.devices.attention import backend_fault
-from engine.download import Downloader
 from engine.sampler.batch import Batch, RowSampler, TokenChoice
-from engine.sampler.edits import edit_lists
+from engine.sampler.edits import Penalties, edit_lists
 from engine.sampler.grammars import Grammars
 from engine.sampler.logprobs import token_logprobs
 from engine.sampler.native import NativeSampler, compiled
-from engine.sampler.params import RequestParams
-from engine.sampler.penalties import Penalties
-from engine.sampler.rows import SamplingRow, TokenMasks
+from engine.sampler.rows import RequestParams, SamplingRow, TokenMasks
 from engine.sampler.torch_sampler import TorchSampler
-from engine.upload import upload_to
 from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from engine.batch.runner import ForwardOutput, Runner
@@ -182,3 +183,18 @@ def _sampling_rows(packed: PackedStep) -> list[SamplingRow]:
     if any(sequence.params.grammar is not None for sequence in sampled):
         return [row for sequence in sampled for row in sequence.step_rows()]
     return []
+
+
+def embeddings(launched: Launched) -> dict[SequenceState, bytes]:
+    """Return the embeddings of the prompts that this step ends, from the last layer's captured states."""
+    packed, rows, end = launched.packed, {}, 0
+    for sequence, each in zip(launched.step.sequences, packed.batch, strict=True):
+        end += len(each.token_ids)
+        if sequence.params.embeds:
+            rows[sequence] = end - 1
+    if not rows:
+        return {}
+    assert launched.hidden is not None
+    states = launched.hidden[[*rows.values()]].float()
+    vectors = torch.nn.functional.normalize(states, dim=-1).cpu().numpy().astype("<f4")
+    return {sequence: vector.tobytes() for sequence, vector in zip(rows, vectors, strict=True)}

@@ -1,12 +1,26 @@
-"""Profiling at start: forwards over made-up sequences on free blocks."""
+"""Profiling at start, over made-up sequences: what steps cost, and the GPU memory that the largest one takes.
+
+A worker's costs are so never unknown. The memory is measured before the pool is made.
+"""
 
 from __future__ import annotations
 
+import gc
+import time
+from collections.abc import Callable
 from types import TracebackType
 
-from engine.batch.runner import ForwardOutput, Runner
+import torch
+from torch import Tensor
+
+from costs.steps import StepWork, work_of
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.kv.block_manager import BlockManager
+from engine.kv.layout import PoolLayout
+from engine.kv.pool import KVPool
 from engine.kv.sequence_blocks import SequenceBlocks
+from engine.sampler import Sampler
 from engine.step.packing import pack
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceStage, SequenceState
@@ -72,3 +86,84 @@ def _made_up(index: int, num_tokens: int) -> SequenceState:
         sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
     )
     return SequenceState(request, order=index, stage=SequenceStage.RUNNING, state_slot=index)
+
+
+_SHORT, _LONG = 64, 1024
+"""Tokens before those that are computed; where there is no room for as many, half, and so on."""
+_ROWS = 8
+_CHUNKS = (16, 128)
+_RUNS, _LEAST_RUNS = 5, 2
+"""How often each step runs. The fastest counts: disturbances only add time, and the first run is cold."""
+_MOST_S = 0.5
+"""Seconds after which no more than the least runs are made."""
+
+
+def measure_steps(
+    profiling: ProfilingRun, sampler: Sampler, max_sequences: int, max_chunk: int
+) -> list[tuple[StepWork, float]]:
+    """Steps that decode few or many sequences, and chunks of prompts, with little or much before them."""
+    many = min(_ROWS, max_sequences)
+    wanted = [(1, _SHORT, 1), (many, _SHORT, 1), (many, _LONG, 1)]
+    wanted += [(1, 0, _CHUNKS[0]), (1, 0, _CHUNKS[1]), (1, _LONG, _CHUNKS[1])]
+    fastest: dict[StepWork, float] = {}
+    until = time.perf_counter() + _MOST_S
+    for run in range(_RUNS):
+        if run >= _LEAST_RUNS and time.perf_counter() > until:
+            break
+        for rows, before, count in wanted:  # in turns: a disturbance is not all of one step's runs
+            measured = _measure(profiling, sampler, rows, before, min(count, max_chunk))
+            if measured is not None:
+                work, seconds = measured
+                fastest[work] = min(seconds, fastest.get(work, seconds))
+    return list(fastest.items())
+
+
+def _measure(
+    profiling: ProfilingRun, sampler: Sampler, rows: int, before: int, count: int
+) -> tuple[StepWork, float] | None:
+    sequences = profiling.sequences(rows, before + count, 1)
+    while sequences is None and before + count > 2:
+        before, count = before // 2, max(count // 2, 1)
+        sequences = profiling.sequences(rows, before + count, 1)
+    if sequences is None:
+        return None
+    for sequence in sequences:
+        sequence.num_computed = before
+    started = time.perf_counter()
+    logits = profiling.forward(sequences, wants_hidden=False).logits
+    sampler.sample(logits, [sequence.sampling_row() for sequence in sequences])
+    for sequence in sequences:
+        sampler.forget(sequence.request_id)
+    return work_of(sequences, [count] * rows), time.perf_counter() - started
+
+
+_FIRST_TOKENS = 2
+"""The tokens of a first forward, not measured: what it allocates once is not a step's."""
+
+
+def activation_bytes(
+    make_runner: Callable[[KVPool], Runner],
+    layout: PoolLayout,
+    device: torch.device,
+    num_tokens: int,
+    rows: int,
+    choose: Callable[[Tensor], object],
+    adapter: int = 0,
+) -> int:
+    """Measure a forward of `num_tokens` prompt tokens with an `adapter`'s slot, and what `choose` does
+    with the logits of `rows` of them.
+    """
+    blocks = list(range(-(-num_tokens // layout.block_size)))
+    tables = [blocks] * len(layout.windows)
+    runner = make_runner(KVPool(layout, len(blocks), device, None))
+    with torch.inference_mode():
+        for count in (_FIRST_TOKENS, num_tokens):
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            batch = [SequenceRows([0] * count, 0, tables, adapter=adapter)]
+            choose(runner.run(Step(batch, range(min(rows, count)))).logits)
+        taken = torch.cuda.max_memory_allocated(device) - before
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return taken

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.kv.tiers.host import DiskFetch
-from engine.sampler.penalties import common_prefix
+from engine.sampler.edits import common_prefix
 from engine.sampler.rows import SamplingRow, needs_history
 from engine.step.draft import Draft
 from protocol.outputs import TokenLogprobs

@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import Downloader, upload_to
 from engine.devices.loaded_model import LoadedModel
-from engine.download import Downloader
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.late_tokens import LateTokens
 from engine.step.sequence import SequenceState
-from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Drawing

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from engine.sampler import Sampler
 from engine.sampler.native import RowsFunction, readable
-from engine.sampler.params import SamplingArgs
-from engine.sampler.rows import edits_logits
+from engine.sampler.rows import SamplingArgs, edits_logits
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
 from native.build import BuildError

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from engine.download import Downloader
+from engine.copies import Downloader, Upload
 from engine.sampler import Sampler, SamplingRow
 from engine.step.draft import Draft, Verdict, late_among
-from engine.step.late_trees import LateTrees
+from engine.step.late_tokens import LateTrees
 from engine.step.sequence import SequenceState
-from engine.upload import Upload
 from protocol.outputs import TokenLogprobs
 
 OWN, STANDARD, BLOCK = RULES = range(3)

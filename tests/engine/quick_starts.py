@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.step import calibration
+from engine.step import profiling
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -15,5 +15,5 @@ def quick_starts() -> Iterator[None]:
     depends on it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "_RUNS", 1)
+        patch.setattr(profiling, "_RUNS", 1)
         yield

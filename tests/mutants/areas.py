@@ -13,7 +13,6 @@ AREAS: dict[str, tuple[str, ...]] = {
         "engine/kv/block_manager.py",
         "engine/kv/sequence_blocks.py",
         "engine/kv/prefix_cache.py",
-        "engine/kv/stores.py",
         "engine/step/slot_allocator.py",
     ),
     "sampler": ("engine/sampler/*.py", "protocol/sampling.py"),
@@ -44,7 +43,6 @@ AREAS: dict[str, tuple[str, ...]] = {
     "grammars": (
         "engine/sampler/grammars.py",
         "engine/sampler/rows.py",
-        "engine/model/grammar_tokenizer.py",
         "router/grammars/structured_outputs.py",
         "router/preprocessing/client.py",
         "router/grammars/grammar_request.py",

@@ -14,12 +14,12 @@ from engine.devices.cpu.attention import backend as attention
 from engine.devices.cpu.attention import structs as attention_structs
 from engine.devices.cpu.decoder import structs as decoder_structs
 from engine.devices.cpu.recurrent import structs as recurrent_structs
-from engine.linear import structs as linear_structs
+from engine.linear import packed as linear_structs
 from engine.linear.packed_quantized import FORMATS
-from engine.lora import structs as lora_structs
+from engine.lora import packed as lora_structs
 from engine.model.program import Activation, MixerKind, NormKind, Score
 from engine.parallel import group
-from engine.sampler import batch, native, noise
+from engine.sampler import native, noise, rows
 from speculation.verification import native as verification
 from speculation.weightless import corpus, suffix, text
 
@@ -32,7 +32,7 @@ MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
     ("engine/linear/routed_rows.h", linear_structs, {"RoutedArgs": "RoutedRows"}),
     ("engine/lora/adapt.h", lora_structs, {}),
     ("engine/parallel/exchange.cpp", group, {}),
-    ("engine/sampler/chooser.h", batch, {}),
+    ("engine/sampler/chooser.h", rows, {}),
     ("engine/sampler/chooser.h", native, {"EditsArgs": "Edits"}),
     ("engine/sampler/choose.cpp", native, {"LogitsArgs": "Logits", "DraftedArgs": "Drafted"}),
     ("speculation/verification/chains.cpp", verification, {}),

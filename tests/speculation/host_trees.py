@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from engine.copies import upload_to
 from engine.step.draft import Draft
-from engine.upload import upload_to
 from speculation.chains import DraftRows
 from speculation.ranking import best_of
 from speculation.tree_drafting import drafts_of

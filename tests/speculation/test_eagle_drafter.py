@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.copies import upload_to
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceState
 from engine.step.speculation_interface import MakeRoom
-from engine.upload import upload_to
 from protocol.sampling import SamplingParams
 from speculation.control.controller import DraftController
 from speculation.drafter import Computed, HiddenRows

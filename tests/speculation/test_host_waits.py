@@ -87,7 +87,7 @@ def sampling_of(gpu: AbsentGpu, sequences: list[SequenceState]) -> list[str]:
         verdicts = verify("coupled", sequences, logits, sampler)
         assert len(verdicts) == len(sequences)
         ((line, times),) = gpu.waits.items()
-        assert times == 1 and line.startswith("/engine/download.py") and line.endswith("an event")
+        assert times == 1 and line.startswith("/engine/copies.py") and line.endswith("an event")
     return [name for name, times in gpu.launches.items() for _ in range(times)]
 
 
@@ -126,7 +126,7 @@ def test_log_probabilities_come_in_a_second_copy() -> None:
             gpu.clear()
             verify("coupled", sequences, torch.empty(9, 512, dtype=torch.bfloat16, device=GPU), sampler)
         ((line, times),) = gpu.waits.items()
-    assert times == 2 and line.startswith("/engine/download.py")
+    assert times == 2 and line.startswith("/engine/copies.py")
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
@@ -195,7 +195,7 @@ def lengths_of(drafts: Sequence[Draft | None]) -> list[int]:
 
 def waits_for_the_tokens(gpu: AbsentGpu) -> bool:
     ((line, times),) = gpu.waits.items()
-    return times == 1 and line.startswith("/engine/download.py") and line.endswith("an event")
+    return times == 1 and line.startswith("/engine/copies.py") and line.endswith("an event")
 
 
 def test_a_chain_of_a_models_own_layers_is_one_replay_per_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ from engine.devices.torch.runner import TorchRunner
 from engine.sampler import Sampler, SamplingRow
 from engine.sampler.rows import needs_history
 from engine.step.draft import Draft, late_among
-from engine.step.late_tokens import LateTokens
-from engine.step.late_trees import LateTrees
+from engine.step.late_tokens import LateTokens, LateTrees
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.speculation import Verification

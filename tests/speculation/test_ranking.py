@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.copies import upload_to
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
-from engine.upload import upload_to
 from protocol.sampling import SamplingParams
 from speculation.ranking import rank
 

@@ -134,7 +134,7 @@ class Steps:
     @property
     def waits(self) -> int:
         """Return the waits, after checking that each was for tokens in one copy."""
-        assert all(each.startswith("/engine/download.py") for each in self.gpu.waits), self.gpu.waits
+        assert all(each.startswith("/engine/copies.py") for each in self.gpu.waits), self.gpu.waits
         return self.gpu.waits.total()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-import engine.step.calibration
+import engine.step.profiling
 import worker.fetch
 import worker.heartbeat
 import worker.peers
@@ -49,7 +49,7 @@ def run_child(
     N-th call of a method of the loop or its parts; STOP works alike. "block:..." and "spin:..." make the loop
     wait or compute there until SIGUSR1.
     """
-    engine.step.calibration._RUNS = engine.step.calibration._LEAST_RUNS  # hundreds of workers start
+    engine.step.profiling._RUNS = engine.step.profiling._LEAST_RUNS  # hundreds of workers start
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
     worker.fetch.FETCH_TIMEOUT_S = 1.0

@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, linear, sigmoid
 
 from engine.batch.operators import StepOperators
 from engine.batch.step_inputs import StepInputs
-from engine.devices.attention_tables import by_table
+from engine.devices.attention import by_table
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.kernels import add_norm, gate, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
 from engine.batch.step_inputs import StepInputs, StepShape
+from engine.copies import Upload, Uploader
 from engine.devices.cuda.adapters import adapted_modules
 from engine.devices.cuda.buckets import MOST_ROWS, Buckets
 from engine.devices.cuda.decoder import CudaDecoder, unfit
@@ -24,7 +25,6 @@ from engine.devices.torch.forward import Modules
 from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import StateSlots
-from engine.upload import Upload, Uploader
 from protocol.config import ServeConfig
 
 

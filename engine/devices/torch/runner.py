@@ -1,7 +1,8 @@
 """The runner of forwards by torch's operators, compiled where that pays.
 
 A forward of a small model on a CPU is dominated by the many small operators between the matrix products.
-torch.compile fuses those, and inductor's freezing packs the weights for the matrix kernels once.
+torch.compile fuses those, and inductor's freezing packs the weights for the matrix kernels once. The last
+bits of a row that torch multiplies may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ import logging
 import shutil
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
 from engine.batch.step_inputs import StepInputs, StepShape
+from engine.copies import Upload, upload_to
 from engine.devices.step_runner import Outputs, StepRunner
 from engine.devices.torch.forward import TorchForward
-from engine.devices.torch.products import torch_products
 from engine.kv.attention import AttentionBackend
 from engine.phases import phase
-from engine.upload import Upload, upload_to
 from native.build import own_inductor_cache
 from protocol.errors import ConfigError
 
@@ -147,3 +149,35 @@ def _choose(mode: str, device: torch.device, forward: TorchForward) -> tuple[boo
     except OSError as error:
         return False, f"eager (nowhere to compile: {error})"
     return True, f"torch.compile with packed weights ({compiler})"
+
+
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "linear", "_grouped_mm", "_scaled_mm"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), 1),
+}
+"""Torch's operators by the place of their left factor, whose last dimension is summed over."""
+
+
+def torch_products(run: Callable[[], object]) -> list[str]:
+    """Return the names of torch's operators that sum products while `run` runs."""
+    with _Watch() as watch:
+        run()
+    return sorted(watch.found)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _PRODUCTS:
+            left: Tensor = args[_PRODUCTS[name]]
+            if left.shape[-1] > 1:  # such as that of a rotary embedding is no sum
+                self.found.add(name)
+        elif "conv" in name or "einsum" in name:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.download import Downloader
+from engine.copies import Downloader, upload_to
 from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
 from engine.sampler.noise import Purpose, round_seeds
@@ -21,7 +21,6 @@ from engine.sampler.triton_kernel.settle import settle
 from engine.sampler.triton_kernel.sift import sift
 from engine.sampler.triton_kernel.weigh import weigh
 from engine.triton_support import ceil_div
-from engine.upload import upload_to
 
 TILE = 4096
 """Tokens of a program: enough programs for a single row, and few parts."""

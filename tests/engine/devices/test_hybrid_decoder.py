@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
-from engine.devices.attention import select_backend
-from engine.devices.attention_tables import backend_over
+from engine.devices.attention import backend_over, select_backend
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import unfit
 from engine.kv.layout import TARGET, PoolLayout

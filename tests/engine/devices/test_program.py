@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
-from engine.devices.attention_tables import backend_over
+from engine.devices.attention import backend_over
 from engine.devices.torch.attention import TorchBackend
 from engine.kv.layout import TARGET, PoolLayout
 from engine.kv.pool import KVPool

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.devices.torch.products import torch_products
+from engine.devices.torch.runner import torch_products
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.devices.cuda import adapters as beside
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.lora.files import LinearShape, Product
-from engine.lora.placed import place, table_of
+from engine.lora.packed import place, table_of
 from engine.lora.table import Adapters
 
 CPU = torch.device("cpu")

@@ -25,6 +25,7 @@ from transformers import (
 from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.runner import Step
 from engine.batch.step_inputs import StepShape, step_inputs
+from engine.copies import upload_to
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder, unfit
@@ -38,7 +39,6 @@ from engine.kv.pool import KVPool
 from engine.linear.rounding import round_linears
 from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
-from engine.upload import upload_to
 from tests.engine.interpreted.recorder import pageable_memory
 from tests.engine.reference import reference
 

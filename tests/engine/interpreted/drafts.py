@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
+from engine.copies import Downloader
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
@@ -21,7 +22,6 @@ from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch.forward import Modules
 from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.devices.torch.runner import TorchRunner
-from engine.download import Downloader
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.model.describe import describe

@@ -11,7 +11,7 @@ import torch
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
-from engine.devices.attention_tables import backend_over
+from engine.devices.attention import backend_over
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder, unfit

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
-from engine.devices.attention_tables import TablesBackend
+from engine.copies import Downloader
+from engine.devices.attention import TablesBackend
 from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.attention.tiles import Tile
@@ -27,13 +28,11 @@ from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.forward import Modules
 from engine.devices.torch.runner import TorchRunner
-from engine.download import Downloader
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.model.describe import describe
 from engine.step.draft import Draft
-from engine.step.late_tokens import LateTokens
-from engine.step.late_trees import LateTrees
+from engine.step.late_tokens import LateTokens, LateTrees
 from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
 
 CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
 from engine.batch.step_inputs import StepShape
+from engine.copies import Downloader
 from engine.devices.cuda.adapters import adapted_modules
 from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
@@ -29,7 +30,6 @@ from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.step_runner import Forward
 from engine.devices.torch import forward
-from engine.download import Downloader
 from engine.kv.layout import TARGET, PoolLayout
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots

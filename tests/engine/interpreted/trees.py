@@ -15,10 +15,9 @@ from torch import Tensor
 
 from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
-from engine.download import Downloader
+from engine.copies import Downloader, upload_to
 from engine.step.draft import Draft
-from engine.step.late_trees import LateTrees
-from engine.upload import upload_to
+from engine.step.late_tokens import LateTrees
 from speculation import tree_growth
 from speculation.chains import DraftRows
 from speculation.tree_growth import Level, State, TreeGrowth

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.download import Downloader
+from engine.copies import Downloader
 from engine.sampler import Sampler, TorchSampler
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler
 from engine.step.draft import Draft, Verdict
-from engine.step.late_tokens import LateTokens
-from engine.step.late_trees import LateTrees
+from engine.step.late_tokens import LateTokens, LateTrees
 from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

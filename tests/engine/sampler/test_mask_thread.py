@@ -15,8 +15,7 @@ from llguidance import LLTokenizer
 from engine.batch.runner import ForwardOutput
 from engine.engine import Engine
 from engine.sampler import Grammars, SamplingRow
-from engine.sampler.grammars import Matcher
-from engine.sampler.mask_thread import MaskThread
+from engine.sampler.grammars import MaskThread, Matcher
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row

@@ -13,9 +13,8 @@ from transformers import (
 )
 
 from engine.sampler.batch import Batch
-from engine.sampler.edits import apply_edits, edit_lists
-from engine.sampler.params import RequestParams
-from engine.sampler.penalties import Penalties, TokenCounts
+from engine.sampler.edits import Penalties, TokenCounts, apply_edits, edit_lists
+from engine.sampler.rows import RequestParams
 from engine.sampler.torch_sampler import apply_filters
 from tests.engine.sampler_reference import make_row
 

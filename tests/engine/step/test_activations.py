@@ -16,7 +16,7 @@ from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.load.select import runner_of_one_process
 from engine.sampler import Sampler
-from engine.step.activations import activation_bytes
+from engine.step.profiling import activation_bytes
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 

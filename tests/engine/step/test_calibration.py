@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from costs.steps import StepWork
-from engine.step import calibration
-from engine.step.calibration import measure_steps
+from engine.step import profiling
+from engine.step.profiling import measure_steps
 
 DISTURBED_S = 0.1
 QUICK_S, SLOW_S = 0.001, 0.2
@@ -47,7 +47,7 @@ class Machine:
 
 
 def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepWork, float]]:
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     return measure_steps(machine, machine, max_sequences=8, max_chunk=512)  # type: ignore[arg-type]
 
 

@@ -25,12 +25,12 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.batch.runner import Runner
 from engine.batch.step_inputs import StepInputs
+from engine.copies import Pinned, Uploader
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.kv.pool import KVPool
-from engine.upload import Pinned, Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

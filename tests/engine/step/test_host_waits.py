@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
+from engine.copies import Downloader, Uploader
 from engine.devices import recurrent
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
@@ -27,7 +28,6 @@ from engine.devices.torch import transformers_hook
 from engine.devices.torch.forward import Modules
 from engine.devices.torch.recurrent_hooks import hook
 from engine.devices.torch.runner import TorchRunner
-from engine.download import Downloader
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
@@ -43,7 +43,6 @@ from engine.step.launch import StepLauncher
 from engine.step.scheduler import Scheduler
 from engine.step.sequence import SequenceState
 from engine.step.slot_allocator import StateSlotAllocator
-from engine.upload import Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

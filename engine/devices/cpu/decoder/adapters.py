@@ -12,8 +12,7 @@ import numpy as np
 from engine.batch.rows import SequenceRows
 from engine.devices.cpu.decoder.native_model import LayerPaths
 from engine.devices.cpu.decoder.structs import RowsArgs
-from engine.lora.packed import PackedProduct
-from engine.lora.structs import PartArgs
+from engine.lora.packed import PackedProduct, PartArgs
 from engine.lora.table import Adapters, Weights
 
 _ROOM = 3, 2, 1, 2, 1, 1

@@ -5,20 +5,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch.rows import BlockTable, RowArrays
+from engine.batch.rows import BlockTable, RowArrays, SequenceRows, span_of
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepShape, are_chains, step_inputs
-from engine.devices.attention_tables import by_table
+from engine.copies import upload_to
+from engine.devices.attention import by_table
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.adapters import NativeAdapters
 from engine.devices.cpu.decoder.native_model import NativeModel
-from engine.devices.cpu.decoder.recurrent import NativeStateSlots
 from engine.devices.cpu.decoder.structs import (
     BatchArgs,
     DraftArgs,
@@ -32,13 +33,13 @@ from engine.devices.cpu.decoder.structs import (
     RowsArgs,
     WeightsArgs,
 )
+from engine.devices.cpu.recurrent.native import CpuSpans, kernel_addresses, layer_state_slots
 from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import StateSlots
 from engine.linear import packed_quantized, routed
 from engine.linear.packed import kernel_address
 from engine.lora.layers import kernel_address as adapt_address
 from engine.lora.table import Adapters
-from engine.upload import upload_to
 from native.build import declare, load_library
 from native.threads import parallel
 
@@ -247,3 +248,18 @@ class NativeDecoder:
 def _check(wrong: bytes | None) -> None:
     if wrong:
         raise ValueError(f"packed rows: {wrong.decode()} is out of range")
+
+
+class NativeStateSlots:
+    """Raises BuildError where the kernel cannot be built."""
+
+    def __init__(self, state_slots: StateSlots, model: ModelArgs) -> None:
+        self._layers = layer_state_slots(state_slots)
+        self._spans = CpuSpans(state_slots)
+        model.state_slots = ctypes.addressof(self._layers)
+        model.convolve, model.attend_linear = kernel_addresses()
+
+    def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:
+        """Say in `fields` where the rows' states are. It is valid until the next call."""
+        self._spans.begin(map(span_of, batch))
+        fields.spans = ctypes.addressof(self._spans.args)

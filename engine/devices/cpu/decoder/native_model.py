@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from engine.devices.cpu.decoder.structs import ExpertsArgs, LayerArgs, ModelArgs, WeightsArgs
 from engine.kv.host_memory import HugePages
-from engine.linear.packed import pack
+from engine.linear.packed import QuantizedArgs, pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
-from engine.linear.structs import QuantizedArgs
 
 LayerPaths = tuple[tuple[str, ...], ...]
 """Paths in the model of the linear layers of each of a layer's products, in the order of `Product` in

@@ -12,13 +12,13 @@ from torch import Tensor
 from engine.batch.operators import StepOperators
 from engine.batch.recurrent_plan import Room, Tables, padded, tables_of, tile_rows
 from engine.batch.step_inputs import StepShape
+from engine.copies import upload_to
 from engine.devices.cuda.recurrent.attend import attend
 from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import keep
 from engine.devices.cuda.recurrent.scan import scan
 from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 from engine.triton_support import ceil_div, power_of_two
-from engine.upload import upload_to
 
 _ROWS, _CHANNELS = 16, 64
 _KEPT_COLUMNS = 256
