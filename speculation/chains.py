@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import RowArrays, SequenceRows
-from engine.batch.runner import ForwardOutput, Runner, Step
+from engine.batch.runner import ChainDrafter, ForwardOutput, Runner, Step
 from engine.copies import Downloader
-from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.sampler import Sampler
 from engine.sampler.rows import edits_logits, needs_history
 from engine.step.draft import Draft
@@ -74,8 +73,8 @@ class ChainDrafting:
         self._download = Downloader(device)
         self._stays_on_device = stays_on_device(runner, device)
         self._native: NativeChain | None = None
-        if isinstance(runner, NativeDecoder) and runner.drafts:
-            self._native = NativeChain(runner, sampler.vocab_size, options.verification)
+        if runner.chains is not None:
+            self._native = NativeChain(runner.chains, sampler.vocab_size, options.verification)
 
     def warm_up(self) -> None:
         """Do nothing: what draws is compiled with the target's sampler."""
@@ -148,7 +147,7 @@ class NativeChain:
     verification: they seldom change the choice. `vocab_size` is the target's.
     """
 
-    def __init__(self, forward: NativeDecoder, vocab_size: int, verification: Verification) -> None:
+    def __init__(self, forward: ChainDrafter, vocab_size: int, verification: Verification) -> None:
         self._forward = forward
         self._vocab_size = vocab_size
         self._shares_noise = verification == "coupled"

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine.batch.rows import SequenceRows
 from engine.devices.attention import backend_over, select_backend
-from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET, Group
 from engine.kv.pool import KVPool
@@ -60,9 +59,9 @@ class MultiStepSpeculator:
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         backend = backend_over(backend_class, pool.layers(TARGET), pool.groups[TARGET])
-        runner = build_runner(loaded, backend, self._config.compile)
-        if isinstance(runner, NativeDecoder):
-            self._chain = NativeChain(runner, loaded.vocab_size, "coupled")
+        chains = build_runner(loaded, backend, self._config.compile).chains
+        if chains is not None:
+            self._chain = NativeChain(chains, loaded.vocab_size, "coupled")
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         """Draft further tokens for requests that got a token in this step and want more."""

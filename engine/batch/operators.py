@@ -18,7 +18,6 @@ class Operators(Protocol):
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """inputs [rows, channels], weight [channels, taps], bias [channels]: float32 [rows, channels]."""
-        ...
 
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
@@ -28,7 +27,6 @@ class Operators(Protocol):
         the state lacks of its value under its key, times beta (the delta rule); else its value. Returns what
         the query reads, the token's own part included, [rows, heads, value_dim].
         """
-        ...
 
     def selective_scan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
@@ -37,7 +35,6 @@ class Operators(Protocol):
         times [rows, heads]. Over a token's time each row of a head's state decays at a rate of its own
         (logarithms), [heads, key_dim]. Returns what the query reads, [rows, heads].
         """
-        ...
 
 
 class StepOperators(Operators, Protocol):
@@ -49,7 +46,6 @@ class StepOperators(Operators, Protocol):
         """Each sequence's rows follow others that ran before, or replace drafted ones. One that starts at 0
         has no state yet.
         """
-        ...
 
     def plan_step(self, spans: Sequence[RowSpan], shape: StepShape) -> Tables[np.ndarray] | None:
         """As `begin_step`, but operators that read tables on the device return them. The step's inputs bring

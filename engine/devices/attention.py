@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.kv.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    CapturableBackend,
+    LayerKv,
+)
 from engine.kv.layout import Group
 
 BACKENDS = {
@@ -69,9 +74,9 @@ class TablesBackend(AttentionBackend):
 
     def __init__(self, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
         """`backends` has one of all layers for each table; `tables` has the table of each layer."""
-        self.name, self.block_size = backends[0].name, backends[0].block_size
-        self.num_tables = len(backends)
-        self.can_capture, self.deterministic = backends[0].can_capture, backends[0].deterministic
+        first, self.num_tables = backends[0], len(backends)
+        self.name, self.block_size = first.name, first.block_size
+        self.can_capture, self.deterministic = first.can_capture, first.deterministic
         self.backends, self.tables = backends, tables
         self._by_layer = [backends[table] for table in tables]
 
@@ -84,8 +89,10 @@ class TablesBackend(AttentionBackend):
         for backend, block_table, slots in tables:
             backend.begin_step(replace(metadata, block_table=block_table, slot_mapping=slots))
 
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return self._by_layer[layer].forward(layer, query, key, value, **options)
+    def forward(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        return self._by_layer[layer].forward(layer, query, key, value, options)
 
 
 def backend_over(
@@ -103,3 +110,10 @@ def by_table(backend: AttentionBackend) -> tuple[Sequence[AttentionBackend], Seq
     if isinstance(backend, TablesBackend):
         return backend.backends, backend.tables
     return [backend], None
+
+
+def capturable(backends: Sequence[AttentionBackend]) -> list[CapturableBackend]:
+    """Return the backends, all of which `can_capture`."""
+    found = [each for each in backends if isinstance(each, CapturableBackend)]
+    assert len(found) == len(backends)
+    return found

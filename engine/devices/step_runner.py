@@ -40,7 +40,6 @@ class Forward(Protocol):
         """Return logits of the rows asked for, and the captured hidden states of all rows, or a draft head's
         of the rows asked for. Backend and operators have begun the step.
         """
-        ...
 
 
 class StepRunner(ABC):
@@ -48,6 +47,7 @@ class StepRunner(ABC):
 
     any_threads = deterministic = False
     can_fill = True
+    chains = None
 
     def __init__(self, forward: Forward, backend: AttentionBackend, products: str) -> None:
         self.products = products

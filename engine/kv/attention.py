@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,35 @@ class LayerKv(NamedTuple):
         return is_same and self.values.storage_offset() == self.keys.storage_offset()
 
 
+class AttentionOptions(NamedTuple):
+    """How a layer attends. `sinks`, floats [num_heads], are one more score per head, of a key that all rows
+    see and whose value is zero: it only adds to the softmax's denominator, and is neither scaled nor capped.
+    """
+
+    scale: float
+    window: int = 0
+    """With a sliding window w position p sees the positions in (p - w, p]; 0: none."""
+    softcap: float = 0.0
+    """A soft cap c turns a score s into c * tanh(s / c); 0: none."""
+    sinks: Tensor | None = None
+
+
+def check_rows(
+    query: Tensor, key: Tensor, value: Tensor, num_rows: int, dims: tuple[int, int, int], rows: KvRows
+) -> None:
+    """Raise ValueError for rows that a kernel would read or write out of bounds. `dims` are a layer's number
+    of KV heads and the sizes of their keys and values.
+    """
+    kv_heads, key_dim, value_dim = dims
+    keys, values = (num_rows, kv_heads, key_dim), (num_rows, kv_heads, value_dim)
+    if key.shape != keys or value.shape != values:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {keys} and {values}")
+    if query.shape[::2] != keys[::2] or query.shape[1] % kv_heads:
+        raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
+    if not query.dtype is key.dtype is value.dtype is rows.dtype:
+        raise ValueError(f"query, key and value must be of the pool's {rows.dtype}")
+
+
 class AttentionBackend(ABC):
     """Attends causally over the layers of a pool, each with shapes of its own and the same blocks."""
 
@@ -101,9 +130,7 @@ class AttentionBackend(ABC):
     num_tables: int = 1
     """With more than one block table, the metadata have one dimension more (`TablesBackend`)."""
     can_capture: bool = False
-    """Whether a graph can capture a step's launches. Such a backend has `attend`, and `layers` as
-    `engine.devices.cuda.attention.backend.PoolLayer`: the CUDA decoder writes keys and values itself.
-    """
+    """Whether graphs can capture its launches: a `CapturableBackend`, or one for each block table."""
     deterministic: bool = True
     """Whether a row has the same bits in every batch."""
 
@@ -128,24 +155,50 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Write key and value into the pool, then attend.
 
         query is [total_tokens, num_heads, key_dim], key [total_tokens, num_kv_heads, key_dim] and value
-        [total_tokens, num_kv_heads, value_dim], all of the rows' dtype and with any strides.
-        A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
-        c * tanh(s / c). `sinks`, floats [num_heads], are one more score per head, of a key that all rows see
-        and whose value is zero: it only adds to the softmax's denominator, and is neither scaled nor capped.
-        Where the pool's values lie in its keys, `value` is not read.
+        [total_tokens, num_kv_heads, value_dim], all of the rows' dtype and with any strides. Where the pool's
+        values lie in its keys, `value` is not read.
         Returns a new contiguous tensor [total_tokens, num_heads, value_dim] of the query's dtype.
+        """
+
+
+class NativeBackend(AttentionBackend):
+    """A backend whose kernel the native decoder calls itself."""
+
+    parallel: int
+    """The address of the function that runs work on several threads (native/parallel.h)."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> tuple[int, int, int]:
+        """The kernel's state, and its functions that begin a step and attend."""
+
+
+class WrittenLayer(Protocol):
+    """A layer's part of the pool, as kernels write it."""
+
+    pool: tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+    """Keys, their scales, values and theirs."""
+    strides: list[int]
+    """The strides of blocks, tokens and heads of the keys, then of the values."""
+    block_size: int
+    is_fp8: bool
+
+
+class CapturableBackend(AttentionBackend):
+    """A backend whose launches graphs can capture. The CUDA decoder writes keys and values to its `layers`
+    itself, and then has it `attend`.
+    """
+
+    can_capture = True
+    layers: Sequence[WrittenLayer]
+
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        """As `forward` where the pool has the rows' keys and values already. What padding rows get means
+        nothing.
         """

@@ -27,7 +27,7 @@ from engine.devices.recurrent import operators_of
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.recurrent_hooks import RecurrentHooks
 from engine.errors import UnsupportedModelError
-from engine.kv.attention import AttentionMetadata
+from engine.kv.attention import AttentionMetadata, AttentionOptions
 from engine.kv.layout import TARGET, Group, LayerShape, PoolLayout
 from engine.kv.pool import KVPool
 from engine.kv.state_layout import RecurrentLayer, StateLayout
@@ -116,20 +116,13 @@ class _AttentionOff:
         """Tensors with NaN in rows that were not poisoned, and those in which twins differ."""
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sliding_window: int | None = None,
-        **_: Any,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         if layer in self.layers:
             raise UnsupportedModelError(
                 f"{self._name}: layer {layer} runs attention more than once in a forward"
             )
-        self.sights[layer] = sliding_window or 0
+        self.sights[layer] = options.window
         shares = [other for other, *kv in self._handed if other < layer and _are_same(kv, (key, value))]
         dims = key.shape[2], value.shape[2]
         self.layers[layer] = shares[0] if shares else LayerShape(key.shape[1], *dims, _is_part(value, key))

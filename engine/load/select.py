@@ -12,7 +12,6 @@ from torch import nn
 
 from engine.batch.runner import Runner
 from engine.devices.attention import backend_over, by_table, select_backend
-from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import Description, unfit, unfit_head
 from engine.devices.cpu.decoder.forward import NativeDecoder, library
 from engine.devices.cpu.decoder.native_model import DTYPES
@@ -23,7 +22,7 @@ from engine.devices.torch.forward import Modules
 from engine.devices.torch.latent_attention import pack_absorbed
 from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.devices.torch.runner import TorchRunner
-from engine.kv.attention import AttentionBackend
+from engine.kv.attention import AttentionBackend, NativeBackend
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
@@ -130,7 +129,7 @@ def runner_of_head(
     """
     natively = config.compile == "auto" and kernel_fault(target.device, target.dtype, DTYPES) is None
     native: Runner | None = None
-    if natively and isinstance(backend, CpuBackend) and unfit_head(program()) is None:
+    if natively and isinstance(backend, NativeBackend) and unfit_head(program()) is None:
         try:
             native = NativeDecoder(Description(program(), positions), backend)
         except BuildError as error:
@@ -171,7 +170,7 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
     """
     if loaded.description is not None:
         return loaded
-    if compile == "auto" and issubclass(backend, CpuBackend) and _runs_natively(loaded):
+    if compile == "auto" and issubclass(backend, NativeBackend) and _runs_natively(loaded):
         try:
             library(loaded.dtype)
             if loaded.recurrent is not None:

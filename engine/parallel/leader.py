@@ -152,6 +152,7 @@ class LeadingRunner:
     """Runs a model on all ranks: rank 0 tells the others, and does its own part."""
 
     any_threads = can_fill = False
+    chains = None
 
     def __init__(self, own: ShareRunner, leader: Leader) -> None:
         self._own = own

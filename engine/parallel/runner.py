@@ -20,7 +20,7 @@ from engine.devices.cpu.decoder.native_model import NativeModel
 from engine.devices.cpu.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
-from engine.kv.attention import AttentionBackend, AttentionMetadata
+from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOptions
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.linear.packed import PANEL, packed_rows
@@ -38,6 +38,7 @@ class ShareRunner:
     """
 
     any_threads = can_fill = False
+    chains = None
 
     def __init__(
         self,
@@ -201,16 +202,7 @@ class OwnHeads(AttentionBackend):
         self._backend.begin_step(metadata)
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """As `AttentionBackend.forward`, of all heads. Raises LostRankError."""
         queries, keys = (slice(heads.start, heads.stop) for heads in self._heads[layer])
@@ -219,10 +211,7 @@ class OwnHeads(AttentionBackend):
             query[:, queries],
             key[:, keys],
             value[:, keys],
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=None if sinks is None else sinks[queries],
+            options._replace(sinks=None if options.sinks is None else options.sinks[queries]),
         )
         (rows, count, _), size = query.shape, value.shape[2]
         columns = Columns(range(queries.start * size, queries.stop * size), count * size)

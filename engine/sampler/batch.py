@@ -52,14 +52,11 @@ class RowSampler(Protocol):
 
     def begin(self, batch: Batch) -> TokenChoice:
         """Choose a token for each row, without waiting for the device where kernels choose."""
-        ...
 
     def probabilities(self, batch: Batch) -> Tensor:
         """Return what rows' tokens are drawn from, float32 [n, vocab]; zeros in rows that fail."""
-        ...
 
     def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Draw tokens int64 [n] with noise of `Purpose.DRAFT`, in rounds that began at `starts`. Return them
         and float32 [n, vocab] what they are drawn from.
         """
-        ...

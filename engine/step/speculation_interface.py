@@ -46,19 +46,15 @@ class Speculator(Protocol):
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         """Called once, first: the pool exists now."""
-        ...
 
     def warm_up(self, profiling: ProfilingRun) -> None:
         """Compile and measure before the first request."""
-        ...
 
     def begin(self, sequence: SequenceState, state: DraftState) -> None:
         """A handed-over sequence starts decoding; `state` came with it."""
-        ...
 
     def state(self, request_id: str) -> DraftState:
         """Return what a hand-off carries in addition to the blocks of a finished prefill."""
-        ...
 
     def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         """Start the step's admitted sequences, and set the `draft` of decoding ones. Returns whether `finish`
@@ -67,21 +63,17 @@ class Speculator(Protocol):
         `num_active` sequences decode, or will soon. How much is drafted must not depend on
         uncommitted tokens.
         """
-        ...
 
     def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
         """Whether this decode step needs no draft and no hidden states, whatever tokens the step before it
         brings: that one runs. `num_active` as in `prepare`, as far as is known.
         """
-        ...
 
     def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
         """Its turn has come. Sequences that have ended since the launch are no longer among its own."""
-        ...
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
         """`logits` has each sequence's rows in order: after its last token, then after each drafted one."""
-        ...
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         """The step's tokens are committed; `step.outcomes` has the result for each sequence.
@@ -89,20 +81,15 @@ class Speculator(Protocol):
         `hidden` [total rows, len(hidden_layers) * hidden_size]: the rows of the step's sequences in order,
         drafted ones included. None if `prepare` did not ask for them.
         """
-        ...
 
     def forget(self, sequence: SequenceState) -> None:
         """The request has ended. Unknown ones are ignored."""
-        ...
 
     def replan(self, sequence: SequenceState) -> None:
         """Its `draft_plan` has changed, between two steps."""
-        ...
 
     def counters(self) -> dict[str, float]:
         """Totals since the start, by the names of the worker's counters."""
-        ...
 
     def report(self) -> SpeculationState:
         """Return what speculation does and costs now."""
-        ...

@@ -23,7 +23,7 @@ from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.products import TiledWeight
 from engine.devices.cuda.recurrent import operators
 from engine.devices.torch import transformers_hook
-from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.layout import Segment
 from engine.kv.row_codes import KvRows, StoredRows
 from engine.kv.state_layout import RecurrentLayer, StateLayout
@@ -480,14 +480,9 @@ def compiled(variant: Variant, capability: int) -> Code:
         patch.setattr(backend, "_shared_memory", lambda device: shared)
         attention: Any = backend.TritonBackend([layer], rows=rows)
         attention.begin_step(metadata)
-        attention.forward(
-            0,
-            *new,
-            scale=0.1,
-            sliding_window=variant.window,
-            softcap=variant.softcap,
-            sinks=meta(variant.heads, dtype=variant.dtype) if variant.sinks else None,
-        )
+        sinks = meta(variant.heads, dtype=variant.dtype) if variant.sinks else None
+        options = AttentionOptions(0.1, variant.window or 0, variant.softcap or 0.0, sinks)
+        attention.forward(0, *new, options)
     return Code.of([kernel for kernel in kernels if kernel.name == "attend"][-1])
 
 

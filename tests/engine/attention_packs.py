@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.devices.attention import backend_fault, select_backend
-from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.layout import Segment
 from engine.kv.row_codes import KvRows
 
@@ -166,8 +166,8 @@ def run(
     attention = cls(pack.layers, rows=pack.rows)
     attention.plan(pack.metadata)
     attention.begin_step(pack.metadata)
-    new = (pack.query, pack.key, pack.value)
-    return attention.forward(layer, *new, scale=scale, sliding_window=window, softcap=softcap, sinks=sinks)
+    options = AttentionOptions(scale, window or 0, softcap or 0.0, sinks)
+    return attention.forward(layer, pack.query, pack.key, pack.value, options)
 
 
 def tree_masks(num_rows: int, seed: int) -> Masks:

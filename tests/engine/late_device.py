@@ -102,6 +102,7 @@ class LateRunner:
     """Rows are fixed at the launch; the device reads what fills them later."""
 
     can_fill = True
+    chains = None
 
     def __init__(
         self, runner: Any, vocab_size: int, device: LateDevice, state_slots: LateStateSlots | None = None

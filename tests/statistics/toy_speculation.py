@@ -125,6 +125,7 @@ class LogitsRunner:
     vocab_size: int
     logits_of: Callable[[list[int]], Tensor]
     can_fill = False
+    chains = None
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
         return ForwardOutput(self.logits_of([rows.token_ids[-1] for rows in step.batch]), None)

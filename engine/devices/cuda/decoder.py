@@ -6,7 +6,7 @@ Operations without a kernel of their own run by torch's operators. None of them 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from torch.nn.functional import embedding, linear, sigmoid
 
 from engine.batch.operators import StepOperators
 from engine.batch.step_inputs import StepInputs
-from engine.devices.attention import by_table
+from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.kernels import add_norm, gate, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.devices.torch.operations import Operations, scaled
-from engine.kv.attention import AttentionBackend
+from engine.kv.attention import AttentionBackend, AttentionOptions
 from engine.kv.state_layout import RecurrentLayer
 from engine.lora.table import Adapters
 from engine.model.program import (
@@ -98,8 +98,7 @@ class CudaDecoder(Operations[StepInputs]):
         """
         self.adapters, self.operators, self.recurrent = adapters, operators, recurrent
         backends, self._tables = by_table(backend)
-        self._backend = backend
-        self._backends: Sequence[Any] = backends  # that can be captured
+        self._backend, self._backends = backend, capturable(backends)
         self._hidden_layers, self._program = hidden_layers, program
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._products = {program.head: _packed(program.head, None)}
@@ -154,9 +153,8 @@ class CudaDecoder(Operations[StepInputs]):
 
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)
-        window = mixer.window or None
         backend = self._backends[self._table(mixer)]
-        attended = backend.attend(mixer.layer, query, scale=mixer.scale, sliding_window=window)
+        attended = backend.attend(mixer.layer, query, AttentionOptions(mixer.scale, mixer.window))
         if mixer.is_gated:
             queries = made[:, : 2 * mixer.heads * mixer.head_dim].unflatten(1, (mixer.heads, 2, -1))
             attended = attended * sigmoid(queries[:, :, 1])
@@ -165,8 +163,7 @@ class CudaDecoder(Operations[StepInputs]):
     def attend_rows(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int
     ) -> Tensor:
-        options = {"scale": scale, "sliding_window": window or None, "softcap": None}
-        return self._backend.forward(layer, query, key, value, **options)  # type: ignore[arg-type]
+        return self._backend.forward(layer, query, key, value, AttentionOptions(scale, window))
 
     def _add_norm(
         self, added: Tensor | None, added_norm: Norm | None, residual: Tensor, norm: Norm | None

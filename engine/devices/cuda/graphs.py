@@ -20,11 +20,9 @@ MOST_S = 60.0
 class Graph(Protocol):
     def capture(self, work: Callable[[], object]) -> None:
         """Record what `work` launches, which has run before: nothing is compiled or set up on the way."""
-        ...
 
     def replay(self) -> None:
         """Launch it again: the same constants, and the same addresses."""
-        ...
 
 
 class Graphs(Protocol):
@@ -34,13 +32,11 @@ class Graphs(Protocol):
 
     def free_bytes(self) -> int:
         """Free memory of the device."""
-        ...
 
     def fault(self, work: Callable[[], object]) -> str:
         """Why `work`, which has run before, cannot be captured, as where it waits for the device. Empty if it
         can.
         """
-        ...
 
 
 class CudaGraphs:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.row_codes import KvRows, StoredRows
 
 
@@ -69,43 +69,23 @@ class TorchBackend(AttentionBackend):
         self._offsets = slots[self._rows] % self.block_size
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         self._write(layer, key, value)
-        return self.attend(
-            layer, query, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+        return self.attend(layer, query, options)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """As `forward` where the pool has the rows' keys and values already."""
         out = query.new_empty((*query.shape[:2], self._layers[layer].values.shape[3]))
         for sequence in self._sequences:
             rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
-            gathered, keys, values = self._gather(layer, sequence, sliding_window)
+            gathered, keys, values = self._gather(layer, sequence, options.window)
             q = query[rows].transpose(0, 1)
-            if softcap or sinks is not None:
-                mask = _visible(sequence, gathered, sliding_window, q.device)
-                attended = _spelled_out_attention(q, keys, values, mask, scale, softcap, sinks)
+            if options.softcap or options.sinks is not None:
+                mask = _visible(sequence, gathered, options.window, q.device)
+                attended = _spelled_out_attention(q, keys, values, mask, options)
             else:
-                attended = _attention(q, keys, values, sequence, gathered, sliding_window, scale)
+                attended = _attention(q, keys, values, sequence, gathered, options)
             out[rows] = attended.transpose(0, 1)
         if self._has_padding:
             out[self._padding] = 0
@@ -126,7 +106,7 @@ class TorchBackend(AttentionBackend):
         if pool.scales is not None and scales is not None:
             pool.scales[self._blocks, self._offsets] = scales
 
-    def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
+    def _gather(self, layer: int, sequence: _Sequence, window: int) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
         size = self.block_size
         first = sequence.first_key
@@ -156,7 +136,7 @@ def _paths(metadata: AttentionMetadata, s: int, rows: slice) -> Tensor | None:
     return (masks >> torch.arange(num_keys, device=masks.device) & 1).bool()
 
 
-def _visible(sequence: _Sequence, gathered: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(sequence: _Sequence, gathered: int, window: int, device: torch.device) -> Tensor:
     """Bool [query_len, keys]: which keys, of those from `gathered` on, each query row may see."""
     paths = sequence.paths
     if paths is None:
@@ -171,12 +151,12 @@ def _visible(sequence: _Sequence, gathered: int, window: int | None, device: tor
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, gathered: int, window: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, gathered: int, options: AttentionOptions
 ) -> Tensor:
     """q [num_heads, query_len, key_dim] over k [num_kv_heads, keys, key_dim] and v [num_kv_heads, keys,
     value_dim]: [num_heads, query_len, value_dim].
     """
-    kv_heads = k.shape[0]
+    kv_heads, window, scale = k.shape[0], options.window, options.scale
     has_edge = gathered < sequence.first_key or (window and k.shape[1] > window)
     if sequence.query_len == 1 and sequence.paths is None and not has_edge:
         grouped = q.reshape(1, kv_heads, -1, q.shape[-1])
@@ -192,23 +172,17 @@ def _attention(
 
 
 def _spelled_out_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Attend in float32 at least, with capped scores or with sinks, which SDPA does not know."""
     heads, query_len, head_dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).reshape(k.shape[0], -1, head_dim)
-    scores = grouped @ k.to(wide).transpose(1, 2) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = grouped @ k.to(wide).transpose(1, 2) * options.scale
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
     scores = scores.view(heads, query_len, -1).masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(-1, query_len, 1)], dim=-1)
+    if options.sinks is not None:
+        scores = torch.cat([scores, options.sinks.to(wide)[:, None, None].expand(-1, query_len, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[1]].reshape(k.shape[0], -1, k.shape[1])
     return (weights @ v.to(wide)).view(heads, query_len, -1).to(q.dtype)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.devices.attention import backend_fault, backend_of, kernel_of
 from engine.devices.torch.attention import TorchBackend
-from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.kv.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    CapturableBackend,
+    LayerKv,
+)
 from engine.kv.row_codes import KvRows
 
 LEAST_ROWS = 65
 """A sequence with fewer rows is no chunk: drafts to verify have as many."""
 
 
-class SdpaBackend(AttentionBackend):
+class SdpaBackend(CapturableBackend):
     """Splits a step with chunks of prompts: the device's kernel attends for all other rows. Steps with trees
     are the kernel's, and those that graphs replay, which have no chunks.
     """
@@ -27,26 +32,22 @@ class SdpaBackend(AttentionBackend):
     deterministic = False
 
     def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
-        kernel = backend_of(kernel_of(layers[0].keys.device))
-        self.can_capture = kernel.can_capture
-        self._kernel: Any = kernel(layers, rows)
+        self._kernel = backend_of(kernel_of(layers[0].keys.device))(layers, rows)
+        self.can_capture = self._kernel.can_capture
+        if isinstance(self._kernel, CapturableBackend):
+            self.layers = self._kernel.layers
         self._chunks = TorchBackend(layers, rows)
         self.block_size = self._kernel.block_size
         self._value_dims = [layer.values.shape[3] for layer in layers]
         self._chunked: list[int] = []
         """The sequences of the step that have chunks."""
         self._query_lens: Sequence[int] = ()
-        self._parts: list[tuple[Any, Tensor]] = []
+        self._parts: list[tuple[AttentionBackend, Tensor]] = []
         """Each backend with its rows, in a step with chunks."""
 
     @classmethod
     def fault(cls, device: torch.device, dtype: torch.dtype) -> str | None:
         return backend_fault(kernel_of(device), device, dtype)
-
-    @property
-    def layers(self) -> Any:
-        """The pool's layers as the CUDA decoder writes them."""
-        return self._kernel.layers
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._query_lens = metadata.query_lens
@@ -69,22 +70,28 @@ class SdpaBackend(AttentionBackend):
                 backend.begin_step(part)
                 self._parts.append((backend, taken))
 
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def forward(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         if not self._parts:
-            return self._kernel.forward(layer, query, key, value, **options)  # type: ignore[no-any-return]
+            return self._kernel.forward(layer, query, key, value, options)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         for backend, rows in self._parts:
-            out[rows] = backend.forward(layer, query[rows], key[rows], value[rows], **options)
+            out[rows] = backend.forward(layer, query[rows], key[rows], value[rows], options)
         return out
 
-    def attend(self, layer: int, query: Tensor, **options: Any) -> Tensor:
-        """As `forward` where the pool has the rows' keys and values already."""
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         if not self._parts:
-            return self._kernel.attend(layer, query, **options)  # type: ignore[no-any-return]
+            return _attending(self._kernel).attend(layer, query, options)
         out = query.new_empty((*query.shape[:2], self._value_dims[layer]))
         for backend, rows in self._parts:
-            out[rows] = backend.attend(layer, query[rows], **options)
+            out[rows] = _attending(backend).attend(layer, query[rows], options)
         return out
+
+
+def _attending(backend: AttentionBackend) -> CapturableBackend | TorchBackend:
+    assert isinstance(backend, CapturableBackend | TorchBackend)
+    return backend
 
 
 def _part(

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.errors import UnsupportedModelError
-from engine.kv.attention import AttentionBackend
+from engine.kv.attention import AttentionBackend, AttentionOptions
 
 NAME = "tandem"
 PROBE_NAME = "tandem_probe"
@@ -66,16 +66,7 @@ def _run(
     backend = _current.backend
     if backend is None:
         raise RuntimeError("no attention backend is set: call set_current_backend before the forward")
-    return backend.forward(
-        layer,
-        query,
-        key,
-        value,
-        scale=scale,
-        sliding_window=window or None,
-        softcap=softcap or None,
-        sinks=sinks,
-    )
+    return backend.forward(layer, query, key, value, AttentionOptions(scale, window, softcap, sinks))
 
 
 def _run_meta(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

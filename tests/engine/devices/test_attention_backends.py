@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.devices.attention import select_backend
 from engine.devices.torch import sdpa
-from engine.kv.attention import LayerKv
+from engine.kv.attention import AttentionOptions, LayerKv
 from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.attention_packs import (
     BACKENDS,
@@ -241,9 +241,7 @@ def test_layers_with_different_shapes(backend: str, dtype: torch.dtype) -> None:
     attention.begin_step(packs[0].metadata)
     for layer, pack in enumerate(packs):
         alone = run(backend, pack)
-        out = attention.forward(
-            layer, pack.query, pack.key, pack.value, scale=0.125, sliding_window=None, softcap=None
-        )
+        out = attention.forward(layer, pack.query, pack.key, pack.value, AttentionOptions(0.125))
         assert torch.equal(out, alone)
         assert torch.equal(layers[layer].nan_to_num(9.0), pack.pool[:, 1].nan_to_num(9.0))
 

@@ -20,6 +20,7 @@ from engine.devices.cpu.attention import backend as cpu_backend
 from engine.devices.cpu.attention import structs
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.torch.attention import TorchBackend
+from engine.kv.attention import AttentionOptions
 from engine.kv.row_codes import CODE_DTYPES
 from native import build, ownership
 from tests.engine.attention_packs import make_pack, run
@@ -27,7 +28,7 @@ from tests.engine.attention_packs import make_pack, run
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 SOURCE = Path(cpu_backend.__file__).parent / "attention.cpp"
-PLAIN: Any = {"scale": 1.0, "sliding_window": None, "softcap": None}
+PLAIN = AttentionOptions(1.0)
 has_compiler = pytest.mark.skipif(
     cpu_backend.build_fault() is not None, reason="the CPU kernel needs a C++ compiler"
 )
@@ -229,13 +230,13 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     pack = make_pack([(3, 30)])
     backend = CpuBackend(pack.layers)
     with pytest.raises(RuntimeError, match="begin_step"):
-        backend.forward(0, pack.query, pack.key, pack.value, **PLAIN)
+        backend.forward(0, pack.query, pack.key, pack.value, PLAIN)
     backend.begin_step(pack.metadata)
     with pytest.raises(ValueError, match="key"):
-        backend.forward(0, pack.query, pack.key[:2], pack.value, **PLAIN)
+        backend.forward(0, pack.query, pack.key[:2], pack.value, PLAIN)
     with pytest.raises(ValueError, match="query"):
-        backend.forward(0, pack.query[:, :3], pack.key, pack.value, **PLAIN)
+        backend.forward(0, pack.query[:, :3], pack.key, pack.value, PLAIN)
     with pytest.raises(ValueError, match="float32"):
-        backend.forward(0, pack.query.bfloat16(), pack.key, pack.value, **PLAIN)
+        backend.forward(0, pack.query.bfloat16(), pack.key, pack.value, PLAIN)
     with pytest.raises(ValueError, match="layer 3"):
-        backend.forward(3, pack.query, pack.key, pack.value, **PLAIN)
+        backend.forward(3, pack.query, pack.key, pack.value, PLAIN)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.devices.cuda.attention.backend import TritonBackend
-from engine.kv.attention import LayerKv
+from engine.kv.attention import AttentionOptions, LayerKv
 from engine.kv.row_codes import KvRows
 from tests.docs import gpu_table
 from tests.docs.gpu_table import four_decode_rows, meta, stored
@@ -58,5 +58,5 @@ def written(quantization: str) -> Any:
     with launches(90) as kernels:
         attention = TritonBackend([layer], rows=rows)
         attention.begin_step(four_decode_rows())
-        attention.forward(0, query, key, value, scale=0.1, sliding_window=None, softcap=None)
+        attention.forward(0, query, key, value, AttentionOptions(0.1))
     return next(kernel for kernel in kernels if kernel.name == "write")

@@ -22,7 +22,7 @@ from engine.devices.cuda.attention import backend, tiles
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.torch.attention import TorchBackend
-from engine.kv.attention import LayerKv
+from engine.kv.attention import AttentionOptions, LayerKv
 from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.interpreted.cases import Case, Options, Sequence, Shape, Step, cases
 
@@ -209,7 +209,7 @@ def test_a_row_of_a_sequence_may_be_padding() -> None:
 def test_unsupported_inputs_are_refused() -> None:
     step = Step.of(Case(Shape(), Options(), (Sequence(1, 1, 1),)))
     with pytest.raises(RuntimeError, match="begin_step must come before forward"):
-        TritonBackend([step.layer]).forward(0, *step.new, scale=1.0, sliding_window=None, softcap=None)
+        TritonBackend([step.layer]).forward(0, *step.new, AttentionOptions(1.0))
     for wrong, message in (
         (Shape(key_dim=1040), "head_dim 1040: the triton kernel takes at most 512"),
         (Shape(torch.float64), "layers of torch.float64 are not rows of float64"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.row_codes import KvRows
 from tests.engine.attention_packs import empty_layer, put_rows
 
@@ -199,14 +199,9 @@ class Step:
         attention.plan(self.metadata)
         attention.begin_step(self.metadata)
         options = self.case.options
-        return attention.forward(
-            0,
-            *self.new,
-            scale=options.scale * self.case.shape.key_dim**-0.5,
-            sliding_window=options.sliding_window,
-            softcap=options.softcap,
-            sinks=self.sinks,
-        )
+        scale = options.scale * self.case.shape.key_dim**-0.5
+        how = AttentionOptions(scale, options.sliding_window or 0, options.softcap or 0.0, self.sinks)
+        return attention.forward(0, *self.new, how)
 
     def forget_unseen(self) -> None:
         """Set keys that no row sees to NaN, like blocks that others may have reused."""

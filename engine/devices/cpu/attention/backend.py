@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.devices.cpu.attention.structs import CallArgs, KvLayerArgs, PoolArgs, StepArgs
-from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv, NativeBackend, check_rows
 from engine.kv.row_codes import KvRows
 from native.build import BuildError, declare, load_library
 from native.threads import gomp_parallel
@@ -48,7 +48,7 @@ def build_fault() -> str | None:
     return None
 
 
-class CpuBackend(AttentionBackend):
+class CpuBackend(NativeBackend):
     """Reads the blocks in place; float32 and bfloat16 on the CPU, as they are or as codes. Sums are float32,
     or exact where rows are coded in int8.
 
@@ -70,7 +70,6 @@ class CpuBackend(AttentionBackend):
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
         self.parallel = gomp_parallel()
-        """The address of the function that runs work on several threads (native/parallel.h)."""
         if self._rows.dtype not in (torch.float32, torch.bfloat16) or not layers[0].fits(self._rows):
             raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
         num_blocks, self.block_size, _, _ = first.shape
@@ -95,7 +94,6 @@ class CpuBackend(AttentionBackend):
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """The kernel's state, and its functions that begin a step and attend, for native callers."""
         functions = (self._library.tandem_attention_begin, self._run)
         begin, attend = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
         return self._kernel, begin, attend
@@ -125,23 +123,19 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"attention metadata: {wrong.decode()} is out of range")
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         out = query.new_empty((*query.shape[:2], value.shape[2]))
-        self._check(layer, query, key, value)
+        if self._metadata is None:
+            raise RuntimeError("begin_step must come before forward")
+        if not 0 <= layer < len(self._layers):
+            raise ValueError(f"layer {layer} is not among the pool's {len(self._layers)}")
+        check_rows(query, key, value, self._num_rows, _dims(self._layers[layer]), self._rows)
+        sinks = options.sinks
         if sinks is not None:
             if sinks.shape != query.shape[1:2]:
                 raise ValueError(f"sinks {tuple(sinks.shape)} are not one for each of {query.shape[1]} heads")
@@ -157,33 +151,16 @@ class CpuBackend(AttentionBackend):
             *out.stride()[:2],
             layer,
             query.shape[1],
-            sliding_window or 0,
-            scale,
-            softcap or 0.0,
+            options.window,
+            options.scale,
+            options.softcap,
             None if sinks is None else sinks.data_ptr(),
         )
         self._run(self._kernel, ctypes.byref(call))
         return out
 
-    def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse what the kernel would read or write out of bounds."""
-        if self._metadata is None:
-            raise RuntimeError("begin_step must come before forward")
-        if not 0 <= layer < len(self._layers):
-            raise ValueError(f"layer {layer} is not among the pool's {len(self._layers)}")
-        rows, (kv_heads, key_dim, value_dim) = self._num_rows, _shape(self._layers[layer])
-        keys, values = (rows, kv_heads, key_dim), (rows, kv_heads, value_dim)
-        if key.shape != keys or value.shape != values:
-            raise ValueError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {keys} and {values}"
-            )
-        if query.shape[::2] != keys[::2] or query.shape[1] % kv_heads:
-            raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
-        if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
-            raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")
 
-
-def _shape(layer: LayerKv) -> tuple[int, int, int]:
+def _dims(layer: LayerKv) -> tuple[int, int, int]:
     """A layer's KV heads, and the sizes of their keys and values."""
     return *layer.keys.shape[2:], layer.values.shape[3]
 
@@ -192,5 +169,5 @@ def _layer_args(layer: LayerKv) -> KvLayerArgs:
     return KvLayerArgs(
         *(None if each is None else each.data_ptr() for each in layer),
         *(side.values.stride(1) for side in layer.sides),
-        *_shape(layer),
+        *_dims(layer),
     )

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import BlockTable, RowArrays, SequenceRows, span_of
-from engine.batch.runner import Fill, ForwardOutput, Step
+from engine.batch.runner import ChainDrafter, Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepShape, are_chains, step_inputs
 from engine.copies import upload_to
 from engine.devices.attention import by_table
-from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.adapters import NativeAdapters
 from engine.devices.cpu.decoder.native_model import NativeModel
 from engine.devices.cpu.decoder.structs import (
@@ -34,7 +33,7 @@ from engine.devices.cpu.decoder.structs import (
     WeightsArgs,
 )
 from engine.devices.cpu.recurrent.native import CpuSpans, kernel_addresses, layer_state_slots
-from engine.kv.attention import AttentionBackend
+from engine.kv.attention import AttentionBackend, NativeBackend
 from engine.kv.state_slots import StateSlots
 from engine.linear import packed_quantized, routed
 from engine.linear.packed import kernel_address
@@ -112,8 +111,6 @@ class NativeDecoder:
             self._adapters = NativeAdapters(adapters, description.paths, description.columns)
             model.adapt = adapt_address()
         self._state_slots = NativeStateSlots(state_slots, model) if state_slots is not None else None
-        self.drafts = state_slots is None
-        """Whether `draft` may be called: drafted rows of recurrent layers would need states of their own."""
         self._order = sorted(hidden_layers)
         self._asked = [self._order.index(layer) for layer in hidden_layers]
         self._hidden_layers = torch.tensor(self._order)
@@ -126,7 +123,7 @@ class NativeDecoder:
         backends, tables = by_table(backend)
         kernels = (ctypes.c_void_p * len(backends))()
         for number, each in enumerate(backends):
-            assert isinstance(each, CpuBackend)
+            assert isinstance(each, NativeBackend)
             kernels[number], model.begin, model.attend = each.addresses
             each.parallel = model.parallel
         of_layers = np.zeros(model.num_layers + model.num_beside, np.int64)
@@ -134,6 +131,11 @@ class NativeDecoder:
         model.attention, model.tables = ctypes.addressof(kernels), of_layers.ctypes.data
         model.num_tables = len(backends)
         return kernels, of_layers
+
+    @property
+    def chains(self) -> ChainDrafter | None:
+        """None with recurrent layers, of which drafted rows would need states of their own."""
+        return self if self._state_slots is None else None
 
     def warm_up(self) -> float:
         """Do nothing: there is nothing to compile."""
@@ -203,17 +205,7 @@ class NativeDecoder:
         before: Tensor | None = None,
         distributions: Tensor | None = None,
     ) -> np.ndarray:
-        """Run the batch's rows, then draft token after token; int64 [most tokens, sequences].
-
-        `wishes`, int64 [2, sequences], has each sequence's seed and number of tokens, in descending order of
-        the latter; entries beyond that number mean nothing. A sequence's blocks have room for the KV of all
-        drafted tokens but the last. Only the first `vocab_size` logits count. `temperatures` are float32. A
-        head also takes the hidden states `before` the rows. Raises ValueError if the batch is out of range.
-
-        With `distributions`, float32 [sequences, most tokens, width], the draft's distributions over the
-        target's `width` token ids are written there, and tokens are drawn from them with noise of
-        `Purpose.DRAFT`. Without, tokens are chosen with the target's own noise.
-        """
+        """As `ChainDrafter.draft`. Raises ValueError if the batch is out of range."""
         before = None if before is None else before.contiguous()
         drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
         seeds, counts = (row.ctypes.data for row in wishes)

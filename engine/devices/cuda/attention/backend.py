@@ -15,7 +15,7 @@ from engine.devices.cuda.attention.attend import attend
 from engine.devices.cuda.attention.merge import merge
 from engine.devices.cuda.attention.plan import plan
 from engine.devices.cuda.attention.write import write
-from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.kv.attention import AttentionMetadata, AttentionOptions, CapturableBackend, LayerKv, check_rows
 from engine.kv.row_codes import KvRows
 from engine.triton_support import ceil_div, power_of_two, triton_fault
 from protocol.handoff import ROW_QUANTIZATIONS
@@ -66,13 +66,13 @@ class PoolLayer:
         self.is_fp8 = rows.quantization == ROW_QUANTIZATIONS["fp8"]
 
 
-class TritonBackend(AttentionBackend):
+class TritonBackend(CapturableBackend):
     """Reads the blocks in place. A row's result has the same bits whatever shares the step with it, and as
     a decode row or among up to `tiles.SHORT` rows of its sequence. In a longer chunk they may differ.
     """
 
     name = "triton"
-    can_capture = True
+    layers: list[PoolLayer]
 
     @classmethod
     def fault(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -96,38 +96,27 @@ class TritonBackend(AttentionBackend):
         self._plans.clear()
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
         of = self.layers[layer]
         query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
-        self._check(of, query, key, value)
+        dims = of.kv_heads, *of.dims
+        check_rows(query, key, value, len(self._metadata.slot_mapping), dims, self._rows)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         if not len(query):
             return out
         shape = _shape(of, query.shape[1])
         self._write(of, key, value, out, shape)
-        self._attend_to_all(of, query, out, scale, sliding_window or 0, softcap, sinks, shape)
+        self._attend_to_all(of, query, out, options, shape)
         return out
 
-    def attend(self, layer: int, query: Tensor, *, scale: float, sliding_window: int | None) -> Tensor:
-        """As `forward` where the pool has the rows' keys and values already. What padding rows get means
-        nothing.
-        """
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         of = self.layers[layer]
         out = query.new_empty((*query.shape[:2], of.dims[1]))
         shape = _shape(of, query.shape[1])
-        self._attend_to_all(of, query, out, scale, sliding_window or 0, None, None, shape)
+        self._attend_to_all(of, query, out, options, shape)
         return out
 
     def _write(self, of: PoolLayer, key: Tensor, value: Tensor, out: Tensor, shape: dict[str, Any]) -> None:
@@ -147,20 +136,12 @@ class TritonBackend(AttentionBackend):
         )
 
     def _attend_to_all(
-        self,
-        of: PoolLayer,
-        query: Tensor,
-        out: Tensor,
-        scale: float,
-        window: int,
-        softcap: float | None,
-        sinks: Tensor | None,
-        shape: dict[str, Any],
+        self, of: PoolLayer, query: Tensor, out: Tensor, options: AttentionOptions, shape: dict[str, Any]
     ) -> None:
         assert self._metadata is not None
         for short in (True, False):
             if short or self._metadata.max_query_len > tiles.SHORT:
-                self._attend(short, of, query, out, scale, window, softcap, sinks, shape)
+                self._attend(short, of, query, out, options, shape)
 
     def _attend(
         self,
@@ -168,13 +149,10 @@ class TritonBackend(AttentionBackend):
         of: PoolLayer,
         query: Tensor,
         out: Tensor,
-        scale: float,
-        window: int,
-        softcap: float | None,
-        sinks: Tensor | None,
+        options: AttentionOptions,
         shape: dict[str, Any],
     ) -> None:
-        step = self._metadata
+        step, (scale, window, softcap, sinks) = self._metadata, options
         assert step is not None
         tile = tiles.tile_of(short, of.dims, query.dtype.itemsize, self._rows.coded, self._shared)
         members = min(_MOST_MEMBERS, 1 << (shape["GROUP"] - 1).bit_length())
@@ -281,20 +259,6 @@ class TritonBackend(AttentionBackend):
                 TILES=_PLANNED_TOGETHER,
             )
         return self._plans.setdefault((short, tokens), _Plan(*lists))
-
-    def _check(self, of: PoolLayer, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse what the kernels would read or write out of bounds."""
-        assert self._metadata is not None
-        rows, (key_dim, value_dim) = len(self._metadata.slot_mapping), of.dims
-        keys, values = (rows, of.kv_heads, key_dim), (rows, of.kv_heads, value_dim)
-        if key.shape != keys or value.shape != values:
-            raise ValueError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {keys} and {values}"
-            )
-        if query.shape[::2] != keys[::2] or query.shape[1] % of.kv_heads:
-            raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
-        if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
-            raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")
 
 
 def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
