@@ -213,3 +213,8 @@ def declare(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Ca
     function = getattr(library, name)
     function.restype, function.argtypes = result, arguments
     return function  # type: ignore[no-any-return]
+
+
+def address_of(function: Any) -> int:
+    """Return the address of a library's function, for native callers."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

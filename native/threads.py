@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from native.build import BuildError, load_library
+from native.build import BuildError, address_of, load_library
 
 logger = logging.getLogger("tandem.engine")
 
@@ -26,7 +26,7 @@ def gomp_parallel() -> int:
     except (OSError, AttributeError) as error:
         logger.warning("our kernels run on one thread: torch's OpenMP runtime was not found (%s)", error)
         return 0
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return address_of(function)
 
 
 @functools.cache
@@ -37,4 +37,4 @@ def parallel() -> int:
     except BuildError as error:
         logger.warning("our kernels run on one thread: %s", error)
         return 0
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return address_of(function)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed_quantized import PackedQuantizedLinear, linear_of
+from engine.linear.packed import linear_of
+from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

@@ -51,15 +51,10 @@ _FUNCTIONS = {torch.bfloat16: "tandem_linear", torch.float32: "tandem_linear_of_
 
 
 @functools.cache
-def _kernel(name: str = "tandem_linear") -> Callable[..., None]:
+def kernel(dtype: torch.dtype = torch.bfloat16) -> Callable[..., None]:
     """Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 4
-    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
-
-
-def kernel_address(dtype: torch.dtype) -> int:
-    """Return the address of the kernel's function, for native callers. Raises BuildError."""
-    return ctypes.cast(_kernel(_FUNCTIONS[dtype]), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+    return declare(library(), _FUNCTIONS[dtype], None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def kernel_fault(
@@ -74,7 +69,7 @@ def kernel_fault(
     if not cpuinfo.exists() or "avx2" not in cpuinfo.read_text():
         return "torch's, on a CPU without AVX2"
     try:
-        _kernel()
+        kernel()
     except BuildError as error:
         return f"torch's ({error})"
     return None
@@ -89,7 +84,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> T
             f"not a bfloat16 input of {2 * weight.shape[1]} features: {x.dtype} {tuple(x.shape)}"
         )
     out = torch.empty((*batch, out_features), dtype=torch.bfloat16)
-    _kernel()(
+    kernel()(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -140,6 +135,15 @@ class PackedLinear(nn.Module):
 def plain_weight(linear: nn.Linear | Conv1D) -> Tensor:
     """[out_features, in_features], which GPT-2's layers have the other way round."""
     return linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer of these tensors, [out_features, in_features] and [out_features]."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def pack(weight: Tensor, together: int = 2) -> Tensor:

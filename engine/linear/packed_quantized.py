@@ -15,9 +15,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed import PackedLinear, QuantizedArgs, joined, library, pack, packed_rows, unpacked
+from engine.linear.packed import (
+    PackedLinear,
+    QuantizedArgs,
+    joined,
+    library,
+    linear_of,
+    pack,
+    packed_rows,
+    unpacked,
+)
 from engine.linear.quantized import QuantizedLinear
-from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
+from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight, same_order
 from native.build import declare
 from native.threads import gomp_parallel
 
@@ -32,15 +41,10 @@ _DEPTH, _SLICE = 32, 128
 
 
 @functools.cache
-def _kernel(name: str = "tandem_quantized_linear") -> Callable[..., None]:
+def kernel() -> Callable[..., None]:
     """Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
-    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
-
-
-def kernel_address() -> int:
-    """Return the address of the kernel's function, for native callers. Raises BuildError."""
-    return ctypes.cast(_kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+    return declare(library(), "tandem_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def fits(weight: QuantizedWeight) -> bool:
@@ -92,11 +96,8 @@ class PackedWeight:
 
     def is_like(self, other: PackedWeight) -> bool:
         """Whether both can be one weight of the same inputs."""
-        same_inputs = self.inputs is other.inputs is None or (
-            self.inputs is not None and other.inputs is not None and torch.equal(self.inputs, other.inputs)
-        )
         return (
-            same_inputs
+            same_order(self.inputs, other.inputs)
             and self.format is other.format
             and self.input_group == other.input_group
             and (self.offsets is None) == (other.offsets is None)
@@ -220,7 +221,7 @@ def _run(
     if in_features != args.in_features or x.dtype is not torch.bfloat16:
         raise ValueError(f"not a bfloat16 input of {args.in_features} features: {x.dtype} {tuple(x.shape)}")
     out = torch.empty((*batch, out_features), dtype=torch.bfloat16)
-    _kernel()(
+    kernel()(
         x.data_ptr(),
         ctypes.addressof(args),
         out.data_ptr(),
@@ -336,12 +337,3 @@ def with_outputs(linear: nn.Module, outputs: Tensor) -> nn.Module:
     if type(linear) is nn.Linear:
         return linear_of(linear.weight[outputs], bias)
     raise TypeError(f"{type(linear).__name__} is no linear layer")
-
-
-def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer of these tensors, [out_features, in_features] and [out_features]."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear

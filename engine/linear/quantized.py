@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from engine.linear.packed import linear_of
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 
@@ -41,10 +42,7 @@ class QuantizedLinear(nn.Module):
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
         """A layer with the dequantized weight."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        plain.weight = nn.Parameter(self.quantized.dequantized().to(dtype), requires_grad=False)
-        plain.bias = self.bias
-        return plain
+        return linear_of(self.quantized.dequantized().to(dtype), self.bias)
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features}, {self.out_features}"

@@ -21,23 +21,17 @@ from native.threads import gomp_parallel
 
 
 @functools.cache
-def _kernel() -> Callable[..., None]:
+def kernel() -> Callable[..., None]:
     """Raises BuildError."""
     pointers = [ctypes.c_void_p] * 3
     return declare(library(), "tandem_routed_linear", None, *pointers, ctypes.c_int64, ctypes.c_void_p)
 
 
 @functools.cache
-def _quantized_kernel() -> Callable[..., None]:
+def quantized_kernel() -> Callable[..., None]:
     """Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 2, [ctypes.c_int64] * 3
     return declare(library(), "tandem_routed_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
-
-
-def kernel_addresses() -> tuple[int, int]:
-    """Return the addresses of the functions for bfloat16 and for quantized weights. Raises BuildError."""
-    plain, quantized = (ctypes.cast(each(), ctypes.c_void_p) for each in (_kernel, _quantized_kernel))  # type: ignore[arg-type]
-    return plain.value or 0, quantized.value or 0
 
 
 def _routed(
@@ -66,7 +60,7 @@ def _routed(
 def _run(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     x, experts = x.contiguous(), experts.contiguous()
     args, out = _routed(x, experts, 2 * weight.shape[2], out_features, len(weight))
-    _kernel()(
+    kernel()(
         ctypes.addressof(args),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -104,7 +98,7 @@ def _run_quantized(
     x, experts = x.contiguous(), experts.contiguous()
     first = _first(words, scales, offsets, inputs, bias, format, input_group, out_features)
     args, out = _routed(x, experts, first.in_features, out_features, len(words))
-    _quantized_kernel()(
+    quantized_kernel()(
         ctypes.addressof(args),
         ctypes.addressof(first),
         words[0, 0].numel(),

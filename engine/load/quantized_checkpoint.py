@@ -33,7 +33,7 @@ from engine.model.text_half import as_causal, make_model, named_as_in
 from engine.quantization import gguf, mxfp4
 from engine.quantization.checkpoint import Layout, parse_layout
 from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
-from engine.quantization.weight import QuantizedWeight
+from engine.quantization.weight import QuantizedWeight, same_order
 from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
@@ -235,8 +235,7 @@ def fill_experts(
 
 def _joined(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:
     """The outputs of both; None where their inputs are not quantized alike."""
-    orders = [weight.permutation for weight in (gate, up) if weight.permutation is not None]
-    if not _are_alike([gate, up]) or (orders and not torch.equal(*orders)):
+    if not (_are_alike([gate, up]) and same_order(gate.permutation, up.permutation)):
         return None
     zeros = None if gate.zeros is None or up.zeros is None else torch.cat([gate.zeros, up.zeros])
     codes, scales = torch.cat([gate.codes, up.codes]), torch.cat([gate.scales, up.scales])

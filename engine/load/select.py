@@ -15,7 +15,7 @@ from engine.devices.attention import backend_over, by_table, select_backend
 from engine.devices.cpu.decoder.description import Description, unfit, unfit_head
 from engine.devices.cpu.decoder.forward import NativeDecoder, library
 from engine.devices.cpu.decoder.native_model import DTYPES
-from engine.devices.cpu.recurrent.native import kernel_addresses
+from engine.devices.cpu.recurrent.native import kernels
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.recurrent import operators_of
 from engine.devices.torch.forward import Modules
@@ -174,7 +174,7 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
         try:
             library(loaded.dtype)
             if loaded.recurrent is not None:
-                kernel_addresses()
+                kernels()
         except BuildError as error:
             logger.warning("the native decoder cannot be built: %s", error)
         else:

@@ -30,11 +30,6 @@ def kernel() -> Callable[..., None]:
     return declare(library, "tandem_adapt", None, *kinds)
 
 
-def kernel_address() -> int:
-    """Return the address of the kernel's function, for native callers. Raises BuildError."""
-    return ctypes.cast(kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-
-
 class Addition(Protocol):
     def add(self, out: Tensor, x: Tensor, path: str) -> None:
         """To a layer's output `out` [..., outputs], for its input `x` [..., inputs]."""

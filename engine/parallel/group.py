@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from native.build import BuildError, declare, load_library
+from native.build import BuildError, address_of, declare, load_library
 from protocol.errors import ConfigError, TandemError
 
 GATHER_TIMEOUT_S = 10.0
@@ -82,8 +82,7 @@ class Ranks:
     @property
     def addresses(self) -> tuple[int, int]:
         """The addresses of the exchange and of its gather function. Native callers ask `check` afterwards."""
-        gather = ctypes.cast(_library().tandem_gather, ctypes.c_void_p).value
-        return ctypes.addressof(self._exchange), gather or 0
+        return ctypes.addressof(self._exchange), address_of(_library().tandem_gather)
 
     def parts(self, count: int, unit: int = 1) -> list[range]:
         """Each rank's part of `count` things, in whole units if there are enough of these for all."""

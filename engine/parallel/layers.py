@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.linear.experts import Experts
-from engine.linear.packed import PANEL, PackedLinear, plain_weight
+from engine.linear.packed import PANEL, PackedLinear, linear_of, plain_weight
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.parallel.group import Columns, Ranks
 
@@ -105,9 +105,5 @@ def _linear_share(
 
 
 def _rows(module: nn.Linear | Conv1D, own: range) -> nn.Linear:
-    weight = plain_weight(module)
-    part = nn.Linear(weight.shape[1], len(own), bias=module.bias is not None, device="meta")
-    part.weight = nn.Parameter(weight[own.start : own.stop], requires_grad=False)
-    if module.bias is not None:
-        part.bias = nn.Parameter(module.bias[own.start : own.stop], requires_grad=False)
-    return part
+    rows = slice(own.start, own.stop)
+    return linear_of(plain_weight(module)[rows], None if module.bias is None else module.bias[rows])

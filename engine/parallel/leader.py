@@ -84,12 +84,12 @@ class Leader:
         """A `MakeRunner`, once the pool is lent. Raises LostRankError, UnsupportedModelError."""
         begin = Begin(pool.num_blocks, pool.segments, hidden_layers)
         self.tell(encode(begin))
-        own = ShareRunner(config, loaded, pool, self.ranks, hidden_layers)
+        runner = LeadingRunner(self, config, loaded, pool, hidden_layers)
         self._await(_BUILD_S)
         if loaded.adapters is not None:
             loaded.adapters.share(self)
         self.watch()
-        return LeadingRunner(own, self)
+        return runner
 
     def watch(self) -> None:
         """From now on gathers fail, and `on_lost` is called, when a rank has ended."""
@@ -148,29 +148,28 @@ class Leader:
         self._pids = []
 
 
-class LeadingRunner:
+class LeadingRunner(ShareRunner):
     """Runs a model on all ranks: rank 0 tells the others, and does its own part."""
 
-    any_threads = can_fill = False
-    chains = None
-
-    def __init__(self, own: ShareRunner, leader: Leader) -> None:
-        self._own = own
+    def __init__(
+        self,
+        leader: Leader,
+        config: ServeConfig,
+        loaded: LoadedModel,
+        pool: KVPool,
+        hidden_layers: tuple[int, ...],
+    ) -> None:
+        super().__init__(config, loaded, pool, leader.ranks, hidden_layers)
         self._leader = leader
-        self.choice, self.products = own.choice, own.products
-
-    @property
-    def deterministic(self) -> bool:
-        return self._own.deterministic
 
     def warm_up(self) -> float:
         self._leader.tell(encode(WarmUp()))
-        return self._own.warm_up()
+        return super().warm_up()
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
         """As `Runner.run`. Raises LostRankError."""
         self._leader.tell(encode(RunStep([*step.batch], [*step.logit_rows], step.wants_hidden)))
-        return self._own.run(step)
+        return super().run(step)
 
 
 @contextlib.contextmanager

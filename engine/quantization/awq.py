@@ -35,7 +35,6 @@ class Awq:
         return cls(choice(config, "group_size", (*GROUP_SIZES, WHOLE_ROW)))
 
     def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
-        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
         return {
             "quant_method": "awq",
             "bits": _BITS,
@@ -55,7 +54,6 @@ class Awq:
         return width * 8, columns
 
     def read(self, layer: StoredLayer) -> QuantizedWeight:
-        """Raises UnsupportedModelError, naming a tensor."""
         size = layer.group_size(self.group_size)
         groups, width = layer.in_features // size, layer.out_features // 8
         codes = layer.take("qweight", (torch.int32,), (layer.in_features, width))

@@ -31,8 +31,6 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 logger = logging.getLogger("tandem.engine")
 
-_E8M0_BIAS = 127
-_E8M0_NAN = 255
 _MX_GROUP = 32
 _INTEGERS = ("pack-quantized", "int-quantized")
 
@@ -118,7 +116,6 @@ class CompressedTensors:
         return cls(tuple(schemes))
 
     def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
-        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
         groups = {
             f"group_{number}": {
                 "targets": list(targets),
@@ -155,7 +152,6 @@ class CompressedTensors:
         return rows, columns
 
     def read(self, layer: StoredLayer) -> QuantizedWeight:
-        """Raises UnsupportedModelError, naming a tensor."""
         scheme = self._scheme(layer.name)
         weight = _READ[scheme.format](layer, scheme)
         return replace(weight, input_group=layer.in_features) if scheme.rounds_inputs else weight
@@ -276,15 +272,14 @@ def _read_mxfp4(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
     groups = columns // layer.group_size(_MX_GROUP)
     packed = layer.take("weight_packed", (torch.uint8,), (rows, columns // 2))
     exponents = layer.take("weight_scale", (torch.uint8,), (rows, groups))
-    if (exponents == _E8M0_NAN).any():
+    if (exponents == words.E8M0_NAN).any():
         raise layer.wrong("weight_scale", "has scales that are NaN")
-    scales = torch.exp2(exponents.to(torch.float32) - _E8M0_BIAS)
-    return QuantizedWeight(CodeFormat.MXFP4, words.unpack_pairs(packed), scales)
+    return QuantizedWeight(CodeFormat.MXFP4, words.unpack_pairs(packed), words.powers(exponents))
 
 
 def _write_mxfp4(weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
     """Scales are powers of two."""
-    exponents = torch.log2(weight.scales).round() + _E8M0_BIAS
+    exponents = torch.log2(weight.scales).round() + 127
     return {"weight_packed": words.pack_pairs(weight.codes), "weight_scale": exponents.to(torch.uint8)}
 
 

@@ -35,7 +35,6 @@ class Fp8:
         return cls(None if config.get(field) is None else block_shape(config, field))
 
     def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
-        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -54,7 +53,6 @@ class Fp8:
         return rows, columns
 
     def read(self, layer: StoredLayer) -> QuantizedWeight:
-        """Raises UnsupportedModelError, naming a tensor."""
         suffix = next((name for name in _SCALES if name in layer.tensors), _SCALES[0])
         codes = float8_codes(layer)
         if self.block is None:

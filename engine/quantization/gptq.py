@@ -51,7 +51,6 @@ class Gptq:
         return cls(bits, group_size, desc_act, version, symmetric)
 
     def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
-        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
         return {
             "quant_method": "gptq",
             "bits": self.bits,
@@ -73,7 +72,6 @@ class Gptq:
         return rows, height * 32 // self.bits
 
     def read(self, layer: StoredLayer) -> QuantizedWeight:
-        """Raises UnsupportedModelError, naming a tensor."""
         groups = layer.in_features // layer.group_size(self.group_size)
         per_word = 32 // self.bits
         height, width = -(-layer.in_features // per_word), -(-layer.out_features // per_word)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import UnsupportedModelError
 from engine.quantization.weight import CodeFormat, QuantizedWeight
-from engine.quantization.words import unpack_pairs
+from engine.quantization.words import E8M0_NAN, powers, unpack_pairs
 
 METHOD = "mxfp4"
 """The `quant_method` of their `quantization_config`."""
@@ -21,8 +21,6 @@ METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
 _GROUP_BYTES = 16
 """The bytes of 32 codes; the lower four bits of a byte come first."""
-_BIAS, _NAN = 127, 255
-"""The exponent's bias and the code of NaN in E8M0."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,7 @@ class StackedWeights:
 
     def __iter__(self) -> Iterator[QuantizedWeight]:
         for blocks, scales in zip(self.blocks, self.scales, strict=True):
-            powers = torch.exp2(scales.to(torch.float32) - _BIAS)
-            yield QuantizedWeight(CodeFormat.MXFP4, unpack_pairs(blocks.flatten(1)), powers)
+            yield QuantizedWeight(CodeFormat.MXFP4, unpack_pairs(blocks.flatten(1)), powers(scales))
 
     def to(self, device: torch.device) -> StackedWeights:
         return StackedWeights(self.blocks.to(device), self.scales.to(device))
@@ -70,5 +67,5 @@ def _check(name: str, blocks: Tensor, scales: Tensor) -> None:
         raise UnsupportedModelError(
             f"{name}{SCALES}: has shape {list(scales.shape)}, not {list(blocks.shape[:-1])}"
         )
-    if (scales == _NAN).any():
+    if (scales == E8M0_NAN).any():
         raise UnsupportedModelError(f"{name}{SCALES}: has scales that are NaN")

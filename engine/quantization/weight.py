@@ -24,6 +24,13 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 INT4_ZERO = 8
 
 
+def same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two orders of a weight's inputs are equal; None is the inputs' own."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """`codes` is [out_features, in_features]: int8 for INT8, uint8 for INT4 and MXFP4, float8_e4m3fn for FP8.

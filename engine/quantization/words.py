@@ -42,6 +42,14 @@ def move_zero(codes: Tensor) -> Tensor:
     return flipped if codes.dtype is torch.int8 else flipped.view(torch.int8)
 
 
+E8M0_NAN = 255
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """float32 powers of two of E8M0 (OCP Microscaling Formats, 2023): exponents of a bias of 127."""
+    return torch.exp2(exponents.to(torch.float32) - 127)
+
+
 def _compact(tensor: Tensor) -> Tensor:
     """With the strides of its shape, which `contiguous` leaves as they are where a size is 1."""
     return tensor.clone(memory_format=torch.contiguous_format)

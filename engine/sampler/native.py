@@ -74,7 +74,6 @@ class NativeSampler:
         self._draw = RowsFunction(source, "tandem_draw", *structs)
 
     def begin(self, batch: Batch) -> TokenChoice:
-        """As `RowSampler.begin`."""
         chosen = torch.empty(len(batch.index), dtype=torch.int64)
         with_rows = _Rows(batch, chosen)
         if self._choose(with_rows.fields, with_rows.logits) == 0:
@@ -83,12 +82,10 @@ class NativeSampler:
         return TokenChoice.made(chosen.clamp_min_(0), failed_rows)
 
     def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As `RowSampler.draw_drafts`."""
         chosen, began = torch.empty(len(batch.index), dtype=torch.int64), np.array(starts, np.int64)
         return chosen, self._distributions(batch, chosen, began.ctypes.data)
 
     def probabilities(self, batch: Batch) -> Tensor:
-        """As `RowSampler.probabilities`."""
         return self._distributions(batch, torch.empty(0, dtype=torch.int64), None)
 
     def _distributions(self, batch: Batch, chosen: Tensor, starts: int | None) -> Tensor:

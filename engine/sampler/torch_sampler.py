@@ -21,7 +21,6 @@ class TorchSampler:
     on_device = False
 
     def begin(self, batch: Batch) -> TokenChoice:
-        """As `RowSampler.begin`."""
         values, failed = _values(batch)
         failed_rows = failed.nonzero()[:, 0].tolist()
         chosen = values.argmax(dim=1)
@@ -33,7 +32,6 @@ class TorchSampler:
         return TokenChoice.made(chosen, failed_rows)
 
     def probabilities(self, batch: Batch) -> Tensor:
-        """As `RowSampler.probabilities`."""
         values, failed = _values(batch)
         likeliest = values.argmax(dim=1, keepdim=True)
         apply_filters(values, batch)
@@ -43,7 +41,6 @@ class TorchSampler:
         return shares.masked_fill_(failed, 0.0)
 
     def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As `RowSampler.draw_drafts`."""
         probabilities, seeds = self.probabilities(batch), _column(batch, batch.requests.seeds)[:, 0]
         places = _tensor(batch, [*starts]), _tensor(batch, batch.positions)
         return draw(probabilities, round_keys(seeds, *places, Purpose.DRAFT)), probabilities

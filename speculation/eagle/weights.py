@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.devices.loaded_model import LoadedModel
-from engine.linear.packed_quantized import linear_of, with_outputs
+from engine.linear.packed import linear_of
+from engine.linear.packed_quantized import with_outputs
 from engine.model.describe import ACTIVATIONS
 from engine.quantization.weight import CodeFormat
 from speculation.checkpoint import Checkpoint

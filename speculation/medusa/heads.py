@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.devices.loaded_model import LoadedModel
-from engine.linear.packed import kernel_fault, pack_linears
-from engine.linear.packed_quantized import linear_of
+from engine.linear.packed import kernel_fault, linear_of, pack_linears
 from engine.quantization.weight import CodeFormat
 from speculation.medusa.weights import HeadWeights
 from speculation.rounding import round_draft

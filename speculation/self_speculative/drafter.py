@@ -21,8 +21,7 @@ from engine.devices.attention import backend_over, select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
-from engine.linear.packed import PackedLinear, kernel_fault, unpacked
-from engine.linear.packed_quantized import linear_of
+from engine.linear.packed import PackedLinear, kernel_fault, linear_of, unpacked
 from engine.load.select import runner_of
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from engine.batch.rows import SequenceRows
 from engine.batch.step_inputs import StepShape, are_chains
@@ -17,78 +18,71 @@ MOST_ROWS = 512
 _POWERS_UP_TO = 16
 
 
+@dataclass(frozen=True)
 class Buckets:
-    """By sequences, rows of each, and keys. A step takes the least of each that it fits."""
+    """By sequences, rows of each, and blocks of keys, all rising. A step takes the least of each that it
+    fits.
+    """
 
-    def __init__(
-        self,
-        sequences: Sequence[int],
-        rows_each: Sequence[int],
-        blocks: Sequence[int],
-        trees: bool,
-        first_keys: bool = False,
-        adapters: bool = False,
-        drafts: bool = False,
-    ) -> None:
-        """All rising. With `trees` several rows of a sequence may be a tree; with `first_keys` rows may not
-        look at the first keys; with `adapters` there are steps with these, and without; with `drafts` lone
-        rows of sequences may be drafted, too.
-        """
-        self._sequences = sequences
-        self._rows_each = rows_each
-        self._blocks = blocks
-        self._trees = trees
-        self._first_keys = first_keys
-        self._adapters, self._drafts = adapters, drafts
+    sequences: Sequence[int]
+    rows_each: Sequence[int]
+    blocks: Sequence[int]
+    trees: bool
+    """Whether several rows of a sequence may be a tree."""
+    first_keys: bool = False
+    """Whether rows may not look at the first keys."""
+    adapters: bool = False
+    """Whether there are steps with these, and without."""
+    drafts: bool = False
+    """Whether lone rows of sequences may be drafted, too."""
 
     @classmethod
     def of(cls, config: ServeConfig, max_model_len: int, adapters: bool = False) -> Buckets:
         drafted, trees = _drafted(config)
-        return cls(
-            _sequences(min(config.max_num_seqs, MOST_ROWS)),
-            [1 + count for count in drafted],
-            _blocks(max_model_len, config.block_size),
-            trees,
-            adapters=adapters,
-        )
+        return cls._for(config, max_model_len, [1 + count for count in drafted], trees, adapters=adapters)
 
     @classmethod
     def of_drafts(cls, config: ServeConfig, max_model_len: int) -> Buckets:
         """For a model that drafts chains: of what was verified, one or two tokens are new to it."""
-        sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
-        return cls(sequences, [1, 2], _blocks(max_model_len, config.block_size), trees=False, drafts=True)
+        return cls._for(config, max_model_len, [1, 2], drafts=True)
 
     @classmethod
     def of_heads(cls, config: ServeConfig, max_model_len: int) -> Buckets:
         """For a head that drafts chains: it reads what was verified, but for the text's first token."""
-        sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
         rows_each = [1 + count for count in _drafted(config)[0]]
-        return cls(sequences, rows_each, _blocks(max_model_len, config.block_size), False, first_keys=True)
+        return cls._for(config, max_model_len, rows_each, first_keys=True)
+
+    @classmethod
+    def _for(
+        cls, config: ServeConfig, longest: int, rows_each: list[int], trees: bool = False, **kinds: bool
+    ) -> Buckets:
+        sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
+        return cls(sequences, rows_each, _blocks(longest, config.block_size), trees, **kinds)
 
     def __iter__(self) -> Iterator[StepShape]:
         """The largest first."""
-        for blocks in reversed(self._blocks):
-            for rows_each in reversed(self._rows_each):
-                for sequences in reversed(self._sequences):
+        for blocks in reversed(self.blocks):
+            for rows_each in reversed(self.rows_each):
+                for sequences in reversed(self.sequences):
                     if sequences * rows_each <= MOST_ROWS:
-                        for adapters in (True, False) if self._adapters else (False,):
+                        for adapters in (True, False) if self.adapters else (False,):
                             yield self._shape(sequences, rows_each, blocks, adapters)
 
     def shape_of(self, batch: Sequence[SequenceRows], num_logits: int, block_size: int) -> StepShape | None:
         """None where the step fits none."""
-        if not self._first_keys and any(rows.first_key for rows in batch):
+        if not self.first_keys and any(rows.first_key for rows in batch):
             return None
-        if not (self._trees or are_chains(batch)):
+        if not (self.trees or are_chains(batch)):
             return None
         adapters = any(rows.adapter for rows in batch)
-        if adapters and not self._adapters:
+        if adapters and not self.adapters:
             return None
         longest = max(len(rows.token_ids) for rows in batch)
         keys = max(rows.start + len(rows.token_ids) for rows in batch)
         least = [
-            _next(self._sequences, len(batch)),
-            _next(self._rows_each, longest),
-            _next(self._blocks, ceil_div(keys, block_size)),
+            _next(self.sequences, len(batch)),
+            _next(self.rows_each, longest),
+            _next(self.blocks, ceil_div(keys, block_size)),
         ]
         if None in least:
             return None
@@ -97,9 +91,9 @@ class Buckets:
 
     def _shape(self, sequences: int, rows_each: int, blocks: int, adapters: bool) -> StepShape:
         rows = sequences * rows_each
-        trees = self._trees and rows_each > 1
+        trees = self.trees and rows_each > 1
         sizes = rows, rows, sequences, rows_each, blocks
-        return StepShape(*sizes, trees, self._first_keys, adapters, self._drafts)
+        return StepShape(*sizes, trees, self.first_keys, adapters, self.drafts)
 
 
 def _next(rising: Sequence[int], least: int) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch
 
@@ -17,29 +16,9 @@ MOST_S = 60.0
 """For all graphs of a model."""
 
 
-class Graph(Protocol):
-    def capture(self, work: Callable[[], object]) -> None:
-        """Record what `work` launches, which has run before: nothing is compiled or set up on the way."""
-
-    def replay(self) -> None:
-        """Launch it again: the same constants, and the same addresses."""
-
-
-class Graphs(Protocol):
+class CudaGraphs:
     """Graphs that never run at once, so that what they compute may lie in the same memory."""
 
-    def new(self) -> Graph: ...
-
-    def free_bytes(self) -> int:
-        """Free memory of the device."""
-
-    def fault(self, work: Callable[[], object]) -> str:
-        """Why `work`, which has run before, cannot be captured, as where it waits for the device. Empty if it
-        can.
-        """
-
-
-class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
@@ -48,10 +27,14 @@ class CudaGraphs:
         return CudaGraph(self._pool)
 
     def free_bytes(self) -> int:
+        """Free memory of the device."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def fault(self, work: Callable[[], object]) -> str:
+        """Why `work`, which has run before, cannot be captured, as where it waits for the device. Empty if it
+        can.
+        """
         torch.cuda.set_sync_debug_mode("error")
         try:
             work()
@@ -68,6 +51,7 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, work: Callable[[], object]) -> None:
+        """Record what `work` launches, which has run before: nothing is compiled or set up on the way."""
         # Other threads of the worker may ask CUDA for memory meanwhile. If the device refuses,
         # `torch.cuda.graph` leaves the thread on its own stream.
         with (
@@ -77,14 +61,15 @@ class CudaGraph:
             work()
 
     def replay(self) -> None:
+        """Launch it again: the same constants, and the same addresses."""
         self._graph.replay()
 
 
 def capture_all(
-    shapes: Sequence[StepShape], capture: Callable[[StepShape], Graph], graphs: Graphs
-) -> dict[StepShape, Graph]:
+    shapes: Sequence[StepShape], capture: Callable[[StepShape], CudaGraph], graphs: CudaGraphs
+) -> dict[StepShape, CudaGraph]:
     """One for each shape, as far as `MOST_S` and half of the free memory go."""
-    captured: dict[StepShape, Graph] = {}
+    captured: dict[StepShape, CudaGraph] = {}
     started, free = time.monotonic(), graphs.free_bytes()
     for shape in _by_need(shapes):
         if time.monotonic() - started > MOST_S or graphs.free_bytes() < free / 2:

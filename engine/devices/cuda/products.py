@@ -16,7 +16,7 @@ from engine.devices.cuda import product_kernel
 from engine.devices.cuda.product_kernel import multiply
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
-from engine.quantization.weight import CodeFormat, QuantizedWeight
+from engine.quantization.weight import CodeFormat, QuantizedWeight, same_order
 from engine.triton_support import ceil_div
 
 _KINDS = {
@@ -71,10 +71,7 @@ class TiledWeight:
 
     def is_like(self, other: TiledWeight) -> bool:
         """Whether both can be one weight of the same inputs."""
-        same_order = self.order is other.order is None or (
-            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
-        )
-        return same_order and self._kind == other._kind
+        return self._kind == other._kind and same_order(self.order, other.order)
 
     @property
     def _kind(self) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from engine.copies import Upload, Uploader
 from engine.devices.cuda.adapters import adapted_modules
 from engine.devices.cuda.buckets import MOST_ROWS, Buckets
 from engine.devices.cuda.decoder import CudaDecoder, unfit
-from engine.devices.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all, stand_ins
+from engine.devices.cuda.graphs import CudaGraph, CudaGraphs, capture_all, stand_ins
 from engine.devices.cuda.products import describe
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.loaded_model import LoadedModel
@@ -40,13 +40,13 @@ class CudaRunner(StepRunner):
         device: torch.device,
         products: str,
         buckets: Buckets,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         super().__init__(forward, backend, products)
         self.choice = f"{forward.name}, eager"
         self._buckets, self._graphs = buckets, graphs
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
-        self._captured: dict[StepShape, Graph] = {}
+        self._captured: dict[StepShape, CudaGraph] = {}
         self._stand_ins: dict[StepShape, StepShape] = {}
         """The larger buckets whose graphs serve those without one."""
         self._hidden: Tensor | None = None
@@ -74,7 +74,7 @@ class CudaRunner(StepRunner):
             self.choice = f"{self._forward.name}, {len(self._captured)} graphs"
         return time.monotonic() - started
 
-    def _capture(self, graphs: Graphs, shape: StepShape) -> Graph:
+    def _capture(self, graphs: CudaGraphs, shape: StepShape) -> CudaGraph:
         """Capture a step of padding rows, which write nowhere."""
         inputs = self._inputs(Step([], []), shape)
         self._compute_kept(inputs)
@@ -152,5 +152,5 @@ def runner_of_head(
     return CudaRunner(forward, backend, target.device, products, buckets, graphs)
 
 
-def graphs_for(config: ServeConfig, device: torch.device) -> Graphs | None:
+def graphs_for(config: ServeConfig, device: torch.device) -> CudaGraphs | None:
     return None if config.enforce_eager else CudaGraphs(device)

@@ -17,16 +17,11 @@ _STATES = "A_log"
 """A recurrent layer's parameter, which like its convolution our operators read, row by row."""
 
 
-def tile_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why it can't be used: Triton can't."""
-    return backend_fault("triton", device, dtype)
-
-
 def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, plain: bool = False) -> None:
     """Pack the model's quantized layers, and with `plain` all linear ones. Where that can't be, torch
     dequantizes layers in each step.
     """
-    if tile_fault(device, dtype) is None:
+    if backend_fault("triton", device, dtype) is None:
         importlib.import_module("engine.devices.cuda.products").tile_linears(model, dtype, plain=plain)
 
 
@@ -41,7 +36,7 @@ def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dty
             return fault
         if not backend_of(name).deterministic:
             return f"with --attention-backend {name} sums depend on the batch"
-    return tile_fault(device, dtype)
+    return backend_fault("triton", device, dtype)
 
 
 def fault_of_weights(model: nn.Module) -> str | None:

@@ -144,7 +144,7 @@ class Operations(ABC, Generic[Rows]):
             gates = _sorted_heads(gates, shape.num_key_heads, [each, each])
         rows = silu(self._convolve(mixer, made[:, : shape.channels])).to(made.dtype).float()
         query, key = (
-            _unit(part.unflatten(-1, (-1, shape.key_dim))) for part in rows[:, : 2 * keys].chunk(2, dim=-1)
+            unit(part.unflatten(-1, (-1, shape.key_dim))) for part in rows[:, : 2 * keys].chunk(2, dim=-1)
         )
         value = rows[:, 2 * keys :].unflatten(-1, (heads, -1))
         beta = sigmoid(gates[:, :heads]).float()
@@ -247,5 +247,5 @@ def _sorted_heads(rows: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part.flatten(1) for part in parts], dim=-1)
 
 
-def _unit(rows: Tensor) -> Tensor:
+def unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _UNIT_EPSILON)

@@ -13,16 +13,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import sigmoid, silu, softplus
 from transformers.activations import ACT2FN
 
 from engine.batch.operators import Operators
+from engine.devices.torch.operations import unit
 from engine.errors import UnsupportedModelError
-
-_EPSILON = 1e-6
-"""The epsilon of queries' and keys' unit norms, flash-linear-attention's."""
 
 _ADVISER = "transformers.integrations.hub_kernels"
 """Its logger warns of slow functions, which run here at most while a model is probed."""
@@ -113,7 +110,7 @@ def _bound_delta_rule(hooks: RecurrentHooks, layer: int, original: Callable[...,
             )
         q, k, v, decay, strength = (_only(rows).float() for rows in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
-            q, k = (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _EPSILON) for rows in (q, k))
+            q, k = unit(q), unit(k)
         decay = decay if decay.dim() == 3 else decay[..., None]
         out = hooks.operators.linear_attention(layer, q * q.shape[-1] ** -0.5, k, v, decay, strength)
         return out[None].to(query.dtype), None

@@ -63,7 +63,7 @@ class TritonSampler:
         self._upload, self._download = upload_to(device), Downloader(device)
 
     def begin(self, batch: Batch) -> TokenChoice:
-        """As `RowSampler.begin`. Whoever waits does so for the tokens and nothing else."""
+        """Whoever waits does so for the tokens and nothing else."""
         chosen = self.tokens(batch)
         arrive = self._download.begin(chosen)
 
@@ -74,11 +74,9 @@ class TritonSampler:
         return TokenChoice(chosen, wait)
 
     def probabilities(self, batch: Batch) -> Tensor:
-        """As `RowSampler.probabilities`."""
         return self.shares(self.chosen(batch))
 
     def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As `RowSampler.draw_drafts`."""
         keys = round_seeds(batch.requests.seeds[np.array(batch.index)], np.array(starts), Purpose.DRAFT)
         chosen = self._chosen(batch, keys, None, keeps=True)
         return chosen.tokens, self.shares(chosen)

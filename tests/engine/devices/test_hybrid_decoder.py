@@ -290,7 +290,7 @@ def test_a_failed_build_of_the_operators_leaves_the_model_to_the_modules(
     def fail() -> None:
         raise BuildError("no compiler")
 
-    monkeypatch.setattr("engine.load.select.kernel_addresses", fail)
+    monkeypatch.setattr("engine.load.select.kernels", fail)
     assert Model(folders["lfm2"], "auto").runner.choice.startswith("eager")
 
 

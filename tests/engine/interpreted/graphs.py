@@ -23,7 +23,7 @@ from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.graphs import Graphs
+from engine.devices.cuda.graphs import CudaGraphs
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.forward import Modules
@@ -67,7 +67,9 @@ def small_tiles() -> Iterator[None]:
 class Side:
     """A decoder with its own pool of the same values."""
 
-    def __init__(self, model: PreTrainedModel, buckets: Buckets, graphs: Graphs | None, hidden: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, buckets: Buckets, graphs: CudaGraphs | None, hidden: bool
+    ) -> None:
         self.pool = made_pool()
         backend = TritonBackend(self.pool.layers(TARGET))
         decoder = CudaDecoder(describe(model), backend, 128, (0, 2) if hidden else ())

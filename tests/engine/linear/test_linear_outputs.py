@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.linear.packed import PackedLinear
-from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, linear_of, with_outputs
+from engine.linear.packed import PackedLinear, linear_of
+from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, with_outputs
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat
 from tests.engine.kernels import needs_kernel

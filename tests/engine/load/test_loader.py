@@ -141,7 +141,7 @@ def test_deterministic_is_refused_for_products_left_to_torch(
 
     monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(loader, "_load_weights", on_the_cpu)
-    monkeypatch.setattr(tiles, "tile_fault", lambda *_: None)
+    monkeypatch.setattr(tiles, "backend_fault", lambda *_: None)
     with pytest.raises(
         ConfigError, match=r"--deterministic: model\.layers\.0\.mlp\.experts\.gate_up_proj, of Qwen3"
     ):

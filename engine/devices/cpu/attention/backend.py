@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.devices.cpu.attention.structs import CallArgs, KvLayerArgs, PoolArgs, StepArgs
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv, NativeBackend, check_rows
 from engine.kv.row_codes import KvRows
-from native.build import BuildError, declare, load_library
+from native.build import BuildError, address_of, declare, load_library
 from native.threads import gomp_parallel
 from protocol.handoff import ROW_QUANTIZATIONS
 
@@ -94,9 +94,7 @@ class CpuBackend(NativeBackend):
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        functions = (self._library.tandem_attention_begin, self._run)
-        begin, attend = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-        return self._kernel, begin, attend
+        return self._kernel, address_of(self._library.tandem_attention_begin), address_of(self._run)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Raises ValueError where the metadata are out of range."""

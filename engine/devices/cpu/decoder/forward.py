@@ -32,14 +32,13 @@ from engine.devices.cpu.decoder.structs import (
     RowsArgs,
     WeightsArgs,
 )
-from engine.devices.cpu.recurrent.native import CpuSpans, kernel_addresses, layer_state_slots
+from engine.devices.cpu.recurrent.native import CpuSpans, kernels, layer_state_slots
 from engine.kv.attention import AttentionBackend, NativeBackend
 from engine.kv.state_slots import StateSlots
-from engine.linear import packed_quantized, routed
-from engine.linear.packed import kernel_address
-from engine.lora.layers import kernel_address as adapt_address
+from engine.linear import packed, packed_quantized, routed
+from engine.lora.layers import kernel as adapt_kernel
 from engine.lora.table import Adapters
-from native.build import declare, load_library
+from native.build import address_of, declare, load_library
 from native.threads import parallel
 
 _SOURCES = {torch.bfloat16: "decoder.cpp", torch.float32: "decoder_float32.cc"}
@@ -102,14 +101,15 @@ class NativeDecoder:
         self.vocab_size = model.vocab
         self.block_table = BlockTable(backend.block_size, backend.num_tables)
         self._hidden_size = model.hidden
-        model.linear, model.parallel = kernel_address(self._dtype), parallel()
+        model.linear, model.parallel = address_of(packed.kernel(self._dtype)), parallel()
         self._tables = self._take_tables(backend, model)
-        model.quantized_linear = packed_quantized.kernel_address()
-        model.routed_linear, model.routed_quantized_linear = routed.kernel_addresses()
+        model.quantized_linear = address_of(packed_quantized.kernel())
+        model.routed_linear = address_of(routed.kernel())
+        model.routed_quantized_linear = address_of(routed.quantized_kernel())
         self._adapters: NativeAdapters | None = None
         if adapters is not None:
             self._adapters = NativeAdapters(adapters, description.paths, description.columns)
-            model.adapt = adapt_address()
+            model.adapt = address_of(adapt_kernel())
         self._state_slots = NativeStateSlots(state_slots, model) if state_slots is not None else None
         self._order = sorted(hidden_layers)
         self._asked = [self._order.index(layer) for layer in hidden_layers]
@@ -249,7 +249,7 @@ class NativeStateSlots:
         self._layers = layer_state_slots(state_slots)
         self._spans = CpuSpans(state_slots)
         model.state_slots = ctypes.addressof(self._layers)
-        model.convolve, model.attend_linear = kernel_addresses()
+        model.convolve, model.attend_linear = map(address_of, kernels())
 
     def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:
         """Say in `fields` where the rows' states are. It is valid until the next call."""

@@ -27,19 +27,13 @@ from native.threads import gomp_parallel
 
 
 @functools.cache
-def _library() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Raises BuildError."""
+def kernels() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the convolution and linear attention. Raises BuildError."""
     structs = SpanArgs, SpansArgs, LayerStateSlotsArgs, ConvArgs, LinearAttentionArgs
     library = load_library(Path(__file__).parent / "recurrent.cpp", *structs)
     arguments = ctypes.c_void_p, ctypes.c_void_p
     conv = declare(library, "tandem_causal_conv", None, *arguments)
     return conv, declare(library, "tandem_linear_attention", None, *arguments)
-
-
-def kernel_addresses() -> tuple[int, int]:
-    """Return the addresses of the convolution and of linear attention. Raises BuildError."""
-    conv, attend = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in _library())  # type: ignore[arg-type]
-    return conv, attend
 
 
 def layer_state_slots(state_slots: StateSlots) -> ctypes.Array[LayerStateSlotsArgs]:
@@ -85,7 +79,7 @@ class CpuOperators(StepOperators):
     name = "cpu"
 
     def __init__(self, state_slots: StateSlots) -> None:
-        self._conv, self._attend = _library()
+        self._conv, self._attend = kernels()
         self._state_slots = state_slots  # whose memory the kernels use
         self._layers = layer_state_slots(state_slots)
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
