@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import msgspec
 import torch
@@ -109,7 +110,7 @@ class Engine:
 
     def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
         self._sampler.warm_up(loaded.dtype)
-        with ProfilingRun(self.blocks, self._runner, self.max_model_len) as profiling:
+        with closing(ProfilingRun(self.blocks, self._runner, self.max_model_len)) as profiling:
             self.times.seed(measure_steps(profiling, self._sampler, self.config.max_num_seqs, budget))
             if self._speculator is not None:
                 self._speculator.attach(loaded, self.pool, self._sampler)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ _TENANT = "\0profiling"
 
 
 class ProfilingRun:
-    """A context manager: on exit all its blocks are free again. It publishes nothing to the prefix cache."""
+    """Once it is closed, all its blocks are free again. It publishes nothing to the prefix cache."""
 
     def __init__(self, blocks: BlockManager, runner: Runner, max_model_len: int) -> None:
         self._blocks = blocks
@@ -42,19 +41,11 @@ class ProfilingRun:
         self.max_model_len = max_model_len
         self._sequences: list[SequenceState] = []
 
-    def __enter__(self) -> ProfilingRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.free()
-
     def sequences(self, count: int, num_tokens: int, room: int) -> list[SequenceState] | None:
         """`count` sequences of `num_tokens` uncomputed tokens, with blocks for `room` more. None if they do
         not fit. Frees those of the call before.
         """
-        self.free()
+        self.close()
         if num_tokens + room > self.max_model_len:
             return None
         for index in range(count):
@@ -62,7 +53,7 @@ class ProfilingRun:
             sequence.sequence_blocks = SequenceBlocks(self._blocks, root=b"")
             self._sequences.append(sequence)
             if not sequence.held.grow(0, num_tokens + room):
-                self.free()
+                self.close()
                 return None
         return list(self._sequences)
 
@@ -71,7 +62,7 @@ class ProfilingRun:
         packed = pack(ScheduledStep(sequences, [sequence.num_uncomputed for sequence in sequences]))
         return self._runner.run(packed.step(wants_hidden=wants_hidden))
 
-    def free(self) -> None:
+    def close(self) -> None:
         for sequence in reversed(self._sequences):
             sequence.held.free()
         self._sequences = []

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from engine.devices.cpu.attention import backend as attention
-from engine.devices.cpu.attention import structs as attention_structs
 from engine.devices.cpu.decoder import structs as decoder_structs
-from engine.devices.cpu.recurrent import structs as recurrent_structs
+from engine.devices.cpu.recurrent import native as recurrent
 from engine.linear import packed as linear_structs
 from engine.linear.packed_quantized import FORMATS
 from engine.lora import packed as lora_structs
@@ -25,9 +24,9 @@ from speculation.weightless import corpus, suffix, text
 
 ROOT = Path(__file__).parents[2]
 MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
-    ("engine/devices/cpu/attention/step.h", attention_structs, {}),
+    ("engine/devices/cpu/attention/step.h", attention, {}),
     ("engine/devices/cpu/decoder/structs.h", decoder_structs, {}),
-    ("engine/devices/cpu/recurrent/structs.h", recurrent_structs, {}),
+    ("engine/devices/cpu/recurrent/structs.h", recurrent, {}),
     ("engine/linear/quantized.h", linear_structs, {"QuantizedArgs": "Quantized"}),
     ("engine/linear/routed_rows.h", linear_structs, {"RoutedArgs": "RoutedRows"}),
     ("engine/lora/adapt.h", lora_structs, {}),

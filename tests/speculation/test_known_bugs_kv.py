@@ -6,6 +6,7 @@ the model itself, whose state cannot be rolled back: tests/engine/load/test_load
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     before = engine.pool.memory[cached].clone()
     assert isinstance(engine._runner, TorchRunner)
     engine._runner._run_padding()
-    with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
+    with closing(ProfilingRun(engine.blocks, engine._runner, MAX_LEN)) as profiling:
         sequences = profiling.sequences(3, 40, NUM_DRAFTED)
         assert sequences is not None
         profiling.forward(sequences)

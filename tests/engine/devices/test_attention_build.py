@@ -17,7 +17,6 @@ import torch
 
 from engine.devices.attention import select_backend
 from engine.devices.cpu.attention import backend as cpu_backend
-from engine.devices.cpu.attention import structs
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.torch.attention import TorchBackend
 from engine.kv.attention import AttentionOptions
@@ -169,13 +168,15 @@ def test_libraries_that_others_can_write_are_not_loaded(
 @has_compiler
 def test_structs_that_differ_from_the_sources_are_refused() -> None:
     class CallArgs(ctypes.Structure):
-        _fields_ = structs.CallArgs._fields_[:-1]
+        _fields_ = cpu_backend.CallArgs._fields_[:-1]
 
     assert build.load_library(
-        SOURCE, structs.KvLayerArgs, structs.PoolArgs, structs.StepArgs, structs.CallArgs
+        SOURCE, cpu_backend.KvLayerArgs, cpu_backend.PoolArgs, cpu_backend.StepArgs, cpu_backend.CallArgs
     )
     with pytest.raises(build.BuildError, match="KvLayerArgs, PoolArgs, StepArgs, CallArgs are not the"):
-        build.load_library(SOURCE, structs.KvLayerArgs, structs.PoolArgs, structs.StepArgs, CallArgs)
+        build.load_library(
+            SOURCE, cpu_backend.KvLayerArgs, cpu_backend.PoolArgs, cpu_backend.StepArgs, CallArgs
+        )
 
 
 @has_compiler

@@ -237,7 +237,7 @@ def stuck_engine(
 ) -> Iterator[Engine]:
     """Make an engine whose first prompts are on a disk that does not answer until `StuckFile.go`."""
     monkeypatch.setattr(StuckFile, "go", threading.Event(), raising=False)
-    monkeypatch.setattr("engine.kv.tiers.build.SlotFile", StuckFile)
+    monkeypatch.setattr("engine.assembly.SlotFile", StuckFile)
     StuckFile.go.set()
     # Twice the blocks of a prompt: the host drops none, however slow the disk is.
     engine = make_engine(num_blocks=34, host_blocks=48, disk=tmp_path)

@@ -43,21 +43,16 @@ class NativeModel:
         """By address: what lies there, with the packed weight and the bias that it points to."""
         self._experts: list[ExpertsArgs | QuantizedArgs] = []
 
-    def keep(self, tensor: Tensor | None) -> int | None:
-        """The address of the tensor's values in the model's dtype."""
+    def keep(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
+        """Return the address of the tensor's values, by default in the model's dtype."""
         if tensor is None:
             return None
-        values = tensor.detach().to(self.dtype).contiguous()
+        values = tensor.detach().to(dtype or self.dtype).contiguous()
         self._kept.append(values)
         return values.data_ptr()
 
     def keep_floats(self, tensor: Tensor | None) -> int | None:
-        """The address of the tensor's values in float32."""
-        if tensor is None:
-            return None
-        values = tensor.detach().float().contiguous()
-        self._kept.append(values)
-        return values.data_ptr()
+        return self.keep(tensor, torch.float32)
 
     def hold(self, tensor: Tensor) -> Tensor:
         """A copy of it as it is, kept."""
