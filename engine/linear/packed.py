@@ -47,14 +47,14 @@ def library() -> ctypes.CDLL:
     return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs, RoutedArgs)
 
 
-_FUNCTIONS = {torch.bfloat16: "tandem_linear", torch.float32: "tandem_linear_of_float32"}
+FUNCTIONS = {torch.bfloat16: "tandem_linear", torch.float32: "tandem_linear_of_float32"}
 
 
 @functools.cache
-def kernel(dtype: torch.dtype = torch.bfloat16) -> Callable[..., None]:
+def kernel(name: str = "tandem_linear") -> Callable[..., None]:
     """Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 4
-    return declare(library(), _FUNCTIONS[dtype], None, *pointers, *numbers, ctypes.c_void_p)
+    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def kernel_fault(

@@ -41,10 +41,10 @@ _DEPTH, _SLICE = 32, 128
 
 
 @functools.cache
-def kernel() -> Callable[..., None]:
+def kernel(name: str = "tandem_quantized_linear") -> Callable[..., None]:
     """Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
-    return declare(library(), "tandem_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
+    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def fits(weight: QuantizedWeight) -> bool:

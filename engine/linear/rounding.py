@@ -94,24 +94,19 @@ def group_size(format: CodeFormat, inputs: int) -> int | None:
 def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int) -> QuantizedWeight:
     """Round a weight [out_features, in_features] of any floating-point dtype."""
     groups = weight.float().unflatten(1, (-1, group_size))
-    scales = _SCALES[format](groups)
+    scales = _scales(groups, format)
     codes = _codes(groups / scales, format)
     input_group = _INPUT_GROUPS.get(format, 0)
     return QuantizedWeight(format, codes.flatten(1), scales.squeeze(2), input_group=input_group)
 
 
-def _int8_scales(groups: Tensor) -> Tensor:
-    return _nonzero(groups.abs().amax(2, keepdim=True) / 127)
-
-
-def _int4_scales(groups: Tensor) -> Tensor:
-    """The weight that is farthest from zero gets the code that is: -8 has no opposite."""
-    farthest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    return _nonzero(farthest / -8)
-
-
-def _fp8_scales(groups: Tensor) -> Tensor:
-    return _nonzero(groups.abs().amax(2, keepdim=True) / _LARGEST_FP8)
+def _scales(groups: Tensor, format: CodeFormat) -> Tensor:
+    if format is CodeFormat.MXFP4:
+        return _mxfp4_scales(groups)
+    if format is CodeFormat.INT4:  # the weight farthest from zero gets the code that is: -8 has no opposite
+        return _nonzero(groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8)
+    largest = 127 if format is CodeFormat.INT8 else _LARGEST_FP8
+    return _nonzero(groups.abs().amax(2, keepdim=True) / largest)
 
 
 def _mxfp4_scales(groups: Tensor) -> Tensor:
@@ -130,14 +125,6 @@ def _mxfp4_error(groups: Tensor, scales: Tensor) -> Tensor:
     steps = 0.5 + 0.5 * (values >= 2) + (values >= 4)  # between E2M1's values
     rounded = (values / steps).round_().mul_(steps).clamp_(max=_LARGEST_E2M1)
     return (rounded - values).square_().sum(2, keepdim=True) * scales.square()
-
-
-_SCALES = {
-    CodeFormat.INT8: _int8_scales,
-    CodeFormat.INT4: _int4_scales,
-    CodeFormat.FP8: _fp8_scales,
-    CodeFormat.MXFP4: _mxfp4_scales,
-}
 
 
 def _nonzero(scales: Tensor) -> Tensor:

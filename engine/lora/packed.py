@@ -30,7 +30,9 @@ class AdaptedArgs(Structure):
 
 
 RANKS, INPUTS, OUTPUTS = 4, 32, 64
-"""That lie together, as in the kernel; what is missing to whole multiples is zero."""
+"""The ranks, inputs and outputs that lie together for the CPU's kernel; zeros fill whole multiples."""
+_DEVICE_RANKS = 8
+"""On a GPU ranks are padded with zeros to whole multiples of it: rows of `up` then begin at 16 bytes."""
 
 
 class PackedProduct(NamedTuple):
@@ -45,13 +47,13 @@ class PackedProduct(NamedTuple):
     outputs: int
 
     def part(self, outputs: range, first: int = 0) -> PartArgs:
-        """Some of the outputs, for the kernel, which begin at `first` in what they are added to."""
+        """Return some of the outputs as the kernel takes them; they are added to a row from `first` on."""
         rank, own = self.up.shape[1], (outputs.start, outputs.stop)
         return PartArgs(self.down.data_ptr(), self.up.data_ptr(), rank, self.inputs, *own, first)
 
 
 def pack(products: Mapping[str, Product]) -> dict[str, PackedProduct]:
-    """All of an adapter's, one behind the other."""
+    """Pack all products of an adapter into one piece of memory, in their order."""
     plain = {path: _packed(product) for path, product in products.items()}
     pages = HugePages(sum(each.down.nbytes + each.up.nbytes for each in plain.values()))
     return {
@@ -73,19 +75,15 @@ def _packed(product: Product) -> PackedProduct:
     )
 
 
-_RANKS = 8
-"""Ranks are whole multiples of it, those that are missing zero: rows of `up` begin at 16 bytes then."""
-
-
 def place(products: Mapping[str, Product], device: torch.device, dtype: torch.dtype) -> dict[str, Product]:
-    """All of an adapter's, on the device."""
+    """Pad all products of an adapter and bring them to the device."""
     return {
         path: Product(*(side.to(device, dtype) for side in _padded(each))) for path, each in products.items()
     }
 
 
 def _padded(product: Product) -> Product:
-    missing = -len(product.down) % _RANKS
+    missing = -len(product.down) % _DEVICE_RANKS
     return Product(pad(product.down, (0, 0, 0, missing)), pad(product.up, (0, missing)))
 
 

@@ -235,13 +235,10 @@ def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None
     for layer in program.layers:
         if layer.mixers and layer.input_norm is None:
             return "a layer has no norm of its input"
-        if adapters is not None and any(_has_low_rank(mixer) for mixer in layer.mixers):
+        has_low_rank = any(isinstance(each, Recurrent) and each.decays is not None for each in layer.mixers)
+        if adapters is not None and has_low_rank:
             return "adapters add to products of low rank, which are no program's"
     return None
-
-
-def _has_low_rank(mixer: object) -> bool:
-    return isinstance(mixer, Recurrent) and mixer.decays is not None
 
 
 def _packed(product: Product, adapters: Adapters | None) -> PackedProduct:

@@ -12,7 +12,7 @@ import torch
 
 from engine.batch.step_inputs import StepShape
 from engine.devices.cuda import graphs
-from engine.devices.cuda.graphs import CudaGraph, Graph, capture_all, stand_ins
+from engine.devices.cuda.graphs import CudaGraph, capture_all, stand_ins
 
 GIB = 1 << 30
 SHAPES = [StepShape(rows=rows, blocks=blocks) for rows in (1, 2, 4) for blocks in (8, 16)]
@@ -30,13 +30,13 @@ class Device:
     def free_bytes(self) -> int:
         return self.free
 
-    def new(self) -> Graph:
+    def new(self) -> CudaGraph:
         raise AssertionError
 
     def fault(self, work: Callable[[], object]) -> str:
         raise AssertionError
 
-    def capture(self, shape: StepShape) -> Graph:
+    def capture(self, shape: StepShape) -> CudaGraph:
         if shape.rows > self._too_large:
             raise torch.OutOfMemoryError
         if shape.rows <= self._refused:

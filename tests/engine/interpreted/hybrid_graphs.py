@@ -24,7 +24,7 @@ from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.graphs import Graphs
+from engine.devices.cuda.graphs import CudaGraphs
 from engine.devices.cuda.recurrent import operators
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
@@ -90,7 +90,7 @@ class Side:
         self,
         model_type: str,
         buckets: Buckets,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
         loaded: LoadedModel | None = None,
     ) -> None:
         loaded = loaded or made(model_type)

@@ -31,7 +31,7 @@ def emulated(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_FLAGS", EMULATING)
         function = getattr(build.load_library(EMULATED), name)
-    function.argtypes = packed._kernel().argtypes  # type: ignore[attr-defined]
+    function.argtypes = packed.kernel().argtypes  # type: ignore[attr-defined]
     function.restype = None
     return function
 
@@ -42,8 +42,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     *how, name = request.param.split()
     if name == "tandem_linear_in_pairs" and not (how or HAS_PAIRS):
         pytest.skip("this CPU can't multiply pairs of bfloat16; the emulated ones are tested")
-    chosen = emulated(name) if how else packed._kernel(name)
-    monkeypatch.setattr(packed, "_kernel", lambda: chosen)
+    chosen = emulated(name) if how else packed.kernel(name)
+    monkeypatch.setattr(packed, "kernel", lambda: chosen)
 
 
 def layers(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.Linear, PackedLinear]:
@@ -118,7 +118,7 @@ def test_a_float32_product_is_exact_and_its_rows_have_the_same_bits_in_every_bat
         torch.randn(out_features),
         torch.randn(200, in_features),
     )
-    kernel, values = packed._kernel(packed._FUNCTIONS[torch.float32]), packed.pack(weight, together=1)
+    kernel, values = packed.kernel(packed.FUNCTIONS[torch.float32]), packed.pack(weight, together=1)
 
     def multiply(rows: torch.Tensor, bias: torch.Tensor | None, threads: int = 1) -> torch.Tensor:
         out = torch.empty(len(rows), out_features)
@@ -159,8 +159,8 @@ def test_the_replacement_is_logged(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "cuda" in (kernel_fault(torch.device("cuda"), torch.bfloat16) or "")
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
-    packed._kernel.cache_clear()
+    packed.kernel.cache_clear()
     try:
         assert "false" in (kernel_fault(CPU, torch.bfloat16) or "")
     finally:
-        packed._kernel.cache_clear()
+        packed.kernel.cache_clear()

@@ -58,7 +58,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if suffix == "_in_pairs" and not (how or HAS_PAIRS):
         pytest.skip("this CPU can't multiply pairs of bfloat16; the emulated ones are tested")
     chosen = _kernel(f"tandem_quantized_linear{suffix}", bool(how))
-    monkeypatch.setattr(packed_quantized, "_kernel", lambda: chosen)
+    monkeypatch.setattr(packed_quantized, "kernel", lambda: chosen)
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def _kernel(name: str, emulated: bool) -> Callable[..., None]:
             patch.setattr(build, "_FLAGS", EMULATING)
             library = build.load_library(EMULATED)
             patch.setattr(packed_quantized, "library", lambda: library)
-        return packed_quantized._kernel.__wrapped__(name)
+        return packed_quantized.kernel.__wrapped__(name)
 
 
 def layer(kind: str, inputs: int, outputs: int, bias: bool) -> tuple[QuantizedLinear, PackedQuantizedLinear]:
@@ -100,8 +100,8 @@ def test_portable_code_has_the_same_codes(level: str, monkeypatch: pytest.Monkey
         pytest.skip(f"this CPU has no {level}")
     monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O0"])  # takes a tenth of -O3's time
     monkeypatch.setattr(build, "_NATIVE", [f"-march={level}"])
-    chosen = packed_quantized._kernel.__wrapped__()
-    monkeypatch.setattr(packed_quantized, "_kernel", lambda: chosen)
+    chosen = packed_quantized.kernel.__wrapped__()
+    monkeypatch.setattr(packed_quantized, "kernel", lambda: chosen)
     for kind in WEIGHTS:
         check_product(kind, 128, 65)
 
