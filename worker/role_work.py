@@ -175,13 +175,10 @@ class StagedRequest(Generic[StageT]):
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
-    def may_enter(self, stage: StageT) -> bool:
-        is_end = stage.name == "ENDED" and stage is not self.stage
-        return is_end or stage in self.next_stages.get(self.stage, ())
-
     def enter(self, stage: StageT) -> None:
         """Move to a stage. Raises `IllegalTransitionError`, with nothing changed."""
-        if not self.may_enter(stage):
+        ends = stage.name == "ENDED" and stage is not self.stage
+        if not ends and stage not in self.next_stages.get(self.stage, ()):
             raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
         self.stage = stage
 
