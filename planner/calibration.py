@@ -21,7 +21,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from costs.regression import Regression
+from costs.steps import Regression
 from planner.profile import LinkProfile, Profile
 from protocol.costs import StepCosts
 from protocol.errors import TandemError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,21 +258,13 @@ def _embed(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) 
         found.append(_split(args, kwargs)[1])
         raise _ReachedError
 
-    with _hooked(blocks[0], stop):
+    with ExitStack() as stack:
+        stack.callback(blocks[0].register_forward_pre_hook(stop, with_kwargs=True).remove)
         try:
             model(input_ids=tokens, use_cache=False)
         except _ReachedError:
             return found[0]
     raise ConfigError(f"--model: {model.config.model_type} does not run its first decoder block")
-
-
-@contextmanager
-def _hooked(block: nn.Module, hook: Any) -> Iterator[None]:
-    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:

@@ -6,32 +6,49 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import platform
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.load.loader import model_fingerprint
-from quantization import card, checkpoint, methods, texts
+from protocol.version import version
+from quantization import checkpoint, methods, texts
 from quantization.calibration import Calibration, find_blocks, linears
-from quantization.checkpoint import FinishedBlock, Unfinished
-from quantization.preparation import PreparedRun, QuantizeOptions, prepare
-from quantization.recipe import Recipe
-from quantization.source import Source
-from quantization.texts import HeldOut, TextQuality, predict
+from quantization.checkpoint import FinishedBlock, Source, Unfinished
+from quantization.preparation import PreparedRun, QuantizeOptions, Recipe, prepare
+from quantization.texts import SHARED_RUN, HeldOut, TextQuality, predict
 from training.data import load_frozen
 
 _BEFORE = "before.json"
 
 
-def quantize(options: QuantizeOptions, console: Console) -> card.Result:
+@dataclass(frozen=True)
+class QuantizationResult:
+    """The measurements of the model before and after; sizes are bytes of weights."""
+
+    before: TextQuality
+    after: TextQuality
+    size_before: int
+    size_after: int
+
+    @property
+    def change(self) -> float:
+        """The change of the bits per byte, as a share."""
+        return self.after.bits_per_byte / self.before.bits_per_byte - 1
+
+
+def quantize(options: QuantizeOptions, console: Console) -> QuantizationResult:
     """Calibrate, quantize, measure and save. An interrupted run continues after its last finished block.
 
     Raises `ConfigError`, which names the option, before it writes anything.
@@ -46,14 +63,14 @@ def quantize(options: QuantizeOptions, console: Console) -> card.Result:
         console.print(line)
     before = _before(unfinished, model, text)
     console.print(
-        f"{options.model}: {card.describe(recipe)}; {len(job.blocks)} blocks, {windows.numel():,} tokens of "
+        f"{options.model}: {_describe(recipe)}; {len(job.blocks)} blocks, {windows.numel():,} tokens of "
         f"calibration; before: perplexity {before.perplexity:.4f}, {before.bits_per_byte:.4f} bits per byte"
     )
     job.run(unfinished, windows, console)
     after = predict(model, text)
     size = job.write(options.output, unfinished)
-    result = card.Result(before, after, source.size, size)
-    card.write(options.output, options.model, _command(options, recipe, windows, text), recipe, text, result)
+    result = QuantizationResult(before, after, source.size, size)
+    _write_card(options, _command(options, recipe, windows, text), recipe, text, result)
     unfinished.remove()
     console.print(
         f"after: perplexity {after.perplexity:.4f}, {after.bits_per_byte:.4f} bits per byte "
@@ -228,3 +245,52 @@ def _command(options: QuantizeOptions, recipe: Recipe, windows: Tensor, text: He
     }
     words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
     return shlex.join(["tandem", "quantize", *words, *(["--desc-act"] if recipe.desc_act else [])])
+
+
+def _describe(recipe: Recipe) -> str:
+    groups = "each output channel" if recipe.group_size is None else f"each {recipe.group_size} inputs"
+    order = ", the largest inputs first (desc_act)" if recipe.desc_act else ""
+    return f"{recipe.method}, {recipe.bits} bits, a scale for {groups}{order}"
+
+
+def _write_card(
+    options: QuantizeOptions, command: str, recipe: Recipe, text: HeldOut, result: QuantizationResult
+) -> None:
+    folder = options.output
+    before, after = result.before, result.after
+    perplexity = _change(before.perplexity, after.perplexity)
+    size = _change(result.size_before, result.size_after)
+    size_before, size_after = (f"{size / 1e6:,.1f}" for size in (result.size_before, result.size_after))
+    length, described = text.windows.shape[1], _describe(recipe)
+    seen = (
+        f", none of which shares {SHARED_RUN} tokens in a row with the calibration"
+        if recipe.calibrates
+        else ""
+    )
+    (folder / "README.md").write_text(
+        f"""# {folder.name}
+
+`{options.model}` with quantized linear layers: {described}. Embeddings, head and norms are not quantized.
+
+| | before | after | |
+|---|---|---|---|
+| perplexity | {before.perplexity:.4f} | {after.perplexity:.4f} | {perplexity} |
+| bits per byte | {before.bits_per_byte:.4f} | {after.bits_per_byte:.4f} | {result.change:+.2%} |
+| weights, MB | {size_before} | {size_after} | {size} |
+
+Measured on {text.num_tokens:,} tokens ({text.num_bytes:,} bytes), in windows of {length}{seen}.
+
+```sh
+{command}
+tandem serve --model {folder}
+```
+
+Made with Tandem {version()}, torch {torch.__version__}, Transformers {transformers.__version__},
+Python {platform.python_version()}.
+""",
+        encoding="utf-8",
+    )
+
+
+def _change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.2%}"

@@ -12,7 +12,7 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 from quantization import awq, gptq
 from quantization.calibration import Calibration, linears
 from quantization.folding import find_fold
-from quantization.recipe import Recipe
+from quantization.preparation import Recipe
 
 Quantized = dict[str, QuantizedWeight]
 """Quantized weights by the names of a block's linear layers, in the block's order."""

@@ -1,25 +1,62 @@
-"""Checks a run of `tandem quantize` before the model's weights are loaded."""
+"""Checks a run of `tandem quantize`, its method and options too, before the model's weights are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
+from engine.quantization.awq import Awq
+from engine.quantization.checkpoint import Layout, fp8_layout, int8_layout
+from engine.quantization.gptq import Gptq
 from protocol.errors import ConfigError
 from quantization import texts
 from quantization.calibration import find_blocks, linears
-from quantization.checkpoint import check_output
-from quantization.recipe import Method, Recipe, calibrates, check_options
-from quantization.source import Source
+from quantization.checkpoint import Source, check_output
 from training.data import load, read_texts
 
+Method = Literal["awq", "gptq", "int8", "fp8"]
+
 DEFAULT_LENGTH = 512
+GROUP_SIZES = (32, 64, 128)
+_BITS: Mapping[str, tuple[int, ...]] = {"awq": (4,), "gptq": (4, 8), "int8": (8,), "fp8": (8,)}
+_OUTPUTS_OF_A_WORD = 8
+"""The number of 4-bit codes that a 32-bit word holds. AWQ packs weights along the outputs; AWQ and GPTQ pack
+their zero points along them.
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method with its options. If `group_size` is None, there is one scale for each output channel."""
+
+    method: Method
+    bits: int
+    group_size: int | None
+    desc_act: bool = False
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the method uses activations. The others round to nearest."""
+        return calibrates(self.method)
+
+    def layout(self) -> Layout:
+        """Return the layout in which the checkpoint stores the weights."""
+        if self.group_size is None:
+            return int8_layout() if self.method == "int8" else fp8_layout()
+        if self.method == "awq":
+            return Awq(self.group_size)
+        return Gptq(self.bits, self.group_size, self.desc_act)
+
+
+def calibrates(method: Method) -> bool:
+    return method in ("awq", "gptq")
 
 
 @dataclass(frozen=True)
@@ -50,54 +87,106 @@ class PreparedRun:
     texts: texts.Texts
 
 
-class _Faults:
-    """Collects the `ConfigError`s of checks that do not depend on each other."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        try:
-            yield
-        except ConfigError as error:
-            self._lines.append(str(error))
-
-    def raise_all(self) -> None:
-        if self._lines:
-            raise ConfigError("\n".join(self._lines))
-
-
 def prepare(options: QuantizeOptions) -> PreparedRun:
     """Check the options, the model and the texts without writing a file or reading weights.
 
     Raises `ConfigError` with a line for each fault.
     """
-    faults = _Faults()
+    faults: list[str] = []
     layers = recipe = given = length = tokenizer = found = None
-    with faults.collected():
+    with _collected(faults):
         check_output(options.output)
-    with faults.collected():
-        check_options(options.method, options.bits, options.group_size, options.desc_act)
-    with faults.collected():
+    faults += _option_faults(options)
+    with _collected(faults):
         given = _read(options.data, options.held_out)
-    with faults.collected():
+    with _collected(faults):
         source = Source.open(options.model)
         config = load(AutoConfig, str(source.folder))
-        with faults.collected():
+        with _collected(faults):
             length = _length(options.sequence_length, config)
-        with faults.collected():
+        with _collected(faults):
             tokenizer = load(AutoTokenizer, str(source.folder))
         layers = _layers(source, config)
-        recipe = Recipe.choose(options.method, options.bits, options.group_size, options.desc_act, layers)
+        recipe = _recipe(options, layers)
     if given is not None and length is not None and tokenizer is not None:
         samples = options.samples if calibrates(options.method) else 0
-        with faults.collected():
+        with _collected(faults):
             found = texts.cut(*given, samples, length, options.seed, tokenizer)
-    faults.raise_all()
+    if faults:
+        raise ConfigError("\n".join(faults))
     assert layers is not None and recipe is not None and found is not None
     inputs = dict.fromkeys(layer.in_features for layer in layers.values())
     return PreparedRun(source, recipe, tuple(inputs), found)
+
+
+@contextmanager
+def _collected(faults: list[str]) -> Iterator[None]:
+    """Add the message of a `ConfigError` to the faults: later checks do not depend on it."""
+    try:
+        yield
+    except ConfigError as error:
+        faults.append(str(error))
+
+
+def _option_faults(options: QuantizeOptions) -> Iterator[str]:
+    """Yield a line for each option whose value the method does not support."""
+    method, bits, group_size = options.method, options.bits, options.group_size
+    if bits is not None and bits not in _BITS[method]:
+        yield f"--bits: {method} has {_either(_BITS[method])} bits, not {bits}"
+    if options.desc_act and method != "gptq":
+        yield f"--desc-act: is for --method gptq, not {method}"
+    if group_size is not None and not calibrates(method):
+        yield f"--group-size: {method} has a scale for each output channel and no groups"
+    elif group_size not in (None, *GROUP_SIZES):
+        yield f"--group-size: {group_size} is not {_either(GROUP_SIZES)}"
+
+
+def _recipe(options: QuantizeOptions, layers: Mapping[str, nn.Linear]) -> Recipe:
+    """Fill in the method's defaults. The default of `group_size` is the largest that divides the inputs of
+    all layers. Raises `ConfigError`, with a line for each fault of the layers.
+    """
+    method, group_size = options.method, options.group_size
+    faults = list(_layer_faults(method, layers))
+    if calibrates(method):
+        fitting = [size for size in GROUP_SIZES if _undivided(layers, size) is None]
+        if group_size is None:
+            group_size = max(fitting, default=None)
+            if group_size is None:
+                faults.append(f"--method: {method} has groups, and {_misfit(layers, min(GROUP_SIZES))}")
+        elif group_size in GROUP_SIZES and group_size not in fitting:
+            others = f"; {_either(fitting)} divides those of all layers" if fitting else ""
+            faults.append(f"--group-size: {_misfit(layers, group_size)}{others}")
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return Recipe(method, options.bits or _BITS[method][0], group_size, options.desc_act)
+
+
+def _layer_faults(method: Method, layers: Mapping[str, nn.Linear]) -> Iterator[str]:
+    if not layers:
+        yield "--model: its decoder blocks have no linear layers (nn.Linear) to quantize"
+    if calibrates(method):
+        for name, layer in layers.items():
+            if layer.out_features % _OUTPUTS_OF_A_WORD:
+                yield (
+                    f"--method: {method} packs {_OUTPUTS_OF_A_WORD} outputs in a word, which does not divide "
+                    f"the {layer.out_features} of {name}"
+                )
+                return
+
+
+def _undivided(layers: Mapping[str, nn.Linear], group_size: int) -> str | None:
+    """Return the first layer whose number of inputs is not a multiple of the group size."""
+    return next((name for name, layer in layers.items() if layer.in_features % group_size), None)
+
+
+def _misfit(layers: Mapping[str, nn.Linear], group_size: int) -> str:
+    name = _undivided(layers, group_size)
+    assert name is not None
+    return f"{group_size} does not divide the {layers[name].in_features} inputs of {name}"
+
+
+def _either(choices: Sequence[int]) -> str:
+    return " or ".join(str(choice) for choice in choices)
 
 
 def _layers(source: Source, config: PretrainedConfig) -> dict[str, nn.Linear]:

@@ -1,21 +1,57 @@
-"""Counts what speculation brought and cost, as totals for the worker's counters (vLLM's names, by method)."""
+"""Counts what speculation brought and cost, as totals for the worker's counters (vLLM's names, by method).
+
+It also notices when a class of requests suddenly has far fewer drafts accepted than it used to. A class is a
+method and the origin of its requests' KV, since some origins can leave a drafter without context. The measure
+is the share of drafts whose first token is accepted, which does not depend on how deep they are.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from protocol.speculation import Source
+from speculation.control.request import Origin, SpeculatingRequest
 
 logger = logging.getLogger("tandem.speculation")
+
+_LATEST = 200
+"""[drafts] The latest mean is over about so many."""
+_RUNNING = 2048
+"""[drafts] The running mean is over so many."""
+_ENOUGH = 256
+"""[drafts] A class with fewer raises no alarm."""
+_LOG_INTERVAL_S = 60.0
 
 Drafted = Source | Literal["grammar"]
 """The drafter: a method, or the request's grammar."""
 
-Origin = Literal["computed", "prefix_hit", "handed_over"]
-"""The source of a prompt's KV: all computed here, partly from the prefix cache, or from another worker."""
+
+@dataclass(slots=True, eq=False)
+class _Class:
+    """How often the first tokens of a class's drafts are accepted."""
+
+    num_drafts: int = 0
+    latest: float = 0.0
+    running: float = 0.0
+    collapsed: bool = False
+
+    def observe(self, accepted: bool) -> bool:
+        """Return whether with this draft the class fell below half of its running mean. That is said once,
+        until the class has been back at three quarters.
+        """
+        self.num_drafts += 1
+        self.latest += (accepted - self.latest) / min(self.num_drafts, _LATEST)
+        self.running += (accepted - self.running) / min(self.num_drafts, _RUNNING)
+        was_collapsed, share = self.collapsed, 0.75 if self.collapsed else 0.5
+        self.collapsed = self.num_drafts >= _ENOUGH and self.latest < share * self.running
+        return self.collapsed and not was_collapsed
 
 
 @dataclass(slots=True, eq=False)
@@ -47,49 +83,64 @@ class Account:
     """Written by the engine's thread; `counters` may be called from any."""
 
     def __init__(self) -> None:
-        self._methods: dict[Drafted, _Totals] = {}
+        self._methods: defaultdict[Drafted, _Totals] = defaultdict(_Totals)
         self._choices: Counter[tuple[Source, int]] = Counter()
         self._steps: Counter[str] = Counter()
         """By whether they verified drafts."""
         self._verify_seconds = 0.0
         self._rare: Counter[str] = Counter()
+        self._classes: defaultdict[tuple[Source, Origin], _Class] = defaultdict(_Class)
+        self._next_log = 0.0
 
     def chose(self, method: Source, num_tokens: int) -> None:
-        """One request was to draft so many tokens in each step, until the next choice."""
+        """Note that a request drafts so many tokens in each step until the next choice."""
         self._choices[method, num_tokens] += 1
 
     def stepped(self, seconds: float, verifies: bool) -> None:
-        """A step's forward with the choice of its tokens took so long."""
+        """Note how long a step's forward took, with the choice of its tokens."""
         self._steps["yes" if verifies else "no"] += 1
         if verifies:
             self._verify_seconds += seconds
 
     def drafted(self, method: Drafted, seconds: float) -> None:
-        """A batch of drafts was made."""
-        self._of(method).draft_seconds += seconds
+        """Note that a batch of drafts was made."""
+        self._methods[method].draft_seconds += seconds
 
     def verified(self, method: Drafted, num_drafted: int, num_accepted: int) -> None:
-        """One request's draft was verified; only tokens that became output count as accepted."""
-        totals = self._of(method)
+        """Note that a request's draft was verified. Only tokens that became output count as accepted."""
+        totals = self._methods[method]
         totals.num_draft_tokens += num_drafted
         totals.lengths[num_accepted] += 1
 
     def cut(self, method: Source, num_tokens: int) -> None:
-        """Drafted tokens that the request's grammar forbids were not verified."""
+        """Note drafted tokens that were not verified, since the request's grammar forbids them."""
         self._rare[f'spec_decode_cut_tokens_total{{method="{method}"}}'] += num_tokens
 
-    def collapsed(self, method: Source, origin: Origin) -> None:
-        """The drafts of a class of requests are accepted far less than they used to be."""
+    def observed_first(self, method: Source, origin: Origin, accepted: bool) -> None:
+        """Note whether a draft's first token was accepted. Warn if its class has collapsed."""
+        known = self._classes[method, origin]
+        if not known.observe(accepted):
+            return
         self._rare[f'spec_acceptance_collapsed_total{{method="{method}",origin="{origin}"}}'] += 1
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + _LOG_INTERVAL_S
+            logger.warning(
+                "%s, prompt %s: the first token of %.0f %% of the drafts is accepted, after %.0f %% so far",
+                method,
+                origin.replace("_", " "),
+                100 * known.latest,
+                100 * known.running,
+            )
 
     def lost_draft(self, request_id: str, why: str) -> None:
-        """A request goes on without the drafter's state that came with it."""
+        """Warn that a request goes on without the drafter's state that came with it."""
         self._rare["spec_decode_lost_drafts_total"] += 1
         lost = "request %s: the draft's state that came along is of no use: %s"
         logger.warning(lost, request_id, why, extra={"request_id": request_id})
 
     def refused_draft(self, why: str) -> None:
-        """A drafter of the deployment's own drafted what cannot be run. It is said once."""
+        """Count a draft that cannot be run, of the deployment's own drafter. The first one is logged."""
         if not self._rare["spec_decode_refused_drafts_total"]:
             logger.warning("drafts of --speculative-config's drafter are dropped: %s", why)
         self._rare["spec_decode_refused_drafts_total"] += 1
@@ -106,8 +157,37 @@ class Account:
             counters[f'spec_decode_choices_total{{method="{method}",k="{num_tokens}"}}'] = count
         return counters
 
-    def _of(self, method: Drafted) -> _Totals:
-        totals = self._methods.get(method)
-        if totals is None:
-            totals = self._methods[method] = _Totals()
-        return totals
+
+class DraftTurn:
+    """A drafter's turn in a step, which begins now, and its duration: the host's, or the device's where the
+    host does not wait for it. After a turn that `is_late` the device may still draft; its duration may be
+    asked for only after the host has waited for something that the device computes later.
+    """
+
+    def __init__(
+        self,
+        method: Source,
+        requests: Sequence[SpeculatingRequest],
+        rooms: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.method, self.requests, self.rooms = method, requests, rooms
+        self.is_late = False
+        self.began = self._ended = time.perf_counter()
+        self._marks: list[torch.cuda.Event] = []
+        if device.type != "cpu":
+            self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._marks[0].record()
+
+    def end(self, *, is_late: bool) -> None:
+        self._ended = time.perf_counter()
+        self.is_late = is_late and bool(self._marks)
+        if self.is_late:
+            self._marks[1].record()
+
+    @property
+    def seconds(self) -> float:
+        """Return the duration. The device's is from its first launch to the end of its last."""
+        if self.is_late:
+            return self._marks[0].elapsed_time(self._marks[1]) * 1e-3
+        return self._ended - self.began

@@ -1,4 +1,4 @@
-"""Published weights of heads: a folder or hub repository with config.json and files of tensors."""
+"""The weights of drafters: published heads as config.json and files of tensors; rounding to fewer bits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.devices.cuda.tiles import tile_on_gpu
+from engine.devices.loaded_model import LoadedModel
+from engine.linear.packed import kernel_fault
+from engine.linear.packed_quantized import dequantize_linears, pack_quantized_linears
+from engine.linear.rounding import round_layers
+from engine.quantization.weight import CodeFormat
 from protocol.errors import ConfigError
 
 _FLAG = "--speculative-config: model"
@@ -106,3 +112,24 @@ def _open_safetensors(path: Path) -> Any:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{_FLAG}: {path}: cannot be read: {error}") from error
+
+
+FIELD = "--speculative-config: quantization"
+
+
+def round_draft(
+    draft: nn.Module, format: CodeFormat, target: LoadedModel, kept: nn.Module | None = None
+) -> None:
+    """Round the linear layers, except the one to be `kept`, and prepare them for the target's device. Raises
+    ConfigError where the format fits none of them.
+    """
+    try:
+        round_layers(draft, format, kept)
+    except ValueError as error:
+        raise ConfigError(f"{FIELD}: {error}") from error
+    if kernel_fault(target.device, target.dtype) is None:
+        pack_quantized_linears(draft)
+    elif target.device.type == "cpu":
+        dequantize_linears(draft, target.dtype)  # torch would do so in every step
+    else:
+        tile_on_gpu(draft, target.device, target.dtype)

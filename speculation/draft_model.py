@@ -6,7 +6,7 @@ Its KV lies in the pool's second segment, under the target's blocks. It drafts c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
 from engine.kv.layout import DRAFT
 from engine.kv.pool import KVPool
+from engine.kv.state_slots import StateSlots
 from engine.load.loader import ModelShape, load_model
 from engine.load.select import runner_of
 from engine.sampler import Sampler
@@ -30,9 +31,8 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
-from speculation.draft_state_slots import DraftStateSlots
+from speculation.control.request import default_drafted
 from speculation.drafter import Computed, Drafter
-from speculation.shapes import default_drafted
 from speculation.tree_drafting import TreeDrafting
 
 _READ_AT_ONCE = 2048
@@ -221,3 +221,38 @@ class DraftModel(Drafter):
         if self._state_slots is not None:
             self._state_slots.forget(request_id)
         self._sampler.forget(request_id)
+
+
+class DraftStateSlots:
+    """A state slot for each request that drafts. There are as many as sequences that run at a time, so one
+    that finds none takes that of a request which does not run: the one that has not drafted for longest.
+    """
+
+    def __init__(self, state_slots: StateSlots) -> None:
+        self.state_slots = state_slots
+        self._taken: dict[str, int] = {}
+        """In the order of their latest drafts."""
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._taken[request_id]
+
+    def sit(self, request_ids: Iterable[str]) -> list[str]:
+        """They draft now, and have state slots. Returns those whose state slots they took."""
+        newcomers = []
+        for request_id in request_ids:
+            if request_id in self._taken:
+                self._taken[request_id] = self._taken.pop(request_id)
+            else:
+                newcomers.append(request_id)
+        ousted = []
+        for request_id in newcomers:
+            if not self.state_slots.num_free:
+                ousted.append(next(iter(self._taken)))
+                self.forget(ousted[-1])
+            self._taken[request_id] = self.state_slots.take()
+        return ousted
+
+    def forget(self, request_id: str) -> None:
+        """It drafts no more. Unknown ids are ignored."""
+        if request_id in self._taken:
+            self.state_slots.give_back(self._taken.pop(request_id))

@@ -1,8 +1,9 @@
-"""The contract of a drafting method."""
+"""The contract of a drafting method, and the parts of steps that it observes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from engine.kv.layout import Group
 from engine.kv.pool import KVPool
 from engine.kv.state_layout import StateLayout
 from engine.step.draft import Draft, Outcome
+from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceState
 
 _FEW_ROWS = 256
@@ -138,3 +140,40 @@ class Drafter(ABC):
     @abstractmethod
     def forget(self, request_id: str) -> None:
         """The request is over. Unknown ids are ignored."""
+
+
+MOST_STEPS, _MOST_ROWS = 80, 1024
+"""The most steps that are kept, and the most rows of their hidden states."""
+
+
+class UnreadSteps:
+    """The latest steps that drafters did not look at, kept for requests that may want to draft after all.
+    Keeping a step costs next to nothing; observing it costs time.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[ScheduledStep, Tensor]] = deque()
+        self._num_rows = 0
+
+    def keep(self, step: ScheduledStep, hidden: Tensor) -> None:
+        """`hidden` [rows, captured layers * hidden_size] are the step's hidden states."""
+        self._steps.append((step, hidden))
+        self._num_rows += len(hidden)
+        while len(self._steps) > MOST_STEPS or self._num_rows > _MOST_ROWS:
+            _, dropped = self._steps.popleft()
+            self._num_rows -= len(dropped)
+
+    def of(self, sequence: SequenceState) -> list[Computed]:
+        """Return the steps' parts that concern the sequence, the oldest first."""
+        found = []
+        for step, hidden in self._steps:
+            row = 0
+            for other, outcome in zip(step.sequences, step.outcomes, strict=True):
+                if other is sequence:
+                    found.append(Computed.of(sequence, outcome, hidden, row))
+                row += outcome.num_rows
+        return found
+
+    def clear(self) -> None:
+        self._steps.clear()
+        self._num_rows = 0

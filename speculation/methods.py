@@ -1,9 +1,12 @@
-"""The drafting methods by name."""
+"""The drafting methods by name, and drafters of a deployment's own with a check of what they draft."""
 
 from __future__ import annotations
 
 from engine.devices.loaded_model import LoadedModel
+from engine.step.draft import Draft
 from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.fields import named
 from protocol.speculation import Method, SpeculativeConfig
 from speculation.drafter import Drafter
 
@@ -11,7 +14,7 @@ from speculation.drafter import Drafter
 def build_drafter(
     method: Method, options: SpeculativeConfig, config: ServeConfig, loaded: LoadedModel
 ) -> Drafter:
-    """Loads what the method needs. Raises `ConfigError` that names the option."""
+    """Load the method's weights, if it has any. Raises `ConfigError` that names the option."""
     match method:
         case "draft_model":
             from speculation.draft_model import DraftModel
@@ -43,6 +46,37 @@ def build_drafter(
 
             return SelfDrafter(options, config, loaded)
         case "custom":
-            from speculation.custom import custom_drafter
+            return _custom_drafter(options, config, loaded)
 
-            return custom_drafter(options, config, loaded)
+
+_FLAG = "--speculative-config: drafter"
+
+
+def _custom_drafter(options: SpeculativeConfig, config: ServeConfig, loaded: LoadedModel) -> Drafter:
+    """Call the class or function that `options.drafter` names. Raises `ConfigError` for anything else."""
+    assert options.drafter is not None
+    make = named(options.drafter, _FLAG)
+    if not callable(make):
+        raise ConfigError(f"{_FLAG}: {options.drafter} is neither a class nor a function")
+    drafter = make(options, config, loaded)
+    if not isinstance(drafter, Drafter):
+        made = type(drafter).__name__
+        raise ConfigError(f"{_FLAG}: {options.drafter} makes a {made}, not a speculation.drafter.Drafter")
+    return drafter
+
+
+def problem(draft: Draft, room: int, vocab_size: int) -> str:
+    """Return why a draft for `room` tokens cannot be run; "" if it can."""
+    tokens, parents = draft.token_ids, draft.parents
+    if not 0 < len(tokens) <= room:
+        return f"it has {len(tokens)} tokens, where 1 to {room} were asked for"
+    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        return f"the token {outside} is not among the model's {vocab_size}"
+    if parents is None:
+        return ""
+    if len(parents) != draft.num_nodes:
+        return f"it has {draft.num_nodes} nodes and {len(parents)} parents"
+    if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+        return "a node does not come after its parent"
+    return ""

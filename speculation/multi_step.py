@@ -31,17 +31,6 @@ but the engine only learns after the step which drafts the target has contradict
 """
 
 
-def multi_step_speculator(config: ServeConfig, loaded: LoadedModel) -> MultiStepSpeculator:
-    """Return the speculator for `Engine`. Raises `ConfigError` if the draft model cannot drop tokens."""
-    if loaded.recurrent is not None:
-        name = loaded.model.config.model_type
-        raise ConfigError(
-            f"--speculative-config: model: {name}: a draft with recurrent state is not supported on draft "
-            "workers"
-        )
-    return MultiStepSpeculator(config)
-
-
 class MultiStepSpeculator:
     """Implements `engine.step.speculation_interface.Speculator`. Verifies nothing, since each token of its
     engine is a draft for another worker. Without the native decoder a step makes one token.
@@ -52,7 +41,14 @@ class MultiStepSpeculator:
     hidden_layers: tuple[int, ...] = ()
     most_drafted = 0
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, loaded: LoadedModel) -> None:
+        """Raises `ConfigError` if the draft model cannot drop tokens."""
+        if loaded.recurrent is not None:
+            name = loaded.model.config.model_type
+            raise ConfigError(
+                f"--speculative-config: model: {name}: a draft with recurrent state is not supported on "
+                "draft workers"
+            )
         self._config = config
         self._chain: NativeChain | None = None
 

@@ -14,13 +14,12 @@ from protocol.speculation import (
     Source,
     SpeculativeConfig,
 )
-from speculation.account import Account, Origin
+from speculation.account import Account
 from speculation.control.estimator import Estimator
-from speculation.control.request import SpeculatingRequest
+from speculation.control.request import Origin, SpeculatingRequest, draft_shape
 from speculation.drafter import Drafter
 from speculation.methods import build_drafter
 from speculation.remote import RemoteDrafter
-from speculation.shapes import draft_shape
 
 
 class DraftSources:
@@ -47,7 +46,7 @@ class DraftSources:
         if remote is not None:
             self.drafters[REMOTE] = remote
         self.own: Drafter | None = None
-        """The deployment's, if decode workers draft by it."""
+        """The deployment's drafter, if decode workers draft by it."""
         if self._deployed is not None and self._deployed.decode_workers_draft:
             self.own = build_drafter(self._deployed.method, self._options, config, loaded)
             self.drafters[self._deployed.method] = self.own
@@ -58,7 +57,7 @@ class DraftSources:
             drafter.attach(self._loaded, pool)
 
     def tell_estimator(self, method: Source) -> None:
-        """The drafter is ready: what it may draft, and what it reads."""
+        """Tell what the drafter, which is ready, may draft and what it reads."""
         drafter = self.drafters[method]
         has_kv = drafter.kv_group is not None
         self._estimator.add_method(
@@ -70,9 +69,8 @@ class DraftSources:
         )
 
     def new_request(self, sequence: SequenceState) -> SpeculatingRequest:
-        source, asked = self.source(sequence), sequence.request.speculation
-        fixed = asked.num_speculative_tokens if asked is not None else None
-        if source is None or (self._options.fixed_tokens if fixed is None else fixed) == 0:
+        source = self.source(sequence)
+        if source is None or self._fixed_tokens(sequence) == 0:
             request = self._estimator.new_request(None, 0)
         else:
             if source not in self.drafters:
@@ -90,9 +88,9 @@ class DraftSources:
         self.tell_estimator(source)
 
     def source(self, sequence: SequenceState) -> Source | None:
-        """The source of the sequence's drafts, by its plan, or else by its own and the deployment's choice.
+        """Return the source of the sequence's drafts, by its plan, its request or the deployment's choice.
 
-        A plan that names what this worker lacks is as one without drafts.
+        A plan that names a drafter which this worker lacks counts as one without drafts.
         """
         asked, plan = sequence.request.speculation or RequestSpeculation(), sequence.draft_plan
         if not asked.enabled:
@@ -109,33 +107,35 @@ class DraftSources:
         return None
 
     def may_draft_here(self, sequence: SequenceState, source: Source | None) -> bool:
-        """Whether this worker may draft for it beside the `source`. Draft workers draft under the grammar
-        themselves, while the target's tokens are on their way.
+        """Return whether this worker may draft what a grammar forces, in addition to the `source`. Draft
+        workers do that themselves, while the target's tokens are on their way.
         """
-        asked = sequence.request.speculation or RequestSpeculation()
-        fixed = asked.num_speculative_tokens
-        fixed = self._options.fixed_tokens if fixed is None else fixed
-        return asked.enabled and fixed != 0 and source != REMOTE
+        asked = sequence.request.speculation
+        is_off = asked is not None and not asked.enabled
+        return not is_off and self._fixed_tokens(sequence) != 0 and source != REMOTE
 
     def keeps_its_worker(self, source: Source | None, sequence: SequenceState) -> bool:
-        """Whether the sequence's plan names the worker that makes its drafts now, if one does."""
+        """Return whether the sequence's plan still names the worker that makes its drafts, if one does."""
         if source != REMOTE:
             return True
         assert self._remote is not None and sequence.draft_plan is not None
         return self._remote.is_made_by(sequence.request_id, sequence.draft_plan.at)
 
     def limit(self, request: SpeculatingRequest, sequence: SequenceState) -> None:
-        """Set how many tokens it drafts: those that it asks for, and no more than its plan allows."""
-        asked, plan = sequence.request.speculation, sequence.draft_plan
-        fixed = asked.num_speculative_tokens if asked is not None else None
-        if fixed is None:
-            fixed = self._options.fixed_tokens
+        """Set how many tokens the request drafts: those it asks for, and no more than its plan allows."""
+        fixed, plan = self._fixed_tokens(sequence), sequence.draft_plan
         request.most = plan.max_tokens if plan is not None else None
         if request.method == "lookahead" and fixed:
             fixed = self._options.lookahead_rows  # it takes all of them or none
         elif fixed is not None and request.most is not None:
             fixed = min(fixed, request.most)
         request.fixed_tokens = fixed
+
+    def _fixed_tokens(self, sequence: SequenceState) -> int | None:
+        """Return the number of tokens that the request asks for, or else the deployment's; None: "auto"."""
+        asked = sequence.request.speculation
+        fixed = asked.num_speculative_tokens if asked is not None else None
+        return self._options.fixed_tokens if fixed is None else fixed
 
 
 def _origin(sequence: SequenceState) -> Origin:

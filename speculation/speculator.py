@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from costs.widths import TargetTime
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import Group
 from engine.kv.pool import KVPool
@@ -22,38 +23,25 @@ from engine.step.speculation_interface import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import CUSTOM, REMOTE, Source, SpeculationState, SpeculativeConfig
-from speculation.account import Account
-from speculation.collapse import CollapseWatch
+from speculation.account import Account, DraftTurn
 from speculation.control.calibration import measure_reading, measure_target
 from speculation.control.controller import DraftController
-from speculation.control.request import SpeculatingRequest
-from speculation.custom import problem
-from speculation.draft_turn import DraftTurn
-from speculation.drafter import Computed, Drafter
+from speculation.control.request import SpeculatingRequest, default_drafted, most_drafted
+from speculation.drafter import MOST_STEPS, Computed, Drafter, UnreadSteps
 from speculation.grammar_drafts import GrammarDrafts
+from speculation.methods import problem
 from speculation.remote import RemoteDrafter
-from speculation.shapes import default_drafted, most_drafted
 from speculation.sources import DraftSources
-from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import prepare, verify
 
 
-def speculate(
-    config: ServeConfig, loaded: LoadedModel, remote: RemoteDrafter | None = None
-) -> BatchSpeculator:
-    """For `Engine`; `remote` has the drafts of draft workers, where there are any. Raises `ConfigError` for a
-    draft that does not fit the model.
-    """
-    return BatchSpeculator(config, loaded, remote)
-
-
 class BatchSpeculator:
-    """Implements `engine.step.speculation_interface.Speculator`.
-
-    The deployment's method is loaded at once. Those that need no weights are made when a request first asks.
-    """
+    """Implements `engine.step.speculation_interface.Speculator`."""
 
     def __init__(self, config: ServeConfig, loaded: LoadedModel, remote: RemoteDrafter | None = None) -> None:
+        """`remote` has the drafts of draft workers, if there are any. Raises `ConfigError` for a draft that
+        does not fit the model.
+        """
         self._config = config
         self._loaded = loaded
         self._deployed = config.speculative_config
@@ -71,7 +59,6 @@ class BatchSpeculator:
         self._late_turns: list[DraftTurn] = []
         """Turns of the current step whose duration is known with the verdicts."""
         self._account = Account()
-        self._watch = CollapseWatch()
         self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
         self._remote = remote
         estimator = self._controller.estimator
@@ -98,7 +85,7 @@ class BatchSpeculator:
         measures = self._options.fixed_tokens is None  # otherwise there is nothing to choose
         if self._drafters and measures:
             max_sequences = self._config.max_num_seqs
-            estimator.set_target_times(measure_target(profiling, self.verify, max_sequences))
+            estimator.target = TargetTime(measure_target(profiling, self.verify, max_sequences))
         for method, drafter in self._drafters.items():
             drafter.warm_up()
             self._sources.tell_estimator(method)
@@ -337,8 +324,8 @@ class BatchSpeculator:
         place = len(sequence.token_ids)
         estimator.verified(request, room, len(draft.token_ids), depth, num_agreed, place, draft.is_blind)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
-        if not draft.is_blind and self._watch.observe(method, request.origin, num_agreed > 0):
-            self._account.collapsed(method, request.origin)
+        if not draft.is_blind:
+            self._account.observed_first(method, request.origin, num_agreed > 0)
 
     def forget(self, sequence: SequenceState) -> None:
         request = self._requests.get(sequence.request_id)

@@ -21,7 +21,7 @@ from engine.step.late_tokens import LateTrees
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import DraftRows, RowsOf, run_last, stays_on_device
-from speculation.ranking import best_of, rank
+from speculation.drawing import best_of, rank
 from speculation.tree_growth import TREE_WIDTH, Level, TreeGrowth
 
 

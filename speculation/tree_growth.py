@@ -35,7 +35,7 @@ from engine.batch.step_inputs import StepInputs
 from engine.copies import Upload
 from engine.triton_support import ceil_div
 from speculation.chains import DraftRows
-from speculation.ranking import NEAR
+from speculation.drawing import NEAR
 
 TREE_WIDTH = 4
 """Rows of a tree in a forward, and children of a row."""

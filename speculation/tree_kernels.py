@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from speculation.ranking import NEAR
+from speculation.drawing import NEAR
 
 _NEAR = tl.constexpr(NEAR)
 _NOTHING = tl.constexpr(float("-inf"))

@@ -36,9 +36,9 @@ from protocol.config import ServeConfig
 from protocol.logs import log_to_stderr
 from protocol.ports import worker_ports
 from speculation.draft_model import check_draft, draft_config
-from speculation.multi_step import multi_step_speculator
+from speculation.multi_step import MultiStepSpeculator
 from speculation.remote import RemoteDrafter
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from worker.launch import Launch
 
 _ROOT = Path(__file__).parents[1]
@@ -100,7 +100,7 @@ def build_engine(
     if holds_draft:
         engine = _draft_engine(config, allocate_pool)
     else:
-        speculator = partial(speculate, remote=remote)
+        speculator = partial(BatchSpeculator, remote=remote)
         make_runner = leader.runner if leader is not None else runner_of_one_process
         engine = Engine(config, allocate=allocate_pool, speculate=speculator, make_runner=make_runner)
     blocks = engine.pool.memory
@@ -123,7 +123,7 @@ def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
     target = model_shape(config)
     draft = draft_config(config, config.speculative_config, target.dtype)
     check_draft(model_shape(draft), target)
-    return Engine(draft, allocate=allocate, speculate=multi_step_speculator)
+    return Engine(draft, allocate=allocate, speculate=MultiStepSpeculator)
 
 
 def open_wires(

@@ -16,7 +16,7 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_DRAFT_TOKENS, SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _step_s(model: MadeUpModel, plan: GpuPlan, batch: int) -> float:
     scheduling, forward and sampling. On a GPU the engine launches the next step ahead. Contexts start at
     three quarters of the plan's.
     """
-    engine = Engine(model.config(batch, plan.context), speculate=speculate)
+    engine = Engine(model.config(batch, plan.context), speculate=BatchSpeculator)
     prompt_len, steps = plan.context * 3 // 4, plan.context // 16
     for number in range(batch):
         engine.add(

@@ -18,7 +18,7 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 
 _TURN_SECONDS = 0.1
 _DRAFT_SECONDS = "spec_decode_draft_seconds_total"
@@ -36,7 +36,7 @@ class Engines:
         self._config = config
         self._draftings = {drafting.label: drafting.config for drafting in draftings}
         self._output_len = output_len
-        self._plain = Engine(config, speculate=speculate)
+        self._plain = Engine(config, speculate=BatchSpeculator)
         self._drafting: dict[tuple[str, NumTokens], Engine] = {}
         self._runs = 0
 
@@ -67,7 +67,7 @@ class Engines:
         key = label, case.num_tokens
         if key not in self._drafting:
             config = replace(self._config, speculative_config=self._draftings[label])
-            self._drafting[key] = Engine(config, speculate=speculate)
+            self._drafting[key] = Engine(config, speculate=BatchSpeculator)
         return self._drafting[key]
 
     def _requests(self, case: Case, prompts: Sequence[list[int]]) -> list[EngineRequest]:

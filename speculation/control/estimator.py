@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from costs.acceptance import MethodAcceptance, RequestAcceptance
-from costs.widths import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
+from costs.widths import UNMEASURED, DraftTime, TargetTime
 from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
 from speculation.control.request import Shape, SpeculatingRequest
 
@@ -62,9 +62,6 @@ class Estimator:
         self.methods: dict[Source, MethodEstimate] = {}
         self.window: PlanWindow | None = None
         self.mean_prompt, self.mean_output = FIRST_PROMPT, FIRST_OUTPUT
-
-    def set_target_times(self, curve: MeasuredCurve) -> None:
-        self.target = TargetTime(curve)
 
     def add_method(
         self, method: Source, shape: Shape, max_depth: int, *, reads_text: bool, reads_prompts: bool

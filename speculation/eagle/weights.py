@@ -13,9 +13,8 @@ from engine.linear.packed import linear_of
 from engine.linear.packed_quantized import with_outputs
 from engine.model.describe import ACTIVATIONS
 from engine.quantization.weight import CodeFormat
-from speculation.checkpoint import Checkpoint
+from speculation.checkpoint import Checkpoint, round_draft
 from speculation.eagle.head import Head, HeadShape
-from speculation.rounding import round_draft
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_OURS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")

@@ -9,19 +9,25 @@ for what recurrent layers keep of each token; their states stay where they are w
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner
 from engine.devices.attention import backend_over, select_backend
+from engine.devices.cpu.decoder.native_model import PRODUCTS, NativeModel
+from engine.devices.cpu.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.linear.packed import PackedLinear, kernel_fault, linear_of, unpacked
+from engine.linear.packed_quantized import fits, packed
+from engine.linear.rounding import group_size, round_to_nearest
 from engine.load.select import runner_of
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
@@ -31,10 +37,9 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
+from speculation.checkpoint import FIELD, round_draft
 from speculation.drafter import Drafter
-from speculation.rounding import FIELD, round_draft
 from speculation.self_speculative.layers import kept_layers, with_defaults, with_layers
-from speculation.self_speculative.native import PartialDescription
 
 
 class SelfDrafter(Drafter):
@@ -137,3 +142,51 @@ def _unpack(model: PreTrainedModel) -> None:
         if isinstance(module, PackedLinear) and module is not head:
             plain = linear_of(unpacked(module.weight)[: module.out_features], module.bias)
             model.set_submodule(path, plain)
+
+
+class PartialDescription(NativeModel):
+    """Some of a model's layers as the native decoder runs them, in the model's own memory or rounded.
+    `num_rounded` counts the products with rounded weights.
+    """
+
+    def __init__(self, whole: NativeModel, kept: Sequence[int], format: CodeFormat | None) -> None:
+        super().__init__(whole.dtype)
+        self._whole = whole  # which owns most of the memory
+        self.num_rounded = 0
+        layers = [self._layer(whole.layers[layer], format) for layer in kept]
+        self.model = ModelArgs.from_buffer_copy(whole.model)
+        self.model.num_layers = len(layers)
+        for layer in layers[:]:
+            if layer.beside:
+                second = self._layer(whole.layers[layer.beside], format)
+                layer.beside = len(layers)
+                layers.append(second)
+        self.model.num_beside = len(layers) - len(kept)
+        self.layers = (LayerArgs * len(layers))(*layers)
+        self.model.layers = ctypes.addressof(self.layers)
+        self.count_products()
+
+    def _layer(self, whole: LayerArgs, format: CodeFormat | None) -> LayerArgs:
+        layer = LayerArgs.from_buffer_copy(whole)
+        if format is not None:
+            for name in PRODUCTS:
+                setattr(layer, name, self._rounded(getattr(whole, name), format))
+        return layer
+
+    def _rounded(self, whole: WeightsArgs, format: CodeFormat) -> WeightsArgs:
+        """Round weights, or return them unchanged where the format does not fit them."""
+        group = group_size(format, whole.inputs)
+        if group is None or whole.values is None:  # quantized, or of a product that there is not
+            return whole
+        weight = unpacked(self._whole.kept(whole.values))[: whole.outputs]
+        rounded = round_to_nearest(weight, format, group)
+        bias = None if whole.bias is None else self._whole.kept(whole.bias)
+        if self.dtype is not torch.bfloat16:  # which the kernel of rounded weights takes
+            args = self.matrix(rounded.dequantized(), bias)
+        elif fits(rounded):
+            args = self.keep_quantized(packed(rounded), bias)
+        else:
+            return whole
+        self.num_rounded += 1
+        args.multipliers = whole.multipliers
+        return args

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.sampler import Sampler
 from engine.sampler.native import RowsFunction, readable
 from engine.sampler.rows import SamplingArgs, edits_logits
-from engine.step.draft import Draft, Verdict
+from engine.step.draft import Verdict
 from engine.step.sequence import SequenceState
 from native.build import BuildError
 from protocol.speculation import Verification
+from speculation.verification.rows import distributions_of
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -71,7 +71,7 @@ def verify(
     tokens = [token for tokens in token_ids for token in tokens]
     logits = readable(logits, count + len(tokens))
     vocab_size = logits.shape[1]
-    drawn = [None if is_coupled else _distributions(draft, vocab_size) for draft in drafts]
+    drawn = [None if is_coupled else distributions_of(draft, logits) for draft in drafts]
     addresses = [0 if each is None else each.data_ptr() for each in drawn]
     positions = [sequence.position for sequence in sequences]
     told = np.array([*positions, *map(len, token_ids), *addresses, *tokens], np.int64)
@@ -106,12 +106,3 @@ def verify(
         )
         for drafted, num_accepted, last_token in zip(token_ids, accepted, last_tokens, strict=True)
     ]
-
-
-def _distributions(draft: Draft | None, vocab_size: int) -> Tensor | None:
-    """Return a draft's distributions as they lie in memory, float32 [nodes, vocab_size]."""
-    if draft is None or draft.distributions is None:
-        return None
-    if draft.distributions.shape != (draft.num_nodes, vocab_size):
-        raise ValueError(f"a distribution for each of {draft.num_nodes} tokens: {draft.distributions.shape}")
-    return draft.distributions.to(torch.float32).contiguous()

@@ -20,7 +20,7 @@ from engine.triton_support import ceil_div
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
-from speculation.verification.rows import BLOCK, OWN, STANDARD, Decision, DraftedRows
+from speculation.verification.rows import BLOCK, OWN, STANDARD, Decision, DraftedRows, distributions_of
 
 if TYPE_CHECKING:
     from engine.sampler.triton_kernel.chooser import Chosen
@@ -56,7 +56,7 @@ def verify(
     """
     rows, as_blocks = DraftedRows(sequences, takes_late=True), rule == "block"
     chosen = sampler.chosen(logits, rows.sampling, rows.further(sampler.upload))
-    drawn = [_distributions(sequence.draft, chosen.logits) for sequence in sequences]
+    drawn = [distributions_of(sequence.draft, chosen.logits) for sequence in sequences]
     asked = _spans(rows, drawn, as_blocks)
     spans, nodes = sampler.upload([asked, _nodes(sequences)])
     if rows.late is not None:
@@ -130,12 +130,3 @@ def _nodes(sequences: Sequence[SequenceState]) -> np.ndarray:
         for node, token_id in enumerate(draft.ids[: draft.num_nodes])
     ]
     return np.array(nodes, np.int64).reshape(-1, 2)
-
-
-def _distributions(draft: Draft | None, logits: Tensor) -> Tensor | None:
-    """As they lie in the device's memory, float32 [nodes, vocab_size]."""
-    if draft is None or draft.distributions is None:
-        return None
-    if draft.distributions.shape != (draft.num_nodes, logits.shape[1]):
-        raise ValueError(f"a distribution for each of {draft.num_nodes} tokens: {draft.distributions.shape}")
-    return draft.distributions.to(logits.device, torch.float32).contiguous()

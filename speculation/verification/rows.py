@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.copies import Downloader, Upload
@@ -104,6 +105,17 @@ class DraftedRows:
 
 def num_rows(sequence: SequenceState) -> int:
     return 1 + (len(sequence.draft.ids) if sequence.draft is not None else 0)
+
+
+def distributions_of(draft: Draft | None, logits: Tensor) -> Tensor | None:
+    """Return a draft's distributions as kernels read them, float32 [nodes, vocab_size] on the logits'
+    device.
+    """
+    if draft is None or draft.distributions is None:
+        return None
+    if draft.distributions.shape != (draft.num_nodes, logits.shape[1]):
+        raise ValueError(f"a distribution for each of {draft.num_nodes} tokens: {draft.distributions.shape}")
+    return draft.distributions.to(logits.device, torch.float32).contiguous()
 
 
 def _tokens(draft: Draft | None, nodes: Sequence[int]) -> list[int]:

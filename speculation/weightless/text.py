@@ -10,7 +10,9 @@ from torch import Tensor
 
 from engine.step.sequence import SequenceState
 from speculation.drafter import Drafter
-from speculation.weightless.corpus import NOTHING
+
+NOTHING = -1
+"""In the place of a token: the text ends here."""
 
 
 class Text:

@@ -17,7 +17,7 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, write_model
 from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
@@ -40,7 +40,7 @@ def engine_of(folder: Path, **changes: Any) -> Engine:
         max_num_seqs=16,
         kv_cache_memory_bytes=8 << 20,
     )
-    return Engine(replace(config, **changes), speculate=speculate)
+    return Engine(replace(config, **changes), speculate=BatchSpeculator)
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:

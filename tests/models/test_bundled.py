@@ -28,7 +28,7 @@ from protocol.errors import ConfigError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 
 MODELS = Path(__file__).parents[2] / "models"
 TARGET, DRAFT = MODELS / "tandem-code-10m", MODELS / "tandem-code-1m"
@@ -194,7 +194,7 @@ def generate(
     """Return the outputs, and the mean number of tokens per step."""
     config = ServeConfig(model=str(TARGET), dtype="float32", device="cpu", compile="off")
     config = replace(config, speculative_config=speculative, kv_cache_memory_bytes=32 << 20)
-    engine = Engine(config, speculate=speculate if speculative is not None else None)
+    engine = Engine(config, speculate=BatchSpeculator if speculative is not None else None)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     steps = 0
     for request in requests:

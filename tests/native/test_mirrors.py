@@ -20,7 +20,7 @@ from engine.model.program import Activation, MixerKind, NormKind, Score
 from engine.parallel import group
 from engine.sampler import native, noise, rows
 from speculation.verification import native as verification
-from speculation.weightless import corpus, suffix, text
+from speculation.weightless import suffix, text
 
 ROOT = Path(__file__).parents[2]
 MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
@@ -36,8 +36,7 @@ MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
     ("engine/sampler/choose.cpp", native, {"LogitsArgs": "Logits", "DraftedArgs": "Drafted"}),
     ("speculation/verification/chains.cpp", verification, {}),
     ("speculation/weightless/repeats.h", text, {"TextBatch": "Batch"}),
-    ("speculation/weightless/suffix.cpp", suffix, {"SuffixArgs": "Settings"}),
-    ("speculation/weightless/suffix.cpp", corpus, {"Ring": "Corpus"}),
+    ("speculation/weightless/suffix.cpp", suffix, {"SuffixArgs": "Settings", "Ring": "Corpus"}),
 ]
 """C++ files, the modules that mirror their structs, and these by Python's name: by default all of the module,
 without `Args`."""

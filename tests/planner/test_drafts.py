@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.drafts import draft_choices, last_paying
+from planner.command import draft_choices, last_paying
 from protocol.speculation import MethodState, SpeculationState, StepTimeState
 
 

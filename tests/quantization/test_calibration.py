@@ -12,7 +12,7 @@ from protocol.errors import ConfigError
 from quantization import awq, methods
 from quantization.calibration import Calibration, LinearGroup, Moments, linears
 from quantization.folding import Fold, find_fold
-from quantization.recipe import Recipe
+from quantization.preparation import Recipe
 from tests.quantization.tiny import tiny_config, tiny_model, windows
 
 LLAMA_LIKE = [

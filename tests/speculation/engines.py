@@ -14,7 +14,7 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
 from speculation.control import estimator
-from speculation.speculator import BatchSpeculator, speculate
+from speculation.speculator import BatchSpeculator
 
 MODELS = Path(__file__).parents[2] / "models"
 TARGET, DRAFT = MODELS / "tandem-code-10m", MODELS / "tandem-code-1m"
@@ -35,7 +35,7 @@ def make_engine(
         kv_cache_memory_bytes=16 << 20,
         speculative_config=speculative if draft is not None else None,
     )
-    engine = Engine(config, speculate=speculate)
+    engine = Engine(config, speculate=BatchSpeculator)
     speculator = engine._speculator
     assert isinstance(speculator, BatchSpeculator)
     return engine, speculator

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.copies import upload_to
 from engine.step.draft import Draft
 from speculation.chains import DraftRows
-from speculation.ranking import best_of
+from speculation.drawing import best_of
 from speculation.tree_drafting import drafts_of
 from speculation.tree_growth import TreeGrowth
 

@@ -11,7 +11,7 @@ from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation import scripted
 from tests.speculation.scripted import Answers, ScriptedDrafter
 from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, small_config
@@ -64,7 +64,7 @@ class Given:
         """Make an engine with these options of the `SpeculativeConfig`."""
         asked = SpeculativeConfig(num_speculative_tokens=self.num_tokens, **options)
         config = replace(self.config, speculative_config=asked)
-        return Engine(config, speculate=speculate)
+        return Engine(config, speculate=BatchSpeculator)
 
     def tree(self, **options: Any) -> Engine:
         return self.deploy(tree=True, tree_nodes=3 * self.num_tokens, **options)

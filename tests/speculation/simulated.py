@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from costs.widths import MeasuredCurve
+from costs.widths import MeasuredCurve, TargetTime
 from protocol.speculation import Method
 from speculation.control import estimator
 from speculation.control.controller import DraftController
@@ -129,7 +129,7 @@ class SimulatedServer:
         profile = self.profile
         self.controller = DraftController(self.num_requests, profile.shape.max_tokens)
         measured = self.calibrated or (lambda rows: self.target(1, rows))
-        self.controller.estimator.set_target_times(
+        self.controller.estimator.target = TargetTime(
             MeasuredCurve(ROWS, [measured(rows) for rows in ROWS], PREFILL)
         )
         self.controller.estimator.add_method(

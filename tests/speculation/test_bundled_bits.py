@@ -16,7 +16,7 @@ from engine.linear.packed import kernel_fault
 from protocol.outputs import TokenLogprobs
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation.engines import MODELS, TARGET
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def answers(speculative: dict[str, Any] | None, requests: list[EngineRequest]) -
     """Return tokens with their log-probabilities, by request."""
     flags = {"model": str(TARGET), "dtype": "bfloat16", "device": "cpu", "kv_cache_memory_bytes": 32 << 20}
     drafts = {"speculative_config": json.dumps(speculative)} if speculative else {}
-    engine = Engine(load_config(flags | drafts, environ={}), speculate=speculate)
+    engine = Engine(load_config(flags | drafts, environ={}), speculate=BatchSpeculator)
     for request in requests:
         engine.add(request)
     found: Answers = {}

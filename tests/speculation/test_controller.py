@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from costs.explorer import Explorer
-from costs.widths import MeasuredCurve
+from costs.widths import MeasuredCurve, TargetTime
 from speculation.control.controller import (
     DRAFT_STANDS,
     IDLE_STANDS,
@@ -177,7 +177,7 @@ def controller(row_seconds: float = 0.0, reads_prompts: bool = False) -> DraftCo
     made = DraftController(64, 8, trial_share=0.0)
     made.estimator.add_method("eagle", Shape(8), 8, reads_text=reads_prompts, reads_prompts=reads_prompts)
     curve = MeasuredCurve((1, 1024), (1e-2 + row_seconds, 1e-2 + 1024 * row_seconds))
-    made.estimator.set_target_times(curve)
+    made.estimator.target = TargetTime(curve)
     return made
 
 

@@ -15,9 +15,9 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
-from speculation.custom import problem
 from speculation.drafter import Drafter
-from speculation.speculator import speculate
+from speculation.methods import problem
+from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
 
 HERE = "tests.speculation.test_custom"
@@ -57,7 +57,7 @@ def no_drafter(*arguments: Any) -> str:
 def deployed(pair: tuple[Path, Path]) -> Callable[[str], Engine]:
     def make(drafter: str) -> Engine:
         asked = SpeculativeConfig(method="custom", drafter=drafter, num_speculative_tokens=3)
-        return Engine(small_config(pair[0], speculative_config=asked), speculate=speculate)
+        return Engine(small_config(pair[0], speculative_config=asked), speculate=BatchSpeculator)
 
     return make
 

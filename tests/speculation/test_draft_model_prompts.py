@@ -11,7 +11,7 @@ from engine.engine import Engine
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation import draft_model
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
 
 PROMPT = 60
@@ -20,7 +20,7 @@ PROMPT = 60
 def engine_with(pair: tuple[Path, Path]) -> Engine:
     target, draft = pair
     asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
-    return Engine(replace(small_config(target, 128), speculative_config=asked), speculate=speculate)
+    return Engine(replace(small_config(target, 128), speculative_config=asked), speculate=BatchSpeculator)
 
 
 def test_a_prompt_is_read_with_the_first_draft(pair: tuple[Path, Path]) -> None:

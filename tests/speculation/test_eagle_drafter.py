@@ -23,8 +23,8 @@ from engine.step.speculation_interface import MakeRoom
 from protocol.sampling import SamplingParams
 from speculation.control.controller import DraftController
 from speculation.drafter import Computed, HiddenRows
+from speculation.drawing import rank
 from speculation.eagle.drafter import Known
-from speculation.ranking import rank
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.eagle_reference import PlainHead

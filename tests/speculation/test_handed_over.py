@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.engine import Engine
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import CHUNK, ask, run, small_config
 from tests.worker.tiny_model import greedy, load
 
@@ -18,7 +18,7 @@ def test_the_last_chunk_of_a_request_placed_again_drafts_nothing(target: Path) -
     prompt = list(range(1, CHUNK + 2 - NUM_EMITTED))
     expected = greedy(load(target), prompt, 24)
     asked = SpeculativeConfig(method="draft_model", model=str(target), num_speculative_tokens=4)
-    engine = Engine(small_config(target, speculative_config=asked), speculate=speculate)
+    engine = Engine(small_config(target, speculative_config=asked), speculate=BatchSpeculator)
     request = ask("a", prompt, ignore_eos=True)
     request.output_token_ids.extend(expected[:NUM_EMITTED])
     engine.add(request, prefill_only=True)

@@ -23,10 +23,9 @@ from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
-from speculation.draft_model import DraftModel
-from speculation.draft_state_slots import DraftStateSlots
+from speculation.draft_model import DraftModel, DraftStateSlots
 from speculation.self_speculative import drafter as self_drafter
-from speculation.speculator import BatchSpeculator, speculate
+from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation import scripted
 from tests.speculation.methods import ALLOWED, CRAMPED, METHODS, Given
@@ -184,7 +183,7 @@ def test_bfloat16_gives_the_same_bits_with_drafts_and_without(model: Path) -> No
 
 def drafting_itself(config: ServeConfig, num_tokens: int, **options: Any) -> Engine:
     asked = SpeculativeConfig(method="self_speculative", num_speculative_tokens=num_tokens, **options)
-    return Engine(replace(config, speculative_config=asked), speculate=speculate)
+    return Engine(replace(config, speculative_config=asked), speculate=BatchSpeculator)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +259,7 @@ def test_hybrids_in_the_native_decoder_draft_for_each_other(tmp_path: Path, tree
         tree=tree,
     )
     expected = tokens(run(Engine(config), requests()))
-    engine = Engine(replace(config, speculative_config=speculative), speculate=speculate)
+    engine = Engine(replace(config, speculative_config=speculative), speculate=BatchSpeculator)
     found = run(engine, requests())
     assert tokens(found) == expected
     assert drafted_and_accepted(found)[1] > 30
@@ -316,7 +315,7 @@ def test_a_request_that_lost_its_state_slot_is_read_again(
     config, draft, _ = drafts["llama"]
     asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=5)
     drafting = replace(config, speculative_config=asked, max_num_seqs=1)
-    engine = Engine(drafting, speculate=speculate)
+    engine = Engine(drafting, speculate=BatchSpeculator)
     first, second = requests()[3:]
     expected, _ = proposals(engine, [first], 5)
     with recorded(engine, 5) as found:
@@ -349,7 +348,7 @@ def test_a_draft_with_recurrent_layers_returns_to_committed_tokens(
         method="draft_model", model=str(draft), num_speculative_tokens=num_tokens, **options
     )
     drafting = replace(config, speculative_config=asked)
-    engine = Engine(drafting, speculate=speculate)
+    engine = Engine(drafting, speculate=BatchSpeculator)
     found, answers = proposals(engine, requests(), num_tokens)
     assert answers == expected
     again, _ = proposals(engine, requests(), num_tokens)  # with prefixes from the cache
@@ -357,7 +356,7 @@ def test_a_draft_with_recurrent_layers_returns_to_committed_tokens(
     texts = sorted(found, key=len)[:: max(len(found) // 8, 1)]
     assert len(texts) >= 8
     anew = [ask(f"a{i}", [*text[:-1]], num_tokens + 2, ignore_eos=True) for i, text in enumerate(texts)]
-    fresh, _ = proposals(Engine(drafting, speculate=speculate), anew, num_tokens)
+    fresh, _ = proposals(Engine(drafting, speculate=BatchSpeculator), anew, num_tokens)
     assert {text: fresh[text] for text in texts} == {text: found[text] for text in texts}
 
 
@@ -378,4 +377,4 @@ def test_states_are_not_handed_over(drafts: dict[str, tuple[ServeConfig, Path, A
     asked = SpeculativeConfig(method="draft_model", model=str(draft), prefill="carry")
     config = replace(config, speculative_config=asked)
     with pytest.raises(ConfigError, match=r"prefill: .* must be auto or rebuild"):
-        Engine(config, speculate=speculate)
+        Engine(config, speculate=BatchSpeculator)

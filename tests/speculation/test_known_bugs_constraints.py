@@ -16,7 +16,7 @@ from engine.step.sequence import SequenceState
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig, Verification
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation import scripted
 from tests.speculation.scripted import ScriptedDrafter
 from tests.speculation.small_engine import (
@@ -91,7 +91,7 @@ def test_bug_15_a_draft_model_keeps_no_penalties_of_rejected_tokens(
     options = SpeculativeConfig(
         method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED, verification=verification
     )
-    engine = Engine(small_config(target, 256, speculative_config=options), speculate=speculate)
+    engine = Engine(small_config(target, 256, speculative_config=options), speculate=BatchSpeculator)
     assert tokens(run(engine, requests(temperature=0.0))) == tokens(plain["greedy"])
 
 

@@ -22,7 +22,7 @@ from engine.step.sequence import SequenceStage
 from protocol.errors import ConfigError
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import BatchSpeculator, speculate
+from speculation.speculator import BatchSpeculator
 from tests.engine.refused_models import RECURRENT, TINY
 from tests.speculation.small_engine import CHUNK, MAX_LEN, ask, joined, prompt_of, run, small_config, tokens
 
@@ -34,7 +34,7 @@ def engine_with(model: Path, draft: Path, num_blocks: int = 128, **options: Any)
     asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED)
     # The draft's segment is as large as the model's own KV.
     config = small_config(model, 2 * num_blocks, speculative_config=asked, **options)
-    return Engine(config, speculate=speculate)
+    return Engine(config, speculate=BatchSpeculator)
 
 
 @pytest.fixture

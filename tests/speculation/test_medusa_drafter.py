@@ -22,9 +22,8 @@ from protocol.errors import ConfigError
 from protocol.handoff import REBUILD
 from protocol.speculation import Quantization, SpeculativeConfig
 from speculation import ranking
-from speculation.medusa.drafter import MedusaDrafter
-from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
-from speculation.speculator import speculate
+from speculation.medusa.drafter import MedusaDrafter, StaticTree, assumed_acceptance, choose_tree
+from speculation.speculator import BatchSpeculator
 from tests.speculation import small_engine
 from tests.speculation.medusa_files import (
     PlainHeads,
@@ -57,7 +56,7 @@ def make_engine(
     if heads is not None:
         asked = SpeculativeConfig(method="medusa", model=str(heads), quantization=heads_in, **options)
         server["speculative_config"] = asked
-    return Engine(small_config(target, 96, **server), speculate=speculate)
+    return Engine(small_config(target, 96, **server), speculate=BatchSpeculator)
 
 
 def drafter_of(engine: Engine) -> MedusaDrafter:

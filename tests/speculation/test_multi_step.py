@@ -12,7 +12,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.step.sequence import SequenceStage
-from speculation.multi_step import multi_step_speculator
+from speculation.multi_step import MultiStepSpeculator
 from tests.speculation.small_engine import ask, prompt_of, run, small_config
 
 PROMPT = prompt_of(30)
@@ -48,7 +48,7 @@ def test_drafts_after_given_tokens_equal_fresh_ones(
 ) -> None:
     """The native decoder computes several tokens per step, the other path one."""
     plain = Engine(small_config(target, enable_prefix_caching=False, **options))
-    engine = Engine(small_config(target, **options), speculate=multi_step_speculator)
+    engine = Engine(small_config(target, **options), speculate=MultiStepSpeculator)
     assert engine.start_up["forward"].startswith(forward)
     rng, given = random.Random(5), list[int]()
     engine.add(ask("a", PROMPT, 200, **SAMPLING), hold_at=len(PROMPT) + 9)
@@ -67,7 +67,7 @@ def test_drafts_after_given_tokens_equal_fresh_ones(
 
 
 def test_only_given_tokens_are_published(target: Path) -> None:
-    engine = Engine(small_config(target), speculate=multi_step_speculator)
+    engine = Engine(small_config(target), speculate=MultiStepSpeculator)
     engine.add(ask("a", PROMPT, 100, **SAMPLING), hold_at=len(PROMPT) + 40)
     drafted = draft(engine)
     assert len(drafted) == 40
@@ -78,7 +78,7 @@ def test_only_given_tokens_are_published(target: Path) -> None:
 
 
 def test_it_is_held_at_its_limit_and_never_ends_by_itself(target: Path) -> None:
-    engine = Engine(small_config(target), speculate=multi_step_speculator)
+    engine = Engine(small_config(target), speculate=MultiStepSpeculator)
     engine.add(ask("a", PROMPT, 100, logit_bias={0: 100.0}), hold_at=len(PROMPT) + 5)
     assert draft(engine) == [0] * 5  # the end of text
     sequence = engine.sequences["a"]

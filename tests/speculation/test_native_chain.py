@@ -27,7 +27,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.chains import ChainDrafting, run_last
 from speculation.draft_model import DraftModel
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from speculation.verification.rejection import noise_keys
 
 MODELS = Path(BUNDLED_MODEL).parent
@@ -47,7 +47,7 @@ def engine_with(verification: Verification, draft: Path = MODELS / "tandem-code-
             method="draft_model", model=str(draft), num_speculative_tokens=5, verification=verification
         ),
     )
-    return Engine(config, speculate=speculate)
+    return Engine(config, speculate=BatchSpeculator)
 
 
 @pytest.fixture(scope="module")

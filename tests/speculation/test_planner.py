@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from costs.acceptance import MethodAcceptance, RequestAcceptance
-from costs.widths import DraftTime, MeasuredCurve
+from costs.widths import DraftTime, MeasuredCurve, TargetTime
+from speculation.control.controller import Plan, Step, plain_and_best
 from speculation.control.estimator import Estimator
-from speculation.control.planner import Plan, Step, plain_and_best
 from speculation.control.request import Shape, SpeculatingRequest
 
 PLAIN = 1e-2
@@ -33,7 +33,7 @@ class Batch:
         self.known = self.estimator.methods["eagle"]
         self.known.time = DraftTime(level_seconds, draft_start, draft_token)
         first = PLAIN - (len(rates) - 1) * row_seconds
-        self.estimator.set_target_times(MeasuredCurve((1, 1001), (first, first + 1000 * row_seconds)))
+        self.estimator.target = TargetTime(MeasuredCurve((1, 1001), (first, first + 1000 * row_seconds)))
         self.requests = []
         for rate in rates:
             own = MethodAcceptance(8, [rate] * 8)

@@ -11,7 +11,7 @@ from engine.copies import upload_to
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from protocol.sampling import SamplingParams
-from speculation.ranking import rank
+from speculation.drawing import rank
 
 VOCAB_SIZE = 500
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.self_speculative import drafter
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation.scripted import Answers
 from tests.speculation.small_engine import ask, drafted_and_accepted, prompt_of, run, small_config, tokens
@@ -81,7 +81,7 @@ def config_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> ServeCon
 
 
 def engine_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> Engine:
-    return Engine(config_of(folder, dtype, **options), speculate=speculate)
+    return Engine(config_of(folder, dtype, **options), speculate=BatchSpeculator)
 
 
 def plain_of(folder: Path, dtype: str) -> Engine:
@@ -154,7 +154,7 @@ def test_layers_with_two_mixers_or_experts_draft_natively(
     monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
     write_model(model, tmp_path)
     config = replace(config_of(tmp_path, **options), compile="auto")
-    engine = Engine(config, speculate=speculate)
+    engine = Engine(config, speculate=BatchSpeculator)
     assert engine.start_up["forward"] == "native decoder"
     found = run(engine, REQUESTS)
     plain = Engine(replace(config, speculative_config=None))
@@ -270,4 +270,4 @@ def test_layers_out_of_range_are_named(
 def test_quantized_weights_are_not_quantized_again(folders: dict[str, Path], dtype: str) -> None:
     config = replace(config_of(folders["llama"], dtype, quantization="int4"), quantization="int8")
     with pytest.raises(ConfigError, match="quantization: the model's weights are already quantized"):
-        Engine(config, speculate=speculate)
+        Engine(config, speculate=BatchSpeculator)

@@ -15,8 +15,7 @@ from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.methods import build_drafter
 from speculation.weightless import suffix
-from speculation.weightless.corpus import Corpus
-from speculation.weightless.suffix import SuffixDrafter
+from speculation.weightless.suffix import Corpus, SuffixDrafter
 from tests.speculation import suffix_reference
 from tests.speculation.decoding import chains, decoding
 

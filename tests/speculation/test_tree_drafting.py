@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.kv.layout import DRAFT, TARGET
 from protocol.speculation import SpeculativeConfig
 from speculation import tree_drafting
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import INTERPRETED, ask, prompt_of, small_config, write_noisy
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
@@ -23,7 +23,7 @@ def make_engine(target: Path, draft: Path) -> Engine:
     asked = SpeculativeConfig(
         method="draft_model", model=str(draft), tree=True, num_speculative_tokens=12, max_speculative_tokens=5
     )
-    return Engine(small_config(target, speculative_config=asked), speculate=speculate)
+    return Engine(small_config(target, speculative_config=asked), speculate=BatchSpeculator)
 
 
 def test_a_draft_that_equals_the_target_is_right_to_the_last_token(target: Path) -> None:

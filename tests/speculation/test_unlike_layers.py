@@ -14,7 +14,7 @@ import torch
 from engine.engine import Engine
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation.small_engine import ask, prompt_of, run, small_config
 from tests.worker.tiny_model import greedy, load
@@ -25,7 +25,7 @@ LENGTHS, NUM_TOKENS = [1, 20, 40, 100], 24
 def make_engine(folder: Path, **speculation: Any) -> Engine:
     config = small_config(folder, 400)
     asked = SpeculativeConfig(**speculation)
-    return Engine(replace(config, speculative_config=asked), speculate=speculate)
+    return Engine(replace(config, speculative_config=asked), speculate=BatchSpeculator)
 
 
 def write_pair(model_type: str, folder: Path) -> tuple[Path, Path]:

@@ -12,7 +12,7 @@ from costs.acceptance import FIRST_RATE
 from engine.engine import Engine
 from protocol.requests import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
-from speculation.speculator import BatchSpeculator, speculate
+from speculation.speculator import BatchSpeculator
 from speculation.weightless.text import TextDrafter
 from tests.speculation.engines import ticks
 from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
@@ -42,7 +42,7 @@ def plain(target: Path) -> dict[str, dict[str, list[int]]]:
 def engine_with(target: Path, method: Method, count: int, num_blocks: int = 128, budget: int = 64) -> Engine:
     asked = SpeculativeConfig(method=method, num_speculative_tokens=count)
     config = small_config(target, num_blocks, max_num_batched_tokens=budget, speculative_config=asked)
-    return Engine(config, speculate=speculate)
+    return Engine(config, speculate=BatchSpeculator)
 
 
 def test_beyond_the_ends_of_a_tree_acceptance_is_zero(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_beyond_the_ends_of_a_tree_acceptance_is_zero(target: Path, monkeypatch:
 def test_a_tree_fits_beside_a_single_sequence(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch)
     asked = SpeculativeConfig(method="lookahead")
-    engine = Engine(small_config(target, max_num_seqs=1, speculative_config=asked), speculate=speculate)
+    engine = Engine(small_config(target, max_num_seqs=1, speculative_config=asked), speculate=BatchSpeculator)
     run(engine, [ask("a", prompt_of(16), 120, **SAMPLING["of few tokens"])])
     counters = engine.counters()
     assert (
@@ -94,7 +94,7 @@ def test_an_earlier_answer_speeds_up_the_same_request(target: Path) -> None:
 
 
 def test_a_batch_may_mix_methods(target: Path, plain: dict[str, dict[str, list[int]]]) -> None:
-    engine = Engine(small_config(target), speculate=speculate)
+    engine = Engine(small_config(target), speculate=BatchSpeculator)
     asked = [RequestSpeculation(method=method, num_speculative_tokens=4) for method in WEIGHTLESS]
     mixed = [
         msgspec.structs.replace(request, speculation=speculation)

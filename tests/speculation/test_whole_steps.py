@@ -33,7 +33,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig, Verification
 from speculation import draft_model
 from speculation.drafter import Drafter
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.engine.absent_gpu import DEVICE_MS, GPU, AbsentGpu, absent_gpu
 from tests.engine.step.test_host_waits import CountedGraphs, qwen3
 from tests.speculation import eagle_files, medusa_files
@@ -99,7 +99,7 @@ class Steps:
         config = ServeConfig(
             model="absent", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, speculative_config=speculative
         )
-        self.engine = Engine(config, speculate=speculate)
+        self.engine = Engine(config, speculate=BatchSpeculator)
 
     def ask(
         self,

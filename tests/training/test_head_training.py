@@ -20,7 +20,7 @@ from engine.engine import Engine
 from protocol.errors import ConfigError
 from protocol.speculation import Method, SpeculativeConfig
 from speculation.medusa.weights import read_heads
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import ask, drafted_and_accepted, run, small_config, tokens
 from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model
 from training.data import Windows
@@ -281,7 +281,7 @@ def assert_serve(folder: Path, heads: Path, method: Method, **options: Any) -> N
     ]
     speculation = SpeculativeConfig(method=method, model=str(heads), num_speculative_tokens=3, **options)
     plain = run(Engine(small_config(folder)), requests)
-    drafting = Engine(small_config(folder, speculative_config=speculation), speculate=speculate)
+    drafting = Engine(small_config(folder, speculative_config=speculation), speculate=BatchSpeculator)
     found = run(drafting, requests)
     assert tokens(found) == tokens(plain)
     assert drafted_and_accepted(found)[0] > 0

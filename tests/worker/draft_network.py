@@ -19,9 +19,9 @@ from protocol.ids import PeerAddress
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import SpeculativeConfig
-from speculation.multi_step import multi_step_speculator
+from speculation.multi_step import MultiStepSpeculator
 from speculation.remote import RemoteDrafter
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import run, small_config, tokens
 from tests.worker.light_loop import LightLoop, address
 
@@ -37,7 +37,7 @@ def target_engine(
 ) -> Engine:
     speculative = SpeculativeConfig(method="draft_model", model=str(draft), **options)
     config = small_config(model, 2 * num_blocks, speculative_config=speculative)
-    return Engine(config, speculate=partial(speculate, remote=remote))
+    return Engine(config, speculate=partial(BatchSpeculator, remote=remote))
 
 
 def plain_tokens(model: Path, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
@@ -113,7 +113,7 @@ class DraftSide:
     def __init__(self, draft: Path, at: PeerAddress = DRAFTER, **options: Any) -> None:
         self.at = at
         self.engine = Engine(
-            small_config(draft, **({"num_blocks": 256} | options)), speculate=multi_step_speculator
+            small_config(draft, **({"num_blocks": 256} | options)), speculate=MultiStepSpeculator
         )
         self.restart()
 

@@ -22,7 +22,7 @@ from protocol.roles import ROLES
 from protocol.router_to_worker import Generate, RouterToWorker
 from protocol.worker_to_worker import PeerReply, PeerRequest
 from speculation.remote import RemoteDrafter
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.worker.harness import request, tiny_config
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
@@ -46,7 +46,7 @@ def small_engine(model_folder: Path, num_blocks: int, **changes: Any) -> Engine:
     config = tiny_config(
         model_folder, max_model_len=128, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES, **changes
     )
-    return Engine(config, speculate=speculate)
+    return Engine(config, speculate=BatchSpeculator)
 
 
 def forget_cached_blocks(engine: Engine) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from protocol.errors import ConfigError
 from training.data import Windows, cut_windows, encode_texts, load, load_frozen, read_texts, spread
-from training.heads import card
 from training.heads.contract import HeadOptions, Target, TrainableHead
 from training.heads.eagle import build_eagle3
 from training.heads.learner import HeadLearner, acceptance, continue_greedily
@@ -31,6 +31,7 @@ METHODS: dict[str, Callable[[Target, HeadOptions], TrainableHead]] = {
     "eagle3": build_eagle3,
     "medusa": build_medusa,
 }
+_SERVED_AS = {"eagle3": "eagle", "medusa": "medusa"}
 HELD_OUT_SHARE = 0.05
 CONTINUED_TOKENS = 96
 _CHECKPOINT = "checkpoint.safetensors"
@@ -56,6 +57,24 @@ class TrainOptions:
     device: str = "auto"
     held_out_windows: int = 64
     save_every_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The settings of a training run. A checkpoint with other settings is not resumed.
+
+    `data` is a hash of the training tokens.
+    """
+
+    method: str
+    model: str
+    data: str
+    steps: int
+    batch_tokens: int
+    length: int
+    learning_rate: float
+    seed: int
+    options: dict[str, int | None]
 
 
 def train(options: TrainOptions, console: Console) -> list[float]:
@@ -87,7 +106,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     _run(trainer, run.steps, console)
     rates = acceptance(head, target, continue_greedily(target, prompts, CONTINUED_TOKENS))
     head.save(options.output)
-    card.write(options.output, run, rates, parameters, len(prompts))
+    _write_card(options.output, run, rates, parameters, len(prompts))
     checkpoint.unlink()
     console.print(_table(rates))
     console.print(f"saved in {options.output}")
@@ -115,8 +134,8 @@ def head_schedule(steps: int) -> Schedule:
     return Schedule(steps, warm_up, decay=steps - warm_up + 1)
 
 
-def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> card.TrainingRun:
-    return card.TrainingRun(
+def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> TrainingRun:
+    return TrainingRun(
         method=options.method,
         model=options.model,
         data=hashlib.blake2b(stream.numpy().tobytes(), digest_size=8).hexdigest(),
@@ -165,3 +184,33 @@ def _table(rates: list[float]) -> Table:
         table.add_column(f"token {number + 1}", justify="right")
     table.add_row(*(f"{rate:.1%}" for rate in rates))
     return table
+
+
+def _write_card(folder: Path, run: TrainingRun, rates: list[float], parameters: int, windows: int) -> None:
+    """Write the card. `rates` is the held-out acceptance of each drafted position, measured on `windows`
+    windows.
+    """
+    config = json.dumps({"method": _SERVED_AS[run.method], "model": str(folder)})
+    rows = "\n".join(f"| {number} | {rate:.1%} |" for number, rate in enumerate(rates, start=1))
+    (folder / "README.md").write_text(
+        f"""# {folder.name}
+
+{run.method} heads for `{run.model}`, {parameters:,} parameters, trained by `tandem speculate train`.
+
+```sh
+tandem serve --model {run.model} --speculative-config '{config}'
+```
+
+| drafted token | accepted, with all before it |
+|---|---|
+{rows}
+
+Measured on the model's own greedy continuations of {windows} held-out texts, at every place of them: the
+share of places where a greedy draft's tokens are what the model itself says. With all {len(rates)} drafted, a
+step brings {1 + sum(rates):.2f} tokens in the mean.
+
+Training: {run.steps} steps of {run.batch_tokens} tokens in windows of {run.length}, learning
+rate {run.learning_rate:g}, seed {run.seed}.
+""",
+        encoding="utf-8",
+    )

@@ -20,7 +20,7 @@ from protocol.errors import ConfigError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.engine.kv.test_tiers_engine import written
 from tests.engine.test_engine import prompt_of, run, tokens
 
@@ -45,7 +45,7 @@ def make_engine(folder: Path) -> Iterator[Make]:
             "kv_cache_memory_bytes": 1 << 20,
         }
         config = ServeConfig(model=str(folder), device="cpu", **(settings | options))
-        engines.append(Engine(config, speculate=speculate))
+        engines.append(Engine(config, speculate=BatchSpeculator))
         return engines[-1]
 
     yield make

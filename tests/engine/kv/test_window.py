@@ -22,7 +22,7 @@ from protocol.errors import ConfigError
 from protocol.kv_events import TILE, Window
 from protocol.outputs import TokenOutput
 from protocol.speculation import SpeculativeConfig
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import SLIDING_WINDOW, config_of, write_model
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
 from tests.speculation import scripted
@@ -82,7 +82,7 @@ def drafting(engine: Engine, model: Path | None = None, **options: Any) -> Engin
     """Make an engine like `engine` that drafts."""
     asked = SpeculativeConfig(model=None if model is None else str(model), **options)
     changed = replace(engine.config, speculative_config=asked)
-    return Engine(changed, speculate=speculate)
+    return Engine(changed, speculate=BatchSpeculator)
 
 
 def poisoned_run(engine: Engine, *others: str) -> tuple[list[TokenOutput], int]:

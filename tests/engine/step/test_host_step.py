@@ -34,7 +34,7 @@ from engine.kv.pool import KVPool
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from speculation.speculator import speculate
+from speculation.speculator import BatchSpeculator
 
 _CPU = torch.device("cpu")
 _VOCABULARY = 512
@@ -106,7 +106,7 @@ def engine_of(folder: Path, sequences: int, max_model_len: int) -> Engine:
         max_num_seqs=sequences,
         max_model_len=max_model_len,
     )
-    engine = Engine(serve, make_runner=_runner, speculate=speculate)
+    engine = Engine(serve, make_runner=_runner, speculate=BatchSpeculator)
     engine._launcher._runs_ahead = True  # launches steps ahead, as on a GPU
     return engine
 

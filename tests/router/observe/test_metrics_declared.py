@@ -57,7 +57,8 @@ def test_all_counters_of_workers_are_declared():
     account.stepped(0.1, True)
     account.drafted("ngram", 0.1)
     account.verified("ngram", 3, 2)
-    account.collapsed("ngram", "computed")
+    for number in range(1000):
+        account.observed_first("ngram", "computed", number < 500)
     account.lost_draft("request", "a test")
     names = list(account.counters())
     names += [f"kv_host_{field.name}_total" for field in fields(HostCounters)]
