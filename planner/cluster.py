@@ -61,41 +61,33 @@ class SimulatedRequest:
         return self.assignment
 
     @property
-    def arrival(self) -> float:
-        return self.trace.arrival
-
-    @property
-    def num_tokens(self) -> int:
-        return self.trace.input_len
-
-    @property
-    def output_tokens(self) -> int:
-        return self.trace.output_len
-
-    @property
     def was_split(self) -> bool:
         return "prefill" in self.workers
 
     @property
     def ttft_s(self) -> float:
-        return self.first_token - self.arrival
+        return self.first_token - self.trace.arrival
 
     @property
     def tpot_s(self) -> float:
         """Return the mean time of the tokens after the first one; 0 if there are none."""
-        return (self.ended - self.first_token) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+        return (
+            (self.ended - self.first_token) / (self.trace.output_len - 1)
+            if self.trace.output_len > 1
+            else 0.0
+        )
 
     def engine_request(self) -> EngineRequest:
         """Return the request with token ids that are equal where the trace's blocks are."""
         token_ids: list[int] = []
         for hash_id in self.trace.hash_ids:
             token_ids += [hash(hash_id) % _PROMPT_IDS] * self.block_tokens
-        del token_ids[self.num_tokens :]
-        token_ids += [_OWN_IDS + self.number] * (self.num_tokens - len(token_ids))
+        del token_ids[self.trace.input_len :]
+        token_ids += [_OWN_IDS + self.number] * (self.trace.input_len - len(token_ids))
         return EngineRequest(
             request_id=str(self.number),
             prompt_token_ids=token_ids,
-            sampling=SamplingParams(max_tokens=self.output_tokens),
+            sampling=SamplingParams(max_tokens=self.trace.output_len),
         )
 
 
@@ -204,7 +196,7 @@ class SimulatedCluster:
         """Simulate all requests to their ends."""
         for number, request in enumerate(requests):
             request.number = number
-            self.clock.at(request.arrival, lambda request=request: self._place(request))  # type: ignore[misc]
+            self.clock.at(request.trace.arrival, lambda request=request: self._place(request))  # type: ignore[misc]
         self.clock.run()
 
     def _start(self, name: str, role: str, peers: Sequence[str]) -> SimulatedWorker:
@@ -239,7 +231,7 @@ class SimulatedCluster:
         workers = [self._registry.named(name) for name in placement.workers.values()]
         first = self._named(workers[0])
         num_uncached = facts.num_uncached(placement.source)
-        assigned = self._loads.assign(workers[0], workers[-1], request.num_tokens, num_uncached)
+        assigned = self._loads.assign(workers[0], workers[-1], request.trace.input_len, num_uncached)
         request.assignment = assigned
         self.meter.placed(assigned)
         self._loads.sent(assigned)
@@ -254,11 +246,11 @@ class SimulatedCluster:
         for worker in self.workers.values():
             self._follow_cache(worker)
         return RequestFacts(
-            num_tokens=request.num_tokens,
-            output_tokens=min(request.output_tokens, self._mean_output),
+            num_tokens=request.trace.input_len,
+            output_tokens=min(request.trace.output_len, self._mean_output),
             mean_output_tokens=self._mean_output,
             disaggregate=self._layout.disaggregation,
-            cached_tokens=self._index.cached_tokens(keys, request.num_tokens, cache),
+            cached_tokens=self._index.cached_tokens(keys, request.trace.input_len, cache),
             slo_ttft_s=self._layout.slo_ttft_s,
             slo_tpot_s=self._layout.slo_tpot_s,
         )
@@ -352,7 +344,7 @@ class SimulatedCluster:
         if handoff is not None:
             self._withdraw(handoff)
         self.meter.finished(request.assigned.decode, request.tpot_s, self._layout.slo_tpot_s)
-        self._mean_output += OUTPUT_PACE * (request.output_tokens - self._mean_output)
+        self._mean_output += OUTPUT_PACE * (request.trace.output_len - self._mean_output)
         self._loads.release(request.assigned)
         self.num_ended += 1
 

@@ -127,7 +127,7 @@ class Study:
         requests, cluster = self.run(scenario.layout(self.slo))
         served = [request for request in requests if not request.is_refused]
         good = sum(self.is_good(request) for request in served)
-        seconds = max(requests[-1].arrival, 1e-9)
+        seconds = max(requests[-1].trace.arrival, 1e-9)
         engines = [worker.engine for worker in cluster.workers.values()]
         decode_s = sum(engine.decode_s for engine in engines)
         hours = (scenario.prefill + scenario.decode) * seconds / 3600
@@ -140,7 +140,7 @@ class Study:
             goodput=good / seconds,
             worker_hours=hours / good * 1000 if good else inf,
             ttft=_spread([request.ttft_s for request in served]),
-            tpot=_spread([request.tpot_s for request in served if request.output_tokens > 1]),
+            tpot=_spread([request.tpot_s for request in served if request.trace.output_len > 1]),
             mean_rows=sum(engine.row_seconds for engine in engines) / decode_s if decode_s else 0.0,
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.quantization.checkpoint import Layout
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from protocol.errors import ConfigError
+from training.loop import check_same_run
 
 FOLDER = "unfinished"
 _SETTINGS = "settings.json"
@@ -56,7 +57,7 @@ class Unfinished:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self._folder = output / FOLDER
         if (self._folder / _SETTINGS).exists():
-            self._check_same(settings)
+            check_same_run(self._folder, self.noted(_SETTINGS) or {}, settings)
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         self.note(_SETTINGS, settings)
@@ -107,15 +108,6 @@ class Unfinished:
 
     def _path(self, index: int) -> Path:
         return self._folder / f"block-{index:05}.safetensors"
-
-    def _check_same(self, settings: Mapping[str, Any]) -> None:
-        before = self.noted(_SETTINGS) or {}
-        for name, now in settings.items():
-            if before.get(name) != now:
-                raise ConfigError(
-                    f"--output: {self._folder} is of a run with {name} {before.get(name)!r}, this has "
-                    f"{now!r}: give the same options to go on with it, or another --output"
-                )
 
 
 LoadBlock = Callable[[int], FinishedBlock]

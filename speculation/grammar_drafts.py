@@ -25,18 +25,18 @@ class GrammarDrafts:
         """The sequences whose draft in the current step is their grammar's."""
 
     def draft(self, step: ScheduledStep, sequences: Sequence[SequenceState], make_room: MakeRoom) -> None:
-        """Draft the tokens about which grammars leave no choice."""
+        """Draft the text about which grammars leave no choice. The model may write it in other tokens."""
         started = time.perf_counter()
         for sequence in sequences:
-            tokens = self._forced_tokens(sequence)
+            tokens = self._grammars.forced(sequence.sampling_row())[:MAX_FORCED]
             if tokens and (room := make_room(step, sequence, len(tokens))):
                 sequence.draft = Draft(tokens[:room])
                 self.forced.add(sequence)
         self._account.drafted("grammar", time.perf_counter() - started)
 
     def constrain(self, sequence: SequenceState, draft: Draft, method: Source) -> Draft:
-        """The draft without the end that the grammar forbids. Where nothing is left of it, its drafter still
-        has to be told that none of its tokens came. What is probed stays, and what is before it.
+        """Return the draft without the end that the grammar forbids. An empty one is a draft, too: its
+        drafter has to learn that no token was accepted. Probes stay, and the nodes before them.
         """
         if draft.probes:
             return draft
@@ -47,18 +47,14 @@ class GrammarDrafts:
         return draft.first(num_nodes)
 
     def count(self, step: ScheduledStep) -> None:
-        """To drafters these tokens are as if they had come one by one: they know nothing of such drafts."""
+        """Count the grammars' drafts and hide them from drafters, to which the tokens came one by one."""
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             if sequence in self.forced and outcome.draft is not None:
                 self._account.verified("grammar", outcome.draft.num_nodes, outcome.num_accepted)
                 outcome.draft = outcome.verdict = None
 
-    def _forced_tokens(self, sequence: SequenceState) -> list[int]:
-        """Tokens that must follow. The model may write the same text in others, so they are drafts."""
-        return self._grammars.forced(sequence.sampling_row())[:MAX_FORCED]
-
     def _num_allowed(self, sequence: SequenceState, draft: Draft) -> int:
-        """How many of the draft's nodes come before those of its end that the grammar forbids."""
+        """Return the number of nodes before the end that the grammar forbids."""
         row = sequence.sampling_row()
         allowed: set[int] = {-1}
         for node in range(draft.num_nodes):

@@ -168,12 +168,10 @@ class BatchSpeculator:
     def _draft_forced(
         self, step: ScheduledStep, decoding: Sequence[SequenceState], make_room: MakeRoom
     ) -> None:
-        constrained = [sequence for sequence in decoding if sequence.params.grammar is not None]
-        if constrained:
-            may_draft = self._sources.may_draft_here
-            drafting = [each for each in constrained if may_draft(each, self._request(each).method)]
-            if drafting:
-                self._grammar_drafts.draft(step, drafting, make_room)
+        may_draft = self._sources.may_draft_here
+        constrained = [each for each in decoding if each.params.grammar is not None]
+        if drafting := [each for each in constrained if may_draft(each, self._request(each).method)]:
+            self._grammar_drafts.draft(step, drafting, make_room)
 
     def _plan(self, decoding: Sequence[SequenceState]) -> None:
         requests = [self._request(sequence) for sequence in decoding]

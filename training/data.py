@@ -99,6 +99,18 @@ def cut_windows(tokens: Tensor, length: int) -> Tensor:
     return tokens[: len(tokens) // length * length].view(-1, length).long()
 
 
+def spread_windows(tokens: Tensor, length: int, most: int, name: str) -> Tensor:
+    """Return at most `most` whole windows, spread evenly over the tokens. Raises `ConfigError` if there are
+    none, which says that the tokens are those of the `name`.
+    """
+    windows = cut_windows(tokens, length)
+    if not len(windows):
+        raise ConfigError(
+            f"--length: {length} exceeds the {len(tokens)} tokens of the {name}; give more text, or less"
+        )
+    return spread(windows, most)
+
+
 def spread(windows: Tensor, most: int) -> Tensor:
     """Return at most `most` windows, spread evenly over all."""
     return windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()]

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from protocol.errors import ConfigError
 from protocol.speculation import SELF
 from speculation.self_speculative.layers import with_layers
-from training.data import cut_windows, encode_texts, load, load_frozen, read_texts, spread
+from training.data import encode_texts, load, load_frozen, read_texts, spread_windows
 
 MOST_DRAFTED = 8
 """The most drafted tokens in a row for which a choice is judged."""
@@ -55,7 +55,8 @@ def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
         raise ConfigError(
             f"--num-layers: must be below the model's {num_layers} layers, got {options.num_layers}"
         )
-    texts = _windows(options)
+    tokens = encode_texts(read_texts(options.data), load(AutoTokenizer, options.model))
+    texts = spread_windows(tokens, options.length, options.windows, "text")
     choices = []
     for choice in search(model, texts.to(model.device), options.num_layers or num_layers // 2):
         choices.append(choice)
@@ -125,15 +126,3 @@ def _speed_up(agreement: float, cost: float) -> float:
         tokens = sum(agreement**place for place in range(count + 1))
         best = max(best, tokens / (1 + count * cost))
     return best
-
-
-def _windows(options: ChooseOptions) -> Tensor:
-    """Return windows spread evenly over the text, int64 [windows, length]."""
-    tokens = encode_texts(read_texts(options.data), load(AutoTokenizer, options.model))
-    whole = cut_windows(tokens, options.length)
-    if not len(whole):
-        raise ConfigError(
-            f"--length: {options.length} exceeds the {len(tokens)} tokens of the text; "
-            "give more text, or a shorter length"
-        )
-    return spread(whole, options.windows)

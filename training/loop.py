@@ -140,7 +140,7 @@ class Trainer:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"--output: the checkpoint {path} cannot be read: {error}") from error
-        self._check_same(json.loads(metadata["settings"]))
+        check_same_run(path, json.loads(metadata["settings"]), self._settings)
         module = {n.removeprefix("module/"): t for n, t in tensors.items() if n.startswith("module/")}
         self._learner.module.load_state_dict(module)
         for kind, optimizer in self._learner.optimizers.items():
@@ -153,10 +153,12 @@ class Trainer:
         self._learner.updated()
         return int(metadata["step"])
 
-    def _check_same(self, before: dict[str, Any]) -> None:
-        for name, now in self._settings.items():
-            if before.get(name) != now:
-                raise ConfigError(
-                    f"--output: {self._checkpoint} is of a run with {name} {before.get(name)!r}, this has "
-                    f"{now!r}: give the same options to resume it, or another --output"
-                )
+
+def check_same_run(unfinished: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the unfinished run had other settings."""
+    for name, now in settings.items():
+        if before.get(name) != now:
+            raise ConfigError(
+                f"--output: {unfinished} is of a run with {name} {before.get(name)!r}, this has {now!r}: "
+                "give the same options to resume it, or another --output"
+            )

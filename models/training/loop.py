@@ -11,7 +11,6 @@ import argparse
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -26,14 +25,9 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 """A function of tokens [windows, length + 1] that returns a mean in nats."""
 
 
-class BatchOf(Protocol):
-    """`batches(step)` returns int64 [windows, length + 1]."""
-
-    def __call__(self, step: int) -> torch.Tensor: ...
-
-
 class ModelLearner:
     """Implements `training.loop.Learner`. Passes run in the model's dtype, the optimizers in fp32.
+    `batches(step)` returns int64 [windows, length + 1].
 
     Muon (Jordan et al., 2024) orthogonalizes the momentum of each weight matrix; its update is scaled to
     AdamW's RMS (Liu et al., 2025), so that one learning rate fits both.
@@ -43,7 +37,7 @@ class ModelLearner:
         self,
         model: PreTrainedModel,
         loss: Loss,
-        batches: BatchOf,
+        batches: Callable[[int], torch.Tensor],
         *,
         learning_rate: float,
         batch_tokens: int,

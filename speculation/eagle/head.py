@@ -158,32 +158,26 @@ class MidLayer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
+        joined, inner = size, shape.intermediate_size
         if shape.is_eagle3:
+            joined = 2 * size
             self.hidden_norm = LlamaRMSNorm(size, eps)
             self.input_layernorm = LlamaRMSNorm(size, eps)
-        self.self_attn = Projections(shape)
-        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
-        self.mlp = Mlp(shape)
-
-
-class Projections(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        joined = 2 * shape.hidden_size if shape.is_eagle3 else shape.hidden_size
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = _linear(shape, "midlayer.self_attn.q_proj", joined, queries)
-        self.k_proj = _linear(shape, "midlayer.self_attn.k_proj", joined, keys)
-        self.v_proj = _linear(shape, "midlayer.self_attn.v_proj", joined, keys)
-        self.o_proj = _linear(shape, "midlayer.self_attn.o_proj", queries, shape.hidden_size)
-
-
-class Mlp(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        outer, inner = shape.hidden_size, shape.intermediate_size
-        self.gate_proj = _linear(shape, "midlayer.mlp.gate_proj", outer, inner)
-        self.up_proj = _linear(shape, "midlayer.mlp.up_proj", outer, inner)
-        self.down_proj = _linear(shape, "midlayer.mlp.down_proj", inner, outer)
+        widths = {
+            "self_attn.q_proj": (joined, queries),
+            "self_attn.k_proj": (joined, keys),
+            "self_attn.v_proj": (joined, keys),
+            "self_attn.o_proj": (queries, size),
+            "mlp.gate_proj": (size, inner),
+            "mlp.up_proj": (size, inner),
+            "mlp.down_proj": (inner, size),
+        }
+        self.self_attn: Any = nn.Module()
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+        self.mlp: Any = nn.Module()
+        for name, width in widths.items():
+            self.set_submodule(name, _linear(shape, f"midlayer.{name}", *width))
 
 
 def _linear(shape: HeadShape, name: str, in_features: int, out_features: int) -> nn.Linear:

@@ -45,9 +45,9 @@ def test_every_request_ends_once_and_nothing_is_left(policy, prefill, decode):
         profile(kv_tokens=3000, itl_budget_s=0.02, kv_bytes=10_000, context_s=1e-6),
     )
     for each in requests:
-        assert each.arrival <= each.ended < inf
+        assert each.trace.arrival <= each.ended < inf
         assert each.is_refused == (each.first_token == inf)
-        assert each.is_refused or each.arrival < each.first_token <= each.ended
+        assert each.is_refused or each.trace.arrival < each.first_token <= each.ended
     refused = sum(each.is_refused for each in requests)
     assert 0 < refused < len(requests)
     assert cluster.num_ended == len(requests)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.errors import ConfigError
-from speculation.eagle.head import Mlp, Projections
+from speculation.eagle.head import MidLayer
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from training.heads.contract import HeadOptions, Target
@@ -180,8 +180,8 @@ def test_a_head_is_a_small_part_of_its_target(config: LlamaConfig, expected: tup
     shape = _shape(Target("a", model, torch.ones(config.vocab_size)), 4000, room)
     assert (shape.num_heads, shape.num_kv_heads, shape.intermediate_size) == expected
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in Projections(shape).parameters())
-        size += sum(parameter.numel() for parameter in Mlp(shape).parameters())
+        layer = MidLayer(shape)
+    size = sum(p.numel() for part in (layer.self_attn, layer.mlp) for p in part.parameters())
     assert size + shape.feature_size * shape.hidden_size <= 1.05 * room
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from protocol.errors import ConfigError
-from training.data import Windows, cut_windows, encode_texts, load, load_frozen, read_texts, spread
+from training.data import Windows, encode_texts, load, load_frozen, read_texts, spread_windows
 from training.heads.contract import HeadOptions, Target, TrainableHead
 from training.heads.eagle import build_eagle3
 from training.heads.learner import HeadLearner, acceptance, continue_greedily
@@ -87,7 +87,8 @@ def train(options: TrainOptions, console: Console) -> list[float]:
         raise ConfigError(f"--output: {options.output} has finished heads already; choose another folder")
     tokenizer = load(AutoTokenizer, options.model)
     stream, held_out = _streams(options, tokenizer)
-    prompts = _prompts(held_out, options)
+    prompts = spread_windows(held_out, options.length, options.held_out_windows, "held-out text")
+    prompts = prompts[:, : max(1, options.length - CONTINUED_TOKENS)]
     target = _target(options, stream)
     head = METHODS[options.method](target, options.head)
     windows = Windows(stream, options.length, max(1, options.batch_tokens // options.length), options.seed)
@@ -164,18 +165,6 @@ def _run(trainer: Trainer, steps: int, console: Console) -> None:
                 console.print(f"step {step.number} of {steps}: {state}")
 
         trainer.run(report)
-
-
-def _prompts(held_out: Tensor, options: TrainOptions) -> Tensor:
-    """Return windows spread evenly over the held-out tokens, with room for a continuation: int64 [n,
-    length].
-    """
-    windows = cut_windows(held_out, options.length)
-    if not len(windows):
-        raise ConfigError(
-            f"--length: {options.length} exceeds the {len(held_out)} tokens held out; give more text, or less"
-        )
-    return spread(windows, options.held_out_windows)[:, : max(1, options.length - CONTINUED_TOKENS)]
 
 
 def _table(rates: list[float]) -> Table:
