@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import Upload
 from engine.sampler import Sampler, SamplingRow
 from engine.sampler.noise import gumbel_noise, stream_keys
 from engine.step.sequence import SequenceState
-from engine.copies import Upload
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 

@@ -89,8 +89,9 @@ class BlockPool:
 
     def cache(self, entry: Entry) -> bool:
         """Let the blocks belong to an entry, unless one belongs to another; return whether they do."""
-        if any(self._entry_of[block] is not None for block in entry.blocks):
-            return False
+        for block in entry.blocks:
+            if self._entry_of[block] is not None:
+                return False
         for block in entry.blocks:
             self._entry_of[block] = entry
         return True

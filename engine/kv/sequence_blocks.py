@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.kv.block_manager import BlockManager, BlockMemory, Span, StateStore, Store
 from engine.kv.cache_events import CacheEvent
 from protocol.handoff import Extent
-from protocol.ids import BlockIdentity, child_identity
+from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import Medium
 
 NO_BLOCK = 0
@@ -313,8 +313,9 @@ class SequenceBlocks:
         full = num_committed // size
         if full <= first or not (self.manager.enable_prefix_caching and self.shareable):
             return
-        for start in range(first * size, full * size, size):
-            self._share(child_identity(self._parent(start), token_ids[start : start + size]), token_ids)
+        new = token_ids[first * size : full * size]
+        for identity in block_identities(self._parent(first * size), new, size):
+            self._share(identity, token_ids)
 
     def _share(self, identity: BlockIdentity, token_ids: Sequence[int]) -> None:
         """The next full block is `identity`. Where an equal one is cached already, ours remains private;

@@ -21,7 +21,7 @@ from protocol.config import field_docs
 from protocol.errors import ConfigError
 from protocol.handoff import REBUILD
 from protocol.speculation import Quantization, SpeculativeConfig
-from speculation import ranking
+from speculation import drawing
 from speculation.medusa.drafter import MedusaDrafter, StaticTree, assumed_acceptance, choose_tree
 from speculation.speculator import BatchSpeculator
 from tests.speculation import small_engine
@@ -174,7 +174,7 @@ def noisy(logits: Tensor, first: int, temperature: float, seed: int) -> Tensor:
 def test_sampled_drafts_use_the_noise_of_their_places(
     drafted: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
+    monkeypatch.setattr(drawing, "_NUM_CANDIDATES", VOCAB_SIZE)
     found = drafted.drafts(ask("r", prompt_of(20), 12, **SAMPLED), num_speculative_tokens=4)
     assert len(found) > 5
     for committed, draft, logits in found:
@@ -186,7 +186,7 @@ def test_sampled_drafts_use_the_noise_of_their_places(
 def test_a_draft_tree_follows_the_static_tree(
     drafted: Drafted, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
+    monkeypatch.setattr(drawing, "_NUM_CANDIDATES", VOCAB_SIZE)
     request = ask("r", prompt_of(20), 20, **sampling)
     found = drafted.drafts(request, num_speculative_tokens=20, tree=True, tree_nodes=12)
     tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
