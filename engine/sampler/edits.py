@@ -138,7 +138,7 @@ def edit_lists(
         add(*(penalties.entries(row) if requests.penalized[request] else ((),)))
     bounds = np.lib.stride_tricks.sliding_window_view(np.array(ends, np.int32), 5)[::4]
     return EditLists(
-        np.ascontiguousarray(bounds),
+        bounds.copy(),
         np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         np.concatenate(amounts) if amounts else np.zeros(0, np.float32),
         requests.penalties[np.array(index)],

@@ -124,7 +124,7 @@ def test_a_flood_starves_nobody_on_a_pair_under_cost(make_router, pool):
         worker.hold.set()
     flood = []
     for length in random.Random(1).choices((20, 200, 400), k=60):
-        flood += ask(pool, router, 0, prompt=[2] * length, max_tokens=20)
+        flood += ask(pool, router, 0, prompt=[2] * length, max_tokens=40)
     for worker in pair:
         worker.hold.clear()
     headers = {"authorization": f"Bearer {KEYS[1]}"}
