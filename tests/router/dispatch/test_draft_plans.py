@@ -15,7 +15,7 @@ from protocol.roles import ROLES
 from protocol.speculation import SpeculativeConfig
 from router.dispatch import Core, draft_planner
 from router.dispatch.draft_planner import DraftPlanner
-from router.placement.drafts import kinds, seen
+from router.placement.drafts import kinds, prospects
 from router.placement.interface import WorkerSnapshot
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
 
@@ -27,7 +27,7 @@ LONG = 300
 @pytest.fixture
 def predictions_stand(monkeypatch):
     """Disable learning: these workers' speed does not depend on where drafts are made."""
-    monkeypatch.setattr(seen, "LEAST_S", inf)
+    monkeypatch.setattr(prospects, "LEAST_S", inf)
     monkeypatch.setattr(kinds, "SETTLES_S", inf)
 
 
@@ -360,7 +360,7 @@ def test_a_long_sweep_resumes_where_it_stopped(monkeypatch):
 
     journal = [(name, None) for name in "abcde"]
     source = SimpleNamespace(assigned=lambda: journal)
-    planner = Slow(ServeConfig(model="m"), source, None, None, None, None)
+    planner = Slow(Core(ServeConfig(model="m"), source, None, None, None), None)
     for _ in range(4):
         planner.sweep()
     assert "".join(looked_at) == "abcdeab"
