@@ -14,8 +14,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "grammar", "internal"]
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the token's own and rank, then the likeliest, best first."""
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at one position: the token's own and rank, then the likeliest, best first.
+
+    The garbage collector passes it by: an answer has tens of thousands, and visiting them stops a router's
+    event loop for 100 ms.
+    """
 
     logprob: float
     rank: int
