@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, sigmoid
+from torch.nn.functional import embedding, linear
 
 from engine.batch.operators import StepOperators
 from engine.batch.step_inputs import StepInputs
@@ -18,7 +18,7 @@ from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.kernels import add_norm, gate, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
-from engine.devices.torch.operations import Operations, scaled
+from engine.devices.torch.operations import Operations, multiplied, scaled, side_by_side
 from engine.kv.attention import AttentionBackend, AttentionOptions
 from engine.kv.state_layout import RecurrentLayer
 from engine.lora.table import Adapters
@@ -54,7 +54,7 @@ class SeveralWeights(NamedTuple):
     linears: tuple[nn.Module, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([each(x) for each in self.linears], dim=-1)
+        return side_by_side(self.linears, x)
 
 
 Weight = PlainWeight | TiledWeight | SeveralWeights
@@ -72,7 +72,7 @@ class PackedProduct(NamedTuple):
         out = self.weight(x)
         if self.adapted is not None and adapters is not None:
             self.adapted.add(out, x, adapters)
-        return out if self.multipliers is None else (out * self.multipliers).to(x.dtype)
+        return multiplied(out, self.multipliers)
 
 
 class CudaDecoder(Operations[StepInputs]):
@@ -154,11 +154,7 @@ class CudaDecoder(Operations[StepInputs]):
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)
         backend = self._backends[self._table(mixer)]
-        attended = backend.attend(mixer.layer, query, AttentionOptions(mixer.scale, mixer.window))
-        if mixer.is_gated:
-            queries = made[:, : 2 * mixer.heads * mixer.head_dim].unflatten(1, (mixer.heads, 2, -1))
-            attended = attended * sigmoid(queries[:, :, 1])
-        return attended.flatten(1)
+        return backend.attend(mixer.layer, query, AttentionOptions(mixer.scale, mixer.window))
 
     def attend_rows(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int

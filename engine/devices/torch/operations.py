@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Operations(ABC, Generic[Rows]):
 
     @abstractmethod
     def attend(self, mixer: Attention, made: Tensor, rows: Rows) -> Tensor:
-        """Return the output [rows, heads * head_dim] for the products' outputs `made`, without the gate."""
+        """Return the output [rows, heads, value_dim] for the products' outputs `made`, without the gate."""
 
     @abstractmethod
     def attend_rows(
@@ -64,9 +64,7 @@ class Operations(ABC, Generic[Rows]):
         """Attend over the pool: all are [rows, heads, dims]."""
 
     def multiply(self, product: Product, x: Tensor, rows: Rows) -> Tensor:
-        outputs = [linear(x) for linear in product.linears]
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return multiplied(out, product)
+        return multiplied(side_by_side(product.linears, x), product.multipliers)
 
     def activate(self, made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
         gate, values = made.chunk(2, dim=-1) if is_gated else (made, None)
@@ -78,7 +76,11 @@ class Operations(ABC, Generic[Rows]):
         normed = scaled(normed, mixer.input_multiplier)
         made = self.multiply(mixer.inputs, normed, rows)
         if isinstance(mixer, Attention):
-            return self.attend(mixer, made, rows)
+            attended = self.attend(mixer, made, rows)
+            if mixer.is_gated:  # a gate follows each head's query
+                queries = made[..., : 2 * mixer.heads * mixer.head_dim].unflatten(-1, (mixer.heads, 2, -1))
+                attended = attended * sigmoid(queries[..., 1, :])
+            return attended.flatten(-2)
         if isinstance(mixer, LatentAttention):
             return self._attend_latents(mixer, made)
         assert isinstance(mixer, Recurrent)
@@ -196,11 +198,15 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def multiplied(out: Tensor, product: Product) -> Tensor:
-    """Return a product's outputs times its multipliers."""
-    if product.multipliers is None:
-        return out
-    return (out.float() * product.multipliers.to(out.device)).to(out.dtype)
+def side_by_side(linears: Sequence[Any], x: Tensor) -> Tensor:
+    """Return the outputs of linear layers of one input."""
+    outputs: list[Tensor] = [linear(x) for linear in linears]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def multiplied(out: Tensor, multipliers: Tensor | None) -> Tensor:
+    """Return a product's outputs times its multipliers, if it has some."""
+    return out if multipliers is None else (out.float() * multipliers.to(out.device)).to(out.dtype)
 
 
 def _normalized(x: Tensor, norm: Norm) -> Tensor:

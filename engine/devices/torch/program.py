@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, sigmoid
+from torch.nn.functional import embedding
 
 from engine.batch.operators import StepOperators
 from engine.batch.step_inputs import StepInputs
@@ -131,12 +131,10 @@ class TorchProgram(nn.Module, Operations[_Turns]):
                 (value, others // mixer.head_dim),
             )
         )
-        gate = None
         if mixer.is_gated:
-            query, gate = query.chunk(2, dim=-1)
+            query, _ = query.chunk(2, dim=-1)
         query, key = _placed(query, mixer.query_norm, rows), _placed(key, mixer.key_norm, rows)
-        out = self.attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window)
-        return (out if gate is None else out * sigmoid(gate)).flatten(-2)
+        return self.attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window)
 
     def attend_rows(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int
