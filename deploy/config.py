@@ -14,12 +14,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from checkpoints.drafts import draft_method
 from deploy.resources import check_ranks
 from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path
 from protocol.config import ServeConfig, field_docs, flag_name
 from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
+from protocol.fields import json_object
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
 from protocol.requests import parse_lora_modules
@@ -260,13 +262,25 @@ def draft_workers_refusal(config: ServeConfig) -> str:
     return ""
 
 
+def _with_method(value: object, flag: str) -> object:
+    """Add the method to a configuration that names a model alone."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    fields = json_object(value, flag, '{"method": "ngram"}', "an object with a method")
+    model = fields.get("model")
+    if fields.get("method") is not None or not isinstance(model, str):
+        return fields
+    return {**fields, "method": draft_method(bundled_path(model), flag)}
+
+
 def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:
     """Parse JSON text or a mapping into the configuration for the model `target`.
 
-    The draft's path becomes absolute; a hub id stays as it is. Without a draft, a bundled model gets its
-    bundled draft, if it has one. Raises `ConfigError` that names `flag`, the field and its limit.
+    The draft's path becomes absolute; a hub id stays as it is. The draft's config.json tells the method, if
+    none is given. Without a draft, a bundled model gets its bundled draft, if it has one. Raises
+    `ConfigError` that names `flag`, the field and its limit.
     """
-    config = parse_speculative_config(value, flag)
+    config = parse_speculative_config(_with_method(value, flag), flag)
     if config.method not in MODEL_METHODS:
         return config
     model = config.model

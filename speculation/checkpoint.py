@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from checkpoints.drafts import refusal
 from engine.devices.cuda.tiles import tile_on_gpu
 from engine.devices.loaded_model import LoadedModel
 from engine.linear.packed import kernel_fault
@@ -41,6 +42,8 @@ class Checkpoint:
         """`files` are looked for before those of a whole model. Raises `ConfigError` that names the file."""
         self.folder = _folder(model, files)
         self.config = _read_json(self.folder / "config.json")
+        if fault := refusal(self.config):
+            raise ConfigError(f"{_FLAG}: {self.folder / 'config.json'}: {fault}")
         self._unpickled: dict[Path, dict[str, Tensor]] = {}
         self._files = self._find([*files, *_WHOLE_MODEL])
 

@@ -51,6 +51,8 @@ class HeadShape:
     norm_output: bool = False
     logit_scale: float = 1.0
     sliding_window: int | None = None
+    head_norms: bool = False
+    """Whether queries and keys are normed (Qwen3's layers)."""
     biases: frozenset[str] = field(default=frozenset())
 
 
@@ -133,6 +135,8 @@ def head_program(
         head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
         rotation=Rotation(head.rotary),
+        query_norm=norm(attention.q_norm) if shape.head_norms else None,
+        key_norm=norm(attention.k_norm) if shape.head_norms else None,
         window=shape.sliding_window or 0,
     )
     made = program.Mlp(
@@ -174,6 +178,9 @@ class MidLayer(nn.Module):
             "mlp.down_proj": (inner, size),
         }
         self.self_attn: Any = nn.Module()
+        if shape.head_norms:
+            self.self_attn.q_norm = LlamaRMSNorm(shape.head_dim, eps)
+            self.self_attn.k_norm = LlamaRMSNorm(shape.head_dim, eps)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps)
         self.mlp: Any = nn.Module()
         for name, width in widths.items():

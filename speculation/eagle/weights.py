@@ -170,7 +170,7 @@ def read_shape(checkpoint: Checkpoint, target: LoadedModel) -> HeadShape:
         num_kv_heads=layer.get("num_key_value_heads") or num_heads,
         head_dim=layer.get("head_dim") or hidden_size // num_heads,
         max_positions=max(layer.get("max_position_embeddings") or 0, target.max_model_len),
-        rope=_rope(layer, theirs),
+        rope=_rope(checkpoint, layer, theirs),
         rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
         hidden_act=_activation(checkpoint, layer),
         draft_vocab_size=config.get("draft_vocab_size") if is_eagle3 else None,
@@ -181,6 +181,7 @@ def read_shape(checkpoint: Checkpoint, target: LoadedModel) -> HeadShape:
         norm_output=bool(options.get("norm_output")),
         logit_scale=float(config.get("logit_scale") or 1.0),
         sliding_window=_sliding_window(layer),
+        head_norms=any(name.endswith("self_attn.q_norm.weight") for name in checkpoint.names),
         biases=frozenset(
             _our_name(name).removesuffix(".bias") for name in checkpoint.names if name.endswith(".bias")
         ),
@@ -232,11 +233,14 @@ def _captured(checkpoint: Checkpoint, theirs: Any) -> tuple[tuple[int, ...], boo
     return tuple(ids), True
 
 
-def _rope(layer: dict[str, Any], theirs: Any) -> dict[str, Any]:
+def _rope(checkpoint: Checkpoint, layer: dict[str, Any], theirs: Any) -> dict[str, Any]:
     """The file's parameters in whichever of the three places it has them; the base is the model's if it has
     none.
     """
     given = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    given = dict(given.get("sliding_attention") or given)  # as speculators reads parameters by layer type
+    if (factor := given.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))) != 1:
+        raise checkpoint.error("partial_rotary_factor", f"must be 1, got {factor}")
     given["rope_type"] = given.pop("type", None) or given.get("rope_type") or "default"
     base = given.get("rope_theta") or layer.get("rope_theta")
     if base is None:

@@ -166,6 +166,43 @@ def test_a_model_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest
         assert message == f"model: there is no folder {missing}"
 
 
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "eagle"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "eagle"),
+        ({"model_type": "eagle", "architectures": ["EAGLEModel"]}, "eagle"),
+        ({"medusa_num_heads": 5, "base_model_name_or_path": "x"}, "medusa"),
+        ({"model_type": "medusa", "architectures": ["MedusaModel"]}, "medusa"),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "draft_model"),
+    ],
+)
+def test_a_drafts_config_tells_the_method(config: dict, method: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for fields in ({"model": str(tmp_path)}, {"model": str(tmp_path), "method": None, "prefill": "carry"}):
+        assert parsed(fields).method == method
+    assert parsed({"model": "tandem-code-10m-medusa"}).method == "medusa"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (
+            '{"speculators_model_type": "dspark"}',
+            "model: .*speculators_model_type 'dspark' is .*which vLLM serves",
+        ),
+        ('{"speculators_model_type": "new"}', "model: .*speculators_model_type 'new' is none of eagle3"),
+        ('{"architectures": ["BertModel"]}', "method: must be given, since .*config.json tells none"),
+        ("[]", "model: .*config.json: must be a JSON object"),
+        ("{", "model: cannot read config.json of "),
+    ],
+)
+def test_a_draft_that_tells_no_served_method_is_refused(content: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert re.match(complaint, refusal({"model": str(tmp_path)}))
+
+
 def test_the_bundled_model_has_a_bundled_draft() -> None:
     assert set(DRAFTS[BUNDLED_MODEL.name]) == set(METHODS) - {*WEIGHTLESS, SELF}
     config = load_config({"speculative_config": '{"method": "draft_model"}'}, {})

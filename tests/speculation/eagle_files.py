@@ -118,6 +118,7 @@ def eagle3(
     norm_before_residual: bool = False,
     norm_output: bool = False,
     mixes: bool = True,
+    head_norms: bool = False,
     reduced: bool = True,
     theta: float | None = THETA,
     **fields: Any,
@@ -131,6 +132,8 @@ def eagle3(
     tensors = _layer(prefix, width, 2 * width, random)
     for norm in ("hidden_norm", "input_layernorm"):
         tensors[f"{prefix}.{norm}.weight"] = 1 + weight(width)
+    if head_norms:
+        tensors |= {f"{prefix}.self_attn.{name}_norm.weight": 1 + weight(HEAD_DIM) for name in "qk"}
     if mixes:
         tensors["fc.weight"] = weight(width, len(captured) * WIDTH)
     if fc_norm:
@@ -189,7 +192,7 @@ def speculators(**options: Any) -> Published:
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "some/model"},
         },
         "transformer_layer_config": layer,
-        "draft_vocab_size": DRAFT_VOCAB,
+        "draft_vocab_size": published.config["draft_vocab_size"],
         "norm_before_residual": True,
         "eagle_aux_hidden_state_layer_ids": [1, 4, 6],
     } | {name: True for name, on in published.flags.items() if on}

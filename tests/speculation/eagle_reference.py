@@ -73,8 +73,11 @@ class PlainHead:
         else:
             both = torch.cat([embeddings, hidden], dim=-1)
             joined = residual = linear(both, self.weights["fc.weight"], self.weights.get("fc.bias"))
-        query = self._rotate(self._project("self_attn.q_proj", joined).view(-1, HEADS, HEAD_DIM))
-        key = self._rotate(self._project("self_attn.k_proj", joined).view(-1, KV_HEADS, HEAD_DIM))
+        query = self._project("self_attn.q_proj", joined).view(-1, HEADS, HEAD_DIM)
+        key = self._project("self_attn.k_proj", joined).view(-1, KV_HEADS, HEAD_DIM)
+        if "self_attn.q_norm.weight" in self.weights:
+            query, key = self._norm("self_attn.q_norm", query), self._norm("self_attn.k_norm", key)
+        query, key = self._rotate(query), self._rotate(key)
         value = self._project("self_attn.v_proj", joined).view(-1, KV_HEADS, HEAD_DIM)
         rows = torch.arange(len(tokens))
         seen = (rows[None] <= rows[:, None]) & (rows[None] >= first_row)

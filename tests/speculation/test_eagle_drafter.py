@@ -45,6 +45,7 @@ FORMATS: dict[str, Callable[[Path], files.Published]] = {
     "specforge-3.1": lambda _: files.specforge(fc_norm=True, norm_output=True),
     "speculators": lambda _: files.speculators(),
     "speculators-3.1": lambda _: files.speculators(norm_before_fc=True, norm_output=True),
+    "speculators-qwen3": lambda _: files.speculators(head_norms=True, reduced=False),
     "without-aux": lambda _: files.without_aux(),
 }
 

@@ -59,6 +59,7 @@ def test_positions_come_from_the_longer_model_and_the_rope_base_from_the_target(
         {"rope_theta": 7e3},
         {"rope_parameters": {"rope_theta": 7e3, "rope_type": "default"}},
         {"rope_theta": 7e3, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 7e3}, "full_attention": {}}},
     ],
 )
 def test_rope_parameters_of_the_head(target: LoadedModel, tmp_path: Path, fields: dict[str, Any]) -> None:
@@ -122,7 +123,7 @@ def say(**fields: Any) -> Callable[[Published], object]:
         ),
         (
             put("midlayer.self_attn.q_norm.weight", torch.ones(8)),
-            r"midlayer\.self_attn\.q_norm\.weight is no part",
+            r"midlayer\.self_attn\.k_norm\.weight is missing",
         ),
         (put("fc.weight", torch.zeros(32, 64)), r"fc\.weight takes 64 features"),
         (
@@ -139,6 +140,11 @@ def say(**fields: Any) -> Callable[[Published], object]:
             r"eagle_aux_hidden_state_layer_ids \[2, 4, 9\] are not among the model's 8 layers",
         ),
         (say(hidden_size=40), r"hidden_size|40"),
+        (say(partial_rotary_factor=0.5), r"config\.json: partial_rotary_factor must be 1, got 0\.5"),
+        (
+            say(speculators_model_type="peagle"),
+            r"config\.json: speculators_model_type 'peagle' is a head that drafts in one pass, which vLLM",
+        ),
     ],
 )
 def test_heads_that_do_not_fit_are_named(

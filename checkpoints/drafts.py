@@ -1,0 +1,73 @@
+"""Finds the drafting method that a published draft model or head is for, by its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from protocol.errors import ConfigError
+from protocol.speculation import Method
+
+SPECULATORS: Mapping[str, Method] = MappingProxyType({"eagle3": "eagle"})
+"""The method by the `speculators_model_type` of a checkpoint in the Speculators format."""
+
+_BLOCKS = "a head that drafts a block at a time, which vLLM serves"
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "eagle": "a layout of EAGLE-1 that its library no longer writes; EAGLE's own layout is served",
+        "peagle": "a head that drafts in one pass, which vLLM serves as eagle3 with parallel_drafting",
+        "mtp": "a head that vLLM serves as mtp",
+        "dflash": _BLOCKS,
+        "dflash2": _BLOCKS,
+        "dspark": _BLOCKS,
+        "xpress": _BLOCKS,
+    }
+)
+"""The types that no method here drafts with: what they are, and what serves them."""
+
+_EAGLE_FIELDS = "eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size"
+
+
+def draft_method(model: str, flag: str) -> Method:
+    """Return the method for a folder or a hub id. Raises ConfigError that names `flag` where config.json
+    tells none, or one that is not served.
+    """
+    path = Path(model).expanduser() / "config.json"
+    try:
+        if not path.parent.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model, path.name))
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag}: model: cannot read config.json of {model}: {error}") from error
+    fault = refusal(config) if isinstance(config, dict) else "must be a JSON object"
+    if fault:
+        raise ConfigError(f"{flag}: model: {path}: {fault}")
+    method = _method(config)
+    if method is None:
+        raise ConfigError(f"{flag}: method: must be given, since {path} tells none")
+    return method
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """Return why no method drafts with the checkpoint that has this config.json; "" if one may."""
+    kind = config.get("speculators_model_type")
+    if kind is None or kind in SPECULATORS:
+        return ""
+    what = _REFUSED.get(str(kind), f"none of {', '.join(SPECULATORS)}, which are served")
+    return f"speculators_model_type {kind!r} is {what}"
+
+
+def _method(config: Mapping[str, Any]) -> Method | None:
+    if kind := config.get("speculators_model_type"):
+        return SPECULATORS[kind]
+    names = [str(config.get("model_type")), *map(str, config.get("architectures") or ())]
+    if any("medusa" in name.lower() for name in names) or "medusa_num_heads" in config:
+        return "medusa"
+    if any("eagle" in name.lower() for name in names) or any(name in config for name in _EAGLE_FIELDS):
+        return "eagle"
+    return "draft_model" if any(name.endswith("ForCausalLM") for name in names) else None
