@@ -1,4 +1,4 @@
-"""The model and the text of a training: loaded, as one stream of tokens, and cut into windows."""
+"""The model, the texts and the prompts of a training: loaded, encoded, and cut into windows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -49,7 +50,11 @@ def read_texts(path: Path, option: str = "--data") -> list[str]:
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise ConfigError(f"{option}: {path} has no text")
-    return sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=16).digest())
+    return sorted(texts, key=_hash)
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _try_file(path: Path) -> Iterator[str]:
@@ -61,10 +66,7 @@ def _try_file(path: Path) -> Iterator[str]:
 
 
 def _file_texts(path: Path, option: str) -> Iterator[str]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}: {path} cannot be read as UTF-8: {error}") from error
+    content = _read(path, option)
     if path.suffix != ".jsonl":
         yield content
         return
@@ -73,15 +75,63 @@ def _file_texts(path: Path, option: str) -> Iterator[str]:
             yield _text_of(line, f"{option}: {path}, line {number}")
 
 
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: {path} cannot be read as UTF-8: {error}") from error
+
+
 def _text_of(line: str, where: str) -> str:
+    text = _json_object(line, where).get("text")
+    if not isinstance(text, str):
+        raise ConfigError(f'{where}: has no string "text"')
+    return text
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
-    text = entry.get("text") if isinstance(entry, dict) else None
-    if not isinstance(text, str):
-        raise ConfigError(f'{where}: has no string "text"')
-    return text
+    return entry if isinstance(entry, dict) else {}
+
+
+def read_prompts(path: Path, option: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of prompts: of each line of a text, or of the field "prompt" or "messages" in each
+    line of JSONL. A model with a chat template gets them in it. Ordered by their hashes, as texts are. Raises
+    `ConfigError` that names `option`, the line and the problem.
+    """
+    is_json = path.suffix == ".jsonl"
+    found: dict[bytes, list[int]] = {}
+    for number, line in enumerate(_read(path, option).split("\n"), start=1):
+        if line.strip():
+            where = f"{option}: {path}, line {number}"
+            prompt = _prompt_of(_json_object(line, where), where) if is_json else line
+            found[_hash(line)] = _encode_prompt(prompt, tokenizer, where)
+    if not found:
+        raise ConfigError(f"{option}: {path} has no prompt")
+    return [found[key] for key in sorted(found)]
+
+
+def _prompt_of(entry: dict[str, Any], where: str) -> Any:
+    prompt = entry.get("messages", entry.get("prompt"))
+    if not prompt or not isinstance(prompt, str | list):
+        raise ConfigError(f'{where}: has neither a string "prompt" nor a list "messages"')
+    return prompt
+
+
+def _encode_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{where}: has "messages", but the model has no chat template')
+        return list(tokenizer(prompt, verbose=False).input_ids)
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except (TypeError, ValueError, KeyError, TemplateError) as error:
+        raise ConfigError(f"{where}: the model's chat template refuses it: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -117,29 +167,28 @@ def spread(windows: Tensor, most: int) -> Tensor:
 
 
 class Windows:
-    """Batches of `batch` windows of `length` tokens: each epoch cuts the stream at another offset and
-    shuffles it.
+    """Batches of `batch` windows of `length` places of a stream: each epoch cuts it at another offset and
+    shuffles the windows.
 
-    Batch `step` depends on the stream, the seed and the step alone, so a run can be resumed.
+    Batch `step` depends on the stream's size, the seed and the step alone, so a run can be resumed.
     """
 
-    def __init__(self, stream: Tensor, length: int, batch: int, seed: int) -> None:
-        self._stream = stream
+    def __init__(self, size: int, length: int, batch: int, seed: int) -> None:
         self._length = length
         self._batch = batch
         self._seed = seed
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
         self.batch_tokens = batch * length
-        self.steps_per_epoch = (len(stream) - length) // length // batch
+        self.steps_per_epoch = (size - length) // length // batch
         if self.steps_per_epoch < 1:
             raise ConfigError(
-                f"--data: has {len(stream)} tokens for training; a step takes {length * batch}, and "
+                f"--data: has {size} tokens for training; a step takes {length * batch}, and "
                 f"{length * (batch + 1)} are the least (see --length and --batch-tokens)"
             )
 
     def __getitem__(self, step: int) -> Tensor:
-        """Return the batch of a step, int64 [batch, length]."""
+        """Return the places of a step's batch, int64 [batch, length]."""
         epoch, number = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             random = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
@@ -148,4 +197,4 @@ class Windows:
             self._starts = offset + torch.randperm(count, generator=random) * self._length
             self._epoch = epoch
         starts = self._starts[number * self._batch : (number + 1) * self._batch]
-        return self._stream[starts.unsqueeze(1) + torch.arange(self._length)].long()
+        return starts.unsqueeze(1) + torch.arange(self._length)

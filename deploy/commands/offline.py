@@ -76,13 +76,20 @@ def speculate_train(
     method: Annotated[Literal["eagle3", "medusa"], typer.Option(help="Kind of heads to train.")],
     model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
     data: Annotated[
-        Path, typer.Option(help='Text: a file, a folder of files, or JSONL with a "text" in each line.')
-    ],
+        Path | None,
+        typer.Option(help='Text: a file, a folder of files, or JSONL with a "text" in each line.'),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='Learn from answers to these: lines, or JSONL with "prompt" or "messages".'),
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the heads. Default: the model's name and the method's.")
     ] = None,
     held_out: Annotated[
-        Path | None, typer.Option(help="Text to measure on. Default: a twentieth of the data.")
+        Path | None,
+        typer.Option(help="Text, or prompts, to measure on. Default: a twentieth of the data."),
     ] = None,
     depth: Annotated[
         int | None, typer.Option(min=1, help="Tokens to draft, the number of Medusa's heads.")
@@ -91,16 +98,23 @@ def speculate_train(
     draft_vocab_size: Annotated[
         int | None, typer.Option(min=1, help="Draft only from this many of the most frequent tokens.")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps. Default: once through the data.")
-    ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 4096,
+    epochs: Annotated[int, typer.Option(min=1, help="Times through the data.")] = 4,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of --epochs.")] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 1024,
     length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+    recording: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps the model's hidden states for other runs. Default: none."),
+    ] = None,
+    recording_gib: Annotated[float, typer.Option(min=0.001, help="Most GiB of hidden states on disk.")] = 20,
 ) -> None:
-    """Train draft heads on text and measure them on text held out. Run it again to resume it."""
+    """Train draft heads on text, or on the model's answers to prompts. Measure them on what is held out.
+
+    Run it again to resume it.
+    """
     model = _found(model)
     from rich.console import Console
 
@@ -111,15 +125,20 @@ def speculate_train(
         method=method,
         model=model,
         data=data,
+        prompts=prompts,
+        answer_tokens=answer_tokens,
         output=output or Path(f"{Path(model).name}-{method}"),
         held_out=held_out,
         head=HeadOptions(depth=depth, num_layers=num_layers, draft_vocab_size=draft_vocab_size),
         steps=steps,
+        epochs=epochs,
         batch_tokens=batch_tokens,
         length=length,
         learning_rate=learning_rate,
         seed=seed,
         device=device,
+        recording=recording,
+        recording_gib=recording_gib,
     )
     train(options, Console())
 

@@ -12,14 +12,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from engine.engine import Engine
 from models.training.corpus import encode_documents, training_texts
-from protocol.config import ServeConfig
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
+from training.recording import Piece, answer
 
 SHORTEST, LONGEST, CONTINUATION = 32, 160, 160  # tokens
-AT_ONCE = 64
 
 
 def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[int]]:
@@ -39,21 +35,9 @@ def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[
 
 def continued(model: Path, prompts: list[list[int]]) -> Iterator[list[int]]:
     """Yield the prompts with the model's continuations, in the order in which they are ready."""
-    engine = Engine(ServeConfig(model=str(model), max_num_seqs=AT_ONCE))
-    sampling = SamplingParams(max_tokens=CONTINUATION, temperature=0.0, ignore_eos=True)
-    texts: dict[str, list[int]] = {}
-    waiting = iter(enumerate(prompts))
-    while True:
-        while len(texts) < AT_ONCE and (entry := next(waiting, None)):
-            number, prompt = entry
-            engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
-            texts[str(number)] = list(prompt)
-        if not texts:
-            return
-        for output in engine.step().outputs:
-            texts[output.request_id] += output.token_ids
-            if output.finish_reason is not None:
-                yield texts.pop(output.request_id)
+    pieces = [Piece(prompt, CONTINUATION + 1, ignores_end=True) for prompt in prompts]
+    for _, text in answer(str(model), "auto", (0,), list(enumerate(pieces))):
+        yield text.token_ids.tolist()
 
 
 def main() -> None:

@@ -9,13 +9,8 @@ import pytest
 
 from models.training import continuations
 from models.training.continuations import LONGEST, SHORTEST, beginnings, continued
-from protocol.config import ServeConfig
 from tests.speculation.eagle_files import VOCAB, write_target
-
-
-def uncompiled(model: str, max_num_seqs: int) -> ServeConfig:
-    """Make an engine without compiling: compiling takes far longer than this model's few steps."""
-    return ServeConfig(model=model, max_num_seqs=max_num_seqs, compile="off")
+from training import recording
 
 
 def test_prompts_are_drawn_from_files_in_proportion_to_their_length() -> None:
@@ -31,8 +26,7 @@ def test_prompts_are_drawn_from_files_in_proportion_to_their_length() -> None:
 
 def test_each_prompt_is_continued_by_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuations, "CONTINUATION", 12)
-    monkeypatch.setattr(continuations, "AT_ONCE", 4)
-    monkeypatch.setattr(continuations, "ServeConfig", uncompiled)
+    monkeypatch.setattr(recording, "AT_ONCE", 4)
     write_target(tmp_path)
     random = np.random.default_rng(0)
     prompts = [random.integers(1, VOCAB, size=length).tolist() for length in (3, 9, 4) * 3]

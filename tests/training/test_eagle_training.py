@@ -14,9 +14,9 @@ from protocol.errors import ConfigError
 from speculation.eagle.head import MidLayer
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
+from tests.training.recorded import continued, hidden_states
 from training.heads.contract import HeadOptions, Target
-from training.heads.eagle import LARGEST_SHARE, Eagle3Training, _captured, _shape, build_eagle3
-from training.heads.learner import hidden_states
+from training.heads.eagle import LARGEST_SHARE, Eagle3Training, _shape, build_eagle3, captured_layers
 
 OFFICIAL = {
     "fc.weight",
@@ -55,9 +55,7 @@ def small(target: Target, own_lm_head: bool = False, depth: int = 3) -> Eagle3Tr
 def windows(target: Target, count: int = 4, length: int = 24) -> tuple[Tensor, Tensor]:
     """Return windows of the target's own greedy text."""
     starts = torch.randint(1, files.VOCAB, (count, 4), generator=torch.Generator().manual_seed(1))
-    token_ids = target.model.generate(
-        starts, max_new_tokens=length - 4, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    token_ids = continued(target, starts, length - 4)
     return token_ids, hidden_states(target, token_ids, small(target).hidden_layers)
 
 
@@ -95,24 +93,27 @@ def test_draft_does_not_look_at_later_tokens(target: Target) -> None:
 
 
 def test_loss_is_the_cross_entropy_where_the_target_agrees_with_the_text(target: Target) -> None:
-    """Compares with chains that `draft` unrolls one by one, for text that the target only partly predicts."""
-    head = small(target, depth=2)
+    """Compares with chains that are unrolled one by one, for text that the target only partly predicts."""
+    head = small(target, depth=3)
     token_ids, _ = windows(target, count=2, length=12)
     token_ids[0, 6] = (token_ids[0, 6] + 1) % files.VOCAB
     hidden = hidden_states(target, token_ids, head.hidden_layers)
-    teacher = target.logits(hidden[..., -files.WIDTH :]).softmax(-1)
-    sums, counts = [0.0, 0.0], [0, 0]
+    teacher = target.logits(hidden[..., -files.WIDTH :], target.lm_head(head.draft_ids))
+    said = head.draft_ids[teacher.argmax(-1)]
+    sums, counts = [0.0] * 3, [0] * 3
     for window in range(2):
         for place in range(11):
             chain = _forced_logits(head, token_ids[window], hidden[window], place)
             for step, logits in enumerate(chain):
                 at = place + 1 + step
-                if at < 12 and (step == 0 or teacher[window, place + 1].argmax() == token_ids[window, at]):
-                    log_q = logits.log_softmax(-1)
-                    sums[step] -= float((teacher[window, at, head.draft_ids] * log_q).sum())
+                if at >= 12 or place % 2**step:
+                    continue
+                if all(said[window, n] == token_ids[window, n + 1] for n in range(place + 1, at)):
+                    sums[step] -= float((teacher[window, at].softmax(-1) * logits.log_softmax(-1)).sum())
                     counts[step] += 1
-    assert 0 < counts[1] < counts[0] - 2
-    expected = (sums[0] / counts[0] + 0.8 * sums[1] / counts[1]) / 1.8
+    assert 0 < counts[2] < counts[1] < counts[0] - 2
+    steps = [total / count * 0.8**step for step, (total, count) in enumerate(zip(sums, counts, strict=True))]
+    expected = sum(steps) / (1 + 0.8 + 0.8**2)
     assert head.loss(token_ids, hidden).item() == pytest.approx(expected, rel=1e-4)
 
 
@@ -121,8 +122,8 @@ def _forced_logits(head: Eagle3Training, token_ids: Tensor, hidden: Tensor, plac
     """Return each step's logits from one place, with the text's tokens and only the rows up to that place."""
     features = hidden[None, : place + 2, : head._shape.feature_size]
     later = torch.cat([token_ids, token_ids.new_zeros(4)])
-    steps = head._unroll(features, lambda step, _: later[None, 1 + step : place + 2 + step])
-    return [head._logits(scored[0, place]) for scored in steps]
+    steps = head._unroll(features, lambda _, step, __: later[None, 1 + step : place + 2 + step], stride=1)
+    return [head._logits(scored[0, place]) for _, scored in steps]
 
 
 def test_training_makes_the_head_agree_with_the_target(target: Target) -> None:
@@ -193,7 +194,7 @@ def test_the_last_layer_is_not_captured_where_others_are_there(
     num_layers: int, captured: tuple[int, ...]
 ) -> None:
     """Capturing it would compute more rows of the last layer than the logits need."""
-    assert _captured(num_layers) == captured
+    assert captured_layers(num_layers) == captured
 
 
 @pytest.mark.parametrize(

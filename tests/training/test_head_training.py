@@ -23,12 +23,14 @@ from speculation.medusa.weights import read_heads
 from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import ask, drafted_and_accepted, run, small_config, tokens
 from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model
+from tests.training.recorded import continued, hidden_states
 from training.data import Windows
 from training.heads.command import head_schedule
 from training.heads.contract import HeadOptions, Target
-from training.heads.learner import Continuations, HeadLearner, acceptance, continue_greedily, hidden_states
+from training.heads.learner import HeadLearner, acceptance
 from training.heads.medusa import MedusaTraining, build_medusa
 from training.loop import Schedule, Trainer
+from training.recording import Recorded, Recording
 
 LENGTH, BATCH, STEPS = 24, 4, 8
 
@@ -50,17 +52,30 @@ def target(model: PreTrainedModel) -> Target:
     return Target("tiny", model, torch.arange(VOCAB_SIZE))
 
 
-def stream() -> Tensor:
-    return torch.randint(0, VOCAB_SIZE, (2000,), generator=torch.Generator().manual_seed(0)).int()
+@pytest.fixture(scope="module")
+def recording(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Return a recording of random text with the first layer's hidden states."""
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, VOCAB_SIZE, (10, 200), generator=generator)
+    made = Recording(tmp_path_factory.mktemp("recording"), target.hidden_size, 2**20, {})
+    hidden = hidden_states(target, texts, (1,)).bfloat16()
+    made.add(((n, Recorded(texts[n], hidden[n], 0)) for n in range(10)), lambda *_: None)
+    return made
 
 
 SETTINGS = {"data": "x", "steps": STEPS, "options": {}}
 
 
 def trainer_of(
-    head: Any, target: Target, checkpoint: Path, save_every_s: float = 1e9, **changes: Any
+    recording: Recording,
+    head: Any,
+    target: Target,
+    checkpoint: Path,
+    save_every_s: float = 1e9,
+    **changes: Any,
 ) -> Trainer:
-    learner = HeadLearner(head, target, Windows(stream(), LENGTH, BATCH, 0), learning_rate=0.01)
+    windows = Windows(recording.num_tokens, LENGTH, BATCH, 0)
+    learner = HeadLearner(head, target, recording, windows, learning_rate=0.01)
     schedule = Schedule(STEPS, warm_up=1, decay=STEPS)
     return Trainer(learner, schedule, SETTINGS | changes, checkpoint, save_every_s)
 
@@ -79,15 +94,15 @@ class TextHead:
         self.module: nn.Module = nn.Linear(target.hidden_size, target.vocab_size)
 
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        return F.cross_entropy(self.module(hidden[:, :-1]).flatten(0, 1), token_ids[:, 1:].flatten())
+        return F.cross_entropy(self.module(hidden[:, :-1].float()).flatten(0, 1), token_ids[:, 1:].flatten())
 
 
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, target: Target) -> None:
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, target: Target, recording: Recording) -> None:
     unbroken, broken, resumed = (TextHead(target) for _ in range(3))
     losses: list[float] = []
-    trainer_of(unbroken, target, tmp_path / "a").run(lambda step: losses.append(step.loss))
-    trainer_of(broken, target, tmp_path / "b").run(lambda step: None, until=3)
-    again = trainer_of(resumed, target, tmp_path / "b")
+    trainer_of(recording, unbroken, target, tmp_path / "a").run(lambda step: losses.append(step.loss))
+    trainer_of(recording, broken, target, tmp_path / "b").run(lambda step: None, until=3)
+    again = trainer_of(recording, resumed, target, tmp_path / "b")
     assert again.first_step == 3
     later: list[float] = []
     again.run(lambda step: later.append(step.loss))
@@ -97,20 +112,20 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, target: Target) ->
     assert not torch.equal(next(unbroken.module.parameters()), next(TextHead(target).module.parameters()))
 
 
-def test_checkpoints_are_written_at_intervals(tmp_path: Path, target: Target) -> None:
+def test_checkpoints_are_written_at_intervals(tmp_path: Path, target: Target, recording: Recording) -> None:
     seen: list[bool] = []
-    trainer = trainer_of(TextHead(target), target, tmp_path / "c", save_every_s=0.0)
+    trainer = trainer_of(recording, TextHead(target), target, tmp_path / "c", save_every_s=0.0)
     trainer.run(lambda step: seen.append((tmp_path / "c").exists()))
     assert seen == [False] + [True] * (STEPS - 1)
 
 
 @pytest.mark.parametrize("change", [{"steps": 9}, {"data": "y"}, {"options": {"depth": 3}}])
 def test_a_checkpoint_of_another_run_is_refused(
-    tmp_path: Path, target: Target, change: dict[str, Any]
+    tmp_path: Path, target: Target, recording: Recording, change: dict[str, Any]
 ) -> None:
-    trainer_of(TextHead(target), target, tmp_path / "c").run(lambda step: None, until=1)
+    trainer_of(recording, TextHead(target), target, tmp_path / "c").run(lambda step: None, until=1)
     with pytest.raises(ConfigError, match=f"--output: .* is of a run with {next(iter(change))}"):
-        trainer_of(TextHead(target), target, tmp_path / "c", **change)
+        trainer_of(recording, TextHead(target), target, tmp_path / "c", **change)
 
 
 def test_the_learning_rate_rises_and_falls_to_0() -> None:
@@ -122,14 +137,6 @@ def test_the_learning_rate_rises_and_falls_to_0() -> None:
     assert 0 < scales[-1] < 0.02
 
 
-def test_hidden_states_are_numbered_as_in_transformers(target: Target) -> None:
-    ids = torch.tensor([[5, 6, 7]])
-    expected = target.model(input_ids=ids, output_hidden_states=True).hidden_states
-    found = hidden_states(target, ids, (2, 0))
-    assert torch.equal(found, torch.cat([expected[2], expected[0]], dim=-1))
-    torch.testing.assert_close(target.logits(expected[-1]), target.model(input_ids=ids).logits)
-
-
 # --- held-out acceptance ----------------------------------------------------------------------------
 
 
@@ -139,15 +146,15 @@ class Foresight:
     hidden_layers = (2,)
 
     def __init__(self, target: Target, depth: int, wrong: int | None = None) -> None:
-        self.module: nn.Module = nn.Identity()
+        self.module: nn.Module = nn.Linear(1, 1)
         self.depth = depth
         self._target = target
         self._wrong = wrong
         self.calibrated: list[int] = []
 
     def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
-        chains = [continue_greedily(self._target, token_ids[:, : p + 2], self.depth) for p in places.tolist()]
-        drafts = torch.stack([chain.token_ids[:, -self.depth :] for chain in chains], dim=1)
+        chains = [continued(self._target, token_ids[:, : p + 2], self.depth) for p in places.tolist()]
+        drafts = torch.stack([chain[:, -self.depth :] for chain in chains], dim=1)
         if self._wrong is not None:
             drafts[..., self._wrong] += 1
         return drafts
@@ -157,23 +164,17 @@ class Foresight:
 
 
 @pytest.fixture(scope="module")
-def held_out(target: Target) -> Continuations:
+def answers(target: Target) -> Tensor:
+    """Return the target's greedy answers of 12 tokens to prompts of 10."""
     prompts = torch.randint(0, VOCAB_SIZE, (3, 10), generator=torch.Generator().manual_seed(4))
-    return continue_greedily(target, prompts, 12)
-
-
-def test_continuations_are_the_targets_greedy_text(target: Target, held_out: Continuations) -> None:
-    said = target.model(input_ids=held_out.token_ids).logits.argmax(dim=-1)
-    assert held_out.token_ids.shape == (3, 22)
-    assert torch.equal(said[:, 9:-1], held_out.token_ids[:, 10:])
+    return continued(target, prompts, 12)
 
 
 @pytest.mark.parametrize(("wrong", "expected"), [(None, [1, 1, 1]), (0, [0, 0, 0]), (1, [1, 0, 0])])
-def test_acceptance(
-    target: Target, held_out: Continuations, wrong: int | None, expected: list[float]
-) -> None:
+def test_acceptance(target: Target, answers: Tensor, wrong: int | None, expected: list[float]) -> None:
     head = Foresight(target, 3, wrong)
-    assert acceptance(head, target, held_out) == expected  # type: ignore[arg-type]
+    texts = [Recorded(text, torch.zeros(len(text), 1), 10) for text in answers]
+    assert acceptance(head, texts) == expected  # type: ignore[arg-type]
     assert head.calibrated == list(range(9, 18))
 
 
@@ -185,6 +186,7 @@ def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Te
     equal the target's.
     """
     logits = target.model(input_ids=token_ids).logits
+    logits_kept = logits[..., kept]
     hidden = target.model(input_ids=token_ids, output_hidden_states=True).hidden_states[-1]
     blocks, lm_head = head.module.blocks, head.module.lm_heads[0].weight
     total = 0.0
@@ -193,12 +195,13 @@ def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Te
         for window in range(len(token_ids)):
             for place in range(token_ids.shape[1] - 1 - number):
                 between = range(place, place + number + 1)
-                if any(logits[window, at].argmax() != token_ids[window, at + 1] for at in between):
+                said = [kept[logits_kept[window, at].argmax()] for at in between]
+                if any(said[i] != token_ids[window, at + 1] for i, at in enumerate(between)):
                     continue
                 state = hidden[window, place]
                 for layer in blocks[number].layers:
                     state = state + F.silu(layer.weight @ state)
-                wanted = logits[window, place + 1 + number].softmax(dim=-1)[kept]
+                wanted = logits_kept[window, place + 1 + number].softmax(dim=-1)
                 losses.append(-(wanted * (lm_head @ state).log_softmax(dim=-1)).sum().item())
         total += sum(losses) / max(1, len(losses))
     return total / head.depth
@@ -206,12 +209,12 @@ def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Te
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 100])
 def test_the_loss_counts_only_places_that_the_target_would_reach(
-    target: Target, held_out: Continuations, draft_vocab_size: int | None
+    target: Target, answers: Tensor, draft_vocab_size: int | None
 ) -> None:
     head = build_medusa(target, HeadOptions(depth=3, num_layers=2, draft_vocab_size=draft_vocab_size))
     for parameter in head.module.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
-    token_ids = held_out.token_ids.clone()
+    token_ids = answers.clone()
     token_ids[:, 14] += 1  # the text sometimes differs from the target's choice
     hidden = hidden_states(target, token_ids, head.hidden_layers)
     kept = torch.arange(VOCAB_SIZE - (draft_vocab_size or VOCAB_SIZE), VOCAB_SIZE)  # counts ascend
@@ -220,12 +223,12 @@ def test_the_loss_counts_only_places_that_the_target_would_reach(
     )
 
 
-def test_untrained_heads_repeat_the_targets_next_token(target: Target, held_out: Continuations) -> None:
+def test_untrained_heads_repeat_the_targets_next_token(target: Target, answers: Tensor) -> None:
     head = build_medusa(target, HeadOptions(depth=2))
-    hidden = hidden_states(target, held_out.token_ids, head.hidden_layers)
+    hidden = hidden_states(target, answers, head.hidden_layers)
     places = torch.arange(9, 19)
-    drafted = head.draft(held_out.token_ids, hidden, places)
-    assert torch.equal(drafted, held_out.token_ids[:, places + 1].unsqueeze(-1).expand(-1, -1, 2))
+    drafted = head.draft(answers, hidden, places)
+    assert torch.equal(drafted, answers[:, places + 1].unsqueeze(-1).expand(-1, -1, 2))
 
 
 def test_impossible_shapes_are_refused(target: Target) -> None:

@@ -4,34 +4,54 @@ acceptance.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from protocol.errors import ConfigError
-from training.data import Windows, encode_texts, load, load_frozen, read_texts, spread_windows
+from training.data import (
+    Windows,
+    encode_texts,
+    load,
+    load_frozen,
+    read_prompts,
+    read_texts,
+    spread_windows,
+)
 from training.heads.contract import HeadOptions, Target, TrainableHead
-from training.heads.eagle import build_eagle3
-from training.heads.learner import HeadLearner, acceptance, continue_greedily
+from training.heads.eagle import build_eagle3, captured_layers
+from training.heads.learner import HeadLearner, acceptance
 from training.heads.medusa import build_medusa
 from training.loop import FinishedStep, Schedule, Trainer
+from training.recording import LONGEST_PIECE, Device, Piece, Recording, answer, check_room, digest
 
-METHODS: dict[str, Callable[[Target, HeadOptions], TrainableHead]] = {
-    "eagle3": build_eagle3,
-    "medusa": build_medusa,
+
+@dataclass(frozen=True)
+class _Method:
+    """A kind of heads: how they are built, the layers that make their feature, and the method that serves
+    them.
+    """
+
+    build: Callable[[Target, HeadOptions], TrainableHead]
+    captured: Callable[[int], tuple[int, ...]]
+    served_as: str
+
+
+METHODS = {
+    "eagle3": _Method(build_eagle3, captured_layers, "eagle"),
+    "medusa": _Method(build_medusa, lambda _: (), "medusa"),
 }
-_SERVED_AS = {"eagle3": "eagle", "medusa": "medusa"}
 HELD_OUT_SHARE = 0.05
 CONTINUED_TOKENS = 96
 _CHECKPOINT = "checkpoint.safetensors"
@@ -41,29 +61,36 @@ _WARM_UP = 0.05
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command's options. `steps` None means once through the data."""
+    """The command's options: `data` or `prompts` is given. `steps` None means `epochs` times through the
+    data.
+    """
 
     method: Literal["eagle3", "medusa"]
     model: str
-    data: Path
+    data: Path | None
     output: Path
+    prompts: Path | None = None
+    answer_tokens: int = 256
     held_out: Path | None = None
     head: HeadOptions = field(default_factory=HeadOptions)
     steps: int | None = None
-    batch_tokens: int = 4096
+    epochs: int = 4
+    batch_tokens: int = 1024
     length: int = 512
     learning_rate: float = 1e-3
     seed: int = 0
-    device: str = "auto"
+    device: Device = "auto"
     held_out_windows: int = 64
     save_every_s: float = 60.0
+    recording: Path | None = None
+    recording_gib: float = 20.0
 
 
 @dataclass(frozen=True)
 class TrainingRun:
     """The settings of a training run. A checkpoint with other settings is not resumed.
 
-    `data` is a hash of the training tokens.
+    `data` is a hash of the training texts.
     """
 
     method: str
@@ -85,48 +112,119 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     """
     if (options.output / "config.json").exists():
         raise ConfigError(f"--output: {options.output} has finished heads already; choose another folder")
-    tokenizer = load(AutoTokenizer, options.model)
-    stream, held_out = _streams(options, tokenizer)
-    prompts = spread_windows(held_out, options.length, options.held_out_windows, "held-out text")
-    prompts = prompts[:, : max(1, options.length - CONTINUED_TOKENS)]
-    target = _target(options, stream)
-    head = METHODS[options.method](target, options.head)
-    windows = Windows(stream, options.length, max(1, options.batch_tokens // options.length), options.seed)
-    run = _describe(options, windows, stream)
+    pieces, held_out = _pieces(options, load(AutoTokenizer, options.model))
+    recording = _record(options, "training", pieces, console)
+    answers = _record(options, "held-out", held_out, console)
+    model = load_frozen(options.model, options.device)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    target = Target(options.model, model, recording.token_counts(vocab_size))
+    head = METHODS[options.method].build(target, options.head)
+    batch = max(1, options.batch_tokens // options.length)
+    windows = Windows(recording.num_tokens, options.length, batch, options.seed)
+    run = _describe(options, windows, digest(pieces))
     checkpoint = options.output / _CHECKPOINT
-    learner = HeadLearner(head, target, windows, options.learning_rate)
+    learner = HeadLearner(head, target, recording, windows, options.learning_rate)
     schedule, settings = head_schedule(run.steps), dataclasses.asdict(run)
     trainer = Trainer(learner, schedule, settings, checkpoint, options.save_every_s)
-    parameters = sum(p.numel() for p in head.module.parameters())
+    parameters = sum(p.numel() for p in head.module.parameters() if p.requires_grad)
     console.print(
-        f"{options.method} heads for {options.model}: {parameters:,} parameters, {len(stream):,} tokens of "
-        f"text, {run.steps} steps of {windows.batch_tokens} tokens on {target.device}"
+        f"{options.method} heads for {options.model}: {parameters:,} parameters, {recording.num_tokens:,} "
+        f"tokens of text, {run.steps} steps of {windows.batch_tokens} tokens on {target.device}"
     )
     if trainer.first_step:
         console.print(f"going on from step {trainer.first_step} of {checkpoint}")
     _run(trainer, run.steps, console)
-    rates = acceptance(head, target, continue_greedily(target, prompts, CONTINUED_TOKENS))
+    rates = acceptance(head, answers)
     head.save(options.output)
-    _write_card(options.output, run, rates, parameters, len(prompts))
+    _write_card(options.output, run, rates, parameters, answers.num_texts)
     checkpoint.unlink()
+    if options.recording is None:
+        shutil.rmtree(_recording_folder(options))
     console.print(_table(rates))
     console.print(f"saved in {options.output}")
     return rates
 
 
-def _streams(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Return the tokens to train on, and the held-out ones: another text's, or a part of the same."""
+def _pieces(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
+    """Return what to train on, and what to measure on: of another file, or a part of the same."""
+    if (options.data is None) == (options.prompts is None):
+        raise ConfigError("--data or --prompts: give one of them")
+    if options.data is None:
+        assert options.prompts is not None
+        return _answered(options, options.prompts, tokenizer)
     stream = encode_texts(read_texts(options.data), tokenizer)
     if options.held_out is not None:
-        return stream, encode_texts(read_texts(options.held_out, "--held-out"), tokenizer)
-    kept = len(stream) - int(len(stream) * HELD_OUT_SHARE)
-    return stream[:kept], stream[kept:]
+        held_out = encode_texts(read_texts(options.held_out, "--held-out"), tokenizer)
+    else:
+        kept = len(stream) - int(len(stream) * HELD_OUT_SHARE)
+        stream, held_out = stream[:kept], stream[kept:]
+    longest = min(LONGEST_PIECE, _positions(options) - 1)
+    measured = spread_windows(held_out, options.length, options.held_out_windows, "held-out text")
+    prompts = measured[:, : max(1, min(options.length, longest) - CONTINUED_TOKENS)].tolist()
+    return (
+        [Piece(part.tolist()) for part in stream.split(longest)],
+        [Piece(prompt, CONTINUED_TOKENS, ignores_end=True) for prompt in prompts],
+    )
 
 
-def _target(options: TrainOptions, stream: Tensor) -> Target:
-    model = load_frozen(options.model, options.device)
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    return Target(options.model, model, torch.bincount(stream.long(), minlength=vocab_size))
+def _answered(
+    options: TrainOptions, path: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Piece], list[Piece]]:
+    prompts = read_prompts(path, "--prompts", tokenizer)
+    most = options.held_out_windows
+    if options.held_out is not None:
+        held_out = read_prompts(options.held_out, "--held-out", tokenizer)[:most]
+    else:
+        count = max(1, min(most, int(len(prompts) * HELD_OUT_SHARE)))
+        prompts, held_out = prompts[:-count], prompts[-count:]
+    longest = _positions(options) - options.answer_tokens
+    for prompt in [*prompts, *held_out]:
+        if len(prompt) > longest:
+            raise ConfigError(
+                f"--prompts: a prompt of {len(prompt)} tokens and --answer-tokens {options.answer_tokens} "
+                f"exceed the model's {_positions(options)} tokens"
+            )
+    training = [Piece(prompt, options.answer_tokens) for prompt in prompts]
+    return training, [Piece(prompt, options.answer_tokens) for prompt in held_out]
+
+
+def _positions(options: TrainOptions) -> int:
+    return int(_text_config(options).max_position_embeddings)
+
+
+def _text_config(options: TrainOptions) -> Any:
+    return load(AutoConfig, options.model).get_text_config(decoder=True)
+
+
+def _recording_folder(options: TrainOptions) -> Path:
+    return options.recording or options.output / "recording"
+
+
+def _record(options: TrainOptions, name: str, pieces: list[Piece], console: Console) -> Recording:
+    """Return the recording of these pieces, completed if it is not complete."""
+    config, folder = _text_config(options), _recording_folder(options) / name
+    layers = (*METHODS[options.method].captured(config.num_hidden_layers), config.num_hidden_layers)
+    width, most_bytes = len(layers) * config.hidden_size, int(options.recording_gib * 2**30)
+    settings = {"model": options.model, "layers": list(layers), "data": digest(pieces)}
+    recording = Recording(folder, width, most_bytes, settings)
+    done = recording.numbers
+    rest = [(number, piece) for number, piece in enumerate(pieces) if number not in done]
+    if rest and not recording.is_full:
+        check_room(folder, [piece for _, piece in rest], width, most_bytes)
+        with _progress(console, len(pieces), f"{name} texts", recording.num_texts) as report:
+            before, started = recording.num_tokens, time.monotonic()
+
+            def recorded(texts: int, tokens: int) -> None:
+                rate = (tokens - before) / (time.monotonic() - started)
+                report(texts, f"{tokens:,} tokens recorded, {rate:,.0f} tokens/s")
+
+            recording.add(answer(options.model, options.device, layers, rest), recorded)
+    if recording.num_texts < len(pieces):
+        console.print(
+            f"{folder} is full (--recording-gib {options.recording_gib:g}): {recording.num_texts} of "
+            f"{len(pieces)} texts are used"
+        )
+    return recording
 
 
 def head_schedule(steps: int) -> Schedule:
@@ -135,12 +233,12 @@ def head_schedule(steps: int) -> Schedule:
     return Schedule(steps, warm_up, decay=steps - warm_up + 1)
 
 
-def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> TrainingRun:
+def _describe(options: TrainOptions, windows: Windows, data: str) -> TrainingRun:
     return TrainingRun(
         method=options.method,
         model=options.model,
-        data=hashlib.blake2b(stream.numpy().tobytes(), digest_size=8).hexdigest(),
-        steps=options.steps or windows.steps_per_epoch,
+        data=data,
+        steps=options.steps or options.epochs * windows.steps_per_epoch,
         batch_tokens=windows.batch_tokens,
         length=options.length,
         learning_rate=options.learning_rate,
@@ -150,21 +248,34 @@ def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> Traini
 
 
 def _run(trainer: Trainer, steps: int, console: Console) -> None:
-    """Show a progress bar; without a terminal, a line every minute."""
+    with _progress(console, steps, "step", trainer.first_step) as report:
+
+        def trained(step: FinishedStep) -> None:
+            report(step.number, f"loss {step.loss:.3f}, {step.tokens / step.seconds:,.0f} tokens/s")
+
+        trainer.run(trained)
+
+
+@contextlib.contextmanager
+def _progress(
+    console: Console, total: int, name: str, completed: int
+) -> Iterator[Callable[[int, str], None]]:
+    """Show a progress bar; without a terminal, a line every minute. Yields a function of the number that is
+    done and a text.
+    """
     columns = (TextColumn("{task.fields[state]}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("", total=steps, completed=trainer.first_step, state="training")
-        logged = 0.0
+        task = progress.add_task("", total=total, completed=completed, state=name)
+        logged = time.monotonic()
 
-        def report(step: FinishedStep) -> None:
+        def report(done: int, state: str) -> None:
             nonlocal logged
-            state = f"loss {step.loss:.3f}, {step.tokens / step.seconds:,.0f} tokens/s"
-            progress.update(task, completed=step.number, state=state)
-            if not console.is_terminal and step.seconds - logged > _LOG_EVERY_S:
-                logged = step.seconds
-                console.print(f"step {step.number} of {steps}: {state}")
+            progress.update(task, completed=done, state=state)
+            if not console.is_terminal and time.monotonic() - logged > _LOG_EVERY_S:
+                logged = time.monotonic()
+                console.print(f"{name} {done} of {total}: {state}")
 
-        trainer.run(report)
+        yield report
 
 
 def _table(rates: list[float]) -> Table:
@@ -179,7 +290,7 @@ def _write_card(folder: Path, run: TrainingRun, rates: list[float], parameters: 
     """Write the card. `rates` is the held-out acceptance of each drafted position, measured on `windows`
     windows.
     """
-    config = json.dumps({"method": _SERVED_AS[run.method], "model": str(folder)})
+    config = json.dumps({"method": METHODS[run.method].served_as, "model": str(folder)})
     rows = "\n".join(f"| {number} | {rate:.1%} |" for number, rate in enumerate(rates, start=1))
     (folder / "README.md").write_text(
         f"""# {folder.name}

@@ -19,9 +19,9 @@ from protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class Target:
-    """The model that heads are trained for: frozen, in eval mode, with Transformers' own attention.
+    """The frozen model that heads are trained for. Only its embeddings and its LM head are used.
 
-    `token_counts` [vocab_size], int64, counts each token in the training data.
+    `token_counts` [vocab_size], int64, counts each token that heads should draft in the training data.
     """
 
     name: str
@@ -37,30 +37,44 @@ class Target:
         return self.model.dtype
 
     @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype of a training step's products. CPUs without bfloat16 instructions take many times as long
+        for bfloat16 as for float32.
+        """
+        if self.device.type == "cpu" and "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+            return torch.float32
+        return self.dtype
+
+    @property
     def num_layers(self) -> int:
-        return int(self._config.num_hidden_layers)
+        return int(self.config.num_hidden_layers)
 
     @property
     def hidden_size(self) -> int:
-        return int(self._config.hidden_size)
+        return int(self.config.hidden_size)
 
     @property
     def vocab_size(self) -> int:
-        return int(self._config.vocab_size)
+        return int(self.config.vocab_size)
 
     @property
     def logit_scale(self) -> float:
         """Return the factor that the model applies to its head's output (Cohere and Granite have one)."""
-        multiplier = getattr(self._config, "logit_scale", None) or 1.0
-        divisor = getattr(self._config, "logits_scaling", None) or 1.0
+        multiplier = getattr(self.config, "logit_scale", None) or 1.0
+        divisor = getattr(self.config, "logits_scaling", None) or 1.0
         return float(multiplier / divisor)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the model's own logits [..., vocab_size] for final hidden states (those of layer
-        `num_layers`).
+    def lm_head(self, token_ids: Tensor) -> Tensor:
+        """Return the LM head's rows for these tokens, scaled: float32 [tokens, hidden_size]."""
+        weight: Tensor = self.model.get_output_embeddings().weight.detach()
+        return weight[token_ids].float() * self.logit_scale
+
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """Return the model's own logits, float32, for final hidden states (those of layer `num_layers`) and
+        the tokens of these rows of `lm_head`.
         """
-        logits = self.model.get_output_embeddings()(hidden) * self.logit_scale
-        cap = getattr(self._config, "final_logit_softcapping", None)
+        logits = nn.functional.linear(hidden.to(self.computes_in), lm_head.to(self.computes_in)).float()
+        cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def frequent_tokens(self, count: int) -> Tensor:
@@ -69,10 +83,11 @@ class Target:
         """
         if count > self.vocab_size:
             raise ConfigError(f"--draft-vocab-size: {count} exceeds the model's {self.vocab_size} tokens")
-        return self.token_counts.topk(count).indices.sort().values.to(self.device)
+        most = self.token_counts.argsort(descending=True, stable=True)[:count]
+        return most.sort().values.to(self.device)
 
     @property
-    def _config(self) -> Any:
+    def config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
 
 
@@ -105,7 +120,7 @@ class TrainableHead(ABC):
     @abstractmethod
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return a scalar to minimize. `token_ids` [windows, length], int64; `hidden` [windows, length,
-        captured layers * hidden_size], in the target's dtype: the hidden states after each token.
+        captured layers * hidden_size], bfloat16 or float32: the hidden states after each token.
         """
 
     @abstractmethod
@@ -118,11 +133,10 @@ class TrainableHead(ABC):
         """
 
     def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:  # noqa: B027
-        """Measure what serving needs to know of the heads' quality. Called after the training, before
-        `save`.
+        """Measure what serving needs to know of the heads' quality. Called after the training for each
+        held-out text, before `save`.
 
-        Arguments as for `draft`. From `places[0] + 1` on, the windows are the target's own continuations of
-        held-out text.
+        Arguments as for `draft`. From `places[0] + 1` on, the texts are the target's own answers.
         """
 
     @abstractmethod

@@ -39,29 +39,29 @@ class MedusaTraining(TrainableHead):
         self._target = target
         self._num_layers = num_layers
         self._token_map = target.frequent_tokens(draft_vocab_size)
-        lm_head = target.model.get_output_embeddings().weight[self._token_map] * target.logit_scale
-        self._heads = ResidualHeads(depth, num_layers, lm_head)
+        self._rows = target.lm_head(self._token_map)
+        self._heads = ResidualHeads(depth, num_layers, self._rows)
         self.module: nn.Module = self._heads
-        self._rank_acceptance: Tensor | None = None
+        self._right: list[Tensor] = []
+        """Whether each rank of each head was right at places of held-out text, [places, heads, ranks]."""
 
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self._target.computes_in)
         with torch.no_grad():
-            teacher = self._target.logits(hidden)
-            said = teacher[:, :-1].argmax(dim=-1) == token_ids[:, 1:]
+            teacher = self._target.logits(hidden, self._rows)
+            said = self._token_map[teacher[:, :-1].argmax(dim=-1)] == token_ids[:, 1:]
+            teacher = teacher.softmax(dim=-1)
         total = torch.zeros((), device=hidden.device)
         reached = torch.ones_like(said[:, :1]).expand(*said.shape[:1], said.shape[1] + 1)
         for head in range(self.depth):
             reached = reached[:, :-1] & said[:, head:]
             student = self._heads(head, hidden[:, : reached.shape[1]][reached])
-            wanted = self._probabilities(teacher[:, 1 + head :][reached])
+            wanted = teacher[:, 1 + head :][reached]
             total = total + F.cross_entropy(student.float(), wanted, reduction="sum") / max(1, len(wanted))
         return total / self.depth
 
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        return logits.float().softmax(dim=-1)[..., self._token_map]
-
     def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
-        return self._ranked(hidden[:, places], 1)[..., 0]
+        return self._ranked(hidden[:, places].to(self._target.computes_in), 1)[..., 0]
 
     def _ranked(self, hidden: Tensor, count: int) -> Tensor:
         """Return the best tokens of each head: [windows, places, heads, count]."""
@@ -69,11 +69,11 @@ class MedusaTraining(TrainableHead):
         return self._token_map[torch.stack(best, dim=2)]
 
     def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Measure how often each rank of each head is right; a static tree is chosen by that."""
-        ranked = self._ranked(hidden[:, places], min(NUM_RANKS, len(self._token_map)))
+        """Note which ranks of each head are right; a static tree is chosen by that."""
+        hidden = hidden[:, places].to(self._target.computes_in)
+        ranked = self._ranked(hidden, min(NUM_RANKS, len(self._token_map)))
         ahead = places.unsqueeze(1) + 2 + torch.arange(self.depth, device=places.device)
-        right = ranked == token_ids[:, ahead].unsqueeze(-1)
-        self._rank_acceptance = right.float().mean(dim=(0, 1))
+        self._right.append((ranked == token_ids[:, ahead].unsqueeze(-1)).flatten(0, 1))
 
     def save(self, folder: Path) -> None:
         """Save in vLLM's layout with one LM head, which it calls `original_lm_head`. `rank_acceptance` is
@@ -96,10 +96,9 @@ class MedusaTraining(TrainableHead):
         }
         if len(self._token_map) < self._target.vocab_size:
             tensors["token_map"] = self._token_map
-        if self._rank_acceptance is not None:
-            config["rank_acceptance"] = [
-                [round(share, 4) for share in head] for head in self._rank_acceptance.tolist()
-            ]
+        if self._right:
+            shares = torch.cat(self._right).float().mean(dim=0)
+            config["rank_acceptance"] = [[round(share, 4) for share in head] for head in shares.tolist()]
         write_head(folder, config, tensors)
 
 
