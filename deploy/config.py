@@ -277,15 +277,15 @@ def speculative_config(value: object, flag: str, target: str) -> SpeculativeConf
     """Parse JSON text or a mapping into the configuration for the model `target`.
 
     The draft's path becomes absolute; a hub id stays as it is. The draft's config.json tells the method, if
-    none is given. Without a draft, a bundled model gets its bundled draft, if it has one. Raises
-    `ConfigError` that names `flag`, the field and its limit.
+    none is given. Without a draft, a bundled model gets its bundled draft, if it has one, and MTP heads are
+    the model's own. Raises `ConfigError` that names `flag`, the field and its limit.
     """
     config = parse_speculative_config(_with_method(value, flag), flag)
     if config.method not in MODEL_METHODS:
         return config
     model = config.model
     if not model:
-        bundled = bundled_draft(target, config.method)
+        bundled = target if config.method == "mtp" else bundled_draft(target, config.method)
         if bundled is None:
             raise ConfigError(f"{flag}: model: the method {config.method} needs one")
         model = bundled

@@ -13,7 +13,7 @@ from protocol.fields import FieldError, json_object, to_struct
 from protocol.ids import Count, Seconds
 
 Method = Literal[
-    "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "self_speculative", "custom"
+    "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "mtp", "self_speculative", "custom"
 ]
 CUSTOM: Literal["custom"] = "custom"
 """The method of a drafter of the deployment's own."""
@@ -43,7 +43,8 @@ REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
 """Methods that a draft worker can draft with."""
 
 _ALIASES = {"eagle3": "eagle"}
-MODEL_METHODS = ("draft_model", "medusa", "eagle")
+MODEL_METHODS = ("draft_model", "medusa", "eagle", "mtp")
+"""The methods with weights of their own."""
 
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -56,7 +57,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `num_speculative_tokens` is the number of tokens to draft in a step, or "auto" for as many as pay, up to
     `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
-    methods that can draft a tree (`draft_model`, `medusa`, `eagle`) do so: "auto" is then up to `tree_nodes`
+    methods with weights of their own (`MODEL_METHODS`) draft one: "auto" is then up to `tree_nodes`
     tokens, of which up to `max_speculative_tokens` follow one another. Suffix decoding keeps the outputs of
     `suffix_decoding_max_cached_requests` requests, of all tenants together, and at most 1,048,576 tokens of
     them in up to 40 MiB; 0 keeps none. `prefill` chooses the worker that computes a prompt's draft KV:

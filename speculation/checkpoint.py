@@ -38,9 +38,9 @@ class Checkpoint:
     restricted unpickler, which makes tensors and nothing else.
     """
 
-    def __init__(self, model: str, files: Sequence[str] = ()) -> None:
+    def __init__(self, model: str, files: Sequence[str] = (), revision: str | None = None) -> None:
         """`files` are looked for before those of a whole model. Raises `ConfigError` that names the file."""
-        self.folder = _folder(model, files)
+        self.folder = _folder(model, files, revision)
         self.config = _read_json(self.folder / "config.json")
         if fault := refusal(self.config):
             raise ConfigError(f"{_FLAG}: {self.folder / 'config.json'}: {fault}")
@@ -88,12 +88,12 @@ class Checkpoint:
         return self._unpickled[path]
 
 
-def _folder(model: str, files: Sequence[str]) -> Path:
+def _folder(model: str, files: Sequence[str], revision: str | None) -> Path:
     if Path(model).is_dir():
         return Path(model)
     patterns = ["config.json", *files, *_WHOLE_MODEL, "model-*.safetensors", "pytorch_model-*.bin"]
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{_FLAG}: {model!r} is neither a folder nor an accessible repository: {error}"

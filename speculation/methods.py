@@ -38,9 +38,19 @@ def build_drafter(
 
             return MedusaDrafter(options, loaded)
         case "eagle":
-            from speculation.eagle.drafter import EagleDrafter
+            from speculation.eagle.weights import load_eagle
+            from speculation.head_drafter import HeadDrafter
 
-            return EagleDrafter(options, config, loaded)
+            assert options.model is not None
+            return HeadDrafter(load_eagle(options.model, loaded, options.quantization), options, config)
+        case "mtp":
+            from speculation.head_drafter import HeadDrafter
+            from speculation.mtp.head import load_mtp
+
+            assert options.model is not None
+            revision = config.revision if options.model == config.model else None
+            head = load_mtp(options.model, loaded, options.quantization, revision)
+            return HeadDrafter(head, options, config)
         case "self_speculative":
             from speculation.self_speculative.drafter import SelfDrafter
 

@@ -26,7 +26,7 @@ from worker.setup import build_kernels, set_up_worker_logging
 
 _IMPORTED = (
     "bench.transfer.sides",
-    "speculation.eagle.drafter",
+    "speculation.head_drafter",
     "speculation.medusa.drafter",
     "tests.faults.sides",
     "tests.kvtransfer.transfer_sides",

@@ -59,7 +59,7 @@ _launch: BoundedDecoder[Launch] = BoundedDecoder(Launch)
 _IMPORTED = (
     "worker.process",
     "kvtransfer.transports.ucx",
-    "speculation.eagle.drafter",
+    "speculation.head_drafter",
     "speculation.medusa.drafter",
     "speculation.self_speculative.drafter",
     "speculation.weightless.lookahead",

@@ -212,7 +212,7 @@ def _probe_structure(
         attention.look(_forward(model, transformers_hook.PROBE_NAME, attention, tokens, positions))
     known = attention.layers.keys() | set(hooks.layers if hooks is not None else ())
     missing = sorted(set(range(num_layers)) - known)
-    if missing and (attention.num_leaks or hooks is None):
+    if missing and attention.num_leaks:
         raise UnsupportedModelError(
             f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of "
             "their own), which is not supported"

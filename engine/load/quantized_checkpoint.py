@@ -93,8 +93,40 @@ def load_quantized(
     else:
         tensors = named_as_in(empty, read_tensors(model, revision))
         stored = _split(tensors, parse_layout(method), empty, device)
-    rest, fused = stored.plain, stored.fused
-    experts |= take_experts(fused, known)
+    experts |= take_experts(stored.fused, known)
+    loaded = _filled(empty, stored, experts, device, keeps_experts=keeps_experts)
+    _take_generation_config(loaded, model, revision)
+    return as_causal(loaded)
+
+
+def load_tensors(
+    empty: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    method: Mapping[str, Any] | None,
+    device: torch.device,
+    *,
+    keeps_experts: bool,
+) -> PreTrainedModel:
+    """Return the model, which has no memory yet, with a checkpoint's tensors. `method` is their
+    `quantization_config`, if any. Raises as `load_quantized`.
+    """
+    if method is None:
+        return _load_rest(empty, tensors)
+    stored = _split(named_as_in(empty, tensors), parse_layout(method), empty, device)
+    experts = take_experts(stored.fused, fused_experts(empty, by_kernel=keeps_experts))
+    return _filled(empty, stored, experts, device, keeps_experts=keeps_experts)
+
+
+def _filled(
+    empty: PreTrainedModel,
+    stored: StoredWeights,
+    experts: Mapping[str, Iterable[QuantizedWeight]],
+    device: torch.device,
+    *,
+    keeps_experts: bool,
+) -> PreTrainedModel:
+    """Return the model with what is stored, and with these experts by the names of its tensors."""
+    rest, fused, dtype = stored.plain, stored.fused, empty.dtype
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
     if dequantized:
         logger.warning("%d fused tensors, such as experts, are dequantized", dequantized)
@@ -106,11 +138,10 @@ def load_quantized(
     if keeps_experts:
         set_experts(loaded, experts)
     else:
-        fill_experts(loaded, experts, dtype, device)
+        fill_experts(loaded, dict(experts), dtype, device)
     for name, weight in stored.linears.items():
         loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
-    _take_generation_config(loaded, model, revision)
-    return as_causal(loaded)
+    return loaded
 
 
 def _split(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.batch.runner import Runner
 from engine.devices.attention import backend_over, by_table, select_backend
@@ -18,7 +19,7 @@ from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.cpu.recurrent.native import kernels
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.recurrent import operators_of
-from engine.devices.torch.forward import Modules
+from engine.devices.torch.forward import HeadModules, Modules
 from engine.devices.torch.latent_attention import pack_absorbed
 from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.devices.torch.runner import TorchRunner
@@ -125,7 +126,7 @@ def runner_of_head(
     backend: AttentionBackend,
 ) -> Runner:
     """Return a runner of a draft head. `program` describes the head as it is, with its linear layers in
-    `parts`, which are packed here.
+    `parts`. They are packed here, or copied by the native decoder.
     """
     natively = config.compile == "auto" and kernel_fault(target.device, target.dtype, DTYPES) is None
     native: Runner | None = None
@@ -134,11 +135,12 @@ def runner_of_head(
             native = NativeDecoder(Description(program(), positions), backend)
         except BuildError as error:
             logger.warning("the native decoder cannot be built: %s", error)
-    fault = kernel_fault(target.device, target.dtype)
-    if fault is None:
-        pack_linears(parts)
     if native is not None:
         return native
+    fault = kernel_fault(target.device, target.dtype)
+    if fault is None:
+        pack_experts(parts)
+        pack_linears(parts)
     products, by_torch = fault or "packed weights", TorchProgram(program(), positions)
     if backend.can_capture and config.compile == "auto":
         cuda = importlib.import_module("engine.devices.cuda.runner")
@@ -146,6 +148,19 @@ def runner_of_head(
         return runner
     forward, packed = ProgramForward(by_torch, backend), fault is None
     return TorchRunner(forward, backend, target.device, config.compile, products=products, packed=packed)
+
+
+def modules_runner_of_head(model: PreTrainedModel, target: LoadedModel, backend: AttentionBackend) -> Runner:
+    """Return a runner of a draft head that no family describes: a model with an Entrance, which is packed."""
+    fault = kernel_fault(target.device, target.dtype)
+    if fault is None:
+        pack_experts(model)
+        pack_absorbed(model)
+        pack_linears(model)
+    elif target.device.type == "cpu":
+        dequantize_linears(model, target.dtype)
+    forward, products = HeadModules(model, backend), fault or "packed weights"
+    return TorchRunner(forward, backend, target.device, "off", products=products, packed=fault is None)
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:

@@ -241,8 +241,8 @@ class Layer:
 class Entry:
     """The input of a draft head: a token's embedding and the hidden state before it, in one position less.
 
-    EAGLE-1 and 2 make one vector of both by `joint`. EAGLE-3 norms both and concatenates them for the
-    layer's products; the hidden state is the residual.
+    EAGLE-1 and 2 make one vector of both by `joint`, MTP heads of both normed. EAGLE-3 norms both and
+    concatenates them for the layer's products; the hidden state is the residual.
     """
 
     token_norm: Norm | None = None

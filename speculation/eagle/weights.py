@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
+from engine.kv.attention import AttentionBackend
+from engine.kv.layout import DRAFT, Group, Segment
 from engine.linear.packed import linear_of
 from engine.linear.packed_quantized import with_outputs
+from engine.load.select import runner_of_head
 from engine.model.describe import ACTIVATIONS
 from engine.quantization.weight import CodeFormat
+from protocol.config import ServeConfig
+from protocol.speculation import Quantization
 from speculation.checkpoint import Checkpoint, round_draft
-from speculation.eagle.head import Head, HeadShape
+from speculation.draft_head import DraftHead
+from speculation.eagle.head import Head, HeadShape, head_program
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_OURS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """`t2d` follows from `d2t`; the rest are the target's own."""
 
 
-@dataclass(eq=False)
-class LoadedHead:
+class EagleHead(DraftHead):
     """`embedding` [vocab_size, hidden_size] and `lm_head`, of `draft_vocab_size` outputs, are None where the
-    target's serve. `draft_ids` [draft_vocab_size], int64, are the target's ids of the tokens that can be
-    drafted, None if all can.
+    target's serve.
     """
 
-    head: Head
-    embedding: Tensor | None
-    lm_head: nn.Module | None
-    draft_ids: Tensor | None
+    def __init__(
+        self,
+        head: Head,
+        embedding: Tensor | None,
+        lm_head: nn.Module | None,
+        draft_ids: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.head, self.embedding, self.lm_head, self.draft_ids = head, embedding, lm_head, draft_ids
+        shape = head.shape
+        self.hidden_layers, self.feature_size = shape.captured, shape.feature_size
+        self.kv_group = Group.uniform(DRAFT, Segment(1, shape.num_kv_heads, shape.head_dim, dtype))
+        self.mixes_in_program = head.mixing is not None
+        self.combine = head.combine  # type: ignore[method-assign]
 
     def tables(self, target: LoadedModel) -> tuple[nn.Module, nn.Module]:
         """Return embedding and LM head: the target's where the file has none of its own."""
@@ -40,6 +54,18 @@ class LoadedHead:
             embedding = nn.Embedding.from_pretrained(self.embedding)
         return embedding, lm_head if self.lm_head is None else self.lm_head
 
+    def runner(self, config: ServeConfig, target: LoadedModel, backend: AttentionBackend) -> Runner:
+        embedding, lm_head = self.tables(target)
+        parts = nn.ModuleList([self.head, lm_head])
+        return runner_of_head(
+            config,
+            lambda: head_program(self.head, embedding, parts[1], self.draft_ids),
+            parts,
+            self.head.shape.max_positions,
+            target,
+            backend,
+        )
+
     def round(self, format: CodeFormat, target: LoadedModel) -> None:
         """The layers that are not the target's own. Raises ConfigError where the format fits none."""
         own = nn.ModuleList([self.head] if self.lm_head is None else [self.head, self.lm_head])
@@ -47,9 +73,9 @@ class LoadedHead:
         self.lm_head = own[1] if len(own) > 1 else None
 
 
-def load_head(model: str, target: LoadedModel) -> LoadedHead:
-    """In the target's dtype, on its device. Raises `ConfigError` that names the file and the tensor or field
-    that does not fit.
+def load_eagle(model: str, target: LoadedModel, quantization: Quantization | None = None) -> EagleHead:
+    """Load a head in the target's dtype, on its device. Raises `ConfigError` that names the file and the
+    tensor or field that does not fit.
     """
     checkpoint = Checkpoint(model)
     shape = read_shape(checkpoint, target)
@@ -65,12 +91,16 @@ def load_head(model: str, target: LoadedModel) -> LoadedHead:
         draft_ids = draft_ids.to(target.device)
     for parameter in head.parameters():  # as in Transformers the rotation's frequencies stay float32
         parameter.data = parameter.data.to(target.dtype)
-    return LoadedHead(
+    loaded = EagleHead(
         head=head.to(target.device).eval().requires_grad_(False),
         embedding=_own(checkpoint, EMBEDDING, target.vocab_size, shape, target),
         lm_head=_lm_head(checkpoint, shape, draft_ids, target) if shape.is_eagle3 else None,
         draft_ids=draft_ids,
+        dtype=target.dtype,
     )
+    if quantization is not None:
+        loaded.round(CodeFormat(quantization), target)
+    return loaded
 
 
 def _our_name(name: str) -> str:

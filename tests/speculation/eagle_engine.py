@@ -9,14 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
+from engine.devices.cpu.decoder.forward import NativeDecoder
+from engine.devices.torch.program import ProgramForward, TorchProgram
+from engine.devices.torch.runner import TorchRunner
 from engine.engine import Engine
+from engine.model.program import ModelProgram
 from engine.step.draft import Draft
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import Quantization, SpeculativeConfig, Verification
-from speculation.eagle.drafter import EagleDrafter
+from protocol.speculation import Method, Quantization, SpeculativeConfig, Verification
+from speculation.head_drafter import HeadDrafter
 from speculation.speculator import BatchSpeculator
 
 
@@ -35,6 +42,7 @@ class Watched:
         tree_nodes: int = 0,
         verification: Verification = "coupled",
         quantization: Quantization | None = None,
+        method: Method = "eagle",
         **options: Any,
     ) -> None:
         self.drafts: list[tuple[str, list[int], list[int]]] = []
@@ -42,7 +50,7 @@ class Watched:
         self.answers: dict[str, list[int]] = {}
         self.correct: Callable[[int], int] | None = None
         speculative = SpeculativeConfig(
-            method="eagle",
+            method=method,
             model=str(head),
             num_speculative_tokens=tree_nodes or num_tokens,
             max_speculative_tokens=max(1, num_tokens),
@@ -67,8 +75,8 @@ class Watched:
         speculator = self.engine._speculator
         assert isinstance(speculator, BatchSpeculator)
         self.target = speculator._loaded
-        drafter = speculator._drafters["eagle"]
-        assert isinstance(drafter, EagleDrafter)
+        drafter = speculator._drafters[method]
+        assert isinstance(drafter, HeadDrafter)
         self.drafter = drafter
         self._propose = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]
@@ -115,3 +123,25 @@ class Watched:
             for output in self.engine.step().outputs:
                 outputs.setdefault(output.request_id, []).extend(output.token_ids)
         return outputs
+
+    def assert_native_rows(self, program: ModelProgram, width: int, tolerance: float) -> None:
+        """Compare the native head's rows with those of its `program` by torch's operators."""
+        native = self.drafter._runner
+        assert isinstance(native, NativeDecoder)
+        forward = ProgramForward(TorchProgram(program, 64), native._backend)
+        plain = TorchRunner(forward, native._backend, torch.device("cpu"), "off", products="")
+        outputs = []
+        for runner in (native, plain):
+            self.engine.pool.segment("draft").zero_()
+            random = torch.Generator().manual_seed(3)
+            parts = []
+            for start, count in ((1, 9), (10, 1), (11, 3)):
+                hidden = torch.randn(count, width, generator=random).to(self.target.dtype)
+                token_ids = torch.randint(1, self.target.vocab_size, (count,), generator=random).tolist()
+                rows = [self.rows(token_ids, start, [4, 2, 7])]
+                parts.append(runner.run(Step(rows, range(count), hidden=hidden)))
+            outputs.append(parts)
+        for ours, theirs in zip(*outputs, strict=True):
+            for mine, other in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):
+                assert mine is not None and other is not None
+                assert (mine - other).abs().max() <= tolerance * other.abs().max()

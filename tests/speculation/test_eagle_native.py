@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch.runner import Step
-from engine.devices.cpu.decoder.forward import NativeDecoder
-from engine.devices.torch.program import ProgramForward, TorchProgram
-from engine.devices.torch.runner import TorchRunner
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.quantization.weight import CodeFormat
@@ -19,6 +15,7 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Quantization, Verification
 from speculation.eagle.head import head_program
+from speculation.eagle.weights import EagleHead
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 
@@ -72,7 +69,9 @@ def test_native_rows_equal_torchs_with_an_int8_target_head(
     published = files.eagle3() if reduced else files.eagle1(target)
     published.tensors.pop("lm_head.weight", None)
     watched = native(target, published.write(tmp_path / "head"), quantize_lm_head=True)
-    _, lm_head = watched.drafter._loaded.tables(watched.target)
+    head = watched.drafter._head
+    assert isinstance(head, EagleHead)
+    _, lm_head = head.tables(watched.target)
     assert isinstance(lm_head, PackedQuantizedLinear)
     assert lm_head.out_features == (files.DRAFT_VOCAB if reduced else files.VOCAB)
     assert_native_rows(watched)
@@ -88,7 +87,8 @@ def test_a_quantized_head_equals_torchs(
     if name == "eagle3-target-s-lm-head":
         del published.tensors["lm_head.weight"]
     watched = native(target, published.write(tmp_path / "head"), quantization=format)
-    loaded = watched.drafter._loaded
+    loaded = watched.drafter._head
+    assert isinstance(loaded, EagleHead)
     rounded = [module for module in loaded.head.modules() if isinstance(module, PackedQuantizedLinear)]
     assert len(rounded) == 7, "all but the one whose 48 inputs fit no kernel"
     assert {module.format for module in rounded} == {CodeFormat(format)}
@@ -108,28 +108,10 @@ def test_a_quantized_head_changes_no_token(target: Path, tmp_path: Path) -> None
 
 
 def assert_native_rows(watched: Watched, tolerance: float = 0.03) -> None:
-    drafter = watched.drafter
-    native_head = drafter._runner
-    assert isinstance(native_head, NativeDecoder)
-    head = drafter._loaded.head
-    program = TorchProgram(head_program(head, *drafter._loaded.tables(watched.target)), 64)
-    forward = ProgramForward(program, native_head._backend)
-    plain = TorchRunner(forward, native_head._backend, torch.device("cpu"), "off", products="")
-    outputs = []
-    for runner in (native_head, plain):
-        watched.engine.pool.segment("draft").zero_()
-        random = torch.Generator().manual_seed(3)
-        parts = []
-        for start, count in ((1, 9), (10, 1), (11, 3)):
-            width = head.shape.hidden_size
-            hidden = torch.randn(count, width, generator=random).to(watched.target.dtype)
-            rows = [watched.rows(prompt(start, count), start, [4, 2, 7])]
-            parts.append(runner.run(Step(rows, range(count), hidden=hidden)))
-        outputs.append(parts)
-    for ours, theirs in zip(*outputs, strict=True):
-        for mine, other in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):
-            assert mine is not None and other is not None
-            assert (mine - other).abs().max() <= tolerance * other.abs().max()
+    head = watched.drafter._head
+    assert isinstance(head, EagleHead)
+    program = head_program(head.head, *head.tables(watched.target))
+    watched.assert_native_rows(program, head.head.shape.hidden_size, tolerance)
 
 
 @pytest.mark.parametrize(

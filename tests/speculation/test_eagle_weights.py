@@ -14,7 +14,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from speculation.eagle.weights import load_head
+from speculation.eagle.weights import load_eagle
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_files import Published
 
@@ -33,7 +33,7 @@ def test_layer_ids_follow_the_formats(target: LoadedModel, tmp_path: Path) -> No
         "speculators": files.speculators(),
         "last": files.without_aux(),
     }.items():
-        shape = load_head(str(published.write(tmp_path / name)), target).head.shape
+        shape = load_eagle(str(published.write(tmp_path / name)), target).head.shape
         assert shape.captured == published.captured, name
 
 
@@ -41,14 +41,14 @@ def test_empty_layer_ids_mean_the_default(target: LoadedModel, tmp_path: Path) -
     published = files.eagle3(
         eagle_config={"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True}
     )
-    assert load_head(str(published.write(tmp_path)), target).head.shape.captured == (2, 4, 5)
+    assert load_eagle(str(published.write(tmp_path)), target).head.shape.captured == (2, 4, 5)
 
 
 def test_positions_come_from_the_longer_model_and_the_rope_base_from_the_target(
     target: LoadedModel, tmp_path: Path
 ) -> None:
     published = files.eagle3(theta=None)
-    shape = load_head(str(published.write(tmp_path)), target).head.shape
+    shape = load_eagle(str(published.write(tmp_path)), target).head.shape
     assert published.config["max_position_embeddings"] < shape.max_positions == files.MAX_POSITIONS
     assert shape.rope["rope_theta"] == files.THETA
 
@@ -63,7 +63,7 @@ def test_positions_come_from_the_longer_model_and_the_rope_base_from_the_target(
     ],
 )
 def test_rope_parameters_of_the_head(target: LoadedModel, tmp_path: Path, fields: dict[str, Any]) -> None:
-    head = load_head(str(files.eagle3(theta=None, **fields).write(tmp_path)), target).head
+    head = load_eagle(str(files.eagle3(theta=None, **fields).write(tmp_path)), target).head
     half = files.HEAD_DIM // 2
     expected = 1 / 7e3 ** (torch.arange(half) / half) / (2 if "rope_scaling" in fields else 1)
     torch.testing.assert_close(head.rotary.inv_freq, expected)
@@ -73,7 +73,7 @@ def test_the_rotation_is_not_rounded_to_the_targets_dtype(target: LoadedModel, t
     """Rounded, distant positions would be rotated by other angles than in training."""
     folder = str(files.eagle3().write(tmp_path))
     exact, halves = (
-        load_head(folder, replace(target, dtype=dtype)).head for dtype in (torch.float32, torch.bfloat16)
+        load_eagle(folder, replace(target, dtype=dtype)).head for dtype in (torch.float32, torch.bfloat16)
     )
     assert {parameter.dtype for parameter in halves.parameters()} == {torch.bfloat16}
     assert torch.equal(halves.rotary.inv_freq, exact.rotary.inv_freq)
@@ -83,16 +83,16 @@ def test_the_targets_embedding_is_shared(target: LoadedModel, tmp_path: Path) ->
     published = files.eagle3()
     theirs = target.model.get_input_embeddings().weight
     published.tensors["embed_tokens.weight"] = theirs.detach().clone()
-    assert load_head(str(published.write(tmp_path / "same")), target).embedding is None
+    assert load_eagle(str(published.write(tmp_path / "same")), target).embedding is None
     published.tensors["embed_tokens.weight"][3] += 1
-    own = load_head(str(published.write(tmp_path / "own")), target).embedding
+    own = load_eagle(str(published.write(tmp_path / "own")), target).embedding
     assert own is not None and not torch.equal(own, theirs)
 
 
 def test_without_an_lm_head_the_targets_rows_are_used(target: LoadedModel, tmp_path: Path) -> None:
     published = files.eagle3()
     del published.tensors["lm_head.weight"]
-    loaded = load_head(str(published.write(tmp_path)), target)
+    loaded = load_eagle(str(published.write(tmp_path)), target)
     assert loaded.draft_ids is not None and loaded.lm_head is not None
     assert loaded.draft_ids.tolist() == published.tensors["t2d"].nonzero()[:, 0].tolist()
     expected = target.model.get_output_embeddings().weight[loaded.draft_ids]
@@ -153,7 +153,7 @@ def test_heads_that_do_not_fit_are_named(
     published = files.eagle3()
     spoil(published)
     with pytest.raises(ConfigError, match=complaint):
-        load_head(str(published.write(tmp_path)), target)
+        load_eagle(str(published.write(tmp_path)), target)
 
 
 def test_eagle1_of_another_width_is_refused(target: LoadedModel, tmp_path: Path) -> None:
@@ -163,4 +163,4 @@ def test_eagle1_of_another_width_is_refused(target: LoadedModel, tmp_path: Path)
     with pytest.raises(
         ConfigError, match=r"pytorch_model\.bin: fc\.weight has the shape \[32, 96\], not \[32, 64\]"
     ):
-        load_head(str(published.write(tmp_path / "head")), target)
+        load_eagle(str(published.write(tmp_path / "head")), target)

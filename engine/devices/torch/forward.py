@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,3 +115,30 @@ class Modules(TorchForward):
             return output.logits, None
         states = [output.hidden_states[layer] for layer in self._hidden_layers]
         return output.logits, torch.cat(states, dim=-1)
+
+
+class HeadModules(TorchForward):
+    """The modules of a draft head: a model of its decoder layers, behind an `entry` that makes their input of
+    rows' embeddings and the hidden states before them (`engine.load.extra_layers.Entrance`).
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+        super().__init__(backend)
+        self.name = "the head's own modules"
+        self._model: Any = model
+        embeddings = model.get_input_embeddings().weight
+        self.no_hidden = embeddings.new_zeros((0, embeddings.shape[1]))
+
+    def _call(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        assert inputs.hidden is not None
+        return self.compute(inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.hidden)
+
+    def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits and the normed outputs of the rows asked for."""
+        token_ids, positions, rows, before = inputs
+        embeddings = self._model.get_input_embeddings()(token_ids)
+        entered = self._model.entry(embeddings, before).unsqueeze(0)
+        decoder = self._model.get_decoder()
+        states = decoder(inputs_embeds=entered, position_ids=positions.unsqueeze(0), use_cache=False)
+        last = states.last_hidden_state[0][rows]
+        return self._model.get_output_embeddings()(last), last

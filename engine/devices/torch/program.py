@@ -142,15 +142,14 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         return self._attend_rows(query, key, value, layer, scale, window, 0.0)
 
 
-def _enter(entry: Entry, embeddings: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the layer's input, and the residual stream."""
+def _enter(entry: Entry, embeddings: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return the mixer's input, if it is not the norm of the residual stream, and that stream."""
+    normed = before if entry.hidden_norm is None else apply_norm(entry.hidden_norm, before)
+    token = embeddings if entry.token_norm is None else apply_norm(entry.token_norm, embeddings)
+    both = torch.cat([token, normed], dim=-1)
     if entry.joint is not None:
-        joined: Tensor = entry.joint(torch.cat([embeddings, before], dim=-1))
-        return joined, joined
-    assert entry.token_norm is not None and entry.hidden_norm is not None
-    normed = apply_norm(entry.hidden_norm, before)
-    joined = torch.cat([apply_norm(entry.token_norm, embeddings), normed], dim=-1)
-    return joined, normed if entry.normed_goes_on else before
+        return None, entry.joint(both)
+    return both, normed if entry.normed_goes_on else before
 
 
 def _placed(rows: Tensor, norm: Norm | None, turns: _Turns) -> Tensor:

@@ -88,8 +88,7 @@ class Decoder : Work {
         }
         for (int64_t i = 0; i < rows.num_logits; i++) {
             const int64_t r = rows.logit_rows && !narrows ? rows.logit_rows[i] : i;
-            if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, m.norms, hidden, m.norm_epsilon, &normed[i * hidden]);
-            else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(Value));
+            norm_or_copy(&x[r * hidden], m.final_norm, &normed[i * hidden]);
             if (rows.after)
                 memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
                        hidden * sizeof(Value));
@@ -202,18 +201,18 @@ class Decoder : Work {
         each_row(n, [&](int64_t r) {
             const Value* before = rows.before + r * hidden;
             Value *token_half = &normed[r * 2 * hidden], *hidden_half = token_half + hidden;
-            if (!entry.token_norm) {
-                memcpy(token_half, embedding(rows, r), hidden * sizeof(Value));
-                memcpy(hidden_half, before, hidden * sizeof(Value));
-                return;
-            }
-            norm_row(embedding(rows, r), entry.token_norm, m.norms, hidden, m.norm_epsilon, token_half);
-            norm_row(before, entry.hidden_norm, m.norms, hidden, m.norm_epsilon, hidden_half);
-            memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(Value));
+            norm_or_copy(embedding(rows, r), entry.token_norm, token_half);
+            norm_or_copy(before, entry.hidden_norm, hidden_half);
+            if (!entry.joint) memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(Value));
         });
-        if (entry.token_norm) return;
+        if (!entry.joint) return;
         multiply(normed.data(), entry.joint, x.data(), n);
         memcpy(normed.data(), x.data(), n * hidden * sizeof(Value));
+    }
+
+    void norm_or_copy(const Value* row, const Value* weight, Value* out) const {
+        if (weight) norm_row(row, weight, m.norms, m.hidden, m.norm_epsilon, out);
+        else memcpy(out, row, m.hidden * sizeof(Value));
     }
 
     void norm(const Value* weight, int64_t n) {

@@ -97,11 +97,11 @@ struct Layer {
     double input_multiplier;     // of what its mixer reads; 0 for none
 };
 
-// The input of a draft head of one layer (EAGLE): a token and the hidden state before it. Either both are normed and
-// concatenated for the layer's products, and the hidden state is the residual (EAGLE-3); or the product `joint` makes
-// one vector of the two.
+// The input of a draft head of one layer: a token and the hidden state before it, both normed but for EAGLE-1. Either
+// they are concatenated for the layer's products, and the hidden state is the residual (EAGLE-3); or the product
+// `joint` makes one vector of the two.
 struct Entry {
-    const Value *token_norm, *hidden_norm;  // null where there is `joint`
+    const Value *token_norm, *hidden_norm;  // null: not normed
     Weights joint, mixing;             // `mixing` makes the head's hidden states from the target's; null: they are equal
     int64_t normed_goes_on, feeds_normed;  // whether the residual, and the next row's hidden state, is the normed one
     const int64_t* token_ids;              // the token of each of the head's logits; null: the logit's index

@@ -1,4 +1,4 @@
-"""Drafting with EAGLE heads: the target's hidden states come in with each step, drafts go out of one layer.
+"""Drafting with EAGLE and MTP heads: the target's hidden states come in with each step, one layer drafts.
 
 A place is drafted from the pair of its token and the hidden state before it. The pairs of committed tokens
 have the target's hidden states, which `observe` brings; only the drafted places behind them run on the head's
@@ -12,25 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.layout import DRAFT, Group, Segment
+from engine.kv.layout import DRAFT
 from engine.kv.pool import KVPool
-from engine.load.select import runner_of_head
-from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
+from speculation.draft_head import DraftHead
 from speculation.drafter import Computed, Drafter, HiddenRows
-from speculation.eagle.head import head_program
-from speculation.eagle.weights import load_head
 from speculation.tree_drafting import TreeDrafting
 
 _SIGHT = 64
@@ -60,36 +57,20 @@ class Known:
         return self.first > 1 and self.end - self.first < _SIGHT
 
 
-class EagleDrafter(Drafter):
-    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
-        assert options.model is not None
+class HeadDrafter(Drafter):
+    def __init__(self, head: DraftHead, options: SpeculativeConfig, config: ServeConfig) -> None:
         self._options = options
         self._config = config
-        self._loaded = load_head(options.model, target)
-        if options.quantization is not None:
-            self._loaded.round(CodeFormat(options.quantization), target)
-        shape = self._loaded.head.shape
-        segment = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
-        self.kv_group = Group.uniform(DRAFT, segment)
-        self.hidden_layers = shape.captured
-        self._combine = self._loaded.head.combine
+        self._head = head
+        self.kv_group, self.hidden_layers = head.kv_group, head.hidden_layers
+        self._combine = head.combine
         self._known: dict[str, Known] = {}
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT))
-        head, (embedding, lm_head) = self._loaded.head, self._loaded.tables(loaded)
-        parts, draft_ids = nn.ModuleList([head, lm_head]), self._loaded.draft_ids
-        self._runner = runner_of_head(
-            self._config,
-            lambda: head_program(head, embedding, parts[1], draft_ids),
-            parts,
-            head.shape.max_positions,
-            loaded,
-            backend,
-        )
-        self._mixes_natively = head.mixing is not None
+        self._runner = self._head.runner(self._config, loaded, backend)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._vocab_size = loaded.vocab_size
         made = self._runner, self._options, device, self._draft_rows, self._whole
@@ -98,8 +79,8 @@ class EagleDrafter(Drafter):
         if self._options.tree:
             recurs = loaded.recurrent is not None
             self._trees = TreeDrafting(*made, self._config.block_size, recurs=recurs)
-        feature_size = self._loaded.head.shape.feature_size
-        self._no_feature = HiddenRows(torch.zeros((1, feature_size), dtype=dtype, device=device), range(1))
+        feature = torch.zeros((1, self._head.feature_size), dtype=dtype, device=device)
+        self._no_feature = HiddenRows(feature, range(1))
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -113,7 +94,7 @@ class EagleDrafter(Drafter):
         if self._trees is not None:
             drafts = self._trees.draft(sequences, rows, counts, self._combine(features))
         else:
-            mixes = self._mixes_natively and self._chains.is_native(sequences)
+            mixes = self._head.mixes_in_program and self._chains.is_native(sequences)
             hidden = features if mixes else self._combine(features)
             drafts = self._chains.draft(sequences, rows, counts, hidden)
         for sequence, draft in zip(sequences, drafts, strict=True):
@@ -128,7 +109,7 @@ class EagleDrafter(Drafter):
 
     def _whole(self, logits: Tensor) -> Tensor:
         """In the target's vocabulary, [rows, vocab_size]."""
-        draft_ids = self._loaded.draft_ids
+        draft_ids = self._head.draft_ids
         if draft_ids is None:
             return logits[:, : self._vocab_size]
         whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)

@@ -1,0 +1,137 @@
+"""Loads decoder layers that a checkpoint has behind its model's, such as a multi-token prediction head's.
+
+They become a model of the target's own class, with these layers alone and the target's embedding and LM
+head. So whatever loads, rounds and runs the target does so for them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.devices.cuda.tiles import tile_on_gpu
+from engine.devices.loaded_model import LoadedModel
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.latent_attention import absorb
+from engine.linear.experts import join_experts, split_experts
+from engine.linear.packed import kernel_fault
+from engine.linear.packed_quantized import pack_quantized_linears
+from engine.linear.rounding import round_layers
+from engine.load.probe import probe
+from engine.load.quantized_checkpoint import load_tensors
+from engine.quantization.stored import placeholder
+from engine.quantization.weight import CodeFormat
+
+_FINAL_NORMS = "norm", "norm_f"
+"""The decoder's final norm, by the names that models have for it."""
+
+
+class Entrance(nn.Module):
+    """The parts that make a layer's input from a token's embedding and the hidden state before it."""
+
+    def __init__(self, norm: nn.Module, hidden_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.token_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.joint = nn.Linear(2 * hidden_size, hidden_size, bias=bias)
+
+    def forward(self, embeddings: Tensor, before: Tensor) -> Tensor:
+        """[rows, hidden_size] from two of the same shape."""
+        both = torch.cat([self.token_norm(embeddings), self.hidden_norm(before)], dim=-1)
+        joined: Tensor = self.joint(both)
+        return joined
+
+
+def load_extra_layers(
+    target: LoadedModel,
+    layer_types: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    method: Mapping[str, Any] | None,
+    format: CodeFormat | None,
+) -> LoadedModel:
+    """Load layers of these types, with an Entrance as `entry`, between the target's embedding and LM head.
+
+    `tensors` are named `layers.0.` and so on, `entry.` and, if there is one, `final_norm.weight`. `method` is
+    their `quantization_config`, and `format` rounds linear layers. Raises UnsupportedModelError that names a
+    tensor, or ValueError if the format fits none.
+    """
+    has_experts = any(".experts." in name for name in tensors)
+    config = layers_config(target.model.config, layer_types, has_experts=has_experts)
+    bias, final_norm = "entry.joint.bias" in tensors, "final_norm.weight" in tensors
+    kind = _with_entrance(type(target.model), final_norm=final_norm, bias=bias)
+    with torch.device("meta"):
+        empty = kind._from_config(config, dtype=target.dtype, attn_implementation=transformers_hook.NAME)
+    tensors = {_name_in(empty, name): tensor for name, tensor in tensors.items()}
+    shared = {id(module.weight) for module in (empty.get_input_embeddings(), empty.get_output_embeddings())}
+    tensors |= {name: placeholder(each) for name, each in empty.named_parameters() if id(each) in shared}
+    has_kernel = kernel_fault(target.device, target.dtype) is None
+    model = load_tensors(empty, tensors, method, target.device, keeps_experts=has_kernel)
+    model.set_input_embeddings(nn.Identity())
+    model.set_output_embeddings(nn.Identity())
+    if format is not None:
+        if has_kernel:
+            split_experts(model)
+        round_layers(model, format)
+    model.to(target.device)
+    model.set_input_embeddings(target.model.get_input_embeddings())
+    model.set_output_embeddings(target.model.get_output_embeddings())
+    if not target.expansion:
+        absorb(model)
+    if has_kernel:
+        pack_quantized_linears(model)
+        join_experts(model)
+    elif target.device.type == "cuda":
+        tile_on_gpu(model, target.device, target.dtype)
+    kept = probe(model, target.dtype, len(layer_types))
+    return replace(target, model=model, kv_group=kept.kv, description=None, recurrent=None, adapters=None)
+
+
+def layers_config(config: Any, layer_types: Sequence[str], *, has_experts: bool) -> Any:
+    """Return the configuration of a model like this one with so many layers, all with experts or none."""
+    config = copy.deepcopy(config)
+    count = len(layer_types)
+    fields = {
+        "num_hidden_layers": count,
+        "layer_types": [*layer_types],
+        "mlp_layer_types": ["sparse" if has_experts else "dense"] * count,
+        "first_k_dense_replace": 0 if has_experts else count,
+        "moe_layer_start_index": 0 if has_experts else count,
+        "moe_layer_end_index": count - 1,
+        "mlp_only_layers": [] if has_experts else [*range(count)],
+    }
+    for name, value in fields.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    return config
+
+
+def _with_entrance(kind: type[PreTrainedModel], *, final_norm: bool, bias: bool) -> type[PreTrainedModel]:
+    """Return the class, under the same name, with an Entrance as `entry`; without its final norm if there is
+    none.
+    """
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        decoder = self.get_decoder()
+        norm = _final_norm(decoder)
+        self.entry = Entrance(getattr(decoder, norm), config.hidden_size, bias=bias)
+        if not final_norm:
+            setattr(decoder, norm, nn.Identity())
+
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+
+
+def _final_norm(decoder: nn.Module) -> str:
+    return next(name for name in _FINAL_NORMS if hasattr(decoder, name))
+
+
+def _name_in(model: PreTrainedModel, name: str) -> str:
+    if name.startswith("entry."):
+        return name
+    name = name.replace("final_norm.", f"{_final_norm(model.get_decoder())}.", 1)
+    return f"{model.base_model_prefix}.{name}"

@@ -1,0 +1,1 @@
+"""Multi-token prediction: drafting with the heads that published checkpoints bring along."""

@@ -1,0 +1,47 @@
+"""MTP heads in the engine draft as the published formula does, for each family that brings them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.linear.packed import kernel_fault
+from speculation.mtp.head import load_mtp
+from tests.e2e.architectures import VOCAB_SIZE
+from tests.speculation.eagle_engine import Watched
+from tests.speculation.mtp_files import FAMILIES, Published, publish
+from tests.speculation.small_engine import prompt_of
+from tests.worker.tiny_model import greedy
+
+
+def assert_as_published(watched: Watched, published: Published) -> None:
+    assert watched.drafts
+    for request_id, token_ids, drafted in watched.drafts:
+        expected = published.draft(token_ids, len(drafted))
+        assert drafted == expected, f"{request_id} after {len(token_ids)} tokens"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_equal_the_formulas(name: str, tmp_path: Path) -> None:
+    published = publish(name, tmp_path)
+    watched = Watched(tmp_path, tmp_path, num_tokens=3, method="mtp")
+    prompt = prompt_of(37, vocab_size=VOCAB_SIZE)  # two chunks
+    watched.ask("a", prompt, 8)
+    assert watched.run()["a"] == greedy(published.target, prompt, 8)
+    assert_as_published(watched, published)
+
+
+NATIVE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "mimo")
+
+
+@pytest.mark.skipif(
+    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="no native decoder on this host"
+)
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_rows_equal_torchs(name: str, tmp_path: Path) -> None:
+    publish(name, tmp_path)
+    watched = Watched(tmp_path, tmp_path, method="mtp", dtype="bfloat16", compile="auto")
+    program = load_mtp(str(tmp_path), watched.target, None).program()
+    watched.assert_native_rows(program, 64, tolerance=0.03)
