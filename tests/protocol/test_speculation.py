@@ -204,12 +204,18 @@ def test_a_draft_that_tells_no_served_method_is_refused(content: str, complaint:
 
 
 def test_the_bundled_model_has_a_bundled_draft() -> None:
-    assert set(DRAFTS[BUNDLED_MODEL.name]) == set(METHODS) - {*WEIGHTLESS, SELF}
+    assert set(DRAFTS[BUNDLED_MODEL.name]) == set(METHODS) - {*WEIGHTLESS, SELF, "mtp"}
     config = load_config({"speculative_config": '{"method": "draft_model"}'}, {})
     assert config.speculative_config is not None
     assert config.speculative_config.model == str(DRAFT)
     relative = os.path.relpath(BUNDLED_MODEL)
     assert parsed({"method": "draft_model"}, relative).model == str(DRAFT)
+
+
+def test_mtp_heads_are_the_models_own(tmp_path: Path) -> None:
+    assert parsed({"method": "mtp"}, str(tmp_path)).model == str(tmp_path)
+    assert parsed({"method": "mtp"}, "org/model").model == "org/model"
+    assert parsed({"method": "mtp", "model": "org/heads"}, "org/model").model == "org/heads"
 
 
 def test_any_other_model_needs_its_own_draft(tmp_path: Path) -> None:
@@ -332,7 +338,7 @@ def test_the_state_of_speculation_survives_the_wire(speculation: SpeculationStat
     [
         (("max_tokens",), 64),
         (("max_tokens",), -1),
-        (("methods",), [{"method": "eagle"}] * 10),
+        (("methods",), [{"method": "eagle"}] * 11),
         (("methods", 0, "method"), "guess"),
         (("methods", 0, "num_requests"), -1),
         (("methods", 0, "acceptance"), [1.5]),
