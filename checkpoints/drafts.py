@@ -11,7 +11,7 @@ from typing import Any
 from protocol.errors import ConfigError
 from protocol.speculation import Method
 
-SPECULATORS: Mapping[str, Method] = MappingProxyType({"eagle3": "eagle"})
+SPECULATORS: Mapping[str, Method] = MappingProxyType({"eagle3": "eagle", "mtp": "mtp"})
 """The method by the `speculators_model_type` of a checkpoint in the Speculators format."""
 
 _BLOCKS = "a head that drafts a block at a time, which vLLM serves"
@@ -19,7 +19,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "eagle": "a layout of EAGLE-1 that its library no longer writes; EAGLE's own layout is served",
         "peagle": "a head that drafts in one pass, which vLLM serves as eagle3 with parallel_drafting",
-        "mtp": "a head that vLLM serves as mtp",
         "dflash": _BLOCKS,
         "dflash2": _BLOCKS,
         "dspark": _BLOCKS,

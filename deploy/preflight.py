@@ -10,11 +10,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from checkpoints.mtp_layouts import find_layout
 from checkpoints.source import hf_source, is_gguf, split_hub_file
 from deploy.resources import check_heads, plan_workers
 from engine.limits import check_draft, choose_max_model_len, cpu_pool_budget, refuse_second_quantization
@@ -181,11 +184,38 @@ def _check_draft(config: ServeConfig, target: Mapping[str, Any], max_model_len: 
         return
     flag = "--speculative-config: model"
     check_source(speculative.model, flag)
+    if speculative.method == "mtp":
+        _check_mtp(speculative.model, target, flag)
     draft = _decoder(_read_config(speculative.model, None, flag))
     longest, size, target_size = _longest(draft), draft.get("vocab_size"), target.get("vocab_size")
     is_draft_model = speculative.method == "draft_model"
     if is_draft_model and longest is not None and isinstance(size, int) and isinstance(target_size, int):
         check_draft(size, longest, target_size, max_model_len)
+
+
+def _check_mtp(model: str, target: Mapping[str, Any], flag: str) -> None:
+    """Raise `ConfigError` if a local checkpoint has no MTP head."""
+    if is_gguf(model):
+        raise ConfigError(f"{flag}: {model}: MTP heads are read from safetensors files, not from GGUF")
+    names = _tensor_names(Path(model))
+    try:
+        if names:
+            find_layout(names, target.get("num_hidden_layers", 0))
+    except LookupError as error:
+        raise ConfigError(f"{flag}: {model}: {error}") from error
+
+
+def _tensor_names(folder: Path) -> Collection[str]:
+    """Return the names of a local checkpoint's tensors; none if they can't be read, as workers will say."""
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            found: Collection[str] = json.loads(index.read_text())["weight_map"].keys()
+            return found
+        with safe_open(folder / "model.safetensors", "np") as file:
+            return list(file.keys())
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError):
+        return []
 
 
 def _check_pool(config: ServeConfig, model: Mapping[str, Any], max_model_len: int) -> None:

@@ -45,7 +45,7 @@ def build_drafter(
             return HeadDrafter(load_eagle(options.model, loaded, options.quantization), options, config)
         case "mtp":
             from speculation.head_drafter import HeadDrafter
-            from speculation.mtp.head import load_mtp
+            from speculation.mtp_head import load_mtp
 
             assert options.model is not None
             revision = config.revision if options.model == config.model else None

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 from huggingface_hub import constants
+from safetensors.numpy import save_file
 
 from deploy import preflight
 from deploy.config import load_config
@@ -151,6 +153,19 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         target = write_model(tmp_path / "model") if flags else str(tmp_path)
         with pytest.raises(ConfigError, match=f"{tmp_path} has no config.json$"):
             check(target, **flags)
+
+
+def test_a_model_without_an_mtp_head(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    save_file({"model.norm.weight": np.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"its checkpoint has no MTP head: none of mtp\.fc\.weight, "):
+        check(model, speculative_config={"method": "mtp", "model": model})
+    head = {
+        f"mtp.{name}.weight": np.ones(4)
+        for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
+    save_file(head, tmp_path / "model.safetensors")
+    check(model, speculative_config={"method": "mtp", "model": model})
 
 
 def test_adapters_of_too_high_a_rank(model: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from engine.engine import Engine
 from tests.engine.quick_starts import quick_starts  # noqa: F401
 from tests.speculation.methods import ALLOWED, ROOMY, SAMPLING, Given, requests
+from tests.speculation.mtp_files import write_head
 from tests.speculation.scripted import Answers
 from tests.speculation.small_engine import VOCAB_SIZE, run, small_config, write_pair
 from tests.worker.tiny_model import load
@@ -52,7 +53,8 @@ def given(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     build_eagle3(Target("tiny", model, few), options).save(folder / "eagle")
     build_medusa(Target("tiny", model, all_tokens), HeadOptions(depth=5)).save(folder / "medusa")
     config = small_config(target, ROOMY)
-    return Given(config, draft, folder / "eagle", folder / "medusa", answers={}, num_tokens=5)
+    mtp = write_head(target, folder / "mtp")
+    return Given(config, draft, folder / "eagle", folder / "medusa", mtp, answers={}, num_tokens=5)
 
 
 @pytest.fixture(scope="session")

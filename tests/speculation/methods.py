@@ -57,6 +57,7 @@ class Given:
     draft: Path
     head: Path
     medusa: Path
+    mtp: Path
     answers: Answers
     num_tokens: int
 
@@ -85,6 +86,8 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
     "eagle tree": lambda given: given.tree(method="eagle", model=str(given.head)),
     "medusa": lambda given: given.deploy(method="medusa", model=str(given.medusa)),
     "medusa tree": lambda given: given.tree(method="medusa", model=str(given.medusa)),
+    "mtp": lambda given: given.deploy(method="mtp", model=str(given.mtp)),
+    "mtp tree": lambda given: given.tree(method="mtp", model=str(given.mtp)),
     "self_speculative": lambda given: given.deploy(
         method="self_speculative", skip_layers=[1], quantization="int8"
     ),
@@ -101,5 +104,5 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
 }
 
 
-SEGMENTS = {"draft_model": 2.0, "eagle": 1.25}
+SEGMENTS = {"draft_model": 2.0, "eagle": 1.25, "mtp": 1.5}
 """The size of a block by method, in multiples of the target's own KV."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.e2e.architectures import config_of, write_model
 
@@ -43,9 +44,12 @@ class Family:
 
 
 _FULL = {"layer_types": ["full_attention"]}
+_LONG_NAMES = "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"
 _MIMO = "model.mtp_layers.0."
 _MIMO_V2 = "model.mtp.layers.0."
+SPECULATORS = Family("qwen3", tuple(f"mtp_layers.0.{name}" for name in _LONG_NAMES), "mtp_layers.0.")
 FAMILIES = {
+    "speculators": SPECULATORS,
     "qwen3_5": Family("qwen3_5_text", _QWEN, "mtp.layers.0.", _FULL, norm_offset=1.0),
     "qwen3_5_moe": Family("qwen3_5_moe_text", _QWEN, "mtp.layers.0.", _FULL, norm_offset=1.0),
     "qwen3_next": Family("qwen3_next", _QWEN, "mtp.layers.0.", _FULL, norm_offset=1.0),
@@ -155,25 +159,45 @@ def publish(name: str, folder: Path) -> Published:
     family = FAMILIES[name]
     write_model(family.model_type, folder, **family.target)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    config = config_of(family.model_type, **({"num_hidden_layers": 1} | family.target | family.layer))
+    layer, tensors = make_head(family, config)
+    _add(folder, tensors)
+    return Published(family, target.eval(), layer, tensors)
+
+
+def make_head(family: Family, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Return a model of a random head's layer alone, without its norm, and the head's published tensors."""
     torch.manual_seed(12)
-    layer = AutoModelForCausalLM.from_config(
-        config_of(family.model_type, **({"num_hidden_layers": 1} | family.target | family.layer)),
-        dtype=torch.float32,
-        attn_implementation="eager",
-    )
-    layer.save_pretrained(folder / "layer")
-    stored = load_file(folder / "layer" / "model.safetensors")
-    tensors = {f"{part}.weight": torch.randn(64) * 0.2 + 1 - family.norm_offset for part in family.parts[1:]}
-    tensors[f"{family.parts[0]}.weight"] = torch.randn(64, 128) * 0.2
+    layer = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with TemporaryDirectory() as folder:
+        layer.save_pretrained(folder)
+        stored = load_file(Path(folder) / "model.safetensors")
+    size = config.hidden_size
+    tensors = {
+        f"{part}.weight": torch.randn(size) * 0.2 + 1 - family.norm_offset for part in family.parts[1:]
+    }
+    tensors[f"{family.parts[0]}.weight"] = torch.randn(size, 2 * size) * 0.2
     for own, tensor in stored.items():
         if match := re.match(r"(?:model|backbone)\.layers\.(\d+)\.", own):
             name = own[match.end() :]
             for ours, theirs in family.renamed.items():
                 name = name.replace(ours, theirs)
             tensors[family.block.replace("0", match[1]) + name] = tensor
-    _add(folder, tensors)
     setattr(layer.model, "norm_f" if hasattr(layer.model, "norm_f") else "norm", torch.nn.Identity())
-    return Published(family, target.eval(), layer.eval(), tensors)
+    return layer.eval(), tensors
+
+
+def write_head(target: Path, folder: Path) -> Path:
+    """Write a random head for any model into a folder of its own, as the library Speculators does."""
+    config = AutoConfig.from_pretrained(target)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"]
+    _, tensors = make_head(replace(SPECULATORS, norm_offset=1.0), config)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"speculators_model_type": "mtp"}))
+    return folder
 
 
 def _add(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -30,6 +30,7 @@ from tests.e2e.architectures import write_model
 from tests.speculation import scripted
 from tests.speculation.methods import ALLOWED, CRAMPED, METHODS, Given
 from tests.speculation.methods import requests as sampled_requests
+from tests.speculation.mtp_files import write_head
 from tests.speculation.scripted import Answers, Script, ScriptedDrafter
 from tests.speculation.small_engine import (
     VOCAB_SIZE,
@@ -120,7 +121,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
     )
     build_medusa(Target("tiny", model, torch.ones(size)), HeadOptions(depth=5)).save(folder / "medusa")
     config = config_of(folder / "target", max_model_len=256, max_num_batched_tokens=128, max_num_seqs=8)
-    return Given(config, folder / "draft", folder / "eagle", folder / "medusa", {}, 0)
+    mtp = write_head(folder / "target", folder / "mtp")
+    return Given(config, folder / "draft", folder / "eagle", folder / "medusa", mtp, {}, 0)
 
 
 @pytest.fixture(scope="module")

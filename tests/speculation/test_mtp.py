@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.linear.packed import kernel_fault
-from speculation.mtp.head import load_mtp
+from speculation.mtp_head import load_mtp
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.mtp_files import FAMILIES, Published, publish

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from checkpoints.source import is_gguf
+from checkpoints.mtp_layouts import NUMBER, Layout, find_layout
 from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
@@ -25,7 +25,6 @@ from protocol.errors import ConfigError
 from protocol.speculation import Quantization
 from speculation.checkpoint import FIELD, Checkpoint
 from speculation.draft_head import DraftHead
-from speculation.mtp.layouts import LAYOUTS, NUMBER, Layout
 
 _FLAG = "--speculative-config: method mtp"
 
@@ -67,12 +66,11 @@ def load_mtp(
     """Load the head that a checkpoint has, the served model's own in most cases. Raises `ConfigError` that
     names the file and the tensor that is missing or does not fit.
     """
-    if is_gguf(model):
-        raise ConfigError(
-            f"{_FLAG}: {model}: MTP heads are not read from GGUF files; set model to another file's folder"
-        )
     checkpoint = Checkpoint(model, revision=revision)
-    layout = _layout(checkpoint, target.num_layers)
+    try:
+        layout = find_layout(checkpoint.names, target.num_layers)
+    except LookupError as error:
+        raise ConfigError(f"{_FLAG}: {checkpoint.folder}: {error}") from error
     tensors, count = _tensors(checkpoint, layout)
     format = None if quantization is None else CodeFormat(quantization)
     faults = []
@@ -89,16 +87,6 @@ def load_mtp(
             return MtpHead(layers, target)
     why = "; ".join(dict.fromkeys(map(str, faults)))
     raise ConfigError(f"{_FLAG}: {checkpoint.folder}: {why}")
-
-
-def _layout(checkpoint: Checkpoint, num_layers: int) -> Layout:
-    names = checkpoint.names
-    layouts = [layout.of(num_layers) for layout in LAYOUTS.values()]
-    for layout in layouts:
-        if layout.fits(names):
-            return layout
-    looked = ", ".join(f"{layout.joint}.weight" for layout in layouts)
-    raise ConfigError(f"{_FLAG}: {checkpoint.folder} has no MTP head: none of {looked}")
 
 
 def _tensors(checkpoint: Checkpoint, layout: Layout) -> tuple[dict[str, Tensor], int]:

@@ -93,3 +93,13 @@ LAYOUTS = {
     "Speculators": _beside("mtp_layers.0.", "final_layernorm", **_LONG_NAMES),
 }
 """By the families that have published them. A checkpoint has the first that fits its tensors' names."""
+
+
+def find_layout(names: Collection[str], num_layers: int) -> Layout:
+    """Return the layout of a checkpoint with tensors of these names. Raises LookupError with the reason."""
+    layouts = [layout.of(num_layers) for layout in LAYOUTS.values()]
+    for layout in layouts:
+        if layout.fits(names):
+            return layout
+    looked = ", ".join(dict.fromkeys(f"{layout.joint}.weight" for layout in layouts))
+    raise LookupError(f"its checkpoint has no MTP head: none of {looked}")

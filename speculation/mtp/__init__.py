@@ -1,1 +1,0 @@
-"""Multi-token prediction: drafting with the heads that published checkpoints bring along."""
