@@ -85,7 +85,9 @@ def load_mtp(
             raise ConfigError(f"{FIELD}: {error}") from error
         else:
             return MtpHead(layers, target)
-    why = "; ".join(dict.fromkeys(map(str, faults)))
+    why = "; ".join(dict.fromkeys(map(str, faults))).replace("model.layers.0.", layout.block)
+    for part, name in layout.parts.items():
+        why = why.replace(f"entry.{part}.", f"{name}.")
     raise ConfigError(f"{_FLAG}: {checkpoint.folder}: {why}")
 
 

@@ -203,8 +203,32 @@ def write_head(target: Path, folder: Path) -> Path:
 def _add(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Add a file of tensors to a checkpoint of one file."""
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    store(folder, tensors)
+
+
+def store(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write the head's tensors anew."""
     save_file(tensors, folder / "model-2.safetensors", metadata={"format": "pt"})
     names = load_file(folder / "model-1.safetensors")
     weight_map = dict.fromkeys(names, "model-1.safetensors") | dict.fromkeys(tensors, "model-2.safetensors")
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@torch.no_grad()
+def quantize(published: Published, folder: Path) -> None:
+    """Store the layer's linear layers in FP8 with a scale for each block of 32 times 32 weights."""
+    stored = dict(published.tensors)
+    for path, module in published.layer.model.layers[0].named_modules():
+        name = f"{published.family.block}{path}.weight"
+        if isinstance(module, torch.nn.Linear):
+            blocks = module.weight.unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
+            scales = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+            codes = (blocks / scales).to(torch.float8_e4m3fn)
+            module.weight.copy_((codes.float() * scales).view_as(module.weight))
+            stored[name] = codes.view_as(module.weight)
+            stored[name + "_scale_inv"] = scales[:, 0, :, 0].contiguous()
+    store(folder, stored)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (folder / "config.json").write_text(json.dumps(config))

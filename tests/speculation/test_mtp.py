@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from engine.linear.packed import kernel_fault
+from protocol.errors import ConfigError
 from speculation.mtp_head import load_mtp
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.speculation.eagle_engine import Watched
-from tests.speculation.mtp_files import FAMILIES, Published, publish
+from tests.speculation.mtp_files import FAMILIES, Published, publish, quantize, store
 from tests.speculation.small_engine import prompt_of
 from tests.worker.tiny_model import greedy
 
@@ -45,3 +46,37 @@ def test_native_rows_equal_torchs(name: str, tmp_path: Path) -> None:
     watched = Watched(tmp_path, tmp_path, method="mtp", dtype="bfloat16", compile="auto")
     program = load_mtp(str(tmp_path), watched.target, None).program()
     watched.assert_native_rows(program, 64, tolerance=0.03)
+
+
+def test_a_head_in_fp8_blocks(tmp_path: Path) -> None:
+    """The layer's linear layers are quantized, the joint product is not, as DeepSeek's."""
+    published = publish("qwen3_5", tmp_path)
+    quantize(published, tmp_path)
+    watched = Watched(tmp_path, tmp_path, num_tokens=3, method="mtp")
+    watched.ask("a", prompt_of(20, vocab_size=VOCAB_SIZE), 8)
+    watched.run()
+    assert_as_published(watched, published)
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"mtp.layers.0.mlp.up_proj.weight": None}, r"mtp\.layers\.0\.mlp\.up_proj\.weight: is missing"),
+        (
+            {"mtp.fc.weight": torch.zeros(64, 64)},
+            r"mtp\.fc\.weight: has shape \[64, 64\], not \[64, 128\]",
+        ),
+        ({"mtp.norm.weight": None}, r"its checkpoint has no MTP head: none of mtp\.fc\.weight, "),
+    ],
+)
+def test_a_damaged_head_is_refused(
+    changed: dict[str, torch.Tensor | None], complaint: str, tmp_path: Path
+) -> None:
+    published = publish("qwen3_5", tmp_path)
+    for name, tensor in changed.items():
+        published.tensors.pop(name)
+        if tensor is not None:
+            published.tensors[name] = tensor
+    store(tmp_path, published.tensors)
+    with pytest.raises(ConfigError, match=complaint):
+        Watched(tmp_path, tmp_path, method="mtp")
