@@ -11,18 +11,16 @@ from typing import Any
 from protocol.errors import ConfigError
 from protocol.speculation import Method
 
-SPECULATORS: Mapping[str, Method] = MappingProxyType({"eagle3": "eagle", "mtp": "mtp"})
+SPECULATORS: Mapping[str, Method] = MappingProxyType({"eagle3": "eagle", "mtp": "mtp", "dflash": "dflash"})
 """The method by the `speculators_model_type` of a checkpoint in the Speculators format."""
 
-_BLOCKS = "a head that drafts a block at a time, which vLLM serves"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "eagle": "a layout of EAGLE-1 that its library no longer writes; EAGLE's own layout is served",
         "peagle": "a head that drafts in one pass, which vLLM serves as eagle3 with parallel_drafting",
-        "dflash": _BLOCKS,
-        "dflash2": _BLOCKS,
-        "dspark": _BLOCKS,
-        "xpress": _BLOCKS,
+        "dflash2": "DFlash with convolutions and a selector, which vLLM serves",
+        "dspark": "DFlash with a Markov head, which vLLM serves",
+        "xpress": "DFlash with a refining head, which vLLM serves",
     }
 )
 """The types that no method here drafts with: what they are, and what serves them."""
@@ -65,6 +63,8 @@ def _method(config: Mapping[str, Any]) -> Method | None:
     if kind := config.get("speculators_model_type"):
         return SPECULATORS[kind]
     names = [str(config.get("model_type")), *map(str, config.get("architectures") or ())]
+    if "dflash_config" in config or any("dflash" in name.lower() for name in names):
+        return "dflash"
     if any("medusa" in name.lower() for name in names) or "medusa_num_heads" in config:
         return "medusa"
     if any("eagle" in name.lower() for name in names) or any(name in config for name in _EAGLE_FIELDS):

@@ -13,7 +13,16 @@ from protocol.fields import FieldError, json_object, to_struct
 from protocol.ids import Count, Seconds
 
 Method = Literal[
-    "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "mtp", "self_speculative", "custom"
+    "draft_model",
+    "ngram",
+    "suffix",
+    "lookahead",
+    "medusa",
+    "eagle",
+    "mtp",
+    "dflash",
+    "self_speculative",
+    "custom",
 ]
 CUSTOM: Literal["custom"] = "custom"
 """The method of a drafter of the deployment's own."""
@@ -43,7 +52,8 @@ REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
 """Methods that a draft worker can draft with."""
 
 _ALIASES = {"eagle3": "eagle"}
-MODEL_METHODS = ("draft_model", "medusa", "eagle", "mtp")
+TREE_METHODS = ("draft_model", "medusa", "eagle", "mtp")
+MODEL_METHODS = (*TREE_METHODS, "dflash")
 """The methods with weights of their own."""
 
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
@@ -57,7 +67,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `num_speculative_tokens` is the number of tokens to draft in a step, or "auto" for as many as pay, up to
     `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
-    methods with weights of their own (`MODEL_METHODS`) draft one: "auto" is then up to `tree_nodes`
+    methods that can (`TREE_METHODS`) draft a tree: "auto" is then up to `tree_nodes`
     tokens, of which up to `max_speculative_tokens` follow one another. Suffix decoding keeps the outputs of
     `suffix_decoding_max_cached_requests` requests, of all tenants together, and at most 1,048,576 tokens of
     them in up to 40 MiB; 0 keeps none. `prefill` chooses the worker that computes a prompt's draft KV:
@@ -210,7 +220,7 @@ def _check(config: SpeculativeConfig) -> None:
         raise FieldError("drafter", f"the method {config.method} {is_needed}")
     if config.drafter is not None and ":" not in config.drafter:
         raise FieldError("drafter", f"must be module:name, got {config.drafter!r}")
-    if config.tree and config.method not in MODEL_METHODS:
+    if config.tree and config.method not in TREE_METHODS:
         raise FieldError("tree", f"the method {config.method} drafts no tree")
     if config.model is not None and config.method not in MODEL_METHODS:
         raise FieldError("model", f"the method {config.method} has none")

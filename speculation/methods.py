@@ -51,6 +51,10 @@ def build_drafter(
             revision = config.revision if options.model == config.model else None
             head = load_mtp(options.model, loaded, options.quantization, revision)
             return HeadDrafter(head, options, config)
+        case "dflash":
+            from speculation.dflash.drafter import DFlashDrafter
+
+            return DFlashDrafter(options, config, loaded)
         case "self_speculative":
             from speculation.self_speculative.drafter import SelfDrafter
 

@@ -102,7 +102,7 @@ class BatchSpeculator:
         num_drafted = sequence.held.num_drafted
         feature = None
         if state.kind == "carried":
-            if state.method == method and len(state.feature) == self._feature_bytes:
+            if state.method == method and len(state.feature) in (0, self._feature_bytes):
                 feature = self._unpack(state.feature) if sequence.num_uncomputed == 1 else None
                 if num_drafted >= (sequence.num_cached or 0):
                     num_drafted = max(num_drafted, state.num_tokens)

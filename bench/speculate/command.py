@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def speculate(
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(METHODS)}, or LABEL=JSON of a config; default: all"),
+        typer.Option(
+            help=f"{', '.join(METHODS)}, or LABEL=JSON of a config; default: all that the model has"
+        ),
     ] = None,
     num_tokens: Annotated[str, typer.Option(help="comma-separated: K, and auto")] = "0,1,2,3,5,8,auto",
     concurrency: Annotated[str, typer.Option(help="comma-separated")] = "1,4,16,64",
@@ -50,7 +52,7 @@ def speculate(
 
     from bench.speculate.engines import Engines
     from bench.speculate.figures import figures_of, verdicts_of
-    from bench.speculate.plan import SpeculationPlan, parse_drafting, parse_num_tokens
+    from bench.speculate.plan import SpeculationPlan, methods_of, parse_drafting, parse_num_tokens
     from bench.speculate.report import as_markdown
     from bench.speculate.workload import WORKLOADS
     from deploy.config import load_config
@@ -63,7 +65,7 @@ def speculate(
             temperatures=parsed("--temperature", temperature, float),
             concurrencies=concurrencies,
             num_tokens=parsed("--num-tokens", num_tokens, parse_num_tokens),
-            draftings=[parse_drafting(spec, model) for spec in method or METHODS],
+            draftings=[parse_drafting(spec, model) for spec in method or methods_of(model)],
             rounds=rounds,
             requests=requests,
             output_len=output_len,

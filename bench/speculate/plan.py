@@ -10,8 +10,9 @@ import msgspec
 from bench.speculate.workload import WorkloadName
 from bench.turns import in_round
 from deploy.config import speculative_config
+from models.bundled import bundled_draft
 from protocol.errors import ConfigError
-from protocol.speculation import METHODS, SpeculativeConfig
+from protocol.speculation import METHODS, MODEL_METHODS, Method, SpeculativeConfig
 
 NumTokens = int | Literal["auto"]
 
@@ -31,6 +32,11 @@ def parse_drafting(spec: str, model: str) -> Drafting:
     if not label or not (equals or label in METHODS):
         raise ConfigError(f"--method: {spec!r} is none of {', '.join(METHODS)}, and no LABEL=JSON")
     return Drafting(label, speculative_config(options, f"--method {label}", model))
+
+
+def methods_of(model: str) -> list[Method]:
+    """Return the methods that need no weights, or that have bundled ones for this model."""
+    return [each for each in METHODS if each not in MODEL_METHODS or bundled_draft(model, each) is not None]
 
 
 def parse_num_tokens(text: str) -> NumTokens:

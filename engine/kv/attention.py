@@ -123,7 +123,7 @@ def check_rows(
 
 
 class AttentionBackend(ABC):
-    """Attends causally over the layers of a pool, each with shapes of its own and the same blocks."""
+    """Attends over the layers of a pool, each with shapes of its own and the same blocks."""
 
     name: str
     block_size: int
@@ -133,6 +133,8 @@ class AttentionBackend(ABC):
     """Whether graphs can capture its launches: a `CapturableBackend`, or one for each block table."""
     deterministic: bool = True
     """Whether a row has the same bits in every batch."""
+    is_causal: bool = True
+    """Whether rows of chains see no later ones. Steps of other backends always go through `begin_step`."""
 
     @abstractmethod
     def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:

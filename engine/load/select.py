@@ -130,7 +130,7 @@ def runner_of_head(
     """
     natively = config.compile == "auto" and kernel_fault(target.device, target.dtype, DTYPES) is None
     native: Runner | None = None
-    if natively and isinstance(backend, NativeBackend) and unfit_head(program()) is None:
+    if natively and isinstance(by_table(backend)[0][0], NativeBackend) and unfit_head(program()) is None:
         try:
             native = NativeDecoder(Description(program(), positions), backend)
         except BuildError as error:

@@ -69,7 +69,7 @@ def test_flag_environment_and_file_mean_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_names_its_source(sources: dict, source: str) -> None:
-    expected = f"^{source}: method: must be one of 'custom', 'draft_model'.*got 'x'"
+    expected = f"^{source}: method: must be one of 'custom', .*'draft_model'.*got 'x'"
     with pytest.raises(ConfigError, match=expected):
         load_config(**{"environ": {}, **sources})
 
@@ -125,6 +125,7 @@ def test_a_bad_entry_of_the_file_names_the_file(tmp_path: Path) -> None:
         ),
         ({"method": SELF, "skip_layers": [1], "exit_layer": 1}, "exit_layer: .* where skip_layers is given"),
         ({"method": SELF, "tree": True}, "tree: the method self_speculative drafts no tree"),
+        ({"method": "dflash", "tree": True}, "tree: the method dflash drafts no tree"),
         ({"method": SELF, "model": "x"}, "model: the method self_speculative has none"),
     ],
 )
@@ -176,6 +177,8 @@ def test_a_model_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest
         ({"medusa_num_heads": 5, "base_model_name_or_path": "x"}, "medusa"),
         ({"model_type": "medusa", "architectures": ["MedusaModel"]}, "medusa"),
         ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "draft_model"),
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}}, "dflash"),
+        ({"speculators_model_type": "dflash", "draft_vocab_size": 32000}, "dflash"),
     ],
 )
 def test_a_drafts_config_tells_the_method(config: dict, method: str, tmp_path: Path) -> None:
@@ -204,7 +207,7 @@ def test_a_draft_that_tells_no_served_method_is_refused(content: str, complaint:
 
 
 def test_the_bundled_model_has_a_bundled_draft() -> None:
-    assert set(DRAFTS[BUNDLED_MODEL.name]) == set(METHODS) - {*WEIGHTLESS, SELF, "mtp"}
+    assert set(DRAFTS[BUNDLED_MODEL.name]) == set(METHODS) - {*WEIGHTLESS, SELF, "mtp", "dflash"}
     config = load_config({"speculative_config": '{"method": "draft_model"}'}, {})
     assert config.speculative_config is not None
     assert config.speculative_config.model == str(DRAFT)
@@ -338,7 +341,7 @@ def test_the_state_of_speculation_survives_the_wire(speculation: SpeculationStat
     [
         (("max_tokens",), 64),
         (("max_tokens",), -1),
-        (("methods",), [{"method": "eagle"}] * 11),
+        (("methods",), [{"method": "eagle"}] * (len(METHODS) + 3)),
         (("methods", 0, "method"), "guess"),
         (("methods", 0, "num_requests"), -1),
         (("methods", 0, "acceptance"), [1.5]),

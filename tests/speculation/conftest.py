@@ -10,6 +10,7 @@ import torch
 
 from engine.engine import Engine
 from tests.engine.quick_starts import quick_starts  # noqa: F401
+from tests.speculation.dflash_files import dflash
 from tests.speculation.methods import ALLOWED, ROOMY, SAMPLING, Given, requests
 from tests.speculation.mtp_files import write_head
 from tests.speculation.scripted import Answers
@@ -44,7 +45,7 @@ def target(pair: tuple[Path, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def given(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Given:
-    """Untrained heads: EAGLE drafts nothing but the few allowed tokens, so that some are right."""
+    """Untrained heads: EAGLE and DFlash draft nothing but the few allowed tokens, so that some are right."""
     folder, (target, draft) = tmp_path_factory.mktemp("heads"), pair
     model, all_tokens = load(target), torch.ones(VOCAB_SIZE)
     few = torch.zeros(VOCAB_SIZE).index_fill(0, torch.tensor(ALLOWED), 1)
@@ -52,9 +53,13 @@ def given(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     options = HeadOptions(draft_vocab_size=len(ALLOWED))
     build_eagle3(Target("tiny", model, few), options).save(folder / "eagle")
     build_medusa(Target("tiny", model, all_tokens), HeadOptions(depth=5)).save(folder / "medusa")
+    dflash("fs", width=model.config.hidden_size, captured=(1,), ids=torch.tensor(ALLOWED)).write(
+        folder / "dflash"
+    )
     config = small_config(target, ROOMY)
     mtp = write_head(target, folder / "mtp")
-    return Given(config, draft, folder / "eagle", folder / "medusa", mtp, answers={}, num_tokens=5)
+    heads = (folder / name for name in ("eagle", "medusa", "dflash"))
+    return Given(config, draft, *heads, mtp, answers={}, num_tokens=5)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Method, Quantization, SpeculativeConfig, Verification
-from speculation.head_drafter import HeadDrafter
 from speculation.speculator import BatchSpeculator
 
 
@@ -75,8 +74,7 @@ class Watched:
         speculator = self.engine._speculator
         assert isinstance(speculator, BatchSpeculator)
         self.target = speculator._loaded
-        drafter = speculator._drafters[method]
-        assert isinstance(drafter, HeadDrafter)
+        drafter: Any = speculator._drafters[method]
         self.drafter = drafter
         self._propose = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]

@@ -57,6 +57,7 @@ class Given:
     draft: Path
     head: Path
     medusa: Path
+    dflash: Path
     mtp: Path
     answers: Answers
     num_tokens: int
@@ -88,6 +89,7 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
     "medusa tree": lambda given: given.tree(method="medusa", model=str(given.medusa)),
     "mtp": lambda given: given.deploy(method="mtp", model=str(given.mtp)),
     "mtp tree": lambda given: given.tree(method="mtp", model=str(given.mtp)),
+    "dflash": lambda given: given.deploy(method="dflash", model=str(given.dflash)),
     "self_speculative": lambda given: given.deploy(
         method="self_speculative", skip_layers=[1], quantization="int8"
     ),
@@ -104,5 +106,5 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
 }
 
 
-SEGMENTS = {"draft_model": 2.0, "eagle": 1.25, "mtp": 1.5}
+SEGMENTS = {"draft_model": 2.0, "eagle": 1.25, "mtp": 1.5, "dflash": 2.0}
 """The size of a block by method, in multiples of the target's own KV."""

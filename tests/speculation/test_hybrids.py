@@ -28,6 +28,7 @@ from speculation.self_speculative import drafter as self_drafter
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation import scripted
+from tests.speculation.dflash_files import dflash
 from tests.speculation.methods import ALLOWED, CRAMPED, METHODS, Given
 from tests.speculation.methods import requests as sampled_requests
 from tests.speculation.mtp_files import write_head
@@ -122,7 +123,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
     build_medusa(Target("tiny", model, torch.ones(size)), HeadOptions(depth=5)).save(folder / "medusa")
     config = config_of(folder / "target", max_model_len=256, max_num_batched_tokens=128, max_num_seqs=8)
     mtp = write_head(folder / "target", folder / "mtp")
-    return Given(config, folder / "draft", folder / "eagle", folder / "medusa", mtp, {}, 0)
+    dflash("f", width=model.config.hidden_size, captured=(1, 2), ids=torch.tensor(ALLOWED)).write(
+        folder / "dflash"
+    )
+    heads = (folder / name for name in ("draft", "eagle", "medusa", "dflash"))
+    return Given(config, *heads, mtp, {}, 0)
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,8 @@ class NativeDecoder:
         ValueError if the batch is out of range.
         """
         batch, logit_rows = step.batch, step.logit_rows
-        chains = RowArrays.of(batch, self.block_table) if are_chains(batch) else None
+        begins_itself = self._backend.is_causal and are_chains(batch)
+        chains = RowArrays.of(batch, self.block_table) if begins_itself else None
         if chains is not None:
             count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
         else:
