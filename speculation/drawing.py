@@ -25,6 +25,15 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 
 
+def in_whole_vocabulary(logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Return logits [rows, vocab_size] of the target's tokens, from those of the draft's."""
+    if draft_ids is None:
+        return logits[:, :vocab_size]
+    whole = logits.new_full((len(logits), vocab_size), -torch.inf)
+    whole[:, draft_ids] = logits
+    return whole
+
+
 class Drawn(NamedTuple):
     """Tokens on the logits' device, int64 [n], negative where none could be chosen. `distributions`, float32
     [n, vocab_size], unless all are chosen with the target's noise.

@@ -28,6 +28,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
 from speculation.draft_head import DraftHead
 from speculation.drafter import Computed, Drafter, HiddenRows
+from speculation.drawing import in_whole_vocabulary
 from speculation.tree_drafting import TreeDrafting
 
 _SIGHT = 64
@@ -108,13 +109,7 @@ class HeadDrafter(Drafter):
         return SequenceRows(rows.token_ids, start, tables, rows.masks, root, first_key)
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """In the target's vocabulary, [rows, vocab_size]."""
-        draft_ids = self._head.draft_ids
-        if draft_ids is None:
-            return logits[:, : self._vocab_size]
-        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        whole[:, draft_ids] = logits
-        return whole
+        return in_whole_vocabulary(logits, self._head.draft_ids, self._vocab_size)
 
     def _committed_rows(self, sequences: Sequence[SequenceState]) -> tuple[list[SequenceRows], Tensor]:
         """The rows that draft the first token, from committed ones alone, and the target's hidden states

@@ -89,15 +89,6 @@ def draft_ids_of(checkpoint: Checkpoint, size: int | None, target: LoadedModel) 
     return ids.to(target.device)
 
 
-def in_whole_vocabulary(logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Return logits [rows, vocab_size] of the target's tokens, from those of the draft's."""
-    if draft_ids is None:
-        return logits[:, :vocab_size]
-    whole = logits.new_full((len(logits), vocab_size), -torch.inf)
-    whole[:, draft_ids] = logits
-    return whole
-
-
 def number(checkpoint: Checkpoint, fields: Mapping[str, Any], name: str, least: int = 1) -> int:
     """Return a field that must be a whole number."""
     value = fields.get(name)

@@ -33,8 +33,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.dflash.attention import BlockBackend
 from speculation.dflash.weights import load_dflash
 from speculation.drafter import Computed, Drafter, HiddenRows
-from speculation.drawing import Drawing
-from speculation.published import in_whole_vocabulary
+from speculation.drawing import Drawing, in_whole_vocabulary
 
 _SIGHT = 64
 """Tokens of context with which drafts are about as good as with a whole text."""

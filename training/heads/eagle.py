@@ -69,8 +69,10 @@ def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
 
 
 def _rope(theirs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the target's rope parameters; plain ones if it has none, or several kinds."""
-    return dict(theirs) if theirs and "rope_theta" in theirs else {"rope_type": "default", "rope_theta": 1e4}
+    """Return the target's rope parameters, for whole heads; plain ones if it has none, or several kinds."""
+    if not theirs or "rope_theta" not in theirs:
+        return {"rope_type": "default", "rope_theta": 1e4}
+    return {name: value for name, value in theirs.items() if name != "partial_rotary_factor"}
 
 
 def captured_layers(num_layers: int) -> tuple[int, ...]:
