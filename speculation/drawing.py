@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.copies import Upload
+from engine.copies import Downloader, Upload
 from engine.sampler import Sampler, SamplingRow
 from engine.sampler.noise import gumbel_noise, stream_keys
+from engine.step.draft import Draft
+from engine.step.late_tokens import LateTokens
 from engine.step.sequence import SequenceState
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
@@ -49,6 +51,7 @@ class Drawing:
     def __init__(self, sampler: Sampler, verification: Verification) -> None:
         self._sampler = sampler
         self._shares_noise = verification == "coupled"
+        self._download = Downloader(sampler.device)
 
     def draw(
         self, sequences: Sequence[SequenceState], logits: Tensor, drafted: Sequence[Sequence[int]]
@@ -59,15 +62,26 @@ class Drawing:
         rows = [sequence.sampling_row(its) for sequence, its in zip(sequences, drafted, strict=True)]
         return self._choose(sequences, rows, logits)
 
-    def draw_at_once(self, sequences: Sequence[SequenceState], logits: Tensor) -> Drawn:
-        """Draw several tokens for each sequence, one after the other, by `logits` [sequences, count,
-        vocab_size] that do not depend on the tokens before.
+    def draft_at_once(
+        self, sequences: Sequence[SequenceState], rooms: Sequence[int], logits: Tensor
+    ) -> list[Draft]:
+        """Draft up to `rooms[i]` tokens for each sequence, by `logits` [sequences, count, vocab_size] that do
+        not depend on the tokens before. The host does not wait for the tokens.
         """
-        owners = [sequence for sequence in sequences for _ in range(logits.shape[1])]
+        count = logits.shape[1]
+        owners = [sequence for sequence in sequences for _ in range(count)]
         rows = [owner.sampling_row() for owner in owners]
         for number, row in enumerate(rows):
-            row.position += number % logits.shape[1]
-        return self._choose(owners, rows, logits.flatten(0, 1))
+            row.position += number % count
+        drawn = self._choose(owners, rows, logits.flatten(0, 1))
+        late, drafts = LateTokens(drawn.token_ids.clamp_min(0), self._download), []
+        for number, (sequence, room) in enumerate(zip(sequences, rooms, strict=True)):
+            places = range(number * count, number * count + min(room, count))
+            draft = Draft([~place for place in places], late=late)
+            if drawn.distributions is not None and not sequence.params.is_greedy:
+                draft.distributions = drawn.distributions[places.start : places.stop]
+            drafts.append(draft)
+        return drafts
 
     def _choose(self, sequences: Sequence[SequenceState], rows: list[SamplingRow], logits: Tensor) -> Drawn:
         if self._shares_noise or all(row.params.is_greedy for row in rows):

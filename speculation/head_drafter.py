@@ -9,7 +9,6 @@ length).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,35 +26,9 @@ from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
 from speculation.draft_head import DraftHead
-from speculation.drafter import Computed, Drafter, HiddenRows
+from speculation.drafter import MOST_UNREAD, Computed, Drafter, HiddenRows, Known
 from speculation.drawing import in_whole_vocabulary
 from speculation.tree_drafting import TreeDrafting
-
-_SIGHT = 64
-"""Tokens behind which a head's drafts are about as good as behind a whole text."""
-_MOST_UNREAD = 32
-"""Tokens of a request whose hidden states are kept, each with its whole step's, until a draft reads them."""
-
-
-@dataclass(slots=True, eq=False)
-class Known:
-    """A request's draft KV of the places from `first` up to, not including, `written`, and
-    `features`, the hidden states of the tokens before each of the next places, in pieces.
-    """
-
-    first: int
-    written: int
-    features: list[HiddenRows] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The first place whose pair is not known."""
-        return self.written + sum(map(len, self.features))
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether the head sees little more than the newest tokens of a longer text."""
-        return self.first > 1 and self.end - self.first < _SIGHT
 
 
 class HeadDrafter(Drafter):
@@ -141,14 +114,13 @@ class HeadDrafter(Drafter):
             sequence, end = each.sequence, each.start + each.num_tokens
             known = self._known[sequence.request_id]
             if known.end != each.start + 1:  # steps went by unseen
-                known.first = known.written = each.start + 1
-                known.features = []
+                known.begin(each.start + 1)
                 waiting.pop(sequence, None)
             known.features.append(each.hidden)
             if known.written < end:
                 waiting[sequence] = known
                 # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
-                is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= _MOST_UNREAD
+                is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= MOST_UNREAD
         if is_due and waiting:  # all of them at once, so that it is seldom
             self._write(waiting)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.devices.torch.operations import apply_norm
-from engine.kv.attention import LayerKv
 from engine.linear.packed import linear_of
 from engine.model.program import Norm, Rotation
 
@@ -33,21 +32,19 @@ class Context(nn.Module):
         weights = torch.stack([attention.k_norm.weight for attention in attentions])
         self._key_norm = Norm(weights.unsqueeze(1), epsilon)
 
-    def attach(self, rotation: Rotation, positions: int, layers: Sequence[LayerKv]) -> None:
-        """Get the pool's `layers`, and the angles of so many positions."""
+    def attach(self, rotation: Rotation, positions: int, pool: Tensor) -> None:
+        """Get angles of so many positions, and a pool [blocks, layers, 2, block_size, heads, head_dim]."""
         self._cosines, self._sines = rotation.tables(positions, self._norm.weight)
-        self._layers = layers
+        self._pool = pool
 
     def write(self, hidden: Tensor, places: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """Write the KV of tokens with these `hidden` states [rows, feature_size] at their `places` [rows],
         which lie at `offsets` of `blocks`.
         """
-        products = self.products(apply_norm(self._norm, self.fc(hidden)))
-        keys, values = products.unflatten(-1, self._shape).unbind(2)  # [rows, layers, heads, head_dim]
+        products = self.products(apply_norm(self._norm, self.fc(hidden))).unflatten(-1, self._shape)
+        keys, values = products.unbind(2)  # [rows, layers, heads, head_dim]
         keys = apply_norm(self._key_norm, keys)
         cosines, sines = (table[places, None, None] for table in (self._cosines, self._sines))
         low, high = keys.chunk(2, dim=-1)
         keys = keys * cosines + torch.cat([-high, low], dim=-1) * sines
-        for number, layer in enumerate(self._layers):
-            layer.keys[blocks, offsets] = keys[:, number]
-            layer.values[blocks, offsets] = values[:, number]
+        self._pool[blocks, :, :, offsets] = torch.stack([keys, values], dim=2)

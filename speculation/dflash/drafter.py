@@ -7,7 +7,6 @@ places of the text's tokens, of which the last committed one has no hidden state
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
-from engine.copies import Downloader, upload_to
+from engine.copies import upload_to
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import DRAFT, Group, Segment
@@ -26,44 +25,13 @@ from engine.model.describe import rotations_of
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.step.draft import Draft
-from engine.step.late_tokens import LateTokens
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.dflash.attention import BlockBackend
 from speculation.dflash.weights import load_dflash
-from speculation.drafter import Computed, Drafter, HiddenRows
+from speculation.drafter import MOST_UNREAD, Computed, Drafter, Known
 from speculation.drawing import Drawing, in_whole_vocabulary
-
-_SIGHT = 64
-"""Tokens of context with which drafts are about as good as with a whole text."""
-_MOST_UNREAD = 32
-"""Tokens of a request whose hidden states are kept, each with its whole step's, until a draft reads them."""
-
-
-@dataclass(slots=True, eq=False)
-class Known:
-    """A request's context: places from `first` up to, not including, `written` have draft KV, and `features`
-    are the hidden states of the tokens in the next places, in pieces.
-    """
-
-    first: int
-    written: int
-    features: list[HiddenRows] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The first place whose hidden states are not known."""
-        return self.written + sum(map(len, self.features))
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether the context is little more than the newest tokens of a longer text."""
-        return self.first > 0 and self.end - self.first < _SIGHT
-
-    def forget_before(self, place: int) -> None:
-        self.first = self.written = place
-        self.features = []
 
 
 class DFlashDrafter(Drafter):
@@ -79,7 +47,7 @@ class DFlashDrafter(Drafter):
         self.hidden_layers = self._draft.hidden_layers
         self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
         self._drawing = Drawing(self._sampler, options.verification)
-        self._upload, self._download = upload_to(target.device), Downloader(target.device)
+        self._upload = upload_to(target.device)
         self._known: dict[str, Known] = {}
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
@@ -87,7 +55,7 @@ class DFlashDrafter(Drafter):
         kind, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         draft.complete(loaded)
         rotation = rotations_of(draft.layers.model.rotary_emb)[None]
-        draft.context.attach(rotation, draft.max_positions, layers)
+        draft.context.attach(rotation, draft.max_positions, pool.segment(DRAFT))
         self._runner = runner_of_head(
             self._config,
             draft.program,
@@ -106,11 +74,13 @@ class DFlashDrafter(Drafter):
         for sequence in sequences:
             known, newest = self._known[sequence.request_id], len(sequence.token_ids) - 1
             if known.end != newest:  # steps went by unseen
-                known.forget_before(newest)
+                known.begin(newest)
         self._write(sequences)
         rooms = [min(count, self._draft.block_size - 1) for count in counts]
-        logits = self._logits(sequences, rooms)
-        return self._drafts(sequences, rooms, logits)
+        drafts = self._drawing.draft_at_once(sequences, rooms, self._logits(sequences, rooms))
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            draft.is_blind = self._known[sequence.request_id].is_blind
+        return [*drafts]
 
     def _logits(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> Tensor:
         """Return logits [sequences, most tokens, vocab_size]. Those behind a draft's end mean nothing."""
@@ -137,22 +107,6 @@ class DFlashDrafter(Drafter):
         whole = in_whole_vocabulary(logits, self._draft.draft_ids, self._vocab_size)
         return whole.unflatten(0, (len(sequences), rooms[0]))
 
-    def _drafts(
-        self, sequences: Sequence[SequenceState], rooms: Sequence[int], logits: Tensor
-    ) -> list[Draft | None]:
-        tokens, distributions = self._drawing.draw_at_once(sequences, logits)
-        late = LateTokens(tokens.clamp_min(0), self._download)
-        drafts: list[Draft | None] = []
-        for number, (sequence, room) in enumerate(zip(sequences, rooms, strict=True)):
-            places = range(number * rooms[0], number * rooms[0] + room)
-            drawn = None
-            if distributions is not None and not sequence.params.is_greedy:
-                drawn = distributions[places.start : places.stop]
-            draft = Draft([~place for place in places], distributions=drawn, late=late)
-            draft.is_blind = self._known[sequence.request_id].is_blind
-            drafts.append(draft)
-        return drafts
-
     @torch.inference_mode()
     def observe(self, computed: Sequence[Computed]) -> None:
         is_due = False
@@ -161,10 +115,10 @@ class DFlashDrafter(Drafter):
             sequence = each.sequence
             known = self._known[sequence.request_id]
             if known.end != each.start:  # steps went by unseen
-                known.forget_before(each.start)
+                known.begin(each.start)
             known.features.append(each.hidden)
             # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
-            is_due |= each.start < len(sequence.prompt_token_ids) or known.end - known.written >= _MOST_UNREAD
+            is_due |= each.start < len(sequence.prompt_token_ids) or known.end - known.written >= MOST_UNREAD
         if is_due:  # all of them at once, so that it is seldom
             self._write([each.sequence for each in computed])
 

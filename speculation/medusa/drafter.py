@@ -86,16 +86,8 @@ class MedusaDrafter(Drafter):
         return self._heads.logits(torch.cat(features), depth)
 
     def _chains(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> list[Draft]:
-        depth = min(max(rooms), self._heads.num_heads)
-        tokens, distributions = self._drawing.draw_at_once(sequences, self._logits(sequences, depth))
-        late, drafts = LateTokens(tokens.clamp_min(0), self._download), []
-        for first, sequence, room in zip(range(0, len(tokens), depth), sequences, rooms, strict=True):
-            places = range(first, first + min(room, depth))
-            drawn = None
-            if distributions is not None and not sequence.params.is_greedy:
-                drawn = distributions[places.start : places.stop]
-            drafts.append(Draft([~place for place in places], distributions=drawn, late=late))
-        return drafts
+        logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
+        return self._drawing.draft_at_once(sequences, rooms, logits)
 
     def _trees(
         self, tree: StaticTree, sequences: Sequence[SequenceState], rooms: Sequence[int]
