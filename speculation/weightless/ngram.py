@@ -45,11 +45,10 @@ class NgramDrafter(TextDrafter):
         if self._compiled is None:
             pairs = zip(texts, counts, strict=True)
             drafted = [look_up(text.tokens, count, *self._bounds) for text, count in pairs]
-        else:
-            batch = TextBatch(texts, counts)
-            self._compiled(ctypes.byref(batch), *self._bounds)
-            drafted = batch.drafted()
-        return [Draft(token_ids) if token_ids else None for token_ids in drafted]
+            return [Draft(token_ids) if token_ids else None for token_ids in drafted]
+        batch = TextBatch(texts, counts)
+        self._compiled(ctypes.byref(batch), *self._bounds)
+        return batch.drafted()
 
 
 def look_up(text: np.ndarray, count: int, shortest: int, longest: int) -> list[int]:
