@@ -226,7 +226,10 @@ class BatchSpeculator:
         judged = [
             (number, request, draft)
             for number, (request, draft) in enumerate(zip(turn.requests, drafts, strict=True))
-            if draft is not None and draft.confidences is not None and request.fixed_tokens is None
+            if draft is not None
+            and draft.confidences
+            and draft.parents is None
+            and request.fixed_tokens is None
         ]
         if not judged:
             return admitted
