@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from engine.kv.attention import AttentionBackend
 from engine.kv.layout import DRAFT
 from engine.load.extra_layers import load_extra_layers
 from engine.load.select import modules_runner_of_head, runner_of_head
+from engine.model.describe import describe
 from engine.model.program import Entry, ModelProgram
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
@@ -50,14 +51,18 @@ class MtpHead(DraftHead):
 
     def program(self) -> ModelProgram:
         """Return the head's program with its linear layers as they are now. A family must describe them."""
-        described, entry = self.layers.program, cast(Any, self.layers.model).entry
-        assert described is not None
-        like = described.final_norm or described.layers[0].input_norm
-        assert like is not None
-        norms = entry.token_norm, entry.hidden_norm
-        token_norm, hidden_norm = (replace(like, weight=norm.weight) for norm in norms)
-        parts = Entry(token_norm=token_norm, hidden_norm=hidden_norm, joint=entry.joint, feeds_normed=True)
-        return replace(described, name="MTP head", entry=parts)
+        return mtp_program(self.layers.model)
+
+
+def mtp_program(layers: Any) -> ModelProgram:
+    """Describe a head that `engine.load.extra_layers` has made. Raises UndescribedModelError."""
+    described, entry = describe(layers), layers.entry
+    like = described.final_norm or described.layers[0].input_norm
+    assert like is not None
+    norms = entry.token_norm, entry.hidden_norm
+    token_norm, hidden_norm = (replace(like, weight=norm.weight) for norm in norms)
+    parts = Entry(token_norm=token_norm, hidden_norm=hidden_norm, joint=entry.joint, feeds_normed=True)
+    return replace(described, name="MTP head", entry=parts)
 
 
 def load_mtp(

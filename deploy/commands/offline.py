@@ -73,7 +73,7 @@ def _found(model: str) -> str:
 
 @speculate.command("train")
 def speculate_train(
-    method: Annotated[Literal["eagle3", "medusa"], typer.Option(help="Kind of heads to train.")],
+    method: Annotated[Literal["eagle3", "mtp", "medusa"], typer.Option(help="Kind of heads to train.")],
     model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
     data: Annotated[
         Path | None,

@@ -61,11 +61,16 @@ def load_extra_layers(
     tensor, or ValueError if the format fits none.
     """
     has_experts = any(".experts." in name for name in tensors)
-    config = layers_config(target.model.config, layer_types, has_experts=has_experts)
     bias, final_norm = "entry.joint.bias" in tensors, "final_norm.weight" in tensors
-    kind = _with_entrance(type(target.model), final_norm=final_norm, bias=bias)
     with torch.device("meta"):
-        empty = kind._from_config(config, dtype=target.dtype, attn_implementation=transformers_hook.NAME)
+        empty = make_layers(
+            target.model,
+            layer_types,
+            target.dtype,
+            has_experts=has_experts,
+            final_norm=final_norm,
+            bias=bias,
+        )
     tensors = {_name_in(empty, name): tensor for name, tensor in tensors.items()}
     shared = {id(module.weight) for module in (empty.get_input_embeddings(), empty.get_output_embeddings())}
     tensors |= {name: placeholder(each) for name, each in empty.named_parameters() if id(each) in shared}
@@ -89,6 +94,21 @@ def load_extra_layers(
         tile_on_gpu(model, target.device, target.dtype)
     kept = probe(model, target.dtype, len(layer_types))
     return replace(target, model=model, kv_group=kept.kv, description=None, recurrent=None, adapters=None)
+
+
+def make_layers(
+    target: PreTrainedModel,
+    layer_types: Sequence[str],
+    dtype: torch.dtype,
+    *,
+    has_experts: bool = False,
+    final_norm: bool = True,
+    bias: bool = False,
+) -> PreTrainedModel:
+    """Make a model of the target's class that has layers of these types alone, and an Entrance as `entry`."""
+    config = layers_config(target.config, layer_types, has_experts=has_experts)
+    kind = _with_entrance(type(target), final_norm=final_norm, bias=bias)
+    return kind._from_config(config, dtype=dtype, attn_implementation=transformers_hook.NAME)
 
 
 def layers_config(config: Any, layer_types: Sequence[str], *, has_experts: bool) -> Any:

@@ -46,12 +46,15 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts-only", action="store_true", help="write prefixes, for --prompts")
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     prompts = beginnings(encode_documents(tokenizer, training_texts()), arguments.count, arguments.seed)
+    texts = iter(prompts) if arguments.prompts_only else continued(arguments.model, prompts)
+    field = "prompt" if arguments.prompts_only else "text"
     with arguments.output.open("w", encoding="utf-8") as file:
-        for text in tqdm(continued(arguments.model, prompts), total=len(prompts)):
-            file.write(json.dumps({"text": tokenizer.decode(text)}) + "\n")
+        for text in tqdm(texts, total=len(prompts)):
+            file.write(json.dumps({field: tokenizer.decode(text)}) + "\n")
 
 
 if __name__ == "__main__":

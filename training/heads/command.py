@@ -33,6 +33,7 @@ from training.heads.contract import HeadOptions, Target, TrainableHead
 from training.heads.eagle import build_eagle3, captured_layers
 from training.heads.learner import HeadLearner, acceptance
 from training.heads.medusa import build_medusa
+from training.heads.mtp import build_mtp
 from training.loop import FinishedStep, Schedule, Trainer
 from training.recording import LONGEST_PIECE, Device, Piece, Recording, answer, check_room, digest
 
@@ -50,6 +51,7 @@ class _Method:
 
 METHODS = {
     "eagle3": _Method(build_eagle3, captured_layers, "eagle"),
+    "mtp": _Method(build_mtp, lambda _: (), "mtp"),
     "medusa": _Method(build_medusa, lambda _: (), "medusa"),
 }
 HELD_OUT_SHARE = 0.05
@@ -65,7 +67,7 @@ class TrainOptions:
     data.
     """
 
-    method: Literal["eagle3", "medusa"]
+    method: Literal["eagle3", "mtp", "medusa"]
     model: str
     data: Path | None
     output: Path

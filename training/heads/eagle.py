@@ -6,14 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from protocol.errors import ConfigError
 from speculation.eagle.head import Head, HeadShape, head_program
 from training.heads.contract import HeadOptions, Target, write_head
-from training.heads.unrolled import UnrolledTraining
+from training.heads.unrolled import DEFAULT_DEPTH, UnrolledTraining
 
-DEFAULT_DEPTH = 4
 DRAFT_VOCABULARY = 8192
 LARGEST_SHARE = 0.1
 """The largest share of the target's parameters that a head may have: more would cost more time than it
@@ -121,4 +121,16 @@ class Eagle3Training(UnrolledTraining):
             "eagle_aux_hidden_state_layer_ids": list(shape.captured),
             "norm_output": shape.norm_output,
         }
-        write_head(folder, config, self.tensors())
+        write_head(folder, config, dict(self.head_tensors()) | self._draft_vocabulary())
+
+    def _draft_vocabulary(self) -> dict[str, Tensor]:
+        """Return the LM head, if the head has its own, and the maps between both vocabularies."""
+        found: dict[str, Tensor] = {}
+        if self._owns_lm_head:
+            found["lm_head.weight"] = self._lm_head.weight.detach().to(self._target.dtype)
+        if len(self.draft_ids) < self._target.vocab_size:
+            numbers = torch.arange(len(self.draft_ids), device=self.draft_ids.device)
+            found["d2t"] = self.draft_ids - numbers
+            found["t2d"] = torch.zeros(self._target.vocab_size, dtype=torch.bool)
+            found["t2d"][self.draft_ids.cpu()] = True
+        return found

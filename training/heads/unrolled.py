@@ -20,6 +20,7 @@ from engine.devices.torch.program import TorchProgram
 from engine.model.program import ModelProgram
 from training.heads.contract import Target, TrainableHead
 
+DEFAULT_DEPTH = 4
 _STEP_WEIGHT = 0.8
 """The weight of a drafting step's loss relative to the step before."""
 _STRIDE = 2
@@ -43,14 +44,14 @@ class UnrolledTraining(TrainableHead):
         draft_vocab_size: int,
         own_lm_head: bool,
     ) -> None:
-        """`captured` layers make the feature. Without an LM head of its own the head uses the target's,
-        limited to `draft_vocab_size`.
+        """`captured` layers make the feature; without any, the last one does. Without an LM head of its own
+        the head uses the target's, limited to `draft_vocab_size`.
         """
         self.depth = depth
         self.hidden_layers: tuple[int, ...] = (*captured, target.num_layers)
         self.draft_ids = target.frequent_tokens(draft_vocab_size)
         self._target = target
-        self._feature_size = len(captured) * target.hidden_size
+        self._feature_size = (len(captured) or 1) * target.hidden_size
         self._rows = target.lm_head(self.draft_ids)
         self._lm_head = nn.Linear(*reversed(self._rows.shape), bias=False, device="meta")
         rows = self._rows.clone() if own_lm_head else self._rows
@@ -147,18 +148,10 @@ class UnrolledTraining(TrainableHead):
             return contextlib.nullcontext()
         return torch.autocast(self._target.device.type, self._target.dtype)
 
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors to publish, the head's with this prefix, in the target's dtype."""
-        head, dtype = self.module["head"], self._target.dtype  # type: ignore[index]
-        found = {f"{prefix}{name}": value.detach().to(dtype) for name, value in head.state_dict().items()}
-        if self._owns_lm_head:
-            found["lm_head.weight"] = self._lm_head.weight.detach().to(dtype)
-        if len(self.draft_ids) < self._target.vocab_size:
-            numbers = torch.arange(len(self.draft_ids), device=self.draft_ids.device)
-            found["d2t"] = self.draft_ids - numbers
-            found["t2d"] = torch.zeros(self._target.vocab_size, dtype=torch.bool)
-            found["t2d"][self.draft_ids.cpu()] = True
-        return found
+    def head_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the learned tensors of the head but for its LM head, in the target's dtype."""
+        state = self.module.get_submodule("head").state_dict()
+        return [(name, value.detach().to(self._target.dtype)) for name, value in state.items()]
 
 
 class _UnrolledAttention:
