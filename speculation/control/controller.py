@@ -132,10 +132,13 @@ class DraftController:
     def plan(self, requests: Sequence[SpeculatingRequest]) -> None:
         """Set `granted` of all requests that decode in the coming step."""
         self.end_window()
-        size = sum(self._load)
+        size, gain = sum(self._load), 0.0
         for request in requests:
             request.granted = request.fixed_tokens or 0
-        load = Load(size, size, sum([request.granted for request in requests]))
+            if request.granted and request.method is not None:
+                rates = self.estimator.methods[request.method].acceptance.rates()
+                gain += float(np.cumprod(rates)[: request.granted].sum())
+        load = Load(size, size + gain, sum([request.granted for request in requests]))
         self._steps_left = IDLE_STANDS
         self._sees = self._tries = False
         for method, known in self.estimator.methods.items():
@@ -155,7 +158,7 @@ class DraftController:
         known, estimator = self.estimator.methods[method], self.estimator
         size, most = load.num_sequences, known.shape.max_tokens
         able = [each for each in requests if not (known.shape.whole and (each.most or most) < most)]
-        plain, best = plain_and_best(estimator.target, known.outlook(), len(able), load)
+        plain, best = plain_and_best(estimator.target, known, len(able), load)
         worth = self._worth(plain, best)
         self._pays[size.bit_length()] = worth > self._typical_reading(method)
         drafting = [each for each in able if estimator.read_seconds(method, each.unread) < worth]
@@ -187,7 +190,7 @@ class DraftController:
     def _typical_pays(self, method: Source, num_requests: int) -> bool:
         """Return whether so many requests would draft, the prompts of which are to be read first."""
         known, load = self.estimator.methods[method], Load(num_requests, num_requests)
-        plain, best = plain_and_best(self.estimator.target, known.outlook(), num_requests, load)
+        plain, best = plain_and_best(self.estimator.target, known, num_requests, load)
         return self._worth(plain, best) > self._typical_reading(method)
 
     def _price(self, method: Source, requests: list[SpeculatingRequest], plain: Plan, best: Plan) -> float:

@@ -11,7 +11,6 @@ import numpy as np
 from costs.acceptance import Calibration, LatestDrafts, MethodAcceptance
 from costs.widths import UNMEASURED, DraftTime, TargetTime
 from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
-from speculation.control.plans import Outlook
 from speculation.control.request import Shape, SpeculatingRequest
 
 DRAFT_LEVEL = 0.003
@@ -46,14 +45,12 @@ class MethodEstimate:
     by_class: dict[RequestClass, MethodAcceptance] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
 
-    def outlook(self) -> Outlook:
+    def survival(self) -> np.ndarray:
+        """Return the survival of tokens to be drafted, [drafts, positions]: one line for all if it is not
+        known by confidence.
+        """
         rates = self.acceptance.rates()
-        if self.latest.are_known:
-            survival = self.latest.survival(rates)
-        else:
-            survival = np.cumprod(rates)[np.newaxis]
-        found, is_judged = self.acceptance.found, self.latest.are_known
-        return Outlook(self.shape, self.time, survival, found, is_judged)
+        return self.latest.survival(rates) if self.latest.are_known else np.cumprod([rates], 1)
 
 
 @dataclass(slots=True, eq=False)

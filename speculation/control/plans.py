@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costs.widths import DraftTime, TargetTime
-from speculation.control.request import Shape
+from costs.widths import TargetTime
+from speculation.control.estimator import MethodEstimate
 
 _NUM_FLOORS = 12
 """Floors to choose from."""
@@ -43,66 +43,45 @@ class Plan:
     floor: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """The prospects of a method's drafts: `survival` [drafts, positions] of the latest drafts, which falls
-    along each, or one line for all. A share `found` of requests gets a draft. `is_judged`: a draft ends with
-    a token whose survival is below the floor.
-    """
-
-    shape: Shape
-    time: DraftTime
-    survival: np.ndarray
-    found: float = 1.0
-    is_judged: bool = False
-
-
-def plain_and_best(target: TargetTime, outlook: Outlook, num_requests: int, load: Load) -> tuple[Plan, Plan]:
-    """Return plans without and with drafts of so many requests, in addition to what the step has anyway. They
-    are the same if no draft is expected to bring a token.
+def plain_and_best(
+    target: TargetTime, known: MethodEstimate, num_requests: int, load: Load
+) -> tuple[Plan, Plan]:
+    """Return plans without and with drafts of so many requests, in addition to what the step has anyway.
 
     A token is drafted while expected tokens over expected seconds rise (DSpark, arXiv 2607.05147; vLLM's
     adaptive verification).
     """
-    survival, shape = outlook.survival, outlook.shape
+    survival, shape, is_judged = known.survival(), known.shape, known.latest.are_known
     num_drafts, positions = survival.shape
-    ordered = np.sort(survival[survival > 0])[::-1]
-    if not len(ordered):
-        plain = _plan(target, load)
-        return plain, plain
     if shape.whole:
         floors = np.zeros(1)
         lengths = np.full((1, num_drafts), shape.max_tokens)
         rows, tokens, levels = np.full(1, float(shape.max_tokens)), survival.sum(keepdims=True)[0], np.ones(1)
     else:
-        floors = ordered[np.linspace(0, len(ordered) - 1, _NUM_FLOORS).astype(np.intp)]
+        ordered = np.append(np.sort(survival[survival > 0])[::-1], 1.0)  # there may be none
+        floors = ordered[np.linspace(0, max(len(ordered) - 2, 0), _NUM_FLOORS).astype(np.intp)]
         kept = survival >= floors[:, None, None]
         lengths = kept.sum(2)
         rows, tokens = lengths.mean(1), (survival * kept).sum((1, 2)) / num_drafts
-        if outlook.is_judged:
+        if is_judged:
             lengths = np.minimum(lengths + 1, positions)  # with the token that ends a draft
         reach = (lengths[:, :, None] > np.arange(positions)).mean(1)
         levels = (1 - (1 - reach) ** num_requests).sum(1)
-    verified = load.rows + num_requests * outlook.found * np.append(0.0, rows)
-    committed = load.tokens + num_requests * outlook.found * np.append(0.0, tokens)
-    unit = outlook.time.unit(num_requests)
-    drafting = unit * outlook.time.units(levels, num_requests * lengths.mean(1))
+    num_found = num_requests * known.acceptance.found
+    verified = load.rows + num_found * np.append(0.0, rows)
+    committed = load.tokens + num_found * np.append(0.0, tokens)
+    drafting = known.time.unit(num_requests) * known.time.units(levels, num_requests * lengths.mean(1))
     drafting = load.drafting + np.append(0.0, drafting)
     seconds = target.seconds(load.num_sequences, verified) + drafting
     rates = committed / seconds
 
     def plan(index: int) -> Plan:
         reached = Load(load.num_sequences, *(float(each[index]) for each in (committed, verified, drafting)))
-        depth = 0 if not index else positions if outlook.is_judged else int(lengths[index - 1, 0])
+        depth = 0 if not index else positions if is_judged else int(lengths[index - 1, 0])
         floor = float(floors[index - 1]) if index else 0.0
         return Plan(reached, float(seconds[index]), float(rates[index]), depth, floor)
 
     return plan(0), plan(1 + int(rates[1:].argmax()))
-
-
-def _plan(target: TargetTime, load: Load) -> Plan:
-    seconds = float(target.seconds(load.num_sequences, [load.rows])[0]) + load.drafting
-    return Plan(load, seconds, load.tokens / seconds)
 
 
 def worth_verifying(survival: np.ndarray, prices: np.ndarray) -> list[int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from costs.acceptance import LEAST_LATEST, LatestDrafts, MethodAcceptance
 from costs.widths import DraftTime, MeasuredCurve, TargetTime
-from speculation.control.plans import Load, Outlook, Plan, plain_and_best, worth_verifying
+from speculation.control.estimator import MethodEstimate
+from speculation.control.plans import Load, Plan, plain_and_best, worth_verifying
 from speculation.control.request import Shape
 
 PLAIN = 1e-2
@@ -25,14 +27,24 @@ def plans(
     level_seconds: float = 0.0,
     draft_start: float = 0.0,
     draft_token: float = 0.0,
-    **options: object,
+    shape: Shape = Shape(8),
+    found: float = 1.0,
+    *,
+    is_judged: bool = False,
 ) -> tuple[Plan, Plan]:
-    """Return plans without and with drafts. A drafted row takes `row_seconds`."""
+    """Return plans without and with drafts, of which the latest had this `survival`, or one is expected to. A
+    drafted row takes `row_seconds`.
+    """
     first = PLAIN - (num_requests - 1) * row_seconds
     target = TargetTime(MeasuredCurve((1, 1001), (first, first + 1000 * row_seconds)))
     time = DraftTime(level_seconds, draft_start, draft_token)
-    outlook = replace(Outlook(Shape(8), time, np.array(survival)), **options)  # type: ignore[arg-type]
-    return plain_and_best(target, outlook, num_requests, load or Load(num_requests, num_requests))
+    line = survival[0]
+    rates = [line[0], *(after / before if before else 0.0 for before, after in pairwise(line))]
+    known = MethodEstimate(shape, MethodAcceptance(8, rates), time, LatestDrafts(8))
+    known.acceptance.found = found
+    if is_judged:
+        known.latest.add(np.array(survival * (LEAST_LATEST // len(survival))), 0.0)
+    return plain_and_best(target, known, num_requests, load or Load(num_requests, num_requests))
 
 
 def test_free_rows_are_all_used() -> None:
@@ -96,7 +108,7 @@ def test_trees_are_drafted_completely_or_not_at_all() -> None:
 
 def test_drafts_that_bring_nothing() -> None:
     plain, best = plans([[0.0] * 8])
-    assert best == plain
+    assert best.rate <= plain.rate
 
 
 # --- in a step ---------------------------------------------------------------------------------------
