@@ -25,6 +25,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """The types that no method here drafts with: what they are, and what serves them."""
 
+ASSISTANTS = "gemma4_assistant", "gemma4_unified_assistant"
+"""Types of models that draft over the KV of a larger one: the method `mtp`."""
+
 _EAGLE_FIELDS = "eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size"
 
 
@@ -62,6 +65,8 @@ def refusal(config: Mapping[str, Any]) -> str:
 def _method(config: Mapping[str, Any]) -> Method | None:
     if kind := config.get("speculators_model_type"):
         return SPECULATORS[kind]
+    if config.get("model_type") in ASSISTANTS:
+        return "mtp"
     names = [str(config.get("model_type")), *map(str, config.get("architectures") or ())]
     if "dflash_config" in config or any("dflash" in name.lower() for name in names):
         return "dflash"

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from checkpoints.drafts import ASSISTANTS
 from checkpoints.mtp_layouts import find_layout
 from checkpoints.source import hf_source, is_gguf, split_hub_file
 from deploy.resources import check_heads, plan_workers
@@ -184,9 +185,10 @@ def _check_draft(config: ServeConfig, target: Mapping[str, Any], max_model_len: 
         return
     flag = "--speculative-config: model"
     check_source(speculative.model, flag)
-    if speculative.method == "mtp":
+    content = _read_config(speculative.model, None, flag)
+    if speculative.method == "mtp" and content.get("model_type") not in ASSISTANTS:
         _check_mtp(speculative.model, target, flag)
-    draft = _decoder(_read_config(speculative.model, None, flag))
+    draft = _decoder(content)
     longest, size, target_size = _longest(draft), draft.get("vocab_size"), target.get("vocab_size")
     is_draft_model = speculative.method == "draft_model"
     if is_draft_model and longest is not None and isinstance(size, int) and isinstance(target_size, int):

@@ -44,13 +44,19 @@ def build_drafter(
             assert options.model is not None
             return HeadDrafter(load_eagle(options.model, loaded, options.quantization), options, config)
         case "mtp":
+            from checkpoints.drafts import ASSISTANTS
+            from speculation.checkpoint import Checkpoint
+            from speculation.gemma4_assistant import AssistantDrafter
             from speculation.head_drafter import HeadDrafter
             from speculation.mtp_head import load_mtp
 
             assert options.model is not None
-            revision = config.revision if options.model == config.model else None
-            head = load_mtp(options.model, loaded, options.quantization, revision)
-            return HeadDrafter(head, options, config)
+            checkpoint = Checkpoint(
+                options.model, revision=config.revision if options.model == config.model else None
+            )
+            if checkpoint.config.get("model_type") in ASSISTANTS:
+                return AssistantDrafter(checkpoint, options, config, loaded)
+            return HeadDrafter(load_mtp(checkpoint, loaded, options.quantization), options, config)
         case "dflash":
             from speculation.dflash.drafter import DFlashDrafter
 

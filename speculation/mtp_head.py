@@ -65,13 +65,10 @@ def mtp_program(layers: Any) -> ModelProgram:
     return replace(described, name="MTP head", entry=parts)
 
 
-def load_mtp(
-    model: str, target: LoadedModel, quantization: Quantization | None, revision: str | None = None
-) -> MtpHead:
+def load_mtp(checkpoint: Checkpoint, target: LoadedModel, quantization: Quantization | None) -> MtpHead:
     """Load the head that a checkpoint has, the served model's own in most cases. Raises `ConfigError` that
     names the file and the tensor that is missing or does not fit.
     """
-    checkpoint = Checkpoint(model, revision=revision)
     try:
         layout = find_layout(checkpoint.names, target.num_layers)
     except LookupError as error:

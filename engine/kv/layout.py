@@ -210,6 +210,11 @@ class Group:
         order = sorted({*sights}, key=lambda sight: sight or math.inf, reverse=True)
         return {sight: [place for place in sight_of if sight_of[place] == sight] for sight in order}
 
+    def layer_shape(self, layer: int) -> LayerShape:
+        """Return the shape of a layer's keys and values."""
+        place = self.layers[layer]
+        return place.shape or self._shape(place)
+
     @property
     def _has_several_shapes(self) -> bool:
         return len({place.segment for place in self.layers}) > 1

@@ -21,12 +21,12 @@ from engine.step.late_tokens import LateTokens
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import round_draft
-from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Drawing, best_of, rank
+from speculation.last_state import LastStateDrafter
 from speculation.medusa.weights import HeadWeights, read_heads
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(LastStateDrafter):
     """Head i proposes the i-th token after the sequence's last one, which has not been run yet: what the
     heads read is the target's final hidden state of the token before.
 
@@ -36,6 +36,7 @@ class MedusaDrafter(Drafter):
     """
 
     def __init__(self, options: SpeculativeConfig, target: LoadedModel) -> None:
+        super().__init__()
         assert options.model is not None
         hidden_size = target.model.config.get_text_config(decoder=True).hidden_size
         weights = read_heads(options.model, hidden_size, target.vocab_size)
@@ -50,40 +51,16 @@ class MedusaDrafter(Drafter):
         if options.tree:
             acceptance = weights.rank_acceptance or assumed_acceptance(weights.num_heads)
             self._tree = choose_tree(acceptance, options.tree_nodes)
-        self._features: dict[str, tuple[int, HiddenRows]] = {}
-        """By request: the newest hidden state, and its token's place."""
 
-    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
-        """Without a feature nothing is drafted until the sequence's next step is over."""
-        self._features.pop(sequence.request_id, None)
-        if feature is not None:
-            known = HiddenRows(feature.unsqueeze(0), range(1))
-            self._features[sequence.request_id] = sequence.num_computed - 1, known
-
-    def feature(self, request_id: str) -> Tensor | None:
-        known = self._features.get(request_id)
-        return None if known is None else known[1].cut()[0]
-
-    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        drafts: list[Draft | None] = [None] * len(sequences)
-        known = [i for i, sequence in enumerate(sequences) if counts[i] > 0 and self._is_fresh(sequence)]
-        if known:
-            ready, rooms = [sequences[i] for i in known], [counts[i] for i in known]
-            made = self._chains(ready, rooms) if self._tree is None else self._trees(self._tree, ready, rooms)
-            for i, draft in zip(known, made, strict=True):
-                drafts[i] = draft
-        return drafts
-
-    def _is_fresh(self, sequence: SequenceState) -> bool:
-        """Whether the hidden state of the last token but one is there."""
-        known = self._features.get(sequence.request_id)
-        return known is not None and known[0] == len(sequence.token_ids) - 2
+    def _draft(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> list[Draft]:
+        if self._tree is None:
+            return self._chains(sequences, rooms)
+        return self._trees(self._tree, sequences, rooms)
 
     @torch.inference_mode()
     def _logits(self, sequences: Sequence[SequenceState], depth: int) -> Tensor:
         """Return the first `depth` heads' logits, [sequences, depth, vocab_size]."""
-        features = [self._features[sequence.request_id][1].cut() for sequence in sequences]
-        return self._heads.logits(torch.cat(features), depth)
+        return self._heads.logits(self._last_states(sequences), depth)
 
     def _chains(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> list[Draft]:
         logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
@@ -101,16 +78,6 @@ class MedusaDrafter(Drafter):
         late = LateTokens(best_first, self._download)
         names = np.invert(np.arange(len(best_first))).reshape(len(sequences), depth, -1).tolist()
         return [tree.draft(its, room, late) for its, room in zip(names, rooms, strict=True)]
-
-    def observe(self, computed: Sequence[Computed]) -> None:
-        for each in computed:
-            assert each.hidden is not None
-            place = each.start + each.num_tokens - 1
-            self._features[each.sequence.request_id] = place, each.hidden.newest()
-
-    def forget(self, request_id: str) -> None:
-        self._features.pop(request_id, None)
-        self._sampler.forget(request_id)
 
 
 class MedusaHeads(nn.Module):

@@ -9,6 +9,7 @@ import torch
 
 from engine.linear.packed import kernel_fault
 from protocol.errors import ConfigError
+from speculation.checkpoint import Checkpoint
 from speculation.mtp_head import load_mtp
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.speculation.eagle_engine import Watched
@@ -44,7 +45,7 @@ NATIVE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "mimo")
 def test_native_rows_equal_torchs(name: str, tmp_path: Path) -> None:
     publish(name, tmp_path)
     watched = Watched(tmp_path, tmp_path, method="mtp", dtype="bfloat16", compile="auto")
-    program = load_mtp(str(tmp_path), watched.target, None).program()
+    program = load_mtp(Checkpoint(str(tmp_path)), watched.target, None).program()
     watched.assert_native_rows(program, 64, tolerance=0.03)
 
 
