@@ -197,9 +197,11 @@ def parse_request_speculation(value: Mapping[str, Any] | None) -> RequestSpecula
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace an alias by the method's own name."""
+    """Replace an alias by the method's own name. vLLM has one for each family with MTP heads."""
     method = fields.get("method")
-    return {**fields, "method": _ALIASES.get(method, method) if isinstance(method, str) else method}
+    if isinstance(method, str):
+        method = "mtp" if method.endswith("_mtp") else _ALIASES.get(method, method)
+    return {**fields, "method": method}
 
 
 def _check(config: SpeculativeConfig) -> None:

@@ -219,6 +219,7 @@ def test_mtp_heads_are_the_models_own(tmp_path: Path) -> None:
     assert parsed({"method": "mtp"}, str(tmp_path)).model == str(tmp_path)
     assert parsed({"method": "mtp"}, "org/model").model == "org/model"
     assert parsed({"method": "mtp", "model": "org/heads"}, "org/model").model == "org/heads"
+    assert parsed({"method": "qwen3_next_mtp"}, "org/model").method == "mtp", "vLLM's names"
 
 
 def test_any_other_model_needs_its_own_draft(tmp_path: Path) -> None:
