@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.batch.rows import SequenceRows
-from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import TablesBackend, backend_over, by_table, select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import TorchForward
+from engine.devices.torch.forward import HeadModules
 from engine.devices.torch.runner import TorchRunner
 from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOptions
 from engine.kv.layout import TARGET, LayerShape
@@ -115,30 +114,23 @@ class _Before(TablesBackend):
         return backend.forward(layer, query, key, value, options)
 
 
-class _Modules(TorchForward):
+class _Modules(HeadModules):
     """The assistant's modules. `shapes` has the shape of the target's keys and values by kind of layer."""
 
     def __init__(
         self,
-        assistant: Any,
+        assistant: PreTrainedModel,
         target: PreTrainedModel,
         shapes: Mapping[str, LayerShape],
         backend: AttentionBackend,
     ) -> None:
-        super().__init__(backend)
-        self.name = "the assistant's own modules"
-        self._assistant, self._embeddings, self._shapes = assistant, target.get_input_embeddings(), shapes
-        weight: Any = self._embeddings.weight
-        self.no_hidden = weight.new_zeros((0, weight.shape[1]))
-
-    def _call(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        assert inputs.hidden is not None
-        return self.compute(inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.hidden)
+        super().__init__(assistant, backend, target.get_input_embeddings())
+        self._shapes = shapes
 
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits and the hidden states for the next rows, of the rows asked for."""
         token_ids, positions, rows, before = inputs
-        assistant, count = self._assistant, len(token_ids)
+        assistant, count = self._model, len(token_ids)
         entered = assistant.pre_projection(torch.cat([self._embeddings(token_ids), before], dim=-1))
         shared = {
             kind: tuple(

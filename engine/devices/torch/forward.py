@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch.operators import StepOperators
@@ -122,12 +122,16 @@ class HeadModules(TorchForward):
     rows' embeddings and the hidden states before them (`engine.load.extra_layers.Entrance`).
     """
 
-    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+    def __init__(
+        self, model: PreTrainedModel, backend: AttentionBackend, embeddings: nn.Module | None = None
+    ) -> None:
+        """`embeddings` are the model's own by default."""
         super().__init__(backend)
         self.name = "the head's own modules"
         self._model: Any = model
-        embeddings = model.get_input_embeddings().weight
-        self.no_hidden = embeddings.new_zeros((0, embeddings.shape[1]))
+        self._embeddings: Any = embeddings or model.get_input_embeddings()
+        weight = self._embeddings.weight
+        self.no_hidden = weight.new_zeros((0, weight.shape[1]))
 
     def _call(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         assert inputs.hidden is not None
@@ -136,8 +140,7 @@ class HeadModules(TorchForward):
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits and the normed outputs of the rows asked for."""
         token_ids, positions, rows, before = inputs
-        embeddings = self._model.get_input_embeddings()(token_ids)
-        entered = self._model.entry(embeddings, before).unsqueeze(0)
+        entered = self._model.entry(self._embeddings(token_ids), before).unsqueeze(0)
         decoder = self._model.get_decoder()
         states = decoder(inputs_embeds=entered, position_ids=positions.unsqueeze(0), use_cache=False)
         last = states.last_hidden_state[0][rows]
