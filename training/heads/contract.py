@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -41,9 +42,7 @@ class Target:
         """The dtype of a training step's products. CPUs without bfloat16 instructions take many times as long
         for bfloat16 as for float32.
         """
-        if self.device.type == "cpu" and "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
-            return torch.float32
-        return self.dtype
+        return torch.float32 if self.device.type == "cpu" and not _cpu_has_bfloat16() else self.dtype
 
     @property
     def num_layers(self) -> int:
@@ -89,6 +88,11 @@ class Target:
     @property
     def config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
+
+
+@functools.cache
+def _cpu_has_bfloat16() -> bool:
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 
 @dataclass(frozen=True)

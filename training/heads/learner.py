@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from protocol.errors import ConfigError
 from training.data import Windows
 from training.heads.contract import Target, TrainableHead
 from training.recording import Recorded, Recording
@@ -53,17 +54,20 @@ class HeadLearner:
 @torch.no_grad()
 def acceptance(head: TrainableHead, held_out: Iterable[Recorded]) -> list[float]:
     """Return, for each position of a greedy chain, how often the target agrees with it and with all
-    positions before it. The same texts calibrate the head.
+    positions before it. The same texts calibrate the head. Raises `ConfigError` if all answers are too short.
     """
     agreed: list[Tensor] = []
     for text in held_out:
         device = next(head.module.parameters()).device
         token_ids, hidden = text.token_ids.unsqueeze(0).to(device), text.hidden.unsqueeze(0).to(device)
-        places = torch.arange(text.prompt_length - 1, len(text.token_ids) - 1 - head.depth, device=device)
-        if not len(places):
+        first, end = text.prompt_length - 1, len(text.token_ids) - 1 - head.depth
+        if end <= first:
             continue
+        places = torch.arange(first, end, device=device)
         ahead = places.unsqueeze(1) + 2 + torch.arange(head.depth, device=device)
         drafted = head.draft(token_ids, hidden, places)[0]
         agreed.append((drafted == token_ids[0, ahead]).cumprod(dim=-1))
         head.calibrate(token_ids, hidden, places)
+    if not agreed:
+        raise ConfigError(f"--held-out: no answer has the {head.depth + 2} tokens to measure drafts on")
     return torch.cat(agreed).float().mean(dim=0).tolist()
