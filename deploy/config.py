@@ -277,7 +277,7 @@ def speculative_config(value: object, flag: str, target: str) -> SpeculativeConf
     """Parse JSON text or a mapping into the configuration for the model `target`.
 
     The draft's path becomes absolute; a hub id stays as it is. The draft's config.json tells the method, if
-    none is given. Without a draft, a bundled model gets its bundled draft, if it has one, and MTP heads are
+    none is given. Without a draft, a bundled model gets its bundled draft, if it has one. Other MTP heads are
     the model's own. Raises `ConfigError` that names `flag`, the field and its limit.
     """
     config = parse_speculative_config(_with_method(value, flag), flag)
@@ -285,7 +285,9 @@ def speculative_config(value: object, flag: str, target: str) -> SpeculativeConf
         return config
     model = config.model
     if not model:
-        bundled = target if config.method == "mtp" else bundled_draft(target, config.method)
+        bundled = bundled_draft(target, config.method)
+        if bundled is None and config.method == "mtp":
+            bundled = target
         if bundled is None:
             raise ConfigError(f"{flag}: model: the method {config.method} needs one")
         model = bundled

@@ -17,7 +17,7 @@ DRAFTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "medusa": "tandem-code-10m-medusa",
             "eagle": "tandem-code-10m-eagle3",
         },
-        "tandem-code-10m-hybrid": {"draft_model": "tandem-code-1m"},
+        "tandem-code-10m-hybrid": {"draft_model": "tandem-code-1m", "mtp": "tandem-code-10m-hybrid-mtp"},
     }
 )
 """The drafter's folder by bundled model and method."""

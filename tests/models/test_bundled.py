@@ -189,11 +189,12 @@ def requests() -> list[EngineRequest]:
 
 
 def generate(
-    requests: list[EngineRequest], speculative: SpeculativeConfig | None
+    requests: list[EngineRequest], speculative: SpeculativeConfig | None, model: Path = TARGET
 ) -> tuple[list[list[int]], float]:
     """Return the outputs, and the mean number of tokens per step."""
-    config = ServeConfig(model=str(TARGET), dtype="float32", device="cpu", compile="off")
-    config = replace(config, speculative_config=speculative, kv_cache_memory_bytes=32 << 20)
+    config = ServeConfig(model=str(model), dtype="float32", device="cpu", compile="off")
+    config = replace(config, max_num_seqs=NUM_PROMPTS, kv_cache_memory_bytes=32 << 20)
+    config = replace(config, speculative_config=speculative)
     engine = Engine(config, speculate=BatchSpeculator if speculative is not None else None)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     steps = 0
@@ -250,8 +251,21 @@ def test_the_pairs_draft_drafts_for_the_hybrid() -> None:
     config = load_config(flags, {}).speculative_config
     assert config is not None
     assert config.model == str(MODELS / "tandem-code-1m")
+    config = load_config(flags | {"speculative_config": '{"method": "mtp"}'}, {}).speculative_config
+    assert config is not None
+    assert config.model == str(MODELS / "tandem-code-10m-hybrid-mtp")
+    assert (Path(config.model) / "model.safetensors").stat().st_size < 3_000_000
     with pytest.raises(ConfigError, match="model: the method eagle needs one"):
         load_config(flags | {"speculative_config": '{"method": "eagle"}'}, {})
+
+
+def test_the_hybrids_mtp_head_speeds_up_decoding_and_changes_no_token(requests: list[EngineRequest]) -> None:
+    head = MODELS / "tandem-code-10m-hybrid-mtp"
+    options = SpeculativeConfig(method="mtp", model=str(head), num_speculative_tokens=3)
+    plain, _ = generate(requests, None, HYBRID)
+    speculated, per_step = generate(requests, options, HYBRID)
+    assert speculated == plain
+    assert per_step > 1.2
 
 
 def test_the_hybrid_begins_with_the_targets_weights() -> None:

@@ -68,9 +68,10 @@ class MtpTraining(UnrolledTraining):
         is_qwen = str(self._target.config.model_type).startswith(_QWEN)
         layout = LAYOUTS["Qwen3-Next, Qwen3.5" if is_qwen else "Speculators"]
         names = {f"{part}.": f"{name}." for part, name in layout.parts.items()} | {"block.": layout.block}
-        config: dict[str, Any] = self._target.config.to_dict()
+        config: dict[str, Any] = self._target.config.to_diff_dict()
         if is_qwen:
-            config |= {"mtp_num_hidden_layers": 1}
+            name = type(self._target.model).__name__.replace("ForCausalLM", "MTP")
+            config |= {"architectures": [name], "mtp_num_hidden_layers": 1}
         else:
             config = {
                 "speculators_model_type": "mtp",
