@@ -55,7 +55,7 @@ class MethodAcceptance:
         self.found += max(1 / MEMORY, 1 / (FIRST_WEIGHT + self._num_drafts)) * (is_found - self.found)
 
 
-NUM_LATEST, LEAST_LATEST = 64, 16
+NUM_LATEST, LEAST_LATEST = 128, 64
 """[drafts] The latest drafts tell what the next ones will bring, once there are so many."""
 PACE = 0.02
 """[share] The weight of one token in the calibration of confidences."""

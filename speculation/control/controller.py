@@ -24,6 +24,8 @@ DRAFT_STANDS = 16
 """[steps] The duration of a plan that drafts: planning takes 3 % of a 0.4 ms step."""
 IDLE_STANDS = 64
 """[steps] The duration where nothing is drafted, or all numbers are fixed."""
+READ_MARGIN = 2.0
+"""Prompts are read where drafts save so many times the time of it: savings are a difference of estimates."""
 TRIAL_STEPS = 6
 """[steps] The duration of a trial: enough to outweigh its first step, which runs with cold caches."""
 
@@ -177,15 +179,17 @@ class DraftController:
         return best.load
 
     def _worth(self, plain: Plan, best: Plan) -> float:
-        """Return the seconds that drafts save each request; 0 if they do not pay."""
-        if best.rate <= plain.rate * (1 + MIN_GAIN):
-            return 0.0
-        return self.estimator.mean_output * (1 / plain.rate - 1 / best.rate)
+        """Return the seconds that drafts save each request at least; not above 0 if they do not pay."""
+        return self.estimator.mean_output * (1 / (plain.rate * (1 + MIN_GAIN)) - 1 / best.rate)
 
     def _typical_reading(self, method: Source) -> float:
         """Return the seconds to read a prompt for drafting."""
         reads = self.estimator.methods[method].reads_text
-        return self.estimator.read_seconds(method, int(self.estimator.mean_prompt)) if reads else 0.0
+        return (
+            READ_MARGIN * self.estimator.read_seconds(method, int(self.estimator.mean_prompt))
+            if reads
+            else 0.0
+        )
 
     def _typical_pays(self, method: Source, num_requests: int) -> bool:
         """Return whether so many requests would draft, the prompts of which are to be read first."""
@@ -214,7 +218,8 @@ class DraftController:
             request.confidences = confidences = draft.confidences or ()
             line[: len(confidences)] = confidences[: len(line)]
         survival = known.calibration.survival(told)
-        known.latest.add(survival, known.calibration.floor)
+        sees = [not draft.is_blind for _, draft in drafted]  # blind ones tell nothing of others
+        known.latest.add(survival if all(sees) else survival[sees], known.calibration.floor)
         counts = worth_verifying(survival, self._prices)
         # What is never verified is never known.
         return [max(count, 1) for count in counts] if self._tries else counts

@@ -14,7 +14,8 @@ from costs.widths import TargetTime
 from speculation.control.estimator import MethodEstimate
 
 _NUM_FLOORS = 12
-"""Floors to choose from."""
+_QUANTILES = np.linspace(0, 1, _NUM_FLOORS)
+"""Floors to choose from, as quantiles of the survival of the latest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +53,30 @@ def plain_and_best(
     adaptive verification).
     """
     survival, shape, is_judged = known.survival(), known.shape, known.latest.are_known
-    num_drafts, positions = survival.shape
     if shape.whole:
         floors = np.zeros(1)
-        lengths = np.full((1, num_drafts), shape.max_tokens)
         rows, tokens, levels = np.full(1, float(shape.max_tokens)), survival.sum(keepdims=True)[0], np.ones(1)
+        drafted = rows
     else:
-        ordered = np.append(np.sort(survival[survival > 0])[::-1], 1.0)  # there may be none
-        floors = ordered[np.linspace(0, max(len(ordered) - 2, 0), _NUM_FLOORS).astype(np.intp)]
-        kept = survival >= floors[:, None, None]
-        lengths = kept.sum(2)
-        rows, tokens = lengths.mean(1), (survival * kept).sum((1, 2)) / num_drafts
-        if is_judged:
-            lengths = np.minimum(lengths + 1, positions)  # with the token that ends a draft
-        reach = (lengths[:, :, None] > np.arange(positions)).mean(1)
-        levels = (1 - (1 - reach) ** num_requests).sum(1)
+        ordered = np.append(np.sort(survival[survival > 0])[::-1], 0.0)  # if there are none
+        places = (max(len(ordered) - 2, 0) * _QUANTILES).astype(np.intp)
+        floors = ordered[places]
+        rows, tokens = (places + 1) / len(survival), ordered.cumsum()[places] / len(survival)
+        reach = (survival >= floors[:, None, None]).mean(1)  # the share of drafts that have each position
+        if is_judged:  # and the token that ends a draft
+            reach = np.column_stack((np.ones(_NUM_FLOORS), reach[:, :-1]))
+        drafted, levels = reach.sum(1), (1 - (1 - reach) ** num_requests).sum(1)
     num_found = num_requests * known.acceptance.found
     verified = load.rows + num_found * np.append(0.0, rows)
     committed = load.tokens + num_found * np.append(0.0, tokens)
-    drafting = known.time.unit(num_requests) * known.time.units(levels, num_requests * lengths.mean(1))
+    drafting = known.time.unit(num_requests) * known.time.units(levels, num_requests * drafted)
     drafting = load.drafting + np.append(0.0, drafting)
     seconds = target.seconds(load.num_sequences, verified) + drafting
     rates = committed / seconds
 
     def plan(index: int) -> Plan:
         reached = Load(load.num_sequences, *(float(each[index]) for each in (committed, verified, drafting)))
-        depth = 0 if not index else positions if is_judged else int(lengths[index - 1, 0])
+        depth = 0 if not index else survival.shape[1] if is_judged else round(float(drafted[index - 1]))
         floor = float(floors[index - 1]) if index else 0.0
         return Plan(reached, float(seconds[index]), float(rates[index]), depth, floor)
 

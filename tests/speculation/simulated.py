@@ -223,7 +223,10 @@ class SimulatedServer:
         counts = [len(draft) for draft in drafts]
         if self.fixed is None and self.profile.is_confident and any(rooms):
             judged = [number for number, draft in enumerate(drafts) if draft]
-            told = [(self.running[number].request, _as_draft(drafts[number])) for number in judged]
+            told = [
+                (request := self.running[number].request, _as_draft(drafts[number], request))
+                for number in judged
+            ]
             admitted = self.controller.admit(self.profile.method, told) if told else []
             for number, count in zip(judged, admitted, strict=True):
                 counts[number] = count
@@ -293,5 +296,6 @@ def log_odds(chance: float) -> float:
     return log(max(chance, 1e-6) / max(1 - chance, 1e-6))
 
 
-def _as_draft(chances: list[float]) -> Draft:
-    return Draft([0] * len(chances), confidences=[log_odds(chance) for chance in chances])
+def _as_draft(chances: list[float], request: SpeculatingRequest) -> Draft:
+    confidences = [log_odds(chance) for chance in chances]
+    return Draft([0] * len(chances), confidences=confidences, is_blind=request.is_blind)

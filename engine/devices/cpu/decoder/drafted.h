@@ -25,7 +25,7 @@ class Drafted {
     // The sequence's drafted token of this number, from its logits.
     int64_t next(const Draft& d, int64_t s, int64_t number, const Value* logits) {
         const int64_t start = d.batch.ends[s], position = start + number;
-        if (!d.distributions) return token_id(choose(logits, d.vocab, d.seeds[s], position, d.temperatures[s]));
+        if (!d.distributions) return token_id(choose(logits, d, s, position));
         float* distribution = d.distributions + (s * d.counts[0] + number) * d.width;
         spread(logits, d.vocab, d.temperatures[s], distribution, d.width);
         return draw(distribution, d.width, round_key(d.seeds[s], start, position, DRAFT));
@@ -55,10 +55,13 @@ class Drafted {
     }
 
     // The argmax of logits / temperature + Gumbel noise, as the sampler computes it without filters.
-    int64_t choose(const Value* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
+    int64_t choose(const Value* logits, const Draft& d, int64_t s, int64_t position) {
+        const int64_t vocab = d.vocab;
+        const float temperature = d.temperatures[s];
         const int64_t likeliest = argmax(logits, vocab);
         others = 1;
         if (likeliest < 0) return 0;
+        if (temperature == 0 && !d.confidences) return likeliest;
         values.resize(vocab);
         if (temperature == 0) {
             scale_row(logits, vocab, likeliest, 1 / SHARPNESS, values.data());
@@ -67,14 +70,15 @@ class Drafted {
             return likeliest;
         }
         scale_row(logits, vocab, likeliest, temperature, values.data());
-        const uint64_t key = stream_key(seed, position);
+        const uint64_t key = stream_key(d.seeds[s], position);
+        const float near = d.confidences ? NEAR : 1e-4f;
         const auto choose_by = [&](const auto& token_id) {
             int64_t best = likeliest;
             const float first_score = values[likeliest] + gumbel_noise(key, token_id(likeliest));
             float best_score = first_score;
             scores.assign(1, first_score);
             constexpr float NO_FLOOR = -std::numeric_limits<float>::infinity();
-            each_above(values.data(), vocab, NO_FLOOR, first_score - NEAR, key, token_id, [&](int64_t i, float score) {
+            each_above(values.data(), vocab, NO_FLOOR, first_score - near, key, token_id, [&](int64_t i, float score) {
                 if (i == likeliest) return;
                 scores.push_back(score);
                 if (score > best_score || (score == best_score && i < best)) best = i, best_score = score;
