@@ -21,8 +21,6 @@ PACE = 0.1
 """[share] The part of the difference between a measured and a predicted time that is corrected at once."""
 LONGEST_STRIDE = 0.5
 """[log ratio] The largest difference that counts: a measurement may hold a pause of the machine."""
-FEW_WINDOWS, SETTLED_STRIDE = 4, 0.1
-"""[windows] and [log ratio]: after so many no more counts, so that a pause leaves no step between widths."""
 DRAFT_START = 4.0
 """[levels] The fixed cost of drafting for a batch: that of the bundled draft and heads."""
 DRAFT_TOKEN = 0.5
@@ -77,8 +75,7 @@ class TargetTime:
         seen = self._seen[size]
         near = (1 - abs(_WIDTHS - math.log2(1 + drafted / num_sequences))).clip(0)
         error = math.log(max(measured, 1e-9) / self.seconds(num_sequences, [drafted])[0])
-        longest = LONGEST_STRIDE if near @ seen < FEW_WINDOWS else SETTLED_STRIDE
-        stride = min(max(error, -longest), longest)
+        stride = min(max(error, -LONGEST_STRIDE), LONGEST_STRIDE)
         pace = near * np.maximum(PACE, 1 / (1 + seen))
         self._logs[size] += stride * np.where(seen > 0, pace, pace.max())  # widths not seen yet follow
         self._seen[size] = seen + near
@@ -104,12 +101,12 @@ class DraftTime:
         """Return the seconds of a level."""
         return _nearest(self._units, num_requests, self._first_unit)
 
-    def units(self, levels: ArrayLike, tokens: ArrayLike) -> np.ndarray:
+    def units(self, levels: int, tokens: int) -> float:
         """Return the time of drafts that are `levels` deep and have `tokens` tokens in all, in levels."""
-        return self.start + np.asarray(levels) + self.token * np.asarray(tokens)
+        return self.start + levels + self.token * tokens
 
     def observe(self, num_requests: int, levels: int, tokens: int, measured: float) -> None:
-        size, found = num_requests.bit_length(), measured / float(self.units(levels, tokens))
+        size, found = num_requests.bit_length(), measured / self.units(levels, tokens)
         known = self._units.get(size)
         if known is not None:
             longest = math.exp(LONGEST_STRIDE)

@@ -134,7 +134,7 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     by position: of a draft's token i, given that those before it are accepted; `by_class` are those of each
     class of requests that has drafted. Drafting for a batch takes `start_s`, `level_s` for each token of the
     longest draft and `token_s` for each token of all drafts. Before a request's first draft its text is
-    read, in `read_s` for each token. `found` is the share of wanted drafts that were found.
+    read, in `read_s` for each token. `found` is the share of requested tokens that were drafted.
     """
 
     method: Source

@@ -161,15 +161,14 @@ class Account:
 class DraftTurn:
     """A drafter's turn in a step, which begins now, and its duration: the host's, or the device's where the
     host does not wait for it. After a turn that `is_late` the device may still draft; its duration may be
-    asked for only after the host has waited for something that the device computes later. `rooms` are the
-    tokens that each request may draft, or drafted.
+    asked for only after the host has waited for something that the device computes later.
     """
 
     def __init__(
         self,
         method: Source,
         requests: Sequence[SpeculatingRequest],
-        rooms: list[int],
+        rooms: Sequence[int],
         device: torch.device,
     ) -> None:
         self.method, self.requests, self.rooms = method, requests, rooms

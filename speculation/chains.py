@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from costs.acceptance import Calibration
 from engine.batch.rows import RowArrays, SequenceRows
 from engine.batch.runner import ChainDrafter, ForwardOutput, Runner, Step
 from engine.copies import Downloader
@@ -90,13 +89,12 @@ class ChainDrafting:
         rows: Sequence[SequenceRows],
         counts: Sequence[int],
         hidden: Tensor | None = None,
-        calibration: Calibration | None = None,
     ) -> list[Draft]:
         """`rows` are each sequence's up to its last token that have yet to be run, for a head with the
-        `hidden` states before them. `counts` fall. With a `calibration` drafts may end at its floor.
+        `hidden` states before them. `counts` fall.
         """
         if self._native is not None and self._native.can_draft(sequences):
-            return self._native.draft(sequences, rows, counts, hidden, calibration)
+            return self._native.draft(sequences, rows, counts, hidden)
         is_late = self._stays_on_device and not any(needs_history(each.params) for each in sequences)
         chains: list[list[int]] = [[] for _ in sequences]
         drawn: list[Drawn] = []
@@ -163,11 +161,9 @@ class NativeChain:
         rows: Sequence[SequenceRows],
         counts: Sequence[int],
         before: Tensor | None = None,
-        calibration: Calibration | None = None,
     ) -> list[Draft]:
         """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall. A
-        head also takes the hidden states `before` the rows, [rows, hidden_size]. With a `calibration` drafts
-        have confidences, and end at its floor.
+        head also takes the hidden states `before` the rows, [rows, hidden_size].
         """
         by_chance = [not (self._shares_noise or sequence.params.is_greedy) for sequence in sequences]
         distributions = None
@@ -180,13 +176,8 @@ class NativeChain:
             min(self._forward.vocab_size, self._vocab_size),
             before,
             distributions,
-            calibration,
         )
-        columns = zip(drafted.token_ids.T.tolist(), drafted.lengths.tolist(), strict=True)
-        drafts = [Draft(column[:length]) for column, length in columns]
-        if drafted.confidences is not None:
-            for draft, column in zip(drafts, drafted.confidences.T.tolist(), strict=True):
-                draft.confidences = column[: draft.num_nodes]
+        drafts = [Draft(column[:count]) for column, count in zip(drafted.T.tolist(), counts, strict=True)]
         if distributions is not None:
             for draft, drawn, is_drawn in zip(drafts, distributions, by_chance, strict=True):
                 draft.distributions = drawn[: draft.num_nodes] if is_drawn else None

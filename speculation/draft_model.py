@@ -116,8 +116,7 @@ class DraftModel(Drafter):
         ready = self._read_up(sequences)
         if ready:
             drafting = [sequences[i] for i in ready]
-            rows, wanted = self._unread_rows(drafting), [counts[i] for i in ready]
-            found = self._drafting.draft(drafting, rows, wanted, calibration=self.calibration)
+            found = self._drafting.draft(drafting, self._unread_rows(drafting), [counts[i] for i in ready])
             for index, sequence, draft in zip(ready, drafting, found, strict=True):
                 drafts[index] = draft
                 is_chain = draft is not None and draft.parents is None

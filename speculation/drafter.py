@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from costs.acceptance import Calibration
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import Group
 from engine.kv.pool import KVPool
@@ -133,8 +132,6 @@ class Drafter(ABC):
     kv_group: Group | None = None
     state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
-    calibration: Calibration | None = None
-    """The acceptance of tokens by the drafter's confidence, where that may decide how long drafts are."""
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:  # noqa: B027
         """The pool exists; `pool.segment("draft")` is the method's own if it has a `segment`."""

@@ -70,7 +70,7 @@ class HeadDrafter(Drafter):
         else:
             mixes = self._head.mixes_in_program and self._chains.is_native(sequences)
             hidden = features if mixes else self._combine(features)
-            drafts = self._chains.draft(sequences, rows, counts, hidden, self.calibration)
+            drafts = self._chains.draft(sequences, rows, counts, hidden)
         for sequence, draft in zip(sequences, drafts, strict=True):
             if draft is not None:
                 draft.is_blind = self._known[sequence.request_id].is_blind

@@ -60,15 +60,13 @@ class DraftSources:
         """Tell what the drafter, which is ready, may draft and what it reads."""
         drafter = self.drafters[method]
         has_kv = drafter.kv_group is not None
-        known = self._estimator.add_method(
+        self._estimator.add_method(
             method,
             draft_shape(method, self._options),
             self._options.max_speculative_tokens,
             reads_text=has_kv,
             reads_prompts=has_kv and bool(drafter.hidden_layers),
         )
-        if self._options.verification == "coupled":
-            drafter.calibration = known.calibration
 
     def new_request(self, sequence: SequenceState) -> SpeculatingRequest:
         source = self.source(sequence)

@@ -177,6 +177,7 @@ class BatchSpeculator:
         requests = [self._request(sequence) for sequence in decoding]
         for sequence, request in zip(decoding, requests, strict=True):
             if request.method is not None:
+                request.place = len(sequence.token_ids)
                 request.unread = _unread(sequence, self._drafters[request.method])
         self._controller.plan(requests)
         for sequence, request in zip(decoding, requests, strict=True):
@@ -194,7 +195,6 @@ class BatchSpeculator:
             if request.granted and (room := make_room(step, sequence, request.granted)):
                 assert request.method is not None
                 self._rooms[sequence] = room, request
-                request.confidences = ()
                 by_method.setdefault(request.method, []).append(sequence)
         for method, sequences in by_method.items():
             sequences.sort(key=lambda sequence: self._rooms[sequence][0], reverse=True)
@@ -208,8 +208,6 @@ class BatchSpeculator:
             drafts = drafter.propose(sequences, rooms)
             if method == CUSTOM:
                 drafts = self._runnable(drafts, rooms)
-            if self._options.verification == "coupled":
-                drafts = self._admitted(turn, drafts)
             for sequence, draft in zip(sequences, drafts, strict=True):
                 sequence.draft = draft
                 if draft is not None and sequence.params.grammar is not None:
@@ -219,26 +217,6 @@ class BatchSpeculator:
                 self._late_turns.append(turn)
             else:
                 self._learn_turn(turn)
-
-    def _admitted(self, turn: DraftTurn, drafts: Sequence[Draft | None]) -> list[Draft | None]:
-        """Return the drafts without the ends that are too unlikely to be worth their verification."""
-        admitted = list(drafts)
-        judged = [
-            (number, request, draft)
-            for number, (request, draft) in enumerate(zip(turn.requests, drafts, strict=True))
-            if draft is not None
-            and draft.confidences
-            and draft.parents is None
-            and request.fixed_tokens is None
-        ]
-        if not judged:
-            return admitted
-        counts = self._controller.admit(turn.method, [(request, draft) for _, request, draft in judged])
-        for (number, _, draft), count in zip(judged, counts, strict=True):
-            turn.rooms[number] = draft.num_nodes
-            if count < draft.num_nodes:
-                admitted[number] = draft.first(count)
-        return admitted
 
     def _learn_turn(self, turn: DraftTurn) -> None:
         seconds = turn.seconds
@@ -324,22 +302,25 @@ class BatchSpeculator:
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             if drafting := self._rooms.get(sequence):
                 verifies |= outcome.draft is not None
-                self._learn_draft(drafting[1], outcome)
+                self._learn_draft(sequence, *drafting, outcome)
         self._account.stepped(time.perf_counter() - self._drafted_at, verifies)
 
-    def _learn_draft(self, request: SpeculatingRequest, outcome: Outcome) -> None:
+    def _learn_draft(
+        self, sequence: SequenceState, room: int, request: SpeculatingRequest, outcome: Outcome
+    ) -> None:
         draft, verdict = outcome.draft, outcome.verdict
         method, estimator = request.method, self._controller.estimator
         assert method is not None
         if draft is None or not draft.token_ids or verdict is None or verdict.failed:
-            estimator.verified(request, 0)
+            estimator.verified(request, room, 0)
             return
         # What lies behind a chain's end is unknown, but behind a tree, which is all that its method has,
         # there is nothing. Of probes alone nothing is accepted.
         is_whole = estimator.methods[method].shape.whole
         depth = self._options.max_speculative_tokens if is_whole else draft.depth
-        num_rows, num_agreed = len(draft.token_ids), len(verdict.accepted)
-        estimator.verified(request, num_rows, depth, num_agreed, is_blind=draft.is_blind)
+        num_agreed = len(verdict.accepted)
+        place = len(sequence.token_ids)
+        estimator.verified(request, room, len(draft.token_ids), depth, num_agreed, place, draft.is_blind)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
         if not draft.is_blind:
             self._account.observed_first(method, request.origin, num_agreed > 0)

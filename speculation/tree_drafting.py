@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from costs.acceptance import Calibration
 from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.batch.step_inputs import StepShape, step_inputs
@@ -76,7 +75,6 @@ class TreeDrafting:
         rows: Sequence[SequenceRows],
         counts: Sequence[int],
         hidden: Tensor | None = None,
-        calibration: Calibration | None = None,
     ) -> list[Draft | None]:
         """As `ChainDrafting.draft`, of at most `counts` nodes. None where no token has a finite score."""
         growth = self._growth(counts)

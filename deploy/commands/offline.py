@@ -100,7 +100,9 @@ def speculate_train(
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Times through the data.")] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of --epochs.")] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 1024,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a step. Default: up to 4096, fewer with little text.")
+    ] = None,
     length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,

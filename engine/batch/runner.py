@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from costs.acceptance import Calibration
 from engine.batch.rows import BlockTable, RowArrays, SequenceRows
 from engine.batch.step_inputs import StepInputs
 
@@ -37,16 +36,6 @@ Fill = Callable[[StepInputs], None]
 """Writes into a step's inputs, on the device, what the host does not know yet."""
 
 
-class DraftedChains(NamedTuple):
-    """int64 and float32 [most tokens, sequences], which mean nothing beyond a chain's length, int64
-    [sequences].
-    """
-
-    token_ids: np.ndarray
-    lengths: np.ndarray
-    confidences: np.ndarray | None
-
-
 class ChainDrafter(Protocol):
     """A model that drafts whole chains in one call."""
 
@@ -61,14 +50,13 @@ class ChainDrafter(Protocol):
         vocab_size: int,
         before: Tensor | None = None,
         distributions: Tensor | None = None,
-        calibration: Calibration | None = None,
-    ) -> DraftedChains:
-        """Run the batch's rows, then draft token after token.
+    ) -> np.ndarray:
+        """Run the batch's rows, then draft token after token; int64 [most tokens, sequences].
 
-        `wishes`, int64 [2, sequences], has each sequence's seed and number of tokens; the first wants the
-        most. A sequence's blocks have room for the KV of all drafted tokens but the last. Only the first
-        `vocab_size` logits count. `temperatures` are float32. A head also takes the hidden states `before`
-        the rows. With a `calibration` chains end at its floor, and confidences come along.
+        `wishes`, int64 [2, sequences], has each sequence's seed and number of tokens, in descending order of
+        the latter; entries beyond that number mean nothing. A sequence's blocks have room for the KV of all
+        drafted tokens but the last. Only the first `vocab_size` logits count. `temperatures` are float32. A
+        head also takes the hidden states `before` the rows.
 
         With `distributions`, float32 [sequences, most tokens, width], the draft's distributions over the
         target's `width` token ids are written there, and tokens are drawn from them with noise of

@@ -154,12 +154,14 @@ template <class Visit> void each_at_least(const float* values, int64_t size, flo
     }
 }
 
-// visit(i, score) for all values of at least `floor` whose score, value + noise, is above `bar`, and perhaps some more.
-// `values` are as from scale_row; the noise of index i is that of token_id(i). Logarithms are computed only where the
-// noise may lift a token above the bar: -log u is at least 1 - u.
-template <class TokenId, class Visit>
-void each_above(const float* values, int64_t size, float floor, float bar, uint64_t key, const TokenId& token_id,
-                const Visit& visit) {
+// The index with the greatest value + noise among values of at least `floor`, the first of equal ones. `values` are as
+// from scale_row; the noise of index i is that of token_id(i). Logarithms are computed only where the noise may lift a
+// token above the likeliest one's score: -log u is at least 1 - u.
+template <class TokenId>
+int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, uint64_t key, const TokenId& token_id) {
+    int64_t best = likeliest;
+    float best_score = values[likeliest] + gumbel_noise(key, token_id(likeliest));
+    const float bar = best_score - 1e-4f;
     floor = std::max(floor, bar - MAX_NOISE);
     for (int64_t first = 0; first < size; first += BLOCK) {
         const int64_t count = std::min(BLOCK, size - first);
@@ -170,19 +172,11 @@ void each_above(const float* values, int64_t size, float floor, float bar, uint6
             const float tail = tail_probability(key, token_id(first + i));
             lifts[i] = value[i] >= floor ? exp_of(value[i] - bar) - tail : -1;
         }
-        each_at_least(lifts, count, -1e-6f,
-                      [&](int64_t i) { visit(first + i, value[i] + gumbel_noise(key, token_id(first + i))); });
+        each_at_least(lifts, count, -1e-6f, [&](int64_t i) {
+            const float score = value[i] + gumbel_noise(key, token_id(first + i));
+            if (score > best_score || (score == best_score && first + i < best)) best = first + i, best_score = score;
+        });
     }
-}
-
-// The index with the greatest value + noise among values of at least `floor`, the first of equal ones.
-template <class TokenId>
-int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, uint64_t key, const TokenId& token_id) {
-    int64_t best = likeliest;
-    float best_score = values[likeliest] + gumbel_noise(key, token_id(likeliest));
-    each_above(values, size, floor, best_score - 1e-4f, key, token_id, [&](int64_t i, float score) {
-        if (score > best_score || (score == best_score && i < best)) best = i, best_score = score;
-    });
     return best;
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,8 +21,7 @@ class Draft:
     bit 0 is the sequence's last token, bit i + 1 is token i, and the last bit set is its own.
 
     `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
-    says that the draft is deterministic. `confidences` are the drafter's own log-odds
-    of each node, given those before it. `is_blind`: drafted with truncated context; its acceptance is
+    says that the draft is deterministic. `is_blind`: drafted with truncated context; its acceptance is
     left out of statistics that requests share. The first `num_predicted` tokens came from the client's
     prediction of the answer. While its tokens are `late`, `ids` has names of them; whoever
     asks for `token_ids` waits. If its shape is late too, all nodes follow the last token until it is settled.
@@ -32,7 +31,6 @@ class Draft:
     parents: list[int] | None = None
     probes: list[int] = field(default_factory=list)
     distributions: Tensor | None = None
-    confidences: Sequence[float] | None = None
     is_blind: bool = False
     num_predicted: int = 0
     late: LateTokens | None = None

@@ -1,31 +1,27 @@
 """Decides for each step how many tokens its requests draft, so that it commits the most tokens in a second.
 
 A plan stands for some steps, whose time is measured as a whole: a step in which nobody drafts costs little
-more than a comparison. A plan depends on earlier steps alone. Where no token of the output can depend on what
-is drafted (coupled verification), the drafter's confidence in each token counts, too: a chain ends with a
-token that is too unsure, and of all requests' tokens those are verified that are worth their time.
+more than a comparison. Plans depend on committed tokens only, never on drafted ones: whether a token is
+verified must not depend on the token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from dataclasses import dataclass
 
 from costs.drafting import MIN_GAIN
 from costs.explorer import TRIAL_SHARE, Explorer
-from engine.step.draft import Draft
 from protocol.speculation import Source
-from speculation.control.estimator import Estimator
-from speculation.control.plans import Load, Plan, plain_and_best, worth_verifying
+from speculation.control.estimator import Estimator, MethodEstimate
 from speculation.control.request import SpeculatingRequest
 
-DRAFT_STANDS = 16
-"""[steps] The duration of a plan that drafts: planning takes 3 % of a 0.4 ms step."""
+DRAFT_STANDS = 8
+"""[steps] The duration of a plan that drafts: planning takes 5 % of a 0.4 ms step."""
+PLAIN_STANDS = 16
+"""[steps] The duration where nothing is drafted, but would be by a request whose text is not hard."""
 IDLE_STANDS = 64
-"""[steps] The duration where nothing is drafted, or all numbers are fixed."""
-READ_MARGIN = 2.0
-"""Prompts are read where drafts save so many times the time of it: savings are a difference of estimates."""
+"""[steps] The duration where not even that pays, or all numbers are fixed."""
 TRIAL_STEPS = 6
 """[steps] The duration of a trial: enough to outweigh its first step, which runs with cold caches."""
 
@@ -47,10 +43,6 @@ class DraftController:
         """Whether typical requests would draft, by the number of bits of how many there are."""
         self.drafts = False
         """Whether anybody drafts by the present plan."""
-        self._prices = np.zeros(1)
-        """The tokens that so many drafted rows of a step must bring."""
-        self._tries = False
-        """Whether the present plan is a trial of drafting."""
         self._sees = False
         """Whether anybody's prompt was read, by a method that must not miss a step after that."""
 
@@ -134,92 +126,128 @@ class DraftController:
     def plan(self, requests: Sequence[SpeculatingRequest]) -> None:
         """Set `granted` of all requests that decode in the coming step."""
         self.end_window()
-        size, gain = sum(self._load), 0.0
         for request in requests:
             request.granted = request.fixed_tokens or 0
-            if request.granted and request.method is not None:
-                rates = self.estimator.methods[request.method].acceptance.rates()
-                gain += float(np.cumprod(rates)[: request.granted].sum())
-        load = Load(size, size + gain, sum([request.granted for request in requests]))
+            request.acceptance.age(request.place)
+        size = sum(self._load)
+        fixed = [request for request in requests if request.granted]
+        tokens = size + sum([sum(request.acceptance.survival()[: request.granted]) for request in fixed])
+        step = Step(size, tokens, sum([request.granted for request in fixed]))
         self._steps_left = IDLE_STANDS
-        self._sees = self._tries = False
+        self._sees = False
         for method, known in self.estimator.methods.items():
             group = [request for request in requests if request.method == method]
             if free := [request for request in group if request.fixed_tokens is None]:
-                load = self._choose(method, free, load)
-            if len(free) < len(group):
-                known.calibration.floor = 0.0  # fixed numbers are drafted in full
+                step = self._choose(method, free, step)
             known.num_requests, known.num_tokens = len(group), sum([request.granted for request in group])
             self._sees |= known.reads_prompts and not all(request.is_blind for request in group)
         self.drafts = any(request.granted for request in requests)
         self._steps_left -= 1
         self.estimator.begin_window(len(requests))
 
-    def _choose(self, method: Source, requests: list[SpeculatingRequest], load: Load) -> Load:
-        """Grant tokens to the requests if that pays, or for a trial. Return the step with their drafts."""
-        known, estimator = self.estimator.methods[method], self.estimator
-        size, most = load.num_sequences, known.shape.max_tokens
-        able = [each for each in requests if not (known.shape.whole and (each.most or most) < most)]
-        plain, best = plain_and_best(estimator.target, known, len(able), load)
-        worth = self._worth(plain, best)
-        self._pays[size.bit_length()] = worth > self._typical_reading(method)
-        drafting = [each for each in able if estimator.read_seconds(method, each.unread) < worth]
-        stands = DRAFT_STANDS if drafting else IDLE_STANDS
-        is_shown = not (known.reads_prompts and all(request.is_blind for request in able))
-        other = [] if drafting else able
-        if is_shown and self._explorer.tries(self._price(method, other, plain, best)):
-            drafting, stands, self._tries = other, TRIAL_STEPS, True
+    def _choose(self, method: Source, requests: list[SpeculatingRequest], step: Step) -> Step:
+        """Grant tokens to the requests: as many as pay, or for a trial. Return the step with their drafts."""
+        size = step.num_sequences
+        plain, best = plain_and_best(self.estimator, method, requests, step)
+        pays = _is_faster(best, plain)
+        self._pays[size.bit_length()] = pays or self._typical_pays(method, size)
+        if pays:
+            chosen, other, stands = best, plain, DRAFT_STANDS
+        else:
+            chosen, other, stands = plain, best, PLAIN_STANDS if self._may_pay() else IDLE_STANDS
+        reads_prompts = self.estimator.methods[method].reads_prompts
+        shows_something = not (reads_prompts and all(request.is_blind for request in requests))
+        if shows_something and self._explorer.tries(self._price(method, requests, other, chosen)):
+            chosen, stands = other, TRIAL_STEPS
         self._steps_left = min(self._steps_left, stands)
-        if not drafting:
-            return load
-        for request in drafting:
-            request.granted = min(best.depth, request.most or best.depth)
-        known.calibration.floor = best.floor
-        self._prices = best.rate * estimator.target.seconds(size, load.rows + np.arange(1 + most * size))
-        return best.load
+        for request, granted in zip(requests, chosen.granted, strict=True):
+            request.granted = granted
+        return chosen.step
 
-    def _worth(self, plain: Plan, best: Plan) -> float:
-        """Return the seconds that drafts save each request at least; not above 0 if they do not pay."""
-        return self.estimator.mean_output * (1 / (plain.rate * (1 + MIN_GAIN)) - 1 / best.rate)
-
-    def _typical_reading(self, method: Source) -> float:
-        """Return the seconds to read a prompt for drafting."""
-        reads = self.estimator.methods[method].reads_text
-        return (
-            READ_MARGIN * self.estimator.read_seconds(method, int(self.estimator.mean_prompt))
-            if reads
-            else 0.0
-        )
+    def _price(self, method: Source, requests: list[SpeculatingRequest], trial: Plan, instead: Plan) -> float:
+        """Return the seconds that a trial is expected to lose."""
+        drafting = zip(requests, trial.granted, strict=True)
+        unread = sum([request.unread for request, granted in drafting if granted])
+        lost = max(1 - trial.rate / instead.rate, MIN_GAIN)
+        return TRIAL_STEPS * trial.seconds * lost + self.estimator.read_seconds(method, unread)
 
     def _typical_pays(self, method: Source, num_requests: int) -> bool:
         """Return whether so many requests would draft, the prompts of which are to be read first."""
-        known, load = self.estimator.methods[method], Load(num_requests, num_requests)
-        plain, best = plain_and_best(self.estimator.target, known, num_requests, load)
-        return self._worth(plain, best) > self._typical_reading(method)
+        typical = self.estimator.new_request(method, None)
+        if self.estimator.methods[method].reads_text:
+            typical.unread = int(self.estimator.mean_prompt)
+        step = Step(num_requests, num_requests)
+        plain, best = plain_and_best(self.estimator, method, [typical] * num_requests, step)
+        return _is_faster(best, plain)
 
-    def _price(self, method: Source, requests: list[SpeculatingRequest], plain: Plan, best: Plan) -> float:
-        """Return the seconds that a trial loses in which these requests draft, none without the best plan. At
-        least one token of each draft is verified.
-        """
-        trial, instead = (best, plain) if requests else (plain, best)
-        load, rows = trial.load, max(trial.load.rows, len(requests))
-        seconds = float(self.estimator.target.seconds(load.num_sequences, [rows])[0]) + load.drafting
-        lost = max(1 - load.tokens / seconds / instead.rate, MIN_GAIN)
-        unread = sum([request.unread for request in requests])
-        return TRIAL_STEPS * seconds * lost + self.estimator.read_seconds(method, unread)
 
-    # --- after drafting -----------------------------------------------------------------------------
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    return plan.rate > other.rate * (1 + MIN_GAIN)
 
-    def admit(self, method: Source, drafted: Sequence[tuple[SpeculatingRequest, Draft]]) -> list[int]:
-        """Return how many tokens of each draft, all of which have confidences, are verified."""
-        known = self.estimator.methods[method]
-        told = np.full((len(drafted), known.latest.num_positions), -np.inf)
-        for line, (request, draft) in zip(told, drafted, strict=True):
-            request.confidences = confidences = draft.confidences or ()
-            line[: len(confidences)] = confidences[: len(line)]
-        survival = known.calibration.survival(told)
-        sees = [not draft.is_blind for _, draft in drafted]  # blind ones tell nothing of others
-        known.latest.add(survival if all(sees) else survival[sees], known.calibration.floor)
-        counts = worth_verifying(survival, self._prices)
-        # What is never verified is never known.
-        return [max(count, 1) for count in counts] if self._tries else counts
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of so many sequences: tokens that it should commit, rows that it drafts, seconds of drafting."""
+
+    num_sequences: int
+    tokens: float
+    drafted: float = 0.0
+    drafting: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`granted[i]` tokens for request i, and the step that they lead to. `rate` are tokens a second."""
+
+    granted: list[int]
+    step: Step
+    seconds: float
+    rate: float
+
+
+def plain_and_best(
+    estimator: Estimator, method: Source, requests: Sequence[SpeculatingRequest], step: Step
+) -> tuple[Plan, Plan]:
+    """Return plans without and with drafts of these requests of one method, in addition to those of `step`.
+    They are the same if none of the requests can draft.
+
+    Slots of all requests are taken in the order of their chance of survival, as long as expected tokens over
+    expected seconds rise (DSpark, arXiv 2607.05147; vLLM's adaptive verification).
+    """
+    known = estimator.methods[method]
+    width, weight = known.shape.width, known.acceptance.found * known.shape.width
+    chances = [_slot_chances(known, request) for request in requests]
+    slots = sorted(
+        (-chance, level, index) for index, all in enumerate(chances) for level, chance in enumerate(all, 1)
+    )
+    tokens, drafted, drafting, reading = [step.tokens], [step.drafted], [step.drafting], [0.0]
+    read_share = estimator.read_seconds(method, 1) / estimator.mean_output
+    unit, deepest = known.time.unit(len(requests)), 0
+    for end, (rank, level, index) in enumerate(slots, 1):
+        deepest = max(deepest, level)
+        tokens.append(tokens[-1] - rank * weight)
+        drafted.append(drafted[-1] + weight)
+        drafting.append(step.drafting + unit * known.time.units(deepest, end * width))
+        unread = requests[index].unread if level == 1 else 0
+        reading.append(reading[-1] + read_share * unread * (1 + sum(chances[index]) * width))
+    seconds = estimator.target.seconds(step.num_sequences, drafted) + drafting
+    rates = tokens / (seconds + reading)
+
+    def plan(end: int) -> Plan:
+        granted = [0] * len(requests)
+        for _, _, index in slots[:end]:
+            granted[index] += width
+        reached = Step(step.num_sequences, tokens[end], drafted[end], drafting[end])
+        return Plan(granted, reached, float(seconds[end]), float(rates[end]))
+
+    return plan(0), plan(1 + int(rates[1:].argmax()) if slots else 0)
+
+
+def _slot_chances(known: MethodEstimate, request: SpeculatingRequest) -> list[float]:
+    """Return the chance of each slot's tokens; for a tree the mean over its tokens."""
+    survival, most = request.acceptance.survival(), known.shape.max_tokens
+    if not known.shape.whole:
+        return survival[: request.most]
+    if request.most is not None and request.most < most:
+        return []
+    return [sum(survival) / max(known.acceptance.found * most, 1.0)]

@@ -6,9 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from costs.acceptance import Calibration, LatestDrafts, MethodAcceptance
+from costs.acceptance import MethodAcceptance, RequestAcceptance
 from costs.widths import UNMEASURED, DraftTime, TargetTime
 from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
 from speculation.control.request import Shape, SpeculatingRequest
@@ -31,26 +29,17 @@ LENGTH_PACE = 0.05
 class MethodEstimate:
     """`reads_text`: a request's text must be read before it drafts; `reads_prompts`: and that of its prompt
     while it is prefilled or never. The latest plan grants `num_tokens` to `num_requests`. The classes that
-    have drafted have rates of their own, for the router. `latest` has drafts with confidences.
+    have drafted have rates of their own, for the router.
     """
 
     shape: Shape
     acceptance: MethodAcceptance
     time: DraftTime
-    latest: LatestDrafts
     reads_text: bool = False
     reads_prompts: bool = False
     num_requests: int = 0
     num_tokens: int = 0
     by_class: dict[RequestClass, MethodAcceptance] = field(default_factory=dict)
-    calibration: Calibration = field(default_factory=Calibration)
-
-    def survival(self) -> np.ndarray:
-        """Return the survival of tokens to be drafted, [drafts, positions]: one line for all if it is not
-        known by confidence.
-        """
-        rates = self.acceptance.rates()
-        return self.latest.survival(rates) if self.latest.are_known else np.cumprod([rates], 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,24 +65,23 @@ class Estimator:
 
     def add_method(
         self, method: Source, shape: Shape, max_depth: int, *, reads_text: bool, reads_prompts: bool
-    ) -> MethodEstimate:
+    ) -> None:
         time_ = DraftTime(DRAFT_LEVEL * float(self.target.seconds(1, [0])[0]))
-        known = self.methods[method] = MethodEstimate(
-            shape, MethodAcceptance(max_depth), time_, LatestDrafts(max_depth), reads_text, reads_prompts
-        )
-        return known
+        acceptance = MethodAcceptance(max_depth)
+        self.methods[method] = MethodEstimate(shape, acceptance, time_, reads_text, reads_prompts)
 
     def new_request(
         self, method: Source | None, fixed_tokens: int | None, request_class: RequestClass | None = None
     ) -> SpeculatingRequest:
-        of_class = None
-        if method is not None and request_class is not None:
-            known = self.methods[method]
+        if method is None:
+            return SpeculatingRequest(None, fixed_tokens, RequestAcceptance(MethodAcceptance(0)))
+        known, of_class = self.methods[method], None
+        if request_class is not None:
             of_class = known.by_class.get(request_class)
             if of_class is None:
                 rates = known.acceptance.rates()
                 of_class = known.by_class[request_class] = MethodAcceptance(len(rates), rates)
-        return SpeculatingRequest(method, fixed_tokens, of_class)
+        return SpeculatingRequest(method, fixed_tokens, RequestAcceptance(known.acceptance, of_class))
 
     # --- learning -----------------------------------------------------------------------------------
 
@@ -124,7 +112,7 @@ class Estimator:
         levels, tokens = 1 if known.shape.whole else max(counts), sum(counts)
         unread = sum([request.unread for request in requests])
         if unread >= LEAST_READ:
-            drafting = known.time.unit(len(requests)) * float(known.time.units(levels, tokens))
+            drafting = known.time.unit(len(requests)) * known.time.units(levels, tokens)
             known.time.observe_reading(unread, seconds - drafting)
         else:
             known.time.observe(len(requests), levels, tokens, seconds)
@@ -134,27 +122,21 @@ class Estimator:
     def verified(
         self,
         request: SpeculatingRequest,
-        num_rows: int,
+        num_granted: int,
+        num_drafted: int,
         depth: int = 0,
         num_accepted: int = 0,
-        *,
+        place: int = 0,
         is_blind: bool = False,
     ) -> None:
-        """Note that the request, which was to draft, had so many drafted rows in a step, and accepted tokens
-        of a draft so deep. `is_blind`: its drafter's context was truncated, so it tells nothing of others.
+        """Note that the request, now `place` tokens long, had room for so many tokens in a step. Its draft
+        was `depth` deep, if it had one.
         """
         if self.window is not None:
-            self.window.drafted += num_rows
-        assert request.method is not None
-        known, confidences = self.methods[request.method], request.confidences
-        known.acceptance.observe_found(is_found=bool(num_rows or confidences))
-        if is_blind:
-            return
-        dropped = known.calibration.rate(confidences[depth]) if depth < len(confidences) else None
-        known.calibration.observe(confidences[:depth], num_accepted)
-        for acceptance in (known.acceptance, request.of_class):
-            if acceptance is not None:
-                acceptance.observe(depth, num_accepted, dropped)
+            self.window.drafted += num_drafted
+        request.acceptance.method.observe_found(num_granted, num_drafted)
+        if depth:
+            request.acceptance.observe(depth, num_accepted, place, is_blind=is_blind)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
         """Note that a request ended with so many tokens of output, and of a prompt that was computed here."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from costs.acceptance import MethodAcceptance
+from costs.acceptance import RequestAcceptance
 from protocol.speculation import METHODS, Source, SpeculativeConfig
 
 Origin = Literal["computed", "prefix_hit", "handed_over"]
@@ -20,26 +19,31 @@ class Shape:
     max_tokens: int
     whole: bool = False
 
+    @property
+    def width(self) -> int:
+        """The tokens of a slot, which are drafted together or not at all."""
+        return self.max_tokens if self.whole else 1
+
 
 @dataclass(slots=True, eq=False)
 class SpeculatingRequest:
     """One request of the batch. Without a `method` it does not speculate; `fixed_tokens` None is "auto".
     It drafts `most` tokens at most, if that is not None.
 
-    The drafter must read `unread` tokens before it drafts; `is_blind`: the prompt was not read, and can't be
-    any more. The request drafts up to `granted` tokens in each step of the present plan. `confidences` are
-    those of its latest draft, if it had any. Drafts count for `of_class` too.
+    `place` is its number of tokens, `unread` those that the drafter must read before it drafts; `is_blind`:
+    its prompt was not read, and can't be any more. It drafts `granted` tokens in each step of the present
+    plan.
     """
 
     method: Source | None
     fixed_tokens: int | None
-    of_class: MethodAcceptance | None = None
+    acceptance: RequestAcceptance
     origin: Origin = "computed"
+    place: int = 0
     unread: int = 0
     is_blind: bool = False
     granted: int = 0
     most: int | None = None
-    confidences: Sequence[float] = ()
 
 
 def draft_shape(method: Source, options: SpeculativeConfig) -> Shape:

@@ -107,8 +107,7 @@ class SelfDrafter(Drafter):
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         rows = [self._draft_rows(each, DraftRows(0, each.token_ids[-1:])) for each in sequences]
-        fitting = self._fitting(sequences, counts)
-        return [*self._drafting.draft(sequences, rows, fitting, calibration=self.calibration)]
+        return [*self._drafting.draft(sequences, rows, self._fitting(sequences, counts))]
 
     def _draft_rows(self, sequence: SequenceState, rows: DraftRows) -> SequenceRows:
         start, blocks = len(sequence.token_ids) - 1 + rows.first, sequence.held.blocks

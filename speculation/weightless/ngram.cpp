@@ -1,11 +1,6 @@
-// Finds an earlier occurrence of a text's last tokens, and drafts what followed there. The longer the match, the surer
-// the draft: of several measures its logarithm predicted acceptance best.
+// Finds an earlier occurrence of a text's last tokens, and drafts what followed there.
 
 #include "repeats.h"
-
-#include <cmath>
-
-constexpr int64_t LONGEST = 64;  // longer matches are no surer
 
 // The most recent end of the longest earlier match of at least `shortest` tokens; -1 if there is none.
 static int64_t find(const int32_t* text, int64_t length, int64_t shortest, int64_t longest) {
@@ -26,11 +21,9 @@ extern "C" void tandem_ngram(const Batch* batch, int64_t shortest, int64_t longe
         int32_t* draft = batch->drafts + i * batch->stride;
         const int64_t length = batch->lengths[i], place = find(text, length, shortest, longest);
         batch->found[i] = place < 0 ? 0 : batch->counts[i];
-        const int64_t match = place < 0 ? 0 : matched(text, length, place, LONGEST);
         for (int64_t k = 0; k < batch->found[i]; k++) {
             const int64_t next = place + 1 + k, beyond = next - length;
             draft[k] = beyond < 0 ? text[next] : draft[beyond];
-            batch->confidences[i * batch->stride + k] = std::log(float(match + k));
         }
     }
 }

@@ -45,10 +45,11 @@ class NgramDrafter(TextDrafter):
         if self._compiled is None:
             pairs = zip(texts, counts, strict=True)
             drafted = [look_up(text.tokens, count, *self._bounds) for text, count in pairs]
-            return [Draft(token_ids) if token_ids else None for token_ids in drafted]
-        batch = TextBatch(texts, counts)
-        self._compiled(ctypes.byref(batch), *self._bounds)
-        return batch.drafted()
+        else:
+            batch = TextBatch(texts, counts)
+            self._compiled(ctypes.byref(batch), *self._bounds)
+            drafted = batch.drafted()
+        return [Draft(token_ids) if token_ids else None for token_ids in drafted]
 
 
 def look_up(text: np.ndarray, count: int, shortest: int, longest: int) -> list[int]:

@@ -5,13 +5,12 @@
 #include <algorithm>
 #include <cstdint>
 
-// `size` texts of lengths[i] tokens each. Of text i, at most counts[i] tokens go to drafts[i * stride ..], with
-// confidences[i * stride ..] in them, and found[i] says how many.
+// `size` texts of lengths[i] tokens each. Of text i, at most counts[i] tokens go to drafts[i * stride ..], and
+// found[i] says how many.
 struct Batch {
     const int32_t* const* texts;
     const int64_t *lengths, *counts;
     int32_t* drafts;
-    float* confidences;
     int64_t* found;
     int64_t size, stride;
 };

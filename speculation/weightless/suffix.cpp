@@ -8,7 +8,6 @@
 
 #include "repeats.h"
 
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -61,14 +60,8 @@ struct Places {
 
 struct Draft {
     int32_t* tokens;
-    float* confidences;
     int64_t length = 0, predicted = 0;  // the first `predicted` tokens follow each other in the prediction
     double score = 0;                   // the expected number of accepted tokens
-};
-
-struct Path {
-    std::vector<int32_t> tokens;
-    std::vector<float> confidences;
 };
 
 uint64_t mix(uint64_t hash, int64_t symbol) {
@@ -76,11 +69,10 @@ uint64_t mix(uint64_t hash, int64_t symbol) {
     return hash ^ hash >> 32;
 }
 
-// Follows the most frequent next token at each branch after a match of `matched` tokens. The share of the places that
-// are still on the path is its probability. A token is the surer, the more of the places have it and the longer the
-// match with it is.
+// Follows the most frequent next token at each branch. The share of the places that are still on the path is its
+// probability.
 template <class Source>
-void walk(const Source& source, uint32_t* places, int count, int64_t matched, int64_t limit, double min_prob, Path& path,
+void walk(const Source& source, uint32_t* places, int count, int64_t limit, double min_prob, int32_t* path,
           Draft& best) {
     int64_t length = 0, sum = 0, predicted = 0;
     for (int alive = count; length < limit;) {
@@ -95,19 +87,17 @@ void walk(const Source& source, uint32_t* places, int count, int64_t matched, in
             }
         }
         if (most == 0 || double(most) / count < min_prob) break;
-        path.confidences[length] = std::log((most + 0.5f) / (alive - most + 0.5f) * float(matched + length));
         int kept = 0;
         for (int i = 0; i < alive; i++)
             if (next[i] == token) places[kept++] = places[i] + 1;
         alive = kept;
         sum += most;
-        path.tokens[length++] = token;
+        path[length++] = token;
         if (source.is_predicted(places[alive - 1])) predicted = length;  // the last place is the earliest
     }
     const double score = double(sum) / count;
     if (score > best.score) {
-        std::memcpy(best.tokens, path.tokens.data(), length * sizeof(int32_t));
-        std::memcpy(best.confidences, path.confidences.data(), length * sizeof(float));
+        std::memcpy(best.tokens, path, length * sizeof(int32_t));
         best.length = length;
         best.predicted = predicted;
         best.score = score;
@@ -117,7 +107,7 @@ void walk(const Source& source, uint32_t* places, int count, int64_t matched, in
 // Tries each match length of an order, the longest first.
 template <class Source>
 void try_order(const Source& source, const Places& places, int order, int64_t count, const Settings& settings,
-               Path& path, Draft& best) {
+               int32_t* path, Draft& best) {
     const int64_t beyond = order + 1 < NUM_ORDERS ? ORDERS[order + 1] : settings.depth;
     for (int64_t length = std::min(beyond, settings.depth) - 1; length >= ORDERS[order]; length--) {
         const double allowed = std::min(double(count), double(length) * settings.max_spec_factor);
@@ -127,11 +117,11 @@ void try_order(const Source& source, const Places& places, int order, int64_t co
         int found = 0;
         for (int i = 0; i < places.count; i++)
             if (places.matched[i] >= length) matching[found++] = places.at[i];
-        if (found) walk(source, matching, found, length, limit, settings.min_token_prob, path, best);
+        if (found) walk(source, matching, found, limit, settings.min_token_prob, path, best);
     }
 }
 
-void search_text(const Text& text, int64_t count, const Settings& settings, Path& path, Draft& best) {
+void search_text(const Text& text, int64_t count, const Settings& settings, int32_t* path, Draft& best) {
     Places places[NUM_ORDERS];
     const int64_t longest = settings.depth - 1;
     for_each_repeat(text.tokens, text.length, 1, longest, [&](int64_t place, int64_t length) {
@@ -168,7 +158,7 @@ Places follow_chain(const Corpus& corpus, const int64_t* last, int64_t known, in
 }
 
 void search_corpus(const Corpus& corpus, const Text& text, int64_t tenant, int64_t count, const Settings& settings,
-                   Path& path, Draft& best) {
+                   int32_t* path, Draft& best) {
     const int64_t longest = settings.depth - 1, known = std::min(longest, text.length);
     std::vector<int64_t> last(known);  // the last symbol first
     for (int64_t i = 0; i < known; i++) last[i] = tenant << 32 | text.tokens[text.length - 1 - i];
@@ -202,13 +192,13 @@ extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_
 // drafted tokens came from there. The corpus is searched for the texts whose tenants[i] is not negative.
 extern "C" void tandem_suffix_search(const Batch* batch, const Settings* settings, const Corpus* corpus,
                                      const int64_t* tenants, int64_t* predicted) {
-    Path path{std::vector<int32_t>(batch->stride), std::vector<float>(batch->stride)};
+    std::vector<int32_t> path(batch->stride);
     for (int64_t i = 0; i < batch->size; i++) {
         const Text text{batch->texts[i], batch->lengths[i], predicted[i]};
         const int64_t count = batch->counts[i];
-        Draft best{batch->drafts + i * batch->stride, batch->confidences + i * batch->stride};
-        search_text(text, count, *settings, path, best);
-        if (tenants[i] >= 0) search_corpus(*corpus, text, tenants[i], count, *settings, path, best);
+        Draft best{batch->drafts + i * batch->stride};
+        search_text(text, count, *settings, path.data(), best);
+        if (tenants[i] >= 0) search_corpus(*corpus, text, tenants[i], count, *settings, path.data(), best);
         batch->found[i] = best.length;
         predicted[i] = best.predicted;
     }

@@ -85,11 +85,10 @@ class SuffixDrafter(TextDrafter):
         self._library.tandem_suffix_search(
             *map(ctypes.byref, (batch, self._settings)), ring, *map(ctypes.byref, (tenants, predicted))
         )
-        drafts = batch.drafted()
-        for draft, count in zip(drafts, predicted, strict=True):
-            if draft is not None:
-                draft.num_predicted = count
-        return drafts
+        return [
+            Draft(token_ids, num_predicted=count) if token_ids else None
+            for token_ids, count in zip(batch.drafted(), predicted, strict=True)
+        ]
 
     def forget(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from speculation.drafter import Drafter
 
@@ -52,10 +51,7 @@ class TextBatch(ctypes.Structure):
     """Texts to draft for, with room for the drafts: `Batch` of `repeats.h`."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("texts", "lengths", "counts", "drafts", "confidences", "found")
-        ),
+        *((name, ctypes.c_void_p) for name in ("texts", "lengths", "counts", "drafts", "found")),
         ("size", ctypes.c_int64),
         ("stride", ctypes.c_int64),
     )
@@ -66,21 +62,16 @@ class TextBatch(ctypes.Structure):
         lengths = [text.length for text in texts]
         self._told = (ctypes.c_int64 * (3 * size))(*addresses, *lengths, *counts)
         self._drafts = (ctypes.c_int32 * (size * stride))()
-        self._confidences = (ctypes.c_float * (size * stride))()
         self._found = (ctypes.c_int64 * size)()
         told, column = ctypes.addressof(self._told), ctypes.sizeof(self._found)
         columns = told, told + column, told + 2 * column
-        results = [ctypes.addressof(each) for each in (self._drafts, self._confidences, self._found)]
-        super().__init__(*columns, *results, size, stride)
+        drafts, found = ctypes.addressof(self._drafts), ctypes.addressof(self._found)
+        super().__init__(*columns, drafts, found, size, stride)
 
-    def drafted(self) -> list[Draft | None]:
-        """Return each text's draft, once a search has run."""
-        drafts: list[Draft | None] = []
-        for start, count in zip(range(0, len(self._drafts), self.stride), self._found, strict=True):
-            place = slice(start, start + count)
-            draft = Draft(self._drafts[place], confidences=self._confidences[place]) if count else None
-            drafts.append(draft)
-        return drafts
+    def drafted(self) -> list[list[int]]:
+        """Each text's draft, once a search has run."""
+        starts = range(0, len(self._drafts), self.stride)
+        return [self._drafts[start : start + count] for start, count in zip(starts, self._found, strict=True)]
 
 
 class TextDrafter(Drafter):

@@ -1,7 +1,6 @@
 """Simulates a server with known step times and known acceptance of each drafted token.
 
-A drafter's confidence in a token is right: the token is accepted as often. The machine resembles a two-core
-EPYC that serves the bundled model. Its clock runs only during steps.
+The machine resembles a two-core EPYC that serves the bundled model. Its clock runs only during steps.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from math import log
 
 import pytest
 
 from costs.widths import MeasuredCurve, TargetTime
-from engine.step.draft import Draft
 from protocol.speculation import Method
 from speculation.control import estimator
 from speculation.control.controller import DraftController
@@ -29,8 +26,6 @@ it were.
 ROWS = [1 << power for power in range(10)]
 PROMPT = 500
 PREFILL = 5e-5
-SPREAD = 3.0
-"""How alike the tokens of a passage are in their chances, as the sum of a beta distribution's parameters."""
 CAPTURE = 0.15
 """The share that reading a prompt for heads adds to its prefill."""
 
@@ -69,9 +64,6 @@ class Profile:
     max_tokens: int = 8
     whole: int = 0
     reads_prompts: bool = False
-    is_confident: bool = True
-    ends_chains: bool = False
-    """Whether drafting stops where the next token is too unlikely to be accepted."""
 
     @property
     def shape(self) -> Shape:
@@ -79,35 +71,12 @@ class Profile:
 
 
 PROFILES = [
-    Profile(
-        "draft_model",
-        0.97,
-        0.5,
-        start=1.2e-4,
-        per_level=1e-5,
-        per_token=1.2e-5,
-        per_read=5e-6,
-        ends_chains=True,
-    ),
+    Profile("draft_model", 0.97, 0.5, start=1.2e-4, per_level=1e-5, per_token=1.2e-5, per_read=5e-6),
     Profile("ngram", 0.97, 0.3, share=0.6, per_token=1e-6, start=5e-6),
     Profile("suffix", 0.95, 0.4, share=0.8, per_token=2e-6, start=2e-5),
-    Profile(
-        "lookahead",
-        0.92,
-        0.3,
-        share=0.9,
-        start=2e-5,
-        per_token=5e-7,
-        max_tokens=3,
-        whole=30,
-        is_confident=False,
-    ),
-    Profile(
-        "medusa", 0.55, 0.3, start=1.5e-4, per_level=1e-5, per_token=1e-5, max_tokens=3, is_confident=False
-    ),
-    Profile(
-        "eagle", 0.93, 0.4, start=1e-4, per_level=2e-5, per_token=1.2e-5, reads_prompts=True, ends_chains=True
-    ),
+    Profile("lookahead", 0.92, 0.3, share=0.9, start=2e-5, per_token=5e-7, max_tokens=3, whole=30),
+    Profile("medusa", 0.55, 0.3, start=1.5e-4, per_level=1e-5, per_token=1e-5, max_tokens=3),
+    Profile("eagle", 0.93, 0.4, start=1e-4, per_level=2e-5, per_token=1.2e-5, reads_prompts=True),
 ]
 
 
@@ -189,6 +158,8 @@ class SimulatedServer:
     def step(self) -> None:
         controller = self.controller
         if self.fixed != 0 and controller.begin_step(len(self.running), len(self._waiting)):
+            for running in self.running:
+                running.request.place = running.place
             controller.plan([running.request for running in self.running])
             self._take(self.overhead * len(self.running))
         joining, self._waiting = self._waiting[:1], self._waiting[1:]
@@ -217,71 +188,52 @@ class SimulatedServer:
         self.chosen = rooms
         if not rooms:
             return
-        drafts = [self._draft(running) for running in self.running]
+        drafted = [room if self._random.random() < self.profile.share else 0 for room in rooms]
         if any(rooms):
-            self._charge(drafts)
-        counts = [len(draft) for draft in drafts]
-        if self.fixed is None and self.profile.is_confident and any(rooms):
-            judged = [number for number, draft in enumerate(drafts) if draft]
-            told = [
-                (request := self.running[number].request, _as_draft(drafts[number], request))
-                for number in judged
-            ]
-            admitted = self.controller.admit(self.profile.method, told) if told else []
-            for number, count in zip(judged, admitted, strict=True):
-                counts[number] = count
-        self._take(self.target(len(rooms), len(rooms) + sum(counts)))
-        for running, room, draft, count in zip(list(self.running), rooms, drafts, counts, strict=True):
-            self._verify(running, room, draft, count)
+            self._draft(rooms)
+        rows = len(rooms) + sum(drafted)
+        self._take(self.target(len(rooms), rows))
+        for running, room, num_drafted in zip(list(self.running), rooms, drafted, strict=True):
+            self._verify(running, room, num_drafted)
 
-    def _draft(self, running: Running) -> list[float]:
-        """Return the chance of each token that is drafted, if those before it are accepted."""
-        request, profile = running.request, self.profile
-        request.confidences = ()
-        if self._random.random() >= profile.share:
-            return []
-        chances: list[float] = []
-        survival = 1.0
-        calibration = self.controller.estimator.methods[profile.method].calibration
-        while len(chances) < request.granted and (survival >= calibration.floor or not profile.ends_chains):
-            chances.append(self._chance(running, len(chances)))
-            survival *= calibration.rate(log_odds(chances[-1]))
-        return chances
-
-    def _charge(self, drafts: list[list[float]]) -> None:
+    def _draft(self, rooms: list[int]) -> None:
         drafting = [running.request for running in self.running if running.request.granted]
         profile = self.profile
-        counts = [len(draft) for draft in drafts] if profile.ends_chains else self.chosen
-        levels = 1 if profile.whole else max(counts)
-        seconds = profile.start + profile.per_level * levels + profile.per_token * sum(counts)
+        levels = 1 if profile.whole else max(rooms)
+        seconds = profile.start + profile.per_level * levels + profile.per_token * sum(rooms)
         seconds += profile.per_read * sum(request.unread for request in drafting)
-        charged = [count for count, room in zip(counts, self.chosen, strict=True) if room]
-        self.controller.estimator.drafted(profile.method, drafting, charged, self._take(seconds))
+        counts = [request.granted for request in drafting]
+        self.controller.estimator.drafted(profile.method, drafting, counts, self._take(seconds))
 
-    def _verify(self, running: Running, room: int, draft: list[float], num_verified: int) -> None:
-        depth = min(num_verified, self.profile.max_tokens)
+    def _verify(self, running: Running, room: int, num_drafted: int) -> None:
+        depth = min(num_drafted, self.profile.max_tokens)
         num_accepted = 0
-        while num_accepted < depth and self._random.random() < draft[num_accepted]:
+        while num_accepted < depth and self._accepts(running, num_accepted):
             num_accepted += 1
         self.tokens += 1 + num_accepted
         running.place += 1 + num_accepted
         if room:
-            request = running.request
-            is_blind = request.is_blind
-            self.controller.estimator.verified(request, num_verified, depth, num_accepted, is_blind=is_blind)
+            self.controller.estimator.verified(
+                running.request,
+                room,
+                num_drafted,
+                depth,
+                num_accepted,
+                running.place,
+                running.request.is_blind,
+            )
         if running.place >= self.output_tokens:
             self.running.remove(running)
             self._waiting.append(self._start())
             self.controller.estimator.ended(PROMPT, running.place)
 
-    def _chance(self, running: Running, drafted: int) -> float:
+    def _accepts(self, running: Running, drafted: int) -> bool:
         place = running.place + drafted
         if self.rate is not None:
             chance = self.rate(running.number, place)
         else:
             chance = self.profile.easy if text(running.number, place) else self.profile.hard
-        chance *= 0.3 if running.request.is_blind else 1
-        return self._random.betavariate(SPREAD * chance, SPREAD * (1 - chance))
+        return self._random.random() < (0.3 * chance if running.request.is_blind else chance)
 
     def _take(self, seconds: float) -> float:
         """Let time pass. Return the part of it that the controller sees."""
@@ -290,12 +242,3 @@ class SimulatedServer:
         seen *= 10 if self._random.random() < self.outliers else 1
         self.clock += seen
         return seen
-
-
-def log_odds(chance: float) -> float:
-    return log(max(chance, 1e-6) / max(1 - chance, 1e-6))
-
-
-def _as_draft(chances: list[float], request: SpeculatingRequest) -> Draft:
-    confidences = [log_odds(chance) for chance in chances]
-    return Draft([0] * len(chances), confidences=confidences, is_blind=request.is_blind)

@@ -12,6 +12,7 @@ from costs.widths import MeasuredCurve, TargetTime
 from speculation.control.controller import (
     DRAFT_STANDS,
     IDLE_STANDS,
+    PLAIN_STANDS,
     DraftController,
 )
 from speculation.control.request import Shape, SpeculatingRequest
@@ -59,9 +60,9 @@ def test_it_is_close_to_the_best_number_and_never_below_none(
     for num_requests in SECONDS:
         plain, *drafting = fixed_rates(monkeypatch, num_requests, profile)
         auto = auto_rate(monkeypatch, num_requests, profile)
-        assert auto >= 0.9 * plain, num_requests
+        assert auto >= 0.95 * plain, num_requests
         ratios.append(auto / max(plain, *drafting))
-    assert min(ratios) >= 0.9
+    assert min(ratios) >= 0.92
     assert statistics.fmean(ratios) >= 0.97, ratios
 
 
@@ -69,7 +70,7 @@ def test_it_is_close_to_the_best_number_and_never_below_none(
 def test_free_rows_are_used(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = fixed_rates(monkeypatch, num_requests, PROFILES[0], target=flat_seconds)
     auto = auto_rate(monkeypatch, num_requests, PROFILES[0], target=flat_seconds)
-    assert auto >= 0.9 * max(rates) > 1.2 * rates[0]
+    assert auto >= 0.95 * max(rates) > 1.2 * rates[0]
 
 
 @pytest.mark.parametrize("wrong", [0.4, 2.5])
@@ -200,6 +201,11 @@ def test_a_plan_with_fewer_drafts_lasts_longer() -> None:
     assert drafting.drafts and drafting.reads_steps
     assert stands(idle, requests(idle, 2)) == IDLE_STANDS
     assert not idle.drafts
+    hard = requests(drafting, 2)
+    for request in hard:
+        for _ in range(20):
+            request.acceptance.observe(8, 0, 0, is_blind=True)
+    assert stands(drafting, hard) == PLAIN_STANDS
     assert stands(drafting, requests(drafting, 2, fixed=3)) == IDLE_STANDS
 
 
@@ -268,7 +274,7 @@ def test_queued_requests_count_as_running() -> None:
 def test_fixed_numbers_are_never_changed() -> None:
     made = controller(row_seconds=1.0)
     asked = requests(made, 2, fixed=5) + requests(made, 1, fixed=0) + requests(made, 1)
-    asked.append(SpeculatingRequest(None, 0))
+    asked.append(SpeculatingRequest(None, 0, made.estimator.new_request(None, 0).acceptance))
     made.begin_step(5)
     made.plan(asked)
     assert [request.granted for request in asked] == [5, 5, 0, 0, 0]
@@ -357,7 +363,7 @@ def test_a_drafts_reading_time_is_not_charged_to_steps(count: int, monkeypatch: 
         drafting = beside if step == 0 else beside / 10
         made.estimator.drafted("eagle", asked, [1], drafting)
         clock += drafting + beside
-        made.estimator.verified(request, 1)
+        made.estimator.verified(request, 1, 1)
         if step < count - 1:
             assert not made.begin_step(1)
     made.end_window()

@@ -1,5 +1,4 @@
-"""Chains drafted in one native call equal those drafted token by token, and carry their distributions and
-confidences.
+"""Chains drafted in one native call equal those drafted token by token, and carry their distributions.
 
 Uses the bundled pair in bf16.
 """
@@ -7,18 +6,14 @@ Uses the bundled pair in bf16.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
 from transformers import AutoTokenizer
 
-from costs.acceptance import Calibration
 from engine.batch.rows import SequenceRows
-from engine.copies import upload_to
 from engine.engine import Engine
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.linear.packed import kernel_fault
@@ -32,7 +27,6 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.chains import ChainDrafting, run_last
 from speculation.draft_model import DraftModel
-from speculation.drawing import rank
 from speculation.speculator import BatchSpeculator
 from speculation.verification.rejection import noise_keys
 
@@ -153,64 +147,6 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(prompts: list[list[in
     assert accepted == drafted > 100
 
 
-# --- confidences ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_confidences_are_those_of_trees(engine: Engine, temperature: float) -> None:
-    """The log-odds of each token by its logit and noise, as `speculation.drawing.rank` has them."""
-    drafter = drafter_of(engine)
-    native = drafter._drafting._native
-    assert native is not None
-    sequences = [placed(engine, seed, temperature) for seed in range(8)]
-    calibration = Calibration()
-    full = [
-        native.draft([each], drafter._unread_rows([each]), [6], None, calibration)[0] for each in sequences
-    ]
-    for sequence, draft in zip(sequences, full, strict=True):
-        row = SequenceRows(draft.token_ids[:1], len(sequence.token_ids), sequence.held.blocks)
-        logits = run_last(drafter._runner, [row], None).logits
-        scores, tokens = rank(
-            logits, [sequence.params], [sequence.position + 1], upload_to(logits.device), with_noise=True
-        )
-        chance = float(scores[tokens == draft.token_ids[1]].exp())
-        assert draft.confidences is not None and 0 < chance < 1
-        found = 1 / (1 + math.exp(-draft.confidences[1]))
-        # Noise may lift a token that `rank` leaves out, and scores far below the best one are left out here.
-        assert found == pytest.approx(chance, abs=0.1 if temperature else 0.02)
-
-
-def test_chains_end_below_the_floor(engine: Engine) -> None:
-    """Each on its own, with the tokens that it has without a floor."""
-    drafter = drafter_of(engine)
-    native = drafter._drafting._native
-    assert native is not None
-    sequences = [placed(engine, seed, 0.9, blocks=seed) for seed in range(8)]
-    rows, counts, calibration = drafter._unread_rows(sequences), [8] * 7 + [3], Calibration()
-    full = native.draft(sequences, rows, counts, None, calibration)
-    assert [draft.num_nodes for draft in full] == counts
-    calibration.floor = 0.3
-    ended = native.draft(sequences, rows, counts, None, calibration)
-    for whole, draft, count in zip(full, ended, counts, strict=True):
-        assert whole.confidences is not None
-        (survival,) = calibration.survival(np.array([whole.confidences]))
-        wanted = next((place + 1 for place in range(count) if survival[place] < 0.3), count)
-        assert draft.token_ids == whole.token_ids[:wanted]
-    assert len({draft.num_nodes for draft in ended}) > 2
-
-
-def placed(engine: Engine, seed: int, temperature: float, blocks: int = 0) -> SequenceState:
-    """Make a sequence, the blocks of which lie at the pool's end."""
-    params = SamplingParams(max_tokens=9, temperature=temperature, seed=seed)
-    name = f"placed{seed}"
-    sequence = SequenceState(
-        EngineRequest(request_id=name, prompt_token_ids=[7, 8, 9], sampling=params), seed
-    )
-    sequence.sequence_blocks = SequenceBlocks(engine.blocks, b"")
-    sequence.sequence_blocks.blocks = [[engine.blocks.num_blocks - 1 - blocks]]
-    return sequence
-
-
 # --- distributions ----------------------------------------------------------------------------------
 
 NUM_DRAWS = 4_000
@@ -225,7 +161,11 @@ def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
     assert native is not None
     found = []
     for seed in range(NUM_DRAWS):
-        sequence = placed(by_chance, seed, 0.7)
+        params = SamplingParams(max_tokens=9, temperature=0.7, seed=seed)
+        request = EngineRequest(request_id=f"drawn{seed}", prompt_token_ids=[7, 8, 9], sampling=params)
+        sequence = SequenceState(request, seed)
+        sequence.sequence_blocks = SequenceBlocks(by_chance.blocks, b"")
+        sequence.sequence_blocks.blocks = [[by_chance.blocks.num_blocks - 1]]
         (draft,) = native.draft([sequence], drafter._unread_rows([sequence]), [3])
         found.append((sequence, draft))
     return found

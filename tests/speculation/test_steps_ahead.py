@@ -14,7 +14,6 @@ from protocol.config import ServeConfig
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
-from speculation.control.controller import DraftController
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.engine.devices.test_recurrent import needs_hooks
@@ -173,7 +172,7 @@ def test_drafts_of_a_model_with_recurrent_layers(tmp_path: Path, model_type: str
 
 def test_requests_whose_drafts_do_not_pay(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps are launched ahead except those that are planned."""
-    monkeypatch.setattr(DraftController, "_worth", lambda *_: 0.0)
+    monkeypatch.setattr("speculation.control.controller._is_faster", lambda *_: False)
     monkeypatch.setattr("costs.explorer.Explorer.tries", lambda *_: False)
     options = {"speculative_config": SpeculativeConfig(method="ngram")}
     play, plain = Play(make_engine(**options)[0]), Play(make_engine(ahead=False)[0])

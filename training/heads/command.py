@@ -59,12 +59,16 @@ CONTINUED_TOKENS = 96
 _CHECKPOINT = "checkpoint.safetensors"
 _LOG_EVERY_S = 60.0
 _WARM_UP = 0.05
+_USEFUL_STEPS = 2000
+"""With less text the batches become smaller, since too few steps teach a head little."""
+_LARGEST_BATCH = 4096
+"""The most tokens in a batch whose size is not given."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """The command's options: `data` or `prompts` is given. `steps` None means `epochs` times through the
-    data.
+    data, `batch_tokens` None few enough for `_USEFUL_STEPS`.
     """
 
     method: Literal["eagle3", "mtp", "medusa"]
@@ -77,7 +81,7 @@ class TrainOptions:
     head: HeadOptions = field(default_factory=HeadOptions)
     steps: int | None = None
     epochs: int = 4
-    batch_tokens: int = 1024
+    batch_tokens: int | None = None
     length: int = 512
     learning_rate: float = 1e-3
     seed: int = 0
@@ -121,7 +125,10 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     target = Target(options.model, model, recording.token_counts(vocab_size))
     head = METHODS[options.method].build(target, options.head)
-    batch = max(1, options.batch_tokens // options.length)
+    batch_tokens = options.batch_tokens or min(
+        _LARGEST_BATCH, recording.num_tokens * options.epochs // _USEFUL_STEPS
+    )
+    batch = max(1, batch_tokens // options.length)
     windows = Windows(recording.num_tokens, options.length, batch, options.seed)
     run = _describe(options, windows, digest(pieces))
     checkpoint = options.output / _CHECKPOINT

@@ -114,10 +114,10 @@ class Decoder : Work {
 
     // The name of the field that is out of range, or null.
     const char* draft(const Draft& d) {
-        Batch b = d.batch;  // of the sequences whose chains grow
+        const Batch& b = d.batch;
         const int64_t n = b.num_sequences;
         for (int64_t s = 0; s < n; s++) {
-            if (d.counts[s] < 1 || d.counts[s] > d.counts[0]) return "counts";
+            if (d.counts[s] < 1 || d.counts[s] > d.counts[s ? s - 1 : 0]) return "counts";
             if (b.ends[s] + d.counts[s] - 1 > b.table_stride * b.block_size) return "block_table";
         }
         if (const char* fault = place_rows(b)) return fault;
@@ -125,26 +125,20 @@ class Decoder : Work {
         Value* hidden = m.entry ? after.data() : nullptr;
         Rows rows{b.token_ids, positions.data(), int64_t(positions.size()), last_rows.data(), n, scores.data(),
                   nullptr, 0, nullptr, mixed_states(d.before, int64_t(positions.size())), hidden};
-        chains.begin(n);
+        int64_t drafting = n;
         for (int64_t token = 0;; token++) {
-            if (const char* fault = begin(b, b.num_sequences)) return fault;
+            if (const char* fault = begin(b, drafting)) return fault;
             forward(rows);
-            kept_chains.clear();
-            for (int64_t i = 0; i < b.num_sequences; i++) {
-                last_tokens[i] = drafted.next(d, chains.growing[i], token, &scores[i * m.vocab]);
-                if (chains.add(d, i, token, last_tokens[i], drafted.confidence())) kept_chains.push_back(i);
+            for (int64_t s = 0; s < drafting; s++) {
+                last_tokens[s] = drafted.next(d, s, token, &scores[s * m.vocab]);
+                d.drafted[token * n + s] = last_tokens[s];
             }
-            if (kept_chains.empty()) return nullptr;
-            if (int64_t(kept_chains.size()) < b.num_sequences) {
-                Chains::keep_items(last_tokens.data(), kept_chains, 1);
-                if (hidden) Chains::keep_items(hidden, kept_chains, m.hidden);
-                chains.keep(d.batch, kept_chains, m.num_tables, b);
-            }
-            const int64_t drafting = b.num_sequences;
+            while (drafting && d.counts[drafting - 1] <= token + 1) drafting--;
+            if (!drafting) return nullptr;
             positions.resize(drafting), slots.resize(drafting * m.num_tables);
-            for (int64_t i = 0; i < drafting; i++) {
-                place_row(b, i, i, d.batch.ends[chains.growing[i]] + token);
-                query_start[i + 1] = int32_t(i + 1);
+            for (int64_t s = 0; s < drafting; s++) {
+                place_row(b, s, s, b.ends[s] + token);
+                query_start[s + 1] = int32_t(s + 1);
             }
             rows = {last_tokens.data(), positions.data(), drafting, nullptr, drafting, scores.data(),
                     nullptr, 0, nullptr, hidden, hidden};
@@ -306,7 +300,6 @@ class Decoder : Work {
     }
 
     Drafted drafted;
-    Chains chains;
     AttentionMixer attention;
     DeltaMixer delta;
     ShortConvMixer short_conv;
@@ -318,7 +311,7 @@ class Decoder : Work {
     std::vector<Value> beside, summand;  // what a layer's second mixer makes of the rows, and its output
     std::vector<Value> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
-    std::vector<int64_t> last_tokens, positions, slots, last_rows, kept_chains;
+    std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
     int64_t most_threads = 1;
     int64_t widest = 0;  // of what is made for mixers

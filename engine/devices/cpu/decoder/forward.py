@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from costs.acceptance import Calibration
 from engine.batch.rows import BlockTable, RowArrays, SequenceRows, span_of
-from engine.batch.runner import ChainDrafter, DraftedChains, Fill, ForwardOutput, Step
+from engine.batch.runner import ChainDrafter, Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepShape, are_chains, step_inputs
 from engine.copies import upload_to
 from engine.devices.attention import by_table
@@ -206,13 +205,10 @@ class NativeDecoder:
         vocab_size: int,
         before: Tensor | None = None,
         distributions: Tensor | None = None,
-        calibration: Calibration | None = None,
-    ) -> DraftedChains:
+    ) -> np.ndarray:
         """As `ChainDrafter.draft`. Raises ValueError if the batch is out of range."""
         before = None if before is None else before.contiguous()
-        shape = int(wishes[1, 0]), wishes.shape[1]
-        confidences = None if calibration is None else np.empty(shape, np.float32)
-        drafted = DraftedChains(np.empty(shape, np.int64), np.empty(shape[1], np.int64), confidences)
+        drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
         seeds, counts = (row.ctypes.data for row in wishes)
         fields = DraftArgs(
             self._batch(batch),
@@ -221,12 +217,9 @@ class NativeDecoder:
             seeds,
             temperatures.ctypes.data,
             None if before is None else before.data_ptr(),
-            drafted.token_ids.ctypes.data,
+            drafted.ctypes.data,
             None if distributions is None else distributions.data_ptr(),
             0 if distributions is None else distributions.shape[2],
-            drafted.lengths.ctypes.data,
-            None if confidences is None else confidences.ctypes.data,
-            *((calibration.offset, calibration.slope, calibration.floor) if calibration is not None else ()),
         )
         threads = torch.get_num_threads()
         _check(self._library.tandem_decoder_draft(self._decoder, ctypes.byref(fields), threads))

@@ -181,11 +181,12 @@ struct Batch {
     }
 };
 
-// Drafts token by token. The batch's rows, whose draft KV is not there yet, are run first.
+// Drafts token by token. No sequence wants more tokens than the one before it. The batch's rows, whose draft KV is not
+// there yet, are run first.
 struct Draft {
     Batch batch;
     int64_t vocab;              // how many of the logits are used
-    const int64_t* counts;      // tokens to draft at most; the first sequence's is the greatest
+    const int64_t* counts;      // tokens to draft
     const int64_t* seeds;
     const float* temperatures;  // 0: the likeliest token
     const Value* before;         // for a head, [rows, mixing.in or hidden]: the target's hidden states before them
@@ -194,11 +195,6 @@ struct Draft {
     // Null: tokens are chosen with the target's noise.
     float* distributions;
     int64_t width;
-    int64_t* lengths;    // out: tokens of each sequence
-    float* confidences;  // out, [counts[0], num_sequences]: log-odds of each token; null: not wanted
-    // A token is accepted with the log-odds offset + slope * confidence, if those before it are. A chain ends with a token
-    // that is accepted, together with those before it, with a probability below `floor`.
-    float offset, slope, floor;
 };
 
 }  // namespace

@@ -133,6 +133,4 @@ class DraftArgs(Structure):
         *((name, c_void_p) for name in ("counts", "seeds", "temperatures", "before", "drafted")),
         ("distributions", c_void_p),
         ("width", c_int64),
-        *((name, c_void_p) for name in ("lengths", "confidences")),
-        *((name, c_float) for name in ("offset", "slope", "floor")),
     )
