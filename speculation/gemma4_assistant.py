@@ -60,7 +60,7 @@ class AssistantDrafter(LastStateDrafter):
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, group = loaded.device, pool.groups[TARGET]
         kind, _ = select_backend(device, loaded.dtype, self._config.attention_backend)
-        backend = _Before(backend_over(kind, pool.layers(TARGET), group))
+        backend = _Before(backend_over(kind, pool.layers(TARGET), group), len(group.layers))
         theirs = loaded.model.config.get_text_config(decoder=True).layer_types
         last_of_kind = {kind: layer for layer, kind in enumerate(theirs)}
         for layer in self._assistant.model.layers:
@@ -93,9 +93,9 @@ class AssistantDrafter(LastStateDrafter):
 class _Before(TablesBackend):
     """Attention of single rows to the keys before their own."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
         backends, tables = by_table(backend)
-        super().__init__(backends, tables or ())
+        super().__init__(backends, tables or [0] * num_layers)
         self.can_capture = False
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -108,10 +108,9 @@ class _Before(TablesBackend):
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        backend = self.backends[self.tables[layer] if self.tables else 0]
         if options.window:  # counts the row's own key, too
             options = options._replace(window=options.window - 1)
-        return backend.forward(layer, query, key, value, options)
+        return super().forward(layer, query, key, value, options)
 
 
 class _Modules(HeadModules):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -42,9 +43,9 @@ class LastStateDrafter(Drafter):
                 drafts[i] = draft
         return drafts
 
+    @abstractmethod
     def _draft(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> Sequence[Draft]:
         """Return drafts of at most so many tokens for sequences whose last hidden state is known."""
-        raise NotImplementedError
 
     def _is_fresh(self, sequence: SequenceState) -> bool:
         """Whether the hidden state of the last token but one is there."""
