@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def texts(first: int = 0) -> Iterator[tuple[int, Recorded]]:
     for number in range(first, 5):
         tokens = torch.arange(3 + number)
         yield number, Recorded(tokens, torch.full((len(tokens), WIDTH), float(number)).bfloat16(), 2)
+
+
+def test_answers_may_take_any_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_year = time.monotonic() + 3e7
+    monkeypatch.setattr(time, "monotonic", lambda: in_a_year)
+    ((_, text),) = answer(str(folder), "cpu", (1,), [(0, Piece([5, 6, 7], 4, ignores_end=True))])
+    assert len(text.token_ids) == 6
 
 
 def ignore(*_: int) -> None:
