@@ -1,11 +1,13 @@
 """How published checkpoints name the tensors of their MTP heads.
 
-All share the formula of DeepSeek-V3 (2024), section 2.2. A row has the embedding of a token and the target's
-hidden state before it, taken after the target's final norm. Both are normed, `joint` makes one vector of the
-two, and a decoder layer of the target's own kind and a final norm follow. The target's LM head scores the
-output, which is also the hidden state before the next row.
+All share the formula of DeepSeek-V3 (2024), section 2.2. A head's row has the embedding of a token and the
+hidden state before it. Both are normed, `joint` makes one vector of the two, and a decoder layer of the
+target's own kind and a final norm follow. The LM head scores the output.
 
-Some servers put zeros for the first row's token, others do not. Here it is as any other's.
+The first head's hidden states are the target's, after its final norm. Further heads, each with a layer of its
+own, read the output of the head before them.
+
+Some servers put zeros for the first row's token, others do not. Here it is like any other row's.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from dataclasses import dataclass, field, replace
 
 NUMBER = "{number}"
 """Stands for the numbers of a head's decoder layers, where it has several."""
-_LAYERS = "{layers}"
-"""Stands for the target's number of layers."""
+_HEAD, _LAYER = "{head}", "{layer}"
+"""Stand for a head's number, and for its number as a layer behind the target's."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a head's parts. `block` is the prefix of its decoder layer's tensors, of which some are
+    """The names of a head's parts. `block` is the prefix of its decoder layer's tensors, some of which are
     `renamed` to what the target's layers call them. `joint` multiplies the token's half of its input first,
-    or last with `hidden_first`.
+    or last with `hidden_first`. `lm_head` is None where the target's LM head scores.
     """
 
     block: str
@@ -31,13 +33,18 @@ class Layout:
     token_norm: str
     hidden_norm: str
     final_norm: str | None
+    lm_head: str | None = None
     hidden_first: bool = False
+    reads_target: bool = False
+    """Whether further heads read the target's hidden states, too."""
+    before_norm: bool = False
+    """Whether the target's hidden states are those before its final norm."""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, num_layers: int) -> Layout:
-        """Return the layout for a target of so many layers."""
+    def of(self, num_layers: int, head: int = 0) -> Layout:
+        """Return the layout of one head of a target with so many layers."""
         filled = {
-            name: value.replace(_LAYERS, str(num_layers))
+            name: value.replace(_HEAD, str(head)).replace(_LAYER, str(num_layers + head))
             for name, value in vars(self).items()
             if isinstance(value, str)
         }
@@ -45,9 +52,9 @@ class Layout:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The names of the parts that are not of the decoder layer, by those that they get here."""
-        names = {"joint": self.joint, "token_norm": self.token_norm, "hidden_norm": self.hidden_norm}
-        return names if self.final_norm is None else names | {"final_norm": self.final_norm}
+        """The names of the parts outside the decoder layer, by the names that they get here."""
+        names = ("joint", "token_norm", "hidden_norm", "final_norm", "lm_head")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def fits(self, names: Collection[str]) -> bool:
         return all(f"{part}.weight" in names for part in self.parts.values())
@@ -61,26 +68,34 @@ def _beside(block: str, final_norm: str, **changed: str) -> Layout:
 
 
 _LONG_NAMES = {"joint": "input_proj", "token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm"}
+_BEHIND = "model.layers.{layer}."
 
 LAYOUTS = {
     "Qwen3-Next, Qwen3.5": Layout(
-        "mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+        "mtp.layers.{head}.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
     ),
-    "DeepSeek V3, GLM-4.5": _beside("model.layers.{layers}.", "shared_head.norm"),
-    "Hy 3": _beside("model.layers.{layers}.", "final_layernorm"),
-    "MiMo": replace(_beside("model.mtp_layers.0.", "final_layernorm", **_LONG_NAMES), hidden_first=True),
+    "DeepSeek V3, GLM-4.5": _beside(_BEHIND, "shared_head.norm"),
+    "Step 3.5": replace(
+        _beside(_BEHIND, "transformer.shared_head.norm"),
+        lm_head=f"{_BEHIND}transformer.shared_head.output",
+        before_norm=True,
+    ),
+    "Hy 3": _beside(_BEHIND, "final_layernorm"),
+    "MiMo": replace(_beside("model.mtp_layers.{head}.", "final_layernorm", **_LONG_NAMES), hidden_first=True),
     "MiMo V2": replace(
-        _beside("model.mtp.layers.0.", "final_layernorm"),
+        _beside("model.mtp.layers.{head}.", "final_layernorm"),
+        reads_target=True,
+        before_norm=True,
         renamed={
             "pre_mlp_layernorm": "post_attention_layernorm",
             "self_attn.attention_sink_bias": "self_attn.sinks",
         },
     ),
     "Ernie 4.5": Layout(
-        "model.mtp_block.0.",
-        "model.mtp_linear_proj.0",
-        "model.mtp_emb_norm.0",
-        "model.mtp_hidden_norm.0",
+        "model.mtp_block.{head}.",
+        "model.mtp_linear_proj.{head}",
+        "model.mtp_emb_norm.{head}",
+        "model.mtp_hidden_norm.{head}",
         final_norm=None,
     ),
     "Nemotron 3": Layout(
@@ -90,16 +105,23 @@ LAYOUTS = {
         "mtp.layers.0.hnorm",
         "mtp.layers.1.final_layernorm",
     ),
-    "Speculators": _beside("mtp_layers.0.", "final_layernorm", **_LONG_NAMES),
+    "Speculators": _beside("mtp_layers.{head}.", "final_layernorm", **_LONG_NAMES),
 }
 """By the families that have published them. A checkpoint has the first that fits its tensors' names."""
 
 
-def find_layout(names: Collection[str], num_layers: int) -> Layout:
-    """Return the layout of a checkpoint with tensors of these names. Raises LookupError with the reason."""
-    layouts = [layout.of(num_layers) for layout in LAYOUTS.values()]
-    for layout in layouts:
-        if layout.fits(names):
-            return layout
-    looked = ", ".join(dict.fromkeys(f"{layout.joint}.weight" for layout in layouts))
+def find_layouts(names: Collection[str], num_layers: int) -> list[Layout]:
+    """Return the layout of each head of a checkpoint with tensors of these names, in the order in which they
+    draft. Raises LookupError with the reason.
+    """
+    for layout in LAYOUTS.values():
+        found = [layout.of(num_layers)]
+        if not found[0].fits(names):
+            continue
+        while (further := layout.of(num_layers, len(found))).block != found[-1].block:
+            if not further.fits(names) or not any(name.startswith(further.block) for name in names):
+                break
+            found.append(further)
+        return found
+    looked = ", ".join(dict.fromkeys(f"{layout.of(num_layers).joint}.weight" for layout in LAYOUTS.values()))
     raise LookupError(f"its checkpoint has no MTP head: none of {looked}")

@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.drafts import ASSISTANTS
-from checkpoints.mtp_layouts import find_layout
+from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import hf_source, is_gguf, split_hub_file
 from deploy.resources import check_heads, plan_workers
 from engine.limits import check_draft, choose_max_model_len, cpu_pool_budget, refuse_second_quantization
@@ -202,7 +202,7 @@ def _check_mtp(model: str, target: Mapping[str, Any], flag: str) -> None:
     names = _tensor_names(Path(model))
     try:
         if names:
-            find_layout(names, target.get("num_hidden_layers", 0))
+            find_layouts(names, target.get("num_hidden_layers", 0))
     except LookupError as error:
         raise ConfigError(f"{flag}: {model}: {error}") from error
 

@@ -61,6 +61,8 @@ class Known:
     first: int
     written: int
     features: list[HiddenRows] = field(default_factory=list)
+    carried: Tensor | None = None
+    """The hidden states of further heads in the place `written`, [heads, hidden_size]; None: unknown."""
 
     @property
     def end(self) -> int:
@@ -75,7 +77,7 @@ class Known:
     def begin(self, place: int) -> None:
         """Begin at this place: what was before it is not known."""
         self.first = self.written = place
-        self.features = []
+        self.features, self.carried = [], None
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +134,8 @@ class Drafter(ABC):
     kv_group: Group | None = None
     state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
+    further_features = 0
+    """The hidden states in `feature` beside the target's."""
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:  # noqa: B027
         """The pool exists; `pool.segment("draft")` is the method's own if it has a `segment`."""
@@ -143,8 +147,8 @@ class Drafter(ABC):
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         """The sequence has got its blocks; what was known of its KV and features holds no more.
 
-        The leading `num_drafted` places hold draft KV. `feature` [captured layers * hidden_size] is the
-        hidden state of its last computed token, if that is known.
+        The leading `num_drafted` places hold draft KV. `feature` is what the drafter that had the sequence
+        before has returned as such, if that belongs to the last computed token.
         """
 
     def num_drafted(self, request_id: str) -> int:
@@ -152,7 +156,9 @@ class Drafter(ABC):
         return 0
 
     def feature(self, request_id: str) -> Tensor | None:
-        """The hidden state of the request's last computed token, for methods that draft from it."""
+        """Return the hidden states of the request's last computed token, [(captured layers +
+        `further_features`) * hidden_size], for methods that draft from them.
+        """
         return None
 
     @abstractmethod

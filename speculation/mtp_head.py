@@ -1,22 +1,22 @@
-"""The MTP head of a published checkpoint. It runs as a program where a family describes its layer."""
+"""The MTP heads of a published checkpoint. A single head is a program where a family describes its layer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoints.mtp_layouts import NUMBER, Layout, find_layout
+from checkpoints.mtp_layouts import NUMBER, Layout, find_layouts
 from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
-from engine.kv.attention import AttentionBackend
-from engine.kv.layout import DRAFT
-from engine.load.extra_layers import load_extra_layers
+from engine.kv.attention import AttentionBackend, LayerKv
+from engine.kv.layout import DRAFT, Group
+from engine.load.extra_layers import final_norm, load_extra_layers
 from engine.load.select import modules_runner_of_head, runner_of_head
 from engine.model.describe import describe
 from engine.model.program import Entry, ModelProgram
@@ -25,33 +25,83 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import Quantization
 from speculation.checkpoint import FIELD, Checkpoint
-from speculation.draft_head import DraftHead
+from speculation.head_drafter import DraftHead
+from speculation.several_heads import SeveralHeads
 
 _FLAG = "--speculative-config: method mtp"
 
 
-class MtpHead(DraftHead):
-    """`layers` are a model of the head's decoder layers alone, over the target's embedding and LM head."""
+class MtpHeads(DraftHead):
+    """`heads` are models of each head's decoder layers alone, over the target's embedding and an LM head."""
 
-    def __init__(self, layers: LoadedModel, target: LoadedModel) -> None:
-        self.layers = layers
+    def __init__(self, heads: Sequence[LoadedModel], layout: Layout, target: LoadedModel) -> None:
+        self.heads, self.num_heads = heads, len(heads)
         self.hidden_layers = (target.num_layers,)
         self.feature_size = target.hidden_size
-        self.kv_group = replace(layers.kv_group, name=DRAFT)
+        self.kv_group = _joined([head.kv_group for head in heads])
+        self._reads_target = layout.reads_target
+        self._factors: Tensor | None = None
+        if layout.before_norm:
+            norm = final_norm(target.model.get_decoder())
+            self._factors = norm(torch.ones(target.hidden_size, dtype=target.dtype, device=target.device))
 
-    def runner(self, config: ServeConfig, target: LoadedModel, backend: AttentionBackend) -> Runner:
-        model: Any = self.layers.model
-        if self.layers.program is None:
-            return modules_runner_of_head(model, target, backend)
-        runner = runner_of_head(config, self.program, model, target.max_model_len, target, backend)
+    def combine(self, features: Tensor) -> Tensor:
+        """Take back the final norm's weights, where heads read what was before it: they norm that themselves,
+        and so miss no length.
+        """
+        if self._factors is None:
+            return features
+        return torch.where(self._factors == 0, 0, features / self._factors)
+
+    def runner(
+        self,
+        config: ServeConfig,
+        target: LoadedModel,
+        kv: Sequence[LayerKv],
+        backend: type[AttentionBackend],
+    ) -> Runner:
+        if self.num_heads > 1:
+            size = len(kv) // self.num_heads
+            heads = [
+                modules_runner_of_head(
+                    head.model, target, backend(kv[size * number :][:size]), hidden_of_all=True
+                )
+                for number, head in enumerate(self.heads)
+            ]
+            return SeveralHeads(heads, reads_target=self._reads_target)
+        [head], model = self.heads, self.heads[0].model
+        if head.program is None:
+            return modules_runner_of_head(model, target, backend(kv))
+        runner = runner_of_head(config, self.program, model, target.max_model_len, target, backend(kv))
         if runner.chains is not None:  # it has copied the weights
-            for part in (*model.get_decoder().layers, model.entry.joint):
+            entry: Any = model.entry
+            for part in (*model.get_decoder().layers, entry.joint):
                 part.to("meta")
         return runner
 
     def program(self) -> ModelProgram:
-        """Return the head's program with its linear layers as they are now. A family must describe them."""
-        return mtp_program(self.layers.model)
+        """Return the program of a single head with its linear layers as they are now. A family must describe
+        them.
+        """
+        return mtp_program(self.heads[0].model)
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    """Return one group of the layers of all groups, which are alike."""
+    first = groups[0]
+    counts = [segment.num_layers for segment in first.segments]
+    layers = [
+        replace(place, index=place.index + number * counts[place.segment])
+        for number, group in enumerate(groups)
+        for place in group.layers
+    ]
+    return replace(
+        first,
+        name=DRAFT,
+        segments=tuple(replace(each, num_layers=each.num_layers * len(groups)) for each in first.segments),
+        layers=tuple(layers),
+        sights=tuple(sight for group in groups for sight in group.sights),
+    )
 
 
 def mtp_program(layers: Any) -> ModelProgram:
@@ -65,28 +115,34 @@ def mtp_program(layers: Any) -> ModelProgram:
     return replace(described, name="MTP head", entry=parts)
 
 
-def load_mtp(checkpoint: Checkpoint, target: LoadedModel, quantization: Quantization | None) -> MtpHead:
-    """Load the head that a checkpoint has, the served model's own in most cases. Raises `ConfigError` that
+def load_mtp(checkpoint: Checkpoint, target: LoadedModel, quantization: Quantization | None) -> MtpHeads:
+    """Load the heads that a checkpoint has, the served model's own in most cases. Raises `ConfigError` that
     names the file and the tensor that is missing or does not fit.
     """
     try:
-        layout = find_layout(checkpoint.names, target.num_layers)
+        layouts = find_layouts(checkpoint.names, target.num_layers)
     except LookupError as error:
         raise ConfigError(f"{_FLAG}: {checkpoint.folder}: {error}") from error
-    tensors, count = _tensors(checkpoint, layout)
     format = None if quantization is None else CodeFormat(quantization)
+    heads = [_load(checkpoint, target, layout, number, format) for number, layout in enumerate(layouts)]
+    if any(head.kv_group.segments != heads[0].kv_group.segments for head in heads):
+        raise ConfigError(f"{_FLAG}: {checkpoint.folder}: its heads keep KV of several shapes")
+    return MtpHeads(heads, layouts[0], target)
+
+
+def _load(
+    checkpoint: Checkpoint, target: LoadedModel, layout: Layout, number: int, format: CodeFormat | None
+) -> LoadedModel:
+    tensors, count = _tensors(checkpoint, layout)
+    method = checkpoint.config.get("quantization_config")
     faults = []
-    for layer_types in _layer_types(target.model.config, count):
+    for layer_types in _layer_types(target.model.config.get_text_config(decoder=True), number, count):
         try:
-            layers = load_extra_layers(
-                target, layer_types, tensors, checkpoint.config.get("quantization_config"), format
-            )
+            return load_extra_layers(target, layer_types, tensors, method, format)
         except UnsupportedModelError as error:
             faults.append(error)
         except ValueError as error:
             raise ConfigError(f"{FIELD}: {error}") from error
-        else:
-            return MtpHead(layers, target)
     why = "; ".join(dict.fromkeys(map(str, faults))).replace("model.layers.0.", layout.block)
     for part, name in layout.parts.items():
         why = why.replace(f"entry.{part}.", f"{name}.")
@@ -102,14 +158,13 @@ def _tensors(checkpoint: Checkpoint, layout: Layout) -> tuple[dict[str, Tensor],
     for name in checkpoint.names:
         module, _, suffix = name.rpartition(".")
         if (part := own.get(module)) is not None:
-            prefix = "" if part == "final_norm" else "entry."
+            prefix = "" if part in ("final_norm", "lm_head") else "entry."
             found[f"{prefix}{part}.{suffix}"] = checkpoint.tensor(name)
         elif (match := block.match(name)) is not None:
             number = int(match[1]) if match.groups() else 0
             count = max(count, number + 1)
-            found[f"layers.{number}.{_renamed(name[match.end() :], layout.renamed)}"] = checkpoint.tensor(
-                name
-            )
+            ours = _renamed(name[match.end() :], layout.renamed)
+            found[f"layers.{number}.{ours}"] = checkpoint.tensor(name)
     if layout.hidden_first:
         weight = found["entry.joint.weight"]
         found["entry.joint.weight"] = torch.cat([*reversed(weight.chunk(2, dim=1))], dim=1)
@@ -122,10 +177,10 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
-def _layer_types(config: Any, count: int) -> list[list[str]]:
-    """Return the types that the head's layers may have, likeliest first."""
+def _layer_types(config: Any, head: int, count: int) -> list[list[str]]:
+    """Return the types that a head's layers may have, likeliest first."""
     given = getattr(config, "mtp_layer_types", None) or getattr(config, "mtp_layers_block_type", None)
     if given:
-        return [given[:count]]
+        return [given[head * count :][:count]]
     kinds = dict.fromkeys(["full_attention", *(getattr(config, "layer_types", None) or ())])
     return [[kind] * count for kind in kinds if kind.endswith("attention") and kind != "linear_attention"]

@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 class ForwardOutput(NamedTuple):
     """`logits` [rows asked for, vocab_size], until the runner's next call. `hidden`, if the runner captures
-    any: [all rows, captured layers * hidden_size], or those of the rows asked for if it runs a draft head.
+    any: [all rows, captured layers * hidden_size], or a draft head's.
     """
 
     logits: Tensor

@@ -35,10 +35,12 @@ class Forward(Protocol):
     adapters: Adapters | None
     no_hidden: Tensor | None
     """[0, hidden_size] for a draft head, which takes hidden states with its rows."""
+    hidden_of_all: bool
+    """Whether a draft head returns the hidden states of all rows, not only of the rows asked for."""
 
     def forward(self, inputs: StepInputs) -> Outputs:
-        """Return logits of the rows asked for, and the captured hidden states of all rows, or a draft head's
-        of the rows asked for. Backend and operators have begun the step.
+        """Return logits of the rows asked for, and hidden states: a draft head's, or those that are captured
+        of all rows. Backend and operators have begun the step.
         """
 
 
@@ -65,8 +67,8 @@ class StepRunner(ABC):
         logits = logits[: len(step.logit_rows)]
         if hidden is None or not step.wants_hidden:
             return ForwardOutput(logits, None)
-        if self._forward.no_hidden is not None:  # the next call reads them first
-            return ForwardOutput(logits, hidden[: len(step.logit_rows)])
+        if self._forward.no_hidden is not None and not self._forward.hidden_of_all:
+            return ForwardOutput(logits, hidden[: len(step.logit_rows)])  # which the next call reads first
         hidden = hidden[: sum(len(rows.token_ids) for rows in step.batch)]
         return ForwardOutput(logits, hidden.clone() if is_overwritten else hidden)
 

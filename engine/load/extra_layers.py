@@ -1,7 +1,7 @@
-"""Loads decoder layers that a checkpoint has behind its model's, such as a multi-token prediction head's.
+"""Loads decoder layers that a checkpoint has behind its model's, such as those of an MTP head.
 
-They become a model of the target's own class, with these layers alone and the target's embedding and LM
-head. So whatever loads, rounds and runs the target does so for them.
+They become a model of the target's own class, with these layers alone and the target's embedding and, unless
+they have one, its LM head. So whatever loads, rounds and runs the target does so for them.
 """
 
 from __future__ import annotations
@@ -54,37 +54,40 @@ def load_extra_layers(
     method: Mapping[str, Any] | None,
     format: CodeFormat | None,
 ) -> LoadedModel:
-    """Load layers of these types, with an Entrance as `entry`, between the target's embedding and LM head.
+    """Load layers of these types, with an Entrance as `entry`, between the target's embedding and an LM head.
 
-    `tensors` are named `layers.0.` and so on, `entry.` and, if there is one, `final_norm.weight`. `method` is
-    their `quantization_config`, and `format` rounds linear layers. Raises UnsupportedModelError that names a
-    tensor, or ValueError if the format fits none.
+    `tensors` are named `layers.0.` and so on, `entry.` and, for parts that the layers may have, `final_norm.`
+    and `lm_head.`. `method` is their `quantization_config`, and `format` rounds linear layers. Raises
+    UnsupportedModelError that names a tensor, or ValueError if the format fits none.
     """
-    has_experts = any(".experts." in name for name in tensors)
-    bias, final_norm = "entry.joint.bias" in tensors, "final_norm.weight" in tensors
+    own_lm_head = "lm_head.weight" in tensors
     with torch.device("meta"):
         empty = make_layers(
             target.model,
             layer_types,
             target.dtype,
-            has_experts=has_experts,
-            final_norm=final_norm,
-            bias=bias,
+            has_experts=any(".experts." in name for name in tensors),
+            final_norm="final_norm.weight" in tensors,
+            bias="entry.joint.bias" in tensors,
+            own_lm_head=own_lm_head,
         )
-    tensors = {_name_in(empty, name): tensor for name, tensor in tensors.items()}
-    shared = {id(module.weight) for module in (empty.get_input_embeddings(), empty.get_output_embeddings())}
+    tensors = {_name_in(empty, name, own_lm_head): tensor for name, tensor in tensors.items()}
+    tables = [empty.get_input_embeddings(), *([] if own_lm_head else [empty.get_output_embeddings()])]
+    shared = {id(module.weight) for module in tables}
     tensors |= {name: placeholder(each) for name, each in empty.named_parameters() if id(each) in shared}
     has_kernel = kernel_fault(target.device, target.dtype) is None
     model = load_tensors(empty, tensors, method, target.device, keeps_experts=has_kernel)
     model.set_input_embeddings(nn.Identity())
-    model.set_output_embeddings(nn.Identity())
+    if not own_lm_head:
+        model.set_output_embeddings(nn.Identity())
     if format is not None:
         if has_kernel:
             split_experts(model)
         round_layers(model, format)
     model.to(target.device)
     model.set_input_embeddings(target.model.get_input_embeddings())
-    model.set_output_embeddings(target.model.get_output_embeddings())
+    if not own_lm_head:
+        model.set_output_embeddings(target.model.get_output_embeddings())
     if not target.expansion:
         absorb(model)
     if has_kernel:
@@ -104,16 +107,36 @@ def make_layers(
     has_experts: bool = False,
     final_norm: bool = True,
     bias: bool = False,
+    own_lm_head: bool = False,
 ) -> PreTrainedModel:
-    """Make a model of the target's class that has layers of these types alone, and an Entrance as `entry`."""
+    """Make a model of the target's class that has layers of these types alone, and an Entrance as `entry`. An
+    LM head of its own has the final norm before it, which then does not norm the model's output.
+    """
+    kind = type(target)
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        decoder, text = self.get_decoder(), config.get_text_config(decoder=True)
+        norm = _norm_name(decoder)
+        self.entry = Entrance(getattr(decoder, norm), text.hidden_size, bias=bias)
+        if own_lm_head:
+            lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+            self.set_output_embeddings(nn.Sequential(getattr(decoder, norm), lm_head))
+        if own_lm_head or not final_norm:
+            setattr(decoder, norm, nn.Identity())
+
     config = layers_config(target.config, layer_types, has_experts=has_experts)
-    kind = _with_entrance(type(target), final_norm=final_norm, bias=bias)
-    return kind._from_config(config, dtype=dtype, attn_implementation=transformers_hook.NAME)
+    with_entry: Any = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+    made: PreTrainedModel = with_entry._from_config(
+        config, dtype=dtype, attn_implementation=transformers_hook.NAME
+    )
+    return made
 
 
 def layers_config(config: Any, layer_types: Sequence[str], *, has_experts: bool) -> Any:
     """Return the configuration of a model like this one with so many layers, all with experts or none."""
     config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
     count = len(layer_types)
     fields = {
         "num_hidden_layers": count,
@@ -124,34 +147,32 @@ def layers_config(config: Any, layer_types: Sequence[str], *, has_experts: bool)
         "moe_layer_end_index": count - 1,
         "mlp_only_layers": [] if has_experts else [*range(count)],
     }
+    if getattr(text, "is_heterogeneous", False):  # fields that differ between the target's kinds of layers
+        given = text.to_dict()["per_layer_config"]
+        by_type = {text.layer_types[int(number)]: changed for number, changed in given.items()}
+        fields["per_layer_config"] = {
+            number: by_type[kind] for number, kind in enumerate(layer_types) if kind in by_type
+        }
     for name, value in fields.items():
-        if getattr(config, name, None) is not None:
-            setattr(config, name, value)
+        if getattr(text, name, None) is not None:
+            setattr(text, name, value)
     return config
 
 
-def _with_entrance(kind: type[PreTrainedModel], *, final_norm: bool, bias: bool) -> type[PreTrainedModel]:
-    """Return the class, under the same name, with an Entrance as `entry`; without its final norm if there is
-    none.
-    """
-
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, config, *args, **kwargs)
-        decoder = self.get_decoder()
-        norm = _final_norm(decoder)
-        self.entry = Entrance(getattr(decoder, norm), config.hidden_size, bias=bias)
-        if not final_norm:
-            setattr(decoder, norm, nn.Identity())
-
-    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
-
-
-def _final_norm(decoder: nn.Module) -> str:
+def _norm_name(decoder: nn.Module) -> str:
     return next(name for name in _FINAL_NORMS if hasattr(decoder, name))
 
 
-def _name_in(model: PreTrainedModel, name: str) -> str:
-    if name.startswith("entry."):
+def _name_in(model: PreTrainedModel, name: str, own_lm_head: bool) -> str:
+    part, _, rest = name.partition(".")
+    if part == "entry":
         return name
-    name = name.replace("final_norm.", f"{_final_norm(model.get_decoder())}.", 1)
-    return f"{model.base_model_prefix}.{name}"
+    if own_lm_head and part in ("final_norm", "lm_head"):
+        return f"lm_head.{int(part == 'lm_head')}.{rest}"
+    decoder = model.get_decoder()
+    path = next(path for path, module in model.named_modules() if module is decoder)
+    return f"{path}.{_norm_name(decoder)}.{rest}" if part == "final_norm" else f"{path}.{name}"
+
+
+def final_norm(decoder: nn.Module) -> nn.Module:
+    return decoder.get_submodule(_norm_name(decoder))

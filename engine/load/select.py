@@ -150,8 +150,12 @@ def runner_of_head(
     return TorchRunner(forward, backend, target.device, config.compile, products=products, packed=packed)
 
 
-def modules_runner_of_head(model: PreTrainedModel, target: LoadedModel, backend: AttentionBackend) -> Runner:
-    """Return a runner of a draft head that no family describes: a model with an Entrance, which is packed."""
+def modules_runner_of_head(
+    model: PreTrainedModel, target: LoadedModel, backend: AttentionBackend, *, hidden_of_all: bool = False
+) -> Runner:
+    """Return a runner of a draft head by its modules: a model with an Entrance, which is packed. It returns
+    hidden states of the rows asked for, or of all.
+    """
     fault = kernel_fault(target.device, target.dtype)
     if fault is None:
         pack_experts(model)
@@ -159,7 +163,8 @@ def modules_runner_of_head(model: PreTrainedModel, target: LoadedModel, backend:
         pack_linears(model)
     elif target.device.type == "cpu":
         dequantize_linears(model, target.dtype)
-    forward, products = HeadModules(model, backend), fault or "packed weights"
+    forward = HeadModules(model, backend, hidden_of_all=hidden_of_all)
+    products = fault or "packed weights"
     return TorchRunner(forward, backend, target.device, "off", products=products, packed=fault is None)
 
 

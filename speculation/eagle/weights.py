@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +10,15 @@ from torch import Tensor, nn
 
 from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.attention import AttentionBackend
+from engine.kv.attention import AttentionBackend, LayerKv
 from engine.kv.layout import DRAFT, Group, Segment
 from engine.load.select import runner_of_head
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.speculation import Quantization
 from speculation.checkpoint import Checkpoint, round_draft
-from speculation.draft_head import DraftHead
 from speculation.eagle.head import Head, HeadShape, head_program
+from speculation.head_drafter import DraftHead
 from speculation.published import (
     EMBEDDING,
     TABLES,
@@ -58,7 +59,13 @@ class EagleHead(DraftHead):
             embedding = nn.Embedding.from_pretrained(self.embedding)
         return embedding, lm_head if self.lm_head is None else self.lm_head
 
-    def runner(self, config: ServeConfig, target: LoadedModel, backend: AttentionBackend) -> Runner:
+    def runner(
+        self,
+        config: ServeConfig,
+        target: LoadedModel,
+        kv: Sequence[LayerKv],
+        backend: type[AttentionBackend],
+    ) -> Runner:
         embedding, lm_head = self.tables(target)
         parts = nn.ModuleList([self.head, lm_head])
         return runner_of_head(
@@ -67,7 +74,7 @@ class EagleHead(DraftHead):
             parts,
             self.head.shape.max_positions,
             target,
-            backend,
+            backend(kv),
         )
 
     def round(self, format: CodeFormat, target: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""Writes small models that bring an MTP head in a published layout, and drafts with it in plain torch."""
+"""Writes small models that bring MTP heads in a published layout, and drafts with them in plain torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from tests.docs.tiny_shapes import tiny_config
 from tests.e2e.architectures import config_of, write_model
 
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -29,7 +36,7 @@ def _beside(block: str, final_norm: str) -> tuple[str, ...]:
 class Family:
     """The published names of a head's joint product, its norms of token and hidden state and its final norm;
     the prefix of its layer's tensors, in which `0` is the layer's number if there are several; the fields by
-    which a model of these layers alone differs.
+    which a model of these layers alone differs. In names of several heads `{}` is a head's number.
     """
 
     model_type: str
@@ -41,12 +48,21 @@ class Family:
     hidden_first: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
     epsilon: float = 1e-6
+    heads: tuple[int, ...] = (0,)
+    reads_target: bool = False
+    before_norm: bool = False
+    lm_head: str | None = None
+
+    def of(self, head: int) -> Family:
+        parts = tuple(part.format(head) for part in self.parts)
+        lm_head = None if self.lm_head is None else self.lm_head.format(head)
+        return replace(self, parts=parts, block=self.block.format(head), lm_head=lm_head)
 
 
 _FULL = {"layer_types": ["full_attention"]}
 _LONG_NAMES = "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"
 _MIMO = "model.mtp_layers.0."
-_MIMO_V2 = "model.mtp.layers.0."
+_MIMO_V2, _BEHIND = "model.mtp.layers.{}.", "model.layers.{}."
 SPECULATORS = Family("qwen3", tuple(f"mtp_layers.0.{name}" for name in _LONG_NAMES), "mtp_layers.0.")
 FAMILIES = {
     "speculators": SPECULATORS,
@@ -55,9 +71,34 @@ FAMILIES = {
     "qwen3_next": Family("qwen3_next", _QWEN, "mtp.layers.0.", _FULL, norm_offset=1.0),
     "deepseek_v3": Family(
         "deepseek_v3",
-        _beside("model.layers.3.", "shared_head.norm"),
-        "model.layers.3.",
+        _beside(_BEHIND, "shared_head.norm"),
+        _BEHIND,
         {"first_k_dense_replace": 0},
+        heads=(3, 4),
+    ),
+    "step3p7": Family(
+        "step3p7",
+        _beside(_BEHIND, "transformer.shared_head.norm"),
+        _BEHIND,
+        {
+            "layer_types": ["sliding_attention"],
+            "mlp_layer_types": ["dense"],
+            "num_nextn_predict_layers": 0,
+            "num_hidden_layers": 1,
+        },
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
+            + ["sliding_attention"] * 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "dense", "dense"],
+            "num_nextn_predict_layers": 3,
+            "num_hidden_layers": 3,
+            "num_sliding_attention_heads": 6,
+        },
+        norm_offset=1.0,
+        epsilon=1e-5,
+        heads=(3, 4, 5),
+        before_norm=True,
+        lm_head=f"{_BEHIND}transformer.shared_head.output",
     ),
     "glm4_moe": Family(
         "glm4_moe",
@@ -95,6 +136,9 @@ FAMILIES = {
             "self_attn.sinks": "self_attn.attention_sink_bias",
         },
         epsilon=1e-5,
+        heads=(0, 1, 2),
+        reads_target=True,
+        before_norm=True,
     ),
     "ernie": Family(
         "ernie4_5_moe",
@@ -122,32 +166,56 @@ FAMILIES = {
 
 @dataclass
 class Published:
-    """A family's model with its head: `layer` is a model of the head's layer alone, without a norm."""
+    """A family's model with its heads: `layers` are models of each head's layer alone, without a norm."""
 
     family: Family
     target: PreTrainedModel
-    layer: PreTrainedModel
+    layers: list[PreTrainedModel]
     tensors: dict[str, Tensor]
 
-    @torch.no_grad()
     def draft(self, token_ids: list[int], count: int, first_row: int = 0) -> list[int]:
-        """Draft greedily by the formula of DeepSeek-V3 (2024), section 2.2: for each token all rows anew."""
-        hidden = self.target(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states[-1][0]
-        hidden, drafted = hidden[first_row:], list[int]()
+        drafted = list[int]()
         while len(drafted) < count:
-            tokens = torch.tensor((token_ids + drafted)[first_row + 1 :])
-            output = self._run(self.target.get_input_embeddings()(tokens), hidden)
-            hidden = torch.cat([hidden, output[-1:]])
-            drafted.append(int(self.target.get_output_embeddings()(output[-1]).argmax()))
+            drafted.append(int(self.logits(token_ids, drafted, first_row).argmax()))
         return drafted
 
-    def _run(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        joint, token_norm, hidden_norm, *final = self.family.parts
+    @torch.no_grad()
+    def logits(self, token_ids: list[int], drafted: list[int], first_row: int = 0) -> Tensor:
+        """Score the token after the drafted ones by the formula of DeepSeek-V3 (2024), section 2.2: all rows
+        anew.
+        """
+        read, last = self._hidden(token_ids[:-1])[first_row:], len(self.layers) - 1
+        output = read
+        for step in range(len(drafted) + 1):
+            head = min(step, last)
+            tokens = torch.tensor((token_ids + drafted[:step])[first_row + head + 1 :])
+            output = self._run(head, self.target.get_input_embeddings()(tokens), read)
+            if head == last:
+                read = torch.cat([read, output[-1:]])
+            elif not self.family.reads_target:
+                read = output
+        family = self.family.of(self.family.heads[min(len(drafted), last)])
+        if family.lm_head is None:
+            return self.target.get_output_embeddings()(output[-1])  # type: ignore[no-any-return]
+        return linear(self._norm(family.parts[-1], output[-1]), self.tensors[f"{family.lm_head}.weight"])
+
+    def _hidden(self, token_ids: list[int]) -> Tensor:
+        norms = list[Tensor]()
+        norm = dict(self.target.get_decoder().named_children()).get("norm", torch.nn.Identity())
+        hook = norm.register_forward_pre_hook(lambda _, args: norms.append(args[0]))
+        output = self.target(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
+        hook.remove()
+        return norms[0][0] if self.family.before_norm else output.hidden_states[-1][0]
+
+    def _run(self, head: int, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        family = self.family.of(self.family.heads[head])
+        joint, token_norm, hidden_norm, *final = family.parts
         both = [self._norm(token_norm, embeddings), self._norm(hidden_norm, hidden)]
-        both = both[::-1] if self.family.hidden_first else both
+        both = both[::-1] if family.hidden_first else both
         x = linear(torch.cat(both, dim=-1), self.tensors[f"{joint}.weight"])
-        output = self.layer.model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
-        return self._norm(final[0], output) if final else output
+        decoder: Any = self.layers[head].get_decoder()
+        output = decoder(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
+        return self._norm(final[0], output) if final and family.lm_head is None else output
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         normed = x * (x.pow(2).mean(-1, keepdim=True) + self.family.epsilon).rsqrt()
@@ -155,35 +223,66 @@ class Published:
 
 
 def publish(name: str, folder: Path) -> Published:
-    """Write the family's model into `folder`, its head's tensors in a file of their own."""
+    """Write the family's model into `folder`, its heads' tensors in a file of their own."""
     family = FAMILIES[name]
-    write_model(family.model_type, folder, **family.target)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    config = config_of(family.model_type, **({"num_hidden_layers": 1} | family.target | family.layer))
-    layer, tensors = make_head(family, config)
+    if family.model_type == "step3p7":
+        _write_whole(family, folder)
+    else:
+        write_model(family.model_type, folder, **family.target)
+    target = _auto(family).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    changes = {"num_hidden_layers": 1} | family.target | family.layer
+    made = [make_head(family.of(head), _config(family, changes), head) for head in family.heads]
+    tensors = {name: tensor for _, own in made for name, tensor in own.items()}
     _add(folder, tensors)
-    return Published(family, target.eval(), layer, tensors)
+    return Published(family, target.eval(), [layer for layer, _ in made], tensors)
 
 
-def make_head(family: Family, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def _auto(family: Family) -> Any:
+    return AutoModelForMultimodalLM if family.model_type == "step3p7" else AutoModelForCausalLM
+
+
+def _config(family: Family, changes: dict[str, Any]) -> PreTrainedConfig:
+    if family.model_type != "step3p7":
+        return config_of(family.model_type, **changes)
+    whole = tiny_config(family.model_type)
+    text = {**whole.text_config.to_dict(), "per_layer_config": None, "rope_parameters": None, **changes}
+    text = {name: value for name, value in text.items() if value is not None}
+    return type(whole)(text_config=text, vision_config=whole.vision_config.to_dict())
+
+
+def _write_whole(family: Family, folder: Path) -> None:
+    torch.manual_seed(11)
+    _auto(family).from_config(_config(family, family.target), dtype=torch.float32).save_pretrained(folder)
+
+
+def make_head(
+    family: Family, config: PreTrainedConfig, seed: int = 0
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Return a model of a random head's layer alone, without its norm, and the head's published tensors."""
-    torch.manual_seed(12)
-    layer = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    torch.manual_seed(12 + seed)
+    layer = _auto(family).from_config(config, dtype=torch.float32, attn_implementation="eager")
     with TemporaryDirectory() as folder:
         layer.save_pretrained(folder)
         stored = load_file(Path(folder) / "model.safetensors")
-    size = config.hidden_size
+    text = config.get_text_config()
+    size = text.hidden_size
+    sharpness = 1, 1, 3
     tensors = {
-        f"{part}.weight": torch.randn(size) * 0.2 + 1 - family.norm_offset for part in family.parts[1:]
+        f"{part}.weight": (torch.randn(size) * 0.2 + 1) * factor - family.norm_offset
+        for part, factor in zip(family.parts[1:], sharpness, strict=False)
     }
     tensors[f"{family.parts[0]}.weight"] = torch.randn(size, 2 * size) * 0.2
+    if family.lm_head is not None:
+        tensors[f"{family.lm_head}.weight"] = torch.randn(text.vocab_size, size) * 0.2
     for own, tensor in stored.items():
         if match := re.match(r"(?:model|backbone)\.layers\.(\d+)\.", own):
             name = own[match.end() :]
             for ours, theirs in family.renamed.items():
                 name = name.replace(ours, theirs)
-            tensors[family.block.replace("0", match[1]) + name] = tensor
-    setattr(layer.model, "norm_f" if hasattr(layer.model, "norm_f") else "norm", torch.nn.Identity())
+            block = family.block if text.num_hidden_layers == 1 else family.block.replace("0", match[1])
+            tensors[block + name] = tensor
+    decoder = layer.get_decoder()
+    setattr(decoder, "norm_f" if hasattr(decoder, "norm_f") else "norm", torch.nn.Identity())
     return layer.eval(), tensors
 
 
@@ -219,7 +318,7 @@ def store(folder: Path, tensors: dict[str, Tensor]) -> None:
 def quantize(published: Published, folder: Path) -> None:
     """Store the layer's linear layers in FP8 with a scale for each block of 32 times 32 weights."""
     stored = dict(published.tensors)
-    for path, module in published.layer.model.layers[0].named_modules():
+    for path, module in published.layers[0].model.layers[0].named_modules():
         name = f"{published.family.block}{path}.weight"
         if isinstance(module, torch.nn.Linear):
             blocks = module.weight.unflatten(1, (-1, 32)).unflatten(0, (-1, 32))

@@ -11,6 +11,7 @@ from engine.linear.packed import kernel_fault
 from protocol.errors import ConfigError
 from speculation.checkpoint import Checkpoint
 from speculation.mtp_head import load_mtp
+from speculation.tree_growth import TREE_WIDTH
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.mtp_files import FAMILIES, Published, publish, quantize, store
@@ -28,11 +29,31 @@ def assert_as_published(watched: Watched, published: Published) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_drafts_equal_the_formulas(name: str, tmp_path: Path) -> None:
     published = publish(name, tmp_path)
-    watched = Watched(tmp_path, tmp_path, num_tokens=3, method="mtp")
+    watched = Watched(tmp_path, tmp_path, num_tokens=4, method="mtp")
     prompt = prompt_of(37, vocab_size=VOCAB_SIZE)  # two chunks
     watched.ask("a", prompt, 8)
     assert watched.run()["a"] == greedy(published.target, prompt, 8)
     assert_as_published(watched, published)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mimo_v2", "step3p7"])
+def test_trees_of_several_heads(name: str, tmp_path: Path) -> None:
+    """Each node is among the likeliest tokens after its parent, by the formula."""
+    published = publish(name, tmp_path)
+    watched = Watched(tmp_path, tmp_path, num_tokens=4, tree_nodes=12, method="mtp")
+    watched.ask("a", prompt_of(26, vocab_size=VOCAB_SIZE), 12)
+    watched.run_steps(4)
+    depths = set()
+    for (_, token_ids, tokens), draft in zip(watched.drafts, watched.trees, strict=True):
+        assert draft.parents is not None
+        paths: list[list[int]] = []
+        for token, parent in zip(tokens, draft.parents, strict=True):
+            before = [] if parent < 0 else paths[parent]
+            paths.append([*before, token])
+            logits = published.logits(token_ids, before)
+            assert (logits > logits[token]).sum() < TREE_WIDTH
+            depths.add(len(before))
+    assert depths >= {0, 1, 2}
 
 
 NATIVE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "mimo")

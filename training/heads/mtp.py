@@ -66,7 +66,9 @@ class MtpTraining(UnrolledTraining):
     def save(self, folder: Path) -> None:
         """Save in the layout of the target's family. The LM head and the embedding are the target's."""
         is_qwen = str(self._target.config.model_type).startswith(_QWEN)
-        layout = LAYOUTS["Qwen3-Next, Qwen3.5" if is_qwen else "Speculators"]
+        layout = LAYOUTS["Qwen3-Next, Qwen3.5" if is_qwen else "Speculators"].of(
+            self._target.config.num_hidden_layers
+        )
         names = {f"{part}.": f"{name}." for part, name in layout.parts.items()} | {"block.": layout.block}
         config: dict[str, Any] = self._target.config.to_diff_dict()
         if is_qwen:

@@ -82,6 +82,7 @@ class CudaDecoder(Operations[StepInputs]):
 
     name = "CUDA decoder"
     no_hidden: Tensor | None = None
+    hidden_of_all = False
 
     def __init__(
         self,

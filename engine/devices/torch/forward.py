@@ -28,6 +28,7 @@ class TorchForward(ABC):
 
     name = "torch's operators"
     no_hidden: Tensor | None = None
+    hidden_of_all = False
     compile_time = "about ten seconds"
     """How long compiling takes, for a log line."""
 
@@ -123,10 +124,16 @@ class HeadModules(TorchForward):
     """
 
     def __init__(
-        self, model: PreTrainedModel, backend: AttentionBackend, embeddings: nn.Module | None = None
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        embeddings: nn.Module | None = None,
+        *,
+        hidden_of_all: bool = False,
     ) -> None:
         """`embeddings` are the model's own by default."""
         super().__init__(backend)
+        self.hidden_of_all = hidden_of_all
         self.name = "the head's own modules"
         self._model: Any = model
         self._embeddings: Any = embeddings or model.get_input_embeddings()
@@ -138,10 +145,12 @@ class HeadModules(TorchForward):
         return self.compute(inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.hidden)
 
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits and the normed outputs of the rows asked for."""
+        """Return the logits of the rows asked for, and their outputs or, with `hidden_of_all`, all rows'."""
         token_ids, positions, rows, before = inputs
         entered = self._model.entry(self._embeddings(token_ids), before).unsqueeze(0)
         decoder = self._model.get_decoder()
         states = decoder(inputs_embeds=entered, position_ids=positions.unsqueeze(0), use_cache=False)
-        last = states.last_hidden_state[0][rows]
-        return self._model.get_output_embeddings()(last), last
+        outputs = states.last_hidden_state[0]
+        last = outputs[rows]
+        logits = self._model.get_output_embeddings()(last) if len(last) else last
+        return logits, outputs if self.hidden_of_all else last

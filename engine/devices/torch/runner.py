@@ -60,7 +60,8 @@ class TorchRunner(StepRunner):
         self._upload = upload_to(device)
         self.compiled, self.choice = _choose(mode, device, forward)
         compiled = StepShape(MIN_ROWS if packed else ONEDNN_MIN_ROWS, MIN_ROWS)
-        self._shape = compiled if self.compiled else StepShape(logits=1)
+        eager = StepShape(logits=0 if forward.hidden_of_all else 1)
+        self._shape = compiled if self.compiled else eager
 
     def _shape_of(self, step: Step) -> StepShape:
         return self._shape

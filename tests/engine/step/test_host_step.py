@@ -65,6 +65,7 @@ class _Nothing:
     name = "CUDA decoder"
     num_tables = 1
     operators = adapters = no_hidden = None
+    hidden_of_all = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
