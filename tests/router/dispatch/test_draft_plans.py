@@ -54,6 +54,13 @@ def begin(router, pool, count=1, **fields):
     return found
 
 
+def end(router, *running) -> None:
+    """Let the workers send all the tokens that are left at once."""
+    for worker in router.workers:
+        worker.tokens_per_step = LONG
+    assert all(future.result().status_code == 200 for future in running)
+
+
 def sweep(router) -> None:
     """Revise the plans now, whenever the loop would do so."""
 
@@ -103,7 +110,7 @@ def test_a_draft_worker_makes_drafts_that_are_costly_locally_and_gets_no_request
     assert router.server.state.registry.named("draft-0").load.rows == 2
     found = router.http.get("/cluster").json()
     assert found["drafts"] == [{"decode": "decode-0", "at": "draft-0", "requests": 2}]
-    assert all(future.result().status_code == 200 for future in running)
+    end(router, *running)
     assert shared.generated == [] and not decode.replans
     eventually(lambda: is_idle(router))
     load = router.server.state.registry.named("draft-0").load
@@ -121,7 +128,7 @@ def test_a_lost_draft_worker_is_replanned_at_once_and_used_again(make, pool):
     again = add_drafter(router)
     eventually(lambda: len(decode.replans) == 4)
     assert {replan.plan.at.incarnation for replan in decode.replans[2:]} == {again.incarnation}
-    assert all(future.result().status_code == 200 for future in running)
+    end(router, *running)
     assert router.metric("tandem_draft_replans_total", reason="load") == 2
 
 
@@ -131,7 +138,7 @@ def test_draft_workers_hear_of_a_lost_decode_worker(make, pool):
     running = begin(router, pool)
     other = router.add_worker("decode-1", step_s=0.001)
     lose(router, decode)
-    assert running[0].result().status_code == 200
+    end(router, *running)
     eventually(lambda: shared.gone)
     router.server.mark_dead("decode-0", decode.incarnation, "the launcher tells again")
     lose(router, add_drafter(router, "draft-1"))
@@ -148,7 +155,7 @@ def test_observations_of_a_lost_worker_are_dropped(make, pool):
     kinds = router.server.state.placer.drafts._kinds
     assert {key[0].key.worker_id for key in kinds} == {"decode-0", "decode-1"}
     lose(router, decode)
-    assert all(future.result().status_code == 200 for future in running)
+    end(router, *running)
     assert {key[0].key.worker_id for key in kinds} == {other.worker_id}
 
 
@@ -160,7 +167,7 @@ def test_a_restarted_draft_worker_gets_its_plans_again(make, pool):
     second = add_drafter(router)
     eventually(lambda: decode.replans and decode.replans[-1].plan.at is not None)
     assert decode.replans[-1].plan.at.incarnation == second.incarnation
-    assert running[0].result().status_code == 200
+    end(router, *running)
 
 
 def test_a_draft_worker_that_is_drained_loses_its_requests_and_leaves(make, pool):
@@ -171,7 +178,7 @@ def test_a_draft_worker_that_is_drained_loses_its_requests_and_leaves(make, pool
     assert answer.status_code == 200, answer.text
     eventually(lambda: decode.replans)
     assert decode.replans[-1].plan == DraftPlan(method="draft_model", max_tokens=8)
-    assert running[0].result().status_code == 200
+    end(router, *running)
 
 
 def test_drafts_stop_under_load_and_return(make, pool):
@@ -246,7 +253,7 @@ def test_trials_are_counted(make_router, pool, monkeypatch):
     eventually(lambda: decode.replans)
     tried = decode.replans[0].plan
     assert router.metric("tandem_draft_trials_total", place="none" if tried.method is None else "local") == 1
-    assert all(future.result().status_code == 200 for future in running)
+    end(router, *running)
 
 
 def test_handed_over_requests_are_planned_again_once_they_decode(make_router, pool):
@@ -266,7 +273,8 @@ def test_handed_over_requests_are_planned_again_once_they_decode(make_router, po
     prefill._hand_over(job)
     eventually(lambda: decode.replans)
     assert decode.replans[0].plan.at.worker_id == "draft-0"
-    assert running.result().status_code == 200 and not prefill.replans
+    end(router, running)
+    assert not prefill.replans
 
 
 def test_a_request_without_a_token_is_not_planned_again(make, pool):
@@ -279,7 +287,7 @@ def test_a_request_without_a_token_is_not_planned_again(make, pool):
     assert wheres(router) == {"local"}
     decode.hold.clear()
     eventually(lambda: wheres(router) == {"remote"})
-    assert running.result().status_code == 200
+    end(router, running)
 
 
 def test_the_batch_size_limits_the_counted_requests():
@@ -314,7 +322,7 @@ def test_drafts_follow_a_request_to_another_decode_worker(make_router, predictio
     prefill.keep.clear()
     lose(router, decode)
     eventually(lambda: drafting() == counted() == [("decode-1", 1)])
-    assert running.result().status_code == 200
+    end(router, running)
     assert not other.replans, "its plan holds there, too"
     eventually(lambda: is_idle(router))
 
@@ -333,7 +341,7 @@ def test_a_decode_worker_counts_its_own_requests_once(make, pool):
     eventually(lambda: router.server.state.registry.current_of("decode-1"))
     others = planner._drafters(known("decode-1"), kind)
     assert ([each.others for each in own], another, [each.others for each in others]) == ([0], [], [2])
-    assert all(future.result().status_code == 200 for future in running)
+    end(router, *running)
 
 
 def test_a_draft_worker_that_drains_counts_as_lost(make, pool):
@@ -345,7 +353,7 @@ def test_a_draft_worker_that_drains_counts_as_lost(make, pool):
     eventually(lambda: decode.replans)
     assert decode.replans[0].plan.at is None
     assert router.metric("tandem_draft_replans_total", reason="lost") == 1
-    assert running[0].result().status_code == 200
+    end(router, *running)
 
 
 def test_a_long_sweep_resumes_where_it_stopped(monkeypatch):
