@@ -14,7 +14,9 @@ TENTHS = 10
 """The dearest tests aside, ten consecutive commits together run every expensive test."""
 DEAREST_CPU_S = 12.0
 """A test that costs more runs only if it is a canary, or if its module changed and the bound allows it."""
-CHANGED_CPU_S = 90.0
+CHEAPEST_CPU_S = 3.0
+"""The cheapest test of a module with expensive tests alone runs at each commit if it costs at most this."""
+CHANGED_CPU_S = 60.0
 """The most that tests of changed modules and tests that the diff reaches may cost together."""
 
 
@@ -59,10 +61,11 @@ def missing(canaries: Iterable[str], tests: Iterable[str]) -> list[str]:
 
 
 def _cheapest(costs: Mapping[str, Cost], done: Collection[str]) -> set[str]:
-    """Return the cheapest test of each module of which none runs yet."""
+    """Return the cheapest test of each module of which none runs yet, within the bound."""
     cheapest: dict[str, str] = {}
     for test in sorted(costs, key=lambda test: (costs[test].cpu_s, test), reverse=True):
-        cheapest[split(test)[0]] = test
+        if costs[test].cpu_s <= CHEAPEST_CPU_S:
+            cheapest[split(test)[0]] = test
     return {test for path, test in cheapest.items() if path not in done}
 
 

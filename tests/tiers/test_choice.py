@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.canaries import CANARIES
-from tests.tiers.choice import CHANGED_CPU_S, DEAREST_CPU_S, TENTHS, Situation, choose, missing
+from tests.tiers.choice import (
+    CHANGED_CPU_S,
+    CHEAPEST_CPU_S,
+    DEAREST_CPU_S,
+    TENTHS,
+    Situation,
+    choose,
+    missing,
+)
 from tests.tiers.costs import Cost, Costs, Module, split
 
 A, B, C = "tests/test_a.py", "tests/test_b.py", "tests/test_c.py"
@@ -40,7 +48,7 @@ def test_cheap_and_new_tests_run_and_expensive_ones_are_left_out_with_their_cost
 
 
 def test_a_module_without_cheap_tests_runs_its_cheapest() -> None:
-    costs = record(a={"x": 3.0, "y": 2.0}, b={"z": DEAREST_CPU_S + 1})
+    costs = record(a={"x": 3.0, "y": 2.0}, b={"z": CHEAPEST_CPU_S + 0.1})
     assert chosen([f"{A}::x", f"{A}::y", f"{B}::z"], costs) == {f"{A}::y"}
 
 
