@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from engine.batch.rows import SequenceRows
@@ -20,6 +21,7 @@ from engine.engine import Engine
 from engine.model.program import ModelProgram
 from engine.step.draft import Draft
 from protocol.config import ServeConfig
+from protocol.handoff import DraftState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Method, Quantization, SpeculativeConfig, Verification
@@ -110,6 +112,24 @@ class Watched:
                 assert output.finish_reason != "error", output.error
                 outputs.setdefault(output.request_id, []).extend(output.token_ids)
         return outputs
+
+    def hand_over(
+        self, decode: Watched, prompt: list[int], max_tokens: int, uncomputed: int = 0
+    ) -> tuple[list[int], DraftState]:
+        """Compute a prompt and let another engine decode. Return the first token, and the drafter's state,
+        which is useless to an engine that has to compute `uncomputed` tokens again.
+        """
+        self.ask("a", prompt, max_tokens, prefill_only=True)
+        first = self.run_steps(4)["a"]
+        reservation = decode.engine.reserve(self.engine.sequences["a"].request)
+        assert reservation is not None
+        blocks = zip(reservation.sequence_blocks.blocks, self.engine.computed("a"), strict=True)
+        for target, source in blocks:
+            decode.engine.pool.memory[target] = self.engine.pool.memory[source.blocks]
+        state = self.engine.draft_state("a")
+        given = msgspec.structs.replace(state, feature=b"\xff" * len(state.feature)) if uncomputed else state
+        decode.engine.activate(reservation, first[0], len(prompt) - uncomputed, draft=given)
+        return first, state
 
     @staticmethod
     def rows(token_ids: list[int], start: int, block_ids: list[int]) -> SequenceRows:

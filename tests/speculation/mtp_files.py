@@ -173,22 +173,25 @@ class Published:
     layers: list[PreTrainedModel]
     tensors: dict[str, Tensor]
 
-    def draft(self, token_ids: list[int], count: int, first_row: int = 0) -> list[int]:
+    def draft(self, token_ids: list[int], count: int, lost: int | None = None) -> list[int]:
+        """At the place `lost` all heads' hidden states are zeros."""
         drafted = list[int]()
         while len(drafted) < count:
-            drafted.append(int(self.logits(token_ids, drafted, first_row).argmax()))
+            drafted.append(int(self.logits(token_ids, drafted, lost).argmax()))
         return drafted
 
     @torch.no_grad()
-    def logits(self, token_ids: list[int], drafted: list[int], first_row: int = 0) -> Tensor:
+    def logits(self, token_ids: list[int], drafted: list[int], lost: int | None = None) -> Tensor:
         """Score the token after the drafted ones by the formula of DeepSeek-V3 (2024), section 2.2: all rows
         anew.
         """
-        read, last = self._hidden(token_ids[:-1])[first_row:], len(self.layers) - 1
+        read, last = self._hidden(token_ids[:-1]), len(self.layers) - 1
         output = read
         for step in range(len(drafted) + 1):
             head = min(step, last)
-            tokens = torch.tensor((token_ids + drafted[:step])[first_row + head + 1 :])
+            tokens = torch.tensor((token_ids + drafted[:step])[head + 1 :])
+            if lost is not None:
+                read = read.index_fill(0, torch.tensor(lost - head - 1), 0)
             output = self._run(head, self.target.get_input_embeddings()(tokens), read)
             if head == last:
                 read = torch.cat([read, output[-1:]])

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -298,18 +297,8 @@ def test_a_handed_over_request_drafts_at_once(
     """The decode worker's first draft is the same as if it had computed the prompt."""
     prefill, decode = Watched(target, official), Watched(target, official)
     prompt = prompt_of(45)
-    prefill.ask("a", prompt, 6, prefill_only=True)
-    first = prefill.run_steps(4)["a"]
-    decode_request = prefill.engine.sequences["a"].request
-    reservation = decode.engine.reserve(decode_request)
-    assert reservation is not None
-    source = prefill.engine.computed("a")[0].blocks
-    decode.engine.pool.memory[reservation.sequence_blocks.blocks[0]] = prefill.engine.pool.memory[source]
-    state = prefill.engine.draft_state("a")
+    first, state = prefill.hand_over(decode, prompt, 6, uncomputed)
     assert (state.kind, state.num_tokens) == ("carried", len(prompt))
-    if uncomputed:  # the prompt's last hidden state, which is useless then
-        state = msgspec.structs.replace(state, feature=b"\xff" * len(state.feature))
-    decode.engine.activate(reservation, first[0], len(prompt) - uncomputed, draft=state)
     assert first + decode.run()["a"] == greedy(model, prompt, 6)
     assert len(decode.drafts[0][1]) == len(prompt) + (2 if uncomputed else 1)
     assert_as_plain(decode, PlainHead(files.eagle3(), model, files.THETA))

@@ -19,10 +19,10 @@ from tests.speculation.small_engine import prompt_of
 from tests.worker.tiny_model import greedy
 
 
-def assert_as_published(watched: Watched, published: Published) -> None:
+def assert_as_published(watched: Watched, published: Published, lost: int | None = None) -> None:
     assert watched.drafts
     for request_id, token_ids, drafted in watched.drafts:
-        expected = published.draft(token_ids, len(drafted))
+        expected = published.draft(token_ids, len(drafted), lost)
         assert drafted == expected, f"{request_id} after {len(token_ids)} tokens"
 
 
@@ -34,6 +34,22 @@ def test_drafts_equal_the_formulas(name: str, tmp_path: Path) -> None:
     watched.ask("a", prompt, 8)
     assert watched.run()["a"] == greedy(published.target, prompt, 8)
     assert_as_published(watched, published)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mimo_v2"])
+def test_several_heads_after_hand_offs_and_prefix_hits(name: str, tmp_path: Path) -> None:
+    """A hand-off brings all heads' hidden states. After a prefix hit those of the first place are missing."""
+    published = publish(name, tmp_path)
+    prefill, decode = (Watched(tmp_path, tmp_path, num_tokens=3, method="mtp") for _ in range(2))
+    prompt = prompt_of(45, vocab_size=VOCAB_SIZE)
+    first, _ = prefill.hand_over(decode, prompt, 6)
+    assert first + decode.run()["a"] == greedy(published.target, prompt, 6)
+    assert len(decode.drafts[0][1]) == len(prompt) + 1
+    assert_as_published(decode, published)
+    decode.drafts.clear()
+    decode.ask("b", prompt[:32] + prompt_of(6, 8, VOCAB_SIZE), 6)
+    decode.run()
+    assert_as_published(decode, published, lost=32)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "mimo_v2", "step3p7"])
