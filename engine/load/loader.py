@@ -30,7 +30,7 @@ from engine.load.preloaded import take_preloaded
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
 from engine.lora.table import Adapters, adaptable
-from engine.model.text_half import as_causal, load_checkpoint, make_model
+from engine.model.text_half import as_causal, load_checkpoint, make_model, whole_config
 from engine.phases import phase
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
@@ -181,6 +181,7 @@ def _load_hf_config(config: ServeConfig) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
+    hf_config = whole_config(hf_config, trust_remote_code=config.trust_remote_code)
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{hf_config.model_type}: encoder-decoder models are not supported")
     method = quantization_config(hf_config)

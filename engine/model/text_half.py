@@ -21,6 +21,25 @@ from transformers.models.auto.auto_factory import _get_model_class
 from engine.errors import UnsupportedModelError
 
 
+def whole_config(hf_config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of the multimodal model with this language model, if Transformers has no class
+    for it alone (Step 3.5).
+    """
+    own_code = trust_remote_code and getattr(hf_config, "auto_map", None)
+    if own_code or any(
+        _class_of(auto, hf_config) for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM)
+    ):
+        return hf_config
+    kinds = AutoModelForMultimodalLM._model_mapping.keys()
+    kind = next((each for each in kinds if each.sub_configs.get("text_config") is type(hf_config)), None)
+    if kind is None:
+        return hf_config
+    whole = kind(text_config=hf_config)
+    for name in ("dtype", "quantization_config"):
+        setattr(whole, name, getattr(hf_config, name, None))
+    return whole
+
+
 def make_model(hf_config: Any, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
     """Return a model with random weights. Raises UnsupportedModelError."""
     kind = _language_class(hf_config, trust_remote_code)

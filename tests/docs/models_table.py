@@ -32,8 +32,9 @@ that differs. So a model that is not in the list may well be served.
 Of a checkpoint with parts for images, sound or video (`mistral3`, `qwen3_vl`, `kimi_k25`, `llava` and so on)
 the language model is served. Its other parts are not loaded and take no memory; a request with an image gets
 a 400. Tensors may have any of the names that Transformers reads. Where Transformers has a class for the
-language model alone, the model runs as one of that class, natively if that does. Llama 4's attention in
-chunks is served within one chunk: `--max-model-len 8192`.
+language model alone, the model runs as one of that class, natively if that does. A checkpoint of a language
+model for which Transformers has only the class with the other parts, as Step 3.5, is served, too. Llama 4's
+attention in chunks is served within one chunk: `--max-model-len 8192`.
 
 Here is what becomes of a small random model of each type for which Transformers has a causal or a multimodal
 model, saved as checkpoints of that type are published.

@@ -164,6 +164,10 @@ FAMILIES = {
 }
 
 
+FAMILIES["step3p5"] = FAMILIES["step3p7"]
+"""The same language model, with its configuration alone."""
+
+
 @dataclass
 class Published:
     """A family's model with its heads: `layers` are models of each head's layer alone, without a norm."""
@@ -237,6 +241,9 @@ def publish(name: str, folder: Path) -> Published:
     made = [make_head(family.of(head), _config(family, changes), head) for head in family.heads]
     tensors = {name: tensor for _, own in made for name, tensor in own.items()}
     _add(folder, tensors)
+    if name == "step3p5":
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        (folder / "config.json").write_text(json.dumps(text))
     return Published(family, target.eval(), [layer for layer, _ in made], tensors)
 
 
