@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,10 +19,6 @@ from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceState
 
 _FEW_ROWS = 256
-_SIGHT = 64
-"""Tokens behind which a draft is about as good as behind a whole text."""
-MOST_UNREAD = 32
-"""Tokens of a request whose hidden states are kept, each with its whole step's, until a draft reads them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,34 +46,6 @@ class HiddenRows:
         if len(self.of_step) <= _FEW_ROWS:
             return HiddenRows(self.of_step, range(last, last + 1))
         return HiddenRows(self.of_step[last : last + 1].clone(), range(1))
-
-
-@dataclass(slots=True, eq=False)
-class Known:
-    """A request's draft KV, made of the target's hidden states: of the places from `first` up to, not
-    including, `written`. `features` are the hidden states for the next places, in pieces.
-    """
-
-    first: int
-    written: int
-    features: list[HiddenRows] = field(default_factory=list)
-    carried: Tensor | None = None
-    """The hidden states of further heads in the place `written`, [heads, hidden_size]; None: unknown."""
-
-    @property
-    def end(self) -> int:
-        """The first place without draft KV or hidden states."""
-        return self.written + sum(map(len, self.features))
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether drafts see little more than the newest tokens of a longer text."""
-        return self.first > 1 and self.end - self.first < _SIGHT
-
-    def begin(self, place: int) -> None:
-        """Begin at this place: what was before it is not known."""
-        self.first = self.written = place
-        self.features, self.carried = [], None
 
 
 @dataclass(slots=True, eq=False)

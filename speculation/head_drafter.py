@@ -1,9 +1,9 @@
-"""Drafting with EAGLE and MTP heads: the target's hidden states come in with each step, one layer drafts.
+"""Drafting with EAGLE and MTP heads: the target's hidden states come in with each step, a head of one layer
+drafts, or several such heads do.
 
-A place is drafted from the pair of its token and the hidden state before it. The pairs of committed tokens
-have the target's hidden states, which `observe` brings; only the drafted places behind them run on the head's
-own, and their KV is overwritten as soon as the target's are there (keeping it costs a tenth of the accepted
-length).
+A place's row is the pair of its token and the hidden state before it. Committed tokens' rows have the
+target's hidden states, which `observe` brings. Only the rows of drafted tokens have the head's own. Their KV
+is overwritten as soon as the target's states are there; keeping it costs a tenth of the accepted length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
-from speculation.drafter import MOST_UNREAD, Computed, Drafter, HiddenRows, Known
+from speculation.draft_kv import DraftKvDrafter, Known
+from speculation.drafter import HiddenRows
 from speculation.drawing import in_whole_vocabulary
 from speculation.several_heads import SeveralHeads
 from speculation.tree_drafting import TreeDrafting
@@ -50,7 +51,7 @@ class DraftHead(ABC):
     """Whether a native runner takes features [rows, feature_size] without `combine`."""
 
     def combine(self, features: Tensor) -> Tensor:
-        """From the target's hidden states [..., feature_size] to what a row takes [..., hidden_size]."""
+        """Return what rows take [..., hidden_size] of the target's hidden states [..., feature_size]."""
         return features
 
     @abstractmethod
@@ -66,15 +67,15 @@ class DraftHead(ABC):
         """
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(DraftKvDrafter):
+    shift = 1
+
     def __init__(self, head: DraftHead, options: SpeculativeConfig, config: ServeConfig) -> None:
-        self._options = options
-        self._config = config
-        self._head = head
+        super().__init__()
+        self._options, self._config, self._head = options, config, head
         self.kv_group, self.hidden_layers = head.kv_group, head.hidden_layers
         self.further_features = head.num_heads - 1
         self._combine = head.combine
-        self._known: dict[str, Known] = {}
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
@@ -123,8 +124,8 @@ class HeadDrafter(Drafter):
         return in_whole_vocabulary(logits, self._head.draft_ids, self._vocab_size)
 
     def _committed_rows(self, sequences: Sequence[SequenceState]) -> tuple[list[SequenceRows], Tensor]:
-        """The rows that draft the first token, from committed ones alone, and the target's hidden states
-        before them, [rows, feature_size].
+        """Return the rows that draft the first token, all committed, and the target's hidden states before
+        them, [rows, feature_size].
         """
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
@@ -157,25 +158,6 @@ class HeadDrafter(Drafter):
             for sequence, carried in zip(sequences, self._runner.carried, strict=True):
                 self._known[sequence.request_id].carried = carried
 
-    @torch.inference_mode()
-    def observe(self, computed: Sequence[Computed]) -> None:
-        waiting: dict[SequenceState, Known] = {}
-        is_due = False
-        for each in computed:
-            assert each.hidden is not None
-            sequence, end = each.sequence, each.start + each.num_tokens
-            known = self._known[sequence.request_id]
-            if known.end != each.start + 1:  # steps went by unseen
-                known.begin(each.start + 1)
-                waiting.pop(sequence, None)
-            known.features.append(each.hidden)
-            if known.written < end:
-                waiting[sequence] = known
-                # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
-                is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= MOST_UNREAD
-        if is_due and waiting:  # all of them at once, so that it is seldom
-            self._write(waiting)
-
     def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
         """Write the KV of all known pairs but the newest, whose place may have no block yet."""
         batch: list[SequenceRows] = []
@@ -205,10 +187,6 @@ class HeadDrafter(Drafter):
             known = Known(1 if num_drafted >= place else place, place, [row], carried)
         self._known[sequence.request_id] = known
 
-    def num_drafted(self, request_id: str) -> int:
-        known = self._known.get(request_id)
-        return known.written if known is not None and known.first == 1 else 0
-
     def feature(self, request_id: str) -> Tensor | None:
         known = self._known.get(request_id)
         if known is None or not known.features:
@@ -218,7 +196,3 @@ class HeadDrafter(Drafter):
             return newest
         carried = self._nothing_carried if known.carried is None else known.carried
         return torch.cat([newest, carried.flatten()])
-
-    def forget(self, request_id: str) -> None:
-        self._known.pop(request_id, None)
-        self._sampler.forget(request_id)

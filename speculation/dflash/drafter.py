@@ -6,7 +6,7 @@ places of the text's tokens, of which the last committed one has no hidden state
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -30,12 +30,15 @@ from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.dflash.attention import BlockBackend
 from speculation.dflash.weights import load_dflash
-from speculation.drafter import MOST_UNREAD, Computed, Drafter, Known
+from speculation.draft_kv import DraftKvDrafter, Known
 from speculation.drawing import Drawing, in_whole_vocabulary
 
 
-class DFlashDrafter(Drafter):
+class DFlashDrafter(DraftKvDrafter):
+    shift = 0
+
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
+        super().__init__()
         assert options.model is not None
         self._config = config
         self._draft = load_dflash(options.model, target)
@@ -48,7 +51,6 @@ class DFlashDrafter(Drafter):
         self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
         self._drawing = Drawing(self._sampler, options.verification)
         self._upload = upload_to(target.device)
-        self._known: dict[str, Known] = {}
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         draft, layers = self._draft, pool.layers(DRAFT)
@@ -75,7 +77,7 @@ class DFlashDrafter(Drafter):
             known, newest = self._known[sequence.request_id], len(sequence.token_ids) - 1
             if known.end != newest:  # steps went by unseen
                 known.begin(newest)
-        self._write(sequences)
+        self._write({each: self._known[each.request_id] for each in sequences})
         rooms = [min(count, self._draft.block_size - 1) for count in counts]
         drafts = self._drawing.draft_at_once(sequences, rooms, self._logits(sequences, rooms))
         for sequence, draft in zip(sequences, drafts, strict=True):
@@ -107,28 +109,11 @@ class DFlashDrafter(Drafter):
         whole = in_whole_vocabulary(logits, self._draft.draft_ids, self._vocab_size)
         return whole.unflatten(0, (len(sequences), rooms[0]))
 
-    @torch.inference_mode()
-    def observe(self, computed: Sequence[Computed]) -> None:
-        is_due = False
-        for each in computed:
-            assert each.hidden is not None
-            sequence = each.sequence
-            known = self._known[sequence.request_id]
-            if known.end != each.start:  # steps went by unseen
-                known.begin(each.start)
-            known.features.append(each.hidden)
-            # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
-            is_due |= each.start < len(sequence.prompt_token_ids) or known.end - known.written >= MOST_UNREAD
-        if is_due:  # all of them at once, so that it is seldom
-            self._write([each.sequence for each in computed])
-
-    def _write(self, sequences: Sequence[SequenceState]) -> None:
-        """Write the KV of all known places."""
+    def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
         features: list[Tensor] = []
         places: list[np.ndarray] = []
         blocks: list[np.ndarray] = []
-        for sequence in sequences:
-            known = self._known[sequence.request_id]
+        for sequence, known in waiting.items():
             its = np.arange(known.written, known.end)
             features += [piece.cut() for piece in known.features]
             places.append(its)
@@ -143,11 +128,3 @@ class DFlashDrafter(Drafter):
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed
         self._known[sequence.request_id] = Known(0 if num_drafted >= place else place, place)
-
-    def num_drafted(self, request_id: str) -> int:
-        known = self._known.get(request_id)
-        return known.written if known is not None and known.first == 0 else 0
-
-    def forget(self, request_id: str) -> None:
-        self._known.pop(request_id, None)
-        self._sampler.forget(request_id)

@@ -130,7 +130,7 @@ def test_blocks_without_draft_kv_are_not_read(target: Path, model: PreTrainedMod
 def test_steps_without_drafts_are_caught_up(
     target: Path, model: PreTrainedModel, original: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculation.dflash.drafter.MOST_UNREAD", 8)
+    monkeypatch.setattr("speculation.draft_kv.MOST_UNREAD", 8)
     watched = watch(target, original)
     prompt = prompt_of(20)
     watched.ask("a", prompt, 28)

@@ -1,0 +1,90 @@
+"""Drafters whose layers keep KV of the text, made of the target's hidden states."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.sampler import Sampler
+from engine.step.sequence import SequenceState
+from speculation.drafter import Computed, Drafter, HiddenRows
+
+_SIGHT = 64
+"""Tokens behind which a draft is about as good as behind a whole text."""
+MOST_UNREAD = 32
+"""Tokens of a request whose hidden states are kept, each with its whole step's, until a draft reads them."""
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A request's draft KV: at the places from `first` up to, not including, `written`. `features` are the
+    hidden states for the next places, in pieces.
+    """
+
+    first: int
+    written: int
+    features: list[HiddenRows] = field(default_factory=list)
+    carried: Tensor | None = None
+    """The hidden states of further heads in the place `written`, [heads, hidden_size]; None: unknown."""
+
+    @property
+    def end(self) -> int:
+        """The first place without draft KV or hidden states."""
+        return self.written + sum(map(len, self.features))
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether drafts see little more than the newest tokens of a longer text."""
+        return self.first > 1 and self.end - self.first < _SIGHT
+
+    def begin(self, place: int) -> None:
+        """Begin at this place: what was before it is not known."""
+        self.first = self.written = place
+        self.features, self.carried = [], None
+
+
+class DraftKvDrafter(Drafter):
+    """Subclasses set `_sampler`, which forgets requests with it. The KV of a place is made of the target's
+    hidden state `shift` places before, so that of the first `shift` places does not exist.
+    """
+
+    shift: int
+    _sampler: Sampler
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+
+    @abstractmethod
+    def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
+        """Write the KV of all known places that have tokens whose KV the target has computed."""
+
+    @torch.inference_mode()
+    def observe(self, computed: Sequence[Computed]) -> None:
+        waiting: dict[SequenceState, Known] = {}
+        is_due = False
+        for each in computed:
+            assert each.hidden is not None
+            sequence, end = each.sequence, each.start + each.num_tokens
+            known, first = self._known[sequence.request_id], each.start + self.shift
+            if known.end != first:  # steps went by unseen
+                known.begin(first)
+                waiting.pop(sequence, None)
+            known.features.append(each.hidden)
+            if known.written < end:
+                waiting[sequence] = known
+                # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
+                is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= MOST_UNREAD
+        if is_due and waiting:  # all of them at once, so that it is seldom
+            self._write(waiting)
+
+    def num_drafted(self, request_id: str) -> int:
+        known = self._known.get(request_id)
+        return known.written if known is not None and known.first == self.shift else 0
+
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+        self._sampler.forget(request_id)
