@@ -28,9 +28,10 @@ class Float32 {
     }
 
   private:
-    static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
-    static constexpr int WIDTH = VECTORS * LANES;
-    static constexpr int64_t RUN = WIDTH == PANEL ? 1 << 30 : 64;  // inputs whose weights stay in the first cache
+    // As in floats.h.
+    template <int ROWS> static constexpr int VECTORS = LANES == 16 ? 4 : ROWS == 1 ? 8 : ROWS == 2 ? 4 : 2;
+    template <int ROWS> static constexpr int WIDTH = VECTORS<ROWS> * LANES;
+    template <int ROWS> static constexpr int64_t RUN = WIDTH<ROWS> == PANEL ? 1 << 30 : 64;  // its weights stay in the first cache
     static constexpr int64_t FETCHED = 3072;  // in weights: how far ahead is prefetched
     static constexpr int64_t LINE = 16;       // floats of a cache line
 
@@ -38,9 +39,9 @@ class Float32 {
     template <int ROWS> static void tile(const ProductOf<float>& p, const Input* x, int64_t row, int64_t panel) {
         const int64_t K = p.in_features;
         float totals[ROWS][PANEL] = {};
-        for (int64_t k = 0; k < K; k += RUN) {
-            const int64_t count = std::min(RUN, K - k);
-            for (int part = 0; part < PANEL; part += WIDTH)
+        for (int64_t k = 0; k < K; k += RUN<ROWS>) {
+            const int64_t count = std::min(RUN<ROWS>, K - k);
+            for (int part = 0; part < PANEL; part += WIDTH<ROWS>)
                 add_products<ROWS>(p.weights + (panel * K + k) * PANEL + part, x + k, K, count, totals, part);
         }
         put(p, totals[0], row, row + ROWS, panel);
@@ -49,18 +50,18 @@ class Float32 {
     // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
     template <int ROWS> static void add_products(
         const float* w, const Input* x, int64_t stride, int64_t count, float (&totals)[ROWS][PANEL], int part) {
-        Vec sums[ROWS][VECTORS];
+        Vec sums[ROWS][VECTORS<ROWS>];
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = load(totals[r] + part + v * LANES);
+            for (int v = 0; v < VECTORS<ROWS>; v++) sums[r][v] = load(totals[r] + part + v * LANES);
         for (int64_t k = 0; k < count; k++, w += PANEL) {
-            for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(w + FETCHED + i);
-            Vec weights[VECTORS];
-            for (int v = 0; v < VECTORS; v++) weights[v] = load(w + v * LANES);
+            for (int i = 0; i < WIDTH<ROWS>; i += LINE) __builtin_prefetch(w + FETCHED + i);
+            Vec weights[VECTORS<ROWS>];
+            for (int v = 0; v < VECTORS<ROWS>; v++) weights[v] = load(w + v * LANES);
             for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + k];
+                for (int v = 0; v < VECTORS<ROWS>; v++) sums[r][v] += weights[v] * x[r * stride + k];
         }
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) store(totals[r] + part + v * LANES, sums[r][v]);
+            for (int v = 0; v < VECTORS<ROWS>; v++) store(totals[r] + part + v * LANES, sums[r][v]);
     }
 
     // Of the rows [row, end); totals are those of the first on.

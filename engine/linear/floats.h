@@ -61,37 +61,35 @@ class Floats {
 
     // Of the rows [row, end); totals are those of the first on.
     static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
-        for (int64_t r = row; r < end; r++, totals += PANEL)
-            for (int part = 0; part < PANEL; part += WIDTH) {
-                Vec sums[VECTORS];
-                for (int v = 0; v < VECTORS; v++) sums[v] = load(totals + part + v * LANES);
-                put(p, sums, r, panel * PANEL + part);
-            }
+        const int64_t first = panel * PANEL, count = std::min<int64_t>(p.out_features - first, PANEL);
+        for (int64_t r = row; r < end; r++, totals += PANEL) put(p, totals, p.out + r * p.out_features + first, first, count);
     }
 
     static constexpr int MOST_ROWS = 6;
 
   private:
-    static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
-    static constexpr int WIDTH = VECTORS * LANES;
+    // How many vectors of outputs a tile sums at a time: as many sums as fit into the registers, since each addition
+    // waits for the one before.
+    template <int ROWS> static constexpr int VECTORS = LANES == 16 ? 4 : ROWS == 1 ? 8 : ROWS == 2 ? 4 : 2;
+    template <int ROWS> static constexpr int WIDTH = VECTORS<ROWS> * LANES;
     static constexpr int64_t FETCHED = 6144;  // in weights: how far ahead is prefetched
     static constexpr int64_t AHEAD = 1 << 11;  // in words, 4 KiB: the same for codes
-    template <int ROWS> using Sums = Vec[ROWS][VECTORS];
+    template <int ROWS> using Sums = Vec[ROWS][VECTORS<ROWS>];
 
     // Where vectors don't hold a panel's outputs, its parts take turns: memory is read in its order.
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
-        const int64_t K = p.in_features, at_once = WIDTH == PANEL ? K : LONGEST_RUN;
+        const int64_t K = p.in_features, at_once = WIDTH<ROWS> == PANEL ? K : LONGEST_RUN;
         float totals[ROWS][PANEL] = {};
         for (int64_t k = 0; k < K; k += at_once) {
             const uint16_t* w = p.weights + (panel * K + k) * PANEL;
             const int64_t count = std::min(at_once, K - k);
-            for (int part = 0; part < PANEL; part += WIDTH) {
+            for (int part = 0; part < PANEL; part += WIDTH<ROWS>) {
                 Sums<ROWS> sums;
                 for (int r = 0; r < ROWS; r++)
-                    for (int v = 0; v < VECTORS; v++) sums[r][v] = load(totals[r] + part + v * LANES);
+                    for (int v = 0; v < VECTORS<ROWS>; v++) sums[r][v] = load(totals[r] + part + v * LANES);
                 multiply<true>(w + 2 * part, w + FETCHED + part * count, x + k, K, count, sums);
                 for (int r = 0; r < ROWS; r++)
-                    for (int v = 0; v < VECTORS; v++) store(totals[r] + part + v * LANES, sums[r][v]);
+                    for (int v = 0; v < VECTORS<ROWS>; v++) store(totals[r] + part + v * LANES, sums[r][v]);
             }
         }
         put_totals(p, totals[0], row, row + ROWS, panel);
@@ -99,46 +97,46 @@ class Floats {
 
     template <int ROWS> static void tile_of_run(
         const Product& p, const uint16_t* w, const Input* x, int64_t row, const Run& run) {
-        for (int part = 0; part < PANEL; part += WIDTH) {
+        for (int part = 0; part < PANEL; part += WIDTH<ROWS>) {
             Sums<ROWS> sums = {};
             multiply<false>(w + 2 * part, w, x, p.in_features, run.count, sums);
             for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++) add(run, row + r, part + v * LANES, sums[r][v]);
+                for (int v = 0; v < VECTORS<ROWS>; v++) add(run, row + r, part + v * LANES, sums[r][v]);
         }
     }
 
     template <class Codes, int ROWS> static void tile_of_coded_run(
         const Product& p, const uint16_t* words, const Input* x, int64_t row, const Run& run) {
         const uint16_t* ahead = words + AHEAD;
-        for (int part = 0; part < PANEL; part += WIDTH) {
+        for (int part = 0; part < PANEL; part += WIDTH<ROWS>) {
             Sums<ROWS> sums = {};
             const uint16_t* from = words + 2 * part;
-            for (int64_t k = 0; k < run.count; k += 2 * Codes::CODES, from += WORDS, ahead += 2 * WIDTH) {
-                for (int i = 0; i < 2 * WIDTH; i += LINE_VALUES) __builtin_prefetch(ahead + i);
-                IntVec pairs[VECTORS];
-                for (int v = 0; v < VECTORS; v++) pairs[v] = load((const int32_t*)from + v * LANES);
+            for (int64_t k = 0; k < run.count; k += 2 * Codes::CODES, from += WORDS, ahead += 2 * WIDTH<ROWS>) {
+                for (int i = 0; i < 2 * WIDTH<ROWS>; i += LINE_VALUES) __builtin_prefetch(ahead + i);
+                IntVec pairs[VECTORS<ROWS>];
+                for (int v = 0; v < VECTORS<ROWS>; v++) pairs[v] = load((const int32_t*)from + v * LANES);
                 each_of([&](auto i) {
-                    for (int v = 0; v < VECTORS; v++) {
+                    for (int v = 0; v < VECTORS<ROWS>; v++) {
                         const Vec weights = Codes::template floats<i()>(pairs[v]);
                         for (int r = 0; r < ROWS; r++) sums[r][v] += weights * x[r * p.in_features + k + i()];
                     }
                 }, std::make_integer_sequence<int, 2 * Codes::CODES>{});
             }
             for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++) add(run, row + r, part + v * LANES, sums[r][v]);
+                for (int v = 0; v < VECTORS<ROWS>; v++) add(run, row + r, part + v * LANES, sums[r][v]);
         }
     }
 
     // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
     template <bool FETCH, int ROWS> static void multiply(
         const uint16_t* w, const uint16_t* ahead, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
-        for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL, ahead += 2 * WIDTH) {
-            for (int i = 0; FETCH && i < 2 * WIDTH; i += LINE_VALUES) __builtin_prefetch(ahead + i);
+        for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL, ahead += 2 * WIDTH<ROWS>) {
+            for (int i = 0; FETCH && i < 2 * WIDTH<ROWS>; i += LINE_VALUES) __builtin_prefetch(ahead + i);
             for (int half = 0; half < 2; half++) {
-                Vec weights[VECTORS];
-                for (int v = 0; v < VECTORS; v++) weights[v] = half_of_pairs(w + 2 * v * LANES, half);
+                Vec weights[VECTORS<ROWS>];
+                for (int v = 0; v < VECTORS<ROWS>; v++) weights[v] = half_of_pairs(w + 2 * v * LANES, half);
                 for (int r = 0; r < ROWS; r++)
-                    for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + k + half];
+                    for (int v = 0; v < VECTORS<ROWS>; v++) sums[r][v] += weights[v] * x[r * stride + k + half];
             }
         }
     }
@@ -151,27 +149,26 @@ class Floats {
         memcpy(totals, &total, sizeof total);
     }
 
-    static void put(const Product& p, const Vec* sums, int64_t row, int64_t first) {
-        uint16_t* const out = p.out + row * p.out_features + first;
-        if (!p.bias && first + WIDTH <= p.out_features) {
-            for (int v = 0; v < VECTORS; v++) narrow(sums[v], out + v * LANES);
-            return;
-        }
-        const size_t count = std::clamp<int64_t>(p.out_features - first, 0, WIDTH);
-        float biases[WIDTH] = {};
-        for (size_t n = 0; p.bias && n < count; n++) biases[n] = bf16_to_float(p.bias[first + n]);
-        uint16_t narrowed[WIDTH];
-        for (int v = 0; v < VECTORS; v++) narrow(p.bias ? sums[v] + load(biases + v * LANES) : sums[v], narrowed + v * LANES);
+    // The `count` outputs of a panel from the output `first` on.
+    static void put(const Product& p, const float* sums, uint16_t* out, int64_t first, int64_t count) {
+        if (!p.bias && count == PANEL) return narrow(sums, out);
+        float biased[PANEL];
+        memcpy(biased, sums, sizeof biased);
+        for (int64_t n = 0; p.bias && n < count; n++) biased[n] += bf16_to_float(p.bias[first + n]);
+        uint16_t narrowed[PANEL];
+        narrow(biased, narrowed);
         memcpy(out, narrowed, count * sizeof *narrowed);
     }
 
-    // To nearest, ties to even. A NaN stays NaN: its low bits are zero, since it came from a bfloat16.
-    static void narrow(Vec values, uint16_t* to) {
+    // A panel's values, to nearest, ties to even. A NaN stays NaN: its low bits are zero, since it came from a bfloat16.
+    static void narrow(const float* panel, uint16_t* to) {
         typedef uint16_t ShortVec __attribute__((vector_size(LANES * 2)));
-        const IntVec bits = (IntVec)values;
-        const IntVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        const auto shorts = __builtin_convertvector(rounded, ShortVec);
-        memcpy(to, &shorts, sizeof shorts);
+        for (int n = 0; n < PANEL; n += LANES) {
+            const IntVec bits = load((const int32_t*)panel + n);
+            const IntVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+            const auto shorts = __builtin_convertvector(rounded, ShortVec);
+            memcpy(to + n, &shorts, sizeof shorts);
+        }
     }
 
     static Vec half_of_pairs(const uint16_t* from, int half) {
