@@ -56,7 +56,7 @@ def build_drafter(
             )
             if checkpoint.config.get("model_type") in ASSISTANTS:
                 return AssistantDrafter(checkpoint, options, config, loaded)
-            return HeadDrafter(load_mtp(checkpoint, loaded, options.quantization), options, config)
+            return HeadDrafter(load_mtp(checkpoint, loaded, options), options, config)
         case "dflash":
             from speculation.dflash.drafter import DFlashDrafter
 

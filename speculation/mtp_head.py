@@ -23,7 +23,7 @@ from engine.model.program import Entry, ModelProgram
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.speculation import Quantization
+from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import FIELD, Checkpoint
 from speculation.head_drafter import DraftHead
 from speculation.several_heads import SeveralHeads
@@ -115,15 +115,17 @@ def mtp_program(layers: Any) -> ModelProgram:
     return replace(described, name="MTP head", entry=parts)
 
 
-def load_mtp(checkpoint: Checkpoint, target: LoadedModel, quantization: Quantization | None) -> MtpHeads:
-    """Load the heads that a checkpoint has, the served model's own in most cases. Raises `ConfigError` that
-    names the file and the tensor that is missing or does not fit.
+def load_mtp(checkpoint: Checkpoint, target: LoadedModel, options: SpeculativeConfig) -> MtpHeads:
+    """Load the heads of a checkpoint, the served model's own in most cases, that drafts ask for. Raises
+    `ConfigError` that names the file and the tensor that is missing or does not fit.
     """
     try:
         layouts = find_layouts(checkpoint.names, target.num_layers)
     except LookupError as error:
         raise ConfigError(f"{_FLAG}: {checkpoint.folder}: {error}") from error
-    format = None if quantization is None else CodeFormat(quantization)
+    format = None if options.quantization is None else CodeFormat(options.quantization)
+    most = options.max_speculative_tokens if options.tree else options.fixed_tokens
+    layouts = layouts[:most] or layouts[:1]
     heads = [_load(checkpoint, target, layout, number, format) for number, layout in enumerate(layouts)]
     if any(head.kv_group.segments != heads[0].kv_group.segments for head in heads):
         raise ConfigError(f"{_FLAG}: {checkpoint.folder}: its heads keep KV of several shapes")
