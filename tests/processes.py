@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any
 from warnings import WarningMessage
 
@@ -214,7 +215,9 @@ def _run(
     for other in others:
         other.close()  # or nobody would notice the parent's end
     config = session.config
-    config.pluginmanager.unregister(name="terminalreporter")
+    reporter = config.pluginmanager.unregister(name="terminalreporter")
+    assert isinstance(reporter, pytest.TerminalReporter)
+    config.pluginmanager.register(SimpleNamespace(_tw=reporter._tw), "terminalreporter")  # for pytest-timeout
     teller = Teller(config, connection)
     config.pluginmanager.register(teller)
     config.pluginmanager.getplugin("capturemanager").start_global_capturing()
