@@ -16,12 +16,9 @@ from tests.mutants.operators import Mutant
 from tests.mutants.tree import environment
 from tests.tiers import costs
 from tests.tiers.canaries import CANARIES
-from tests.tiers.choice import Situation, choose
-from tests.tiers.costs import Costs
+from tests.tiers.choice import Situation, choose, nearest
 from tests.tiers.reach import Imports
 
-UNKNOWN_CPU_S = 2.0
-"""The assumed cost of a module without a record."""
 Say = Callable[[Verdict, str], None]
 
 
@@ -39,7 +36,7 @@ class Tiers:
         files = sorted({mutant.file for mutant in mutants})
         distances = self._imports.distances(files)
         tests = self._collected(nearest(distances, self._costs, self._budget_cpu_s))
-        situation = Situation(list(CANARIES.values()), distances, self._commit)
+        situation = Situation(list(CANARIES.values()), distances, commit=self._commit)
         chosen = choose(tests, self._costs, situation).chosen
         fast = self._bounded([test for test in tests if test in chosen], distances)
         rest = self._bounded([test for test in tests if test not in chosen], distances)
@@ -94,15 +91,3 @@ class Tiers:
         if not tests:
             raise RuntimeError(f"pytest collects no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return tests
-
-
-def nearest(distances: Mapping[str, int], known: Costs, budget_cpu_s: float) -> list[str]:
-    """Return the nearest modules by imports until the cheap tests of all reach the bound."""
-    found: list[str] = []
-    cheap = {path: known.modules[path].cheap.cpu_s for path in distances if path in known.modules}
-    for path in sorted(distances, key=lambda path: (distances[path], cheap.get(path, UNKNOWN_CPU_S), path)):
-        budget_cpu_s -= cheap.get(path, UNKNOWN_CPU_S)
-        if found and budget_cpu_s < 0:
-            break
-        found.append(path)
-    return found

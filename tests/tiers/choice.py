@@ -1,5 +1,5 @@
-"""Chooses the tests of the fast tier: all cheap ones, and the expensive ones that are worth their
-cost now.
+"""Chooses the tests of the fast tier: the cheap ones that the changes reach, and the expensive ones that are
+worth their cost now.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from dataclasses import dataclass, field
 from tests.tiers.costs import Cost, Costs, split
 
 TENTHS = 10
-"""The dearest tests aside, ten consecutive commits together run every expensive test."""
+"""The dearest tests aside, ten consecutive commits together run every test."""
 DEAREST_CPU_S = 12.0
 """A test that costs more runs only if it is a canary, or if its module changed and the bound allows it."""
 CHEAPEST_CPU_S = 3.0
-"""The cheapest test of a module with expensive tests alone runs at each commit if it costs at most this."""
+"""The cheapest test of a reached module with expensive tests alone runs if it costs at most this."""
+CHEAP_CPU_S = 300.0
+"""The most that the cheap tests which the diff reaches may cost together."""
 CHANGED_CPU_S = 60.0
-"""The most that tests of changed modules and tests that the diff reaches may cost together."""
+"""The most that expensive tests of changed modules, and those that the diff reaches, may cost together."""
+READING = ("tests/docs/", "tests/test_no_pickle.py", "tests/tiers/")
+"""Modules that read the product's files or its documentation, so imports do not tell what reaches them."""
+UNKNOWN_CPU_S = 2.0
+"""The assumed cost of a module without a record."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Situation:
     whole: Collection[str] = ()
     """Modules of which all tests run, whatever they cost."""
     commit: int = 0
+    everything: bool = False
+    """Whether the changes may reach all modules. Then all cheap tests run."""
 
 
 @dataclass
@@ -42,15 +50,35 @@ class Choice:
 
 def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
     expensive = {test: cost for test in tests if (cost := costs.of(test))}
+    cheap = _shares([test for test in tests if test not in expensive], costs)
     fair = {test: cost for test, cost in expensive.items() if cost.cpu_s <= DEAREST_CPU_S}
-    chosen = set(tests) - expensive.keys()
+    paths = {split(test)[0] for test in tests}
+    reached = paths if situation.everything else paths & situation.distances.keys()
+    near = set(nearest(situation.distances, costs, CHEAP_CPU_S)) | (paths - costs.modules.keys())
+    near |= {path for path in paths if situation.everything or path.startswith(READING)}
+    chosen = {test for test in cheap if split(test)[0] in near}
     chosen |= expensive.keys() & set(situation.canaries)
     chosen |= {test for test in expensive if split(test)[0] in situation.whole}
-    chosen |= _tenths(fair)[situation.commit % TENTHS]
+    chosen |= _tenths(cheap | fair)[situation.commit % TENTHS]
     chosen |= _touched(expensive, chosen, situation.distances)
-    chosen |= _cheapest(fair, {split(test)[0] for test in chosen})
-    left_out = {test: cost for test, cost in expensive.items() if test not in chosen}
+    running = {split(test)[0] for test in chosen}
+    chosen |= _cheapest({test: cost for test, cost in fair.items() if split(test)[0] in reached - running})
+    left_out = {test: cost for test, cost in (cheap | expensive).items() if test not in chosen}
     return Choice(chosen, left_out, {test for test in left_out if split(test)[0] in situation.distances})
+
+
+def nearest(distances: Mapping[str, int], known: Costs, bound_cpu_s: float) -> list[str]:
+    """Return the nearest modules by imports until the cheap tests of all reach the bound, which the first one
+    and changed modules may exceed.
+    """
+    found: list[str] = []
+    cheap = {path: known.modules[path].cheap.cpu_s for path in distances if path in known.modules}
+    for path in sorted(distances, key=lambda path: (distances[path], cheap.get(path, UNKNOWN_CPU_S), path)):
+        bound_cpu_s -= cheap.get(path, UNKNOWN_CPU_S)
+        if found and distances[path] and bound_cpu_s < 0:
+            break
+        found.append(path)
+    return found
 
 
 def missing(canaries: Iterable[str], tests: Iterable[str]) -> list[str]:
@@ -60,13 +88,19 @@ def missing(canaries: Iterable[str], tests: Iterable[str]) -> list[str]:
     return [canary for canary in canaries if canary not in known and split(canary)[0] in modules]
 
 
-def _cheapest(costs: Mapping[str, Cost], done: Collection[str]) -> set[str]:
-    """Return the cheapest test of each module of which none runs yet, within the bound."""
-    cheapest: dict[str, str] = {}
-    for test in sorted(costs, key=lambda test: (costs[test].cpu_s, test), reverse=True):
-        if costs[test].cpu_s <= CHEAPEST_CPU_S:
-            cheapest[split(test)[0]] = test
-    return {test for path, test in cheapest.items() if path not in done}
+def _shares(tests: Sequence[str], costs: Costs) -> dict[str, Cost]:
+    """Return the costs of cheap tests: equal shares of what those of a module cost together."""
+    shares: dict[str, Cost] = {}
+    for path, found in _modules(tests).items():
+        cheap = costs.modules[path].cheap if path in costs.modules else Cost(UNKNOWN_CPU_S, UNKNOWN_CPU_S)
+        shares |= dict.fromkeys(found, Cost(cheap.cpu_s / len(found), cheap.wall_s / len(found)))
+    return shares
+
+
+def _cheapest(costs: Mapping[str, Cost]) -> set[str]:
+    """Return the cheapest test of each module, within the bound."""
+    modules = _modules(test for test, cost in costs.items() if cost.cpu_s <= CHEAPEST_CPU_S)
+    return {min(tests, key=lambda test: (costs[test].cpu_s, test)) for tests in modules.values()}
 
 
 def _tenths(costs: Mapping[str, Cost]) -> list[set[str]]:

@@ -13,6 +13,7 @@ from tests.tiers.reach import Imports
 
 KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/devices/test_interpreted_kernels.py")
 """Modules that interpret and compile Triton kernels for minutes. They run whole when a kernel changed."""
+_COMMON = ("deploy/install.sh", "tests/conftest.py", "tests/forked.py", "tests/processes.py")
 _INTERPRETED = "tests/engine/interpreted/"
 _IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
 
@@ -20,7 +21,13 @@ _IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
 def situation_of(root: Path, changes: Changes) -> Situation:
     distances = Imports(root).distances(changes.files) if changes.files else {}
     whole = KERNEL_TESTS if kernel_changed(root, changes.files) else ()
-    return Situation(list(CANARIES.values()), distances, whole, changes.number)
+    everything = not changes.files or any(_reaches_all(file) for file in changes.files)
+    return Situation(list(CANARIES.values()), distances, whole, changes.number, everything)
+
+
+def _reaches_all(file: str) -> bool:
+    """Tell whether a file may change any test's result, such as pyproject.toml."""
+    return file in _COMMON or ("/" not in file and not file.endswith(".md"))
 
 
 def kernel_changed(root: Path, files: Collection[str]) -> bool:

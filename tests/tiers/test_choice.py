@@ -1,4 +1,4 @@
-"""The fast tier runs all cheap tests, and the expensive ones that the situation calls for."""
+"""The fast tier runs the tests that the situation calls for, within bounds of their costs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from tests.tiers.canaries import CANARIES
 from tests.tiers.choice import (
     CHANGED_CPU_S,
+    CHEAP_CPU_S,
     CHEAPEST_CPU_S,
     DEAREST_CPU_S,
+    READING,
     TENTHS,
     Situation,
     choose,
@@ -20,6 +22,9 @@ from tests.tiers.choice import (
 from tests.tiers.costs import Cost, Costs, Module, split
 
 A, B, C = "tests/test_a.py", "tests/test_b.py", "tests/test_c.py"
+
+
+ALL = Situation(everything=True)
 
 
 def record(**costs: dict[str, float]) -> Costs:
@@ -34,7 +39,7 @@ def record(**costs: dict[str, float]) -> Costs:
     )
 
 
-def chosen(tests: list[str], costs: Costs, situation: Situation = Situation()) -> set[str]:
+def chosen(tests: list[str], costs: Costs, situation: Situation = ALL) -> set[str]:
     """Return the tests that run at every commit, whatever its tenth."""
     runs = [choose(tests, costs, replace(situation, commit=commit)).chosen for commit in range(TENTHS)]
     return set.intersection(*runs)
@@ -43,7 +48,9 @@ def chosen(tests: list[str], costs: Costs, situation: Situation = Situation()) -
 def test_cheap_and_new_tests_run_and_expensive_ones_are_left_out_with_their_costs() -> None:
     tests = [f"{A}::cheap", f"{A}::dear", "tests/test_new.py::test"]
     assert chosen(tests, record(a={"dear": 2.0})) == {tests[0], tests[2]}
-    left_out = [choose(tests, record(a={"dear": 2.0}), Situation(commit=n)).left_out for n in range(TENTHS)]
+    left_out = [
+        choose(tests, record(a={"dear": 2.0}), replace(ALL, commit=n)).left_out for n in range(TENTHS)
+    ]
     assert left_out.count({tests[1]: Cost(2.0, 1)}) == TENTHS - 1
 
 
@@ -52,9 +59,27 @@ def test_a_module_without_cheap_tests_runs_its_cheapest() -> None:
     assert chosen([f"{A}::x", f"{A}::y", f"{B}::z"], costs) == {f"{A}::y"}
 
 
+def test_cheap_tests_run_if_the_changes_reach_them_nearest_first_or_else_in_their_tenth() -> None:
+    near = Module(Cost(CHEAP_CPU_S * 0.6, 1))
+    costs = Costs({A: near, B: near, C: Module(Cost(0.1, 1))})
+    tests = [f"{path}::test" for path in (C, B, A)]
+    situation = Situation(distances={A: 1, B: 2})
+    assert chosen(tests, costs, situation) == {f"{A}::test"}
+    assert choose(tests, costs, replace(situation, commit=9)).reached == {f"{B}::test"}
+    runs = [choose(tests, costs, replace(situation, commit=commit)).chosen for commit in range(TENTHS)]
+    assert set.union(*runs) == set(tests)
+    assert chosen(tests, costs, Situation(distances={A: 0, B: 0})) == set(tests[1:]), "they changed"
+
+
+def test_tests_that_read_the_product_run_always() -> None:
+    tests = [f"{READING[0]}test_links.py::test", f"{READING[1]}::test"]
+    costs = Costs({split(test)[0]: Module(Cost(1, 1)) for test in tests})
+    assert chosen(tests, costs, Situation()) == set(tests)
+
+
 def test_canaries_run_at_any_cost() -> None:
     tests = [f"{A}::cheap", f"{A}::dear"]
-    assert chosen(tests, record(a={"dear": 1000.0}), Situation(canaries=[tests[1]])) == set(tests)
+    assert chosen(tests, record(a={"dear": 1000.0}), replace(ALL, canaries=[tests[1]])) == set(tests)
 
 
 def test_a_canary_that_is_gone_from_its_module_is_named() -> None:
@@ -84,8 +109,9 @@ def test_changed_modules_and_reached_tests_share_one_bound(
     cheap = {f"{module}::cheap" for module in (A, B, C)}
     tests = [*cheap, *(f"{path}::{name}" for path in (A, B, C) for name in costs.modules[path].expensive)]
     runs = {f"{module}::{name}" for module, count in expected for name in numbers[:count]}
-    assert chosen(tests, costs, Situation(distances=distances)) == cheap | runs
-    choice = choose(tests, costs, Situation(distances=distances))
+    situation = replace(ALL, distances=distances)
+    assert chosen(tests, costs, situation) == cheap | runs
+    choice = choose(tests, costs, situation)
     assert choice.reached == {test for test in choice.left_out if split(test)[0] in distances}
 
 
@@ -96,8 +122,8 @@ def test_whole_modules_run_all_their_tests() -> None:
 
 def test_a_dear_test_runs_if_its_own_module_changed() -> None:
     tests, costs = [f"{A}::cheap", f"{A}::x"], record(a={"x": DEAREST_CPU_S + 1})
-    assert chosen(tests, costs, Situation(distances={A: 0})) == set(tests)
-    assert chosen(tests, costs, Situation(distances={A: 1})) == {f"{A}::cheap"}
+    assert chosen(tests, costs, replace(ALL, distances={A: 0})) == set(tests)
+    assert chosen(tests, costs, replace(ALL, distances={A: 1})) == {f"{A}::cheap"}
 
 
 def test_ten_commits_in_a_row_run_every_expensive_test_but_the_dearest() -> None:

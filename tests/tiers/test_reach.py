@@ -65,3 +65,16 @@ def test_a_changed_kernel_runs_all_tests_that_interpret_it() -> None:
     changes = Changes("a commit", frozenset(["engine/devices/cuda/attention/attend.py"]))
     assert situation_of(ROOT, changes).whole == KERNEL_TESTS
     assert not situation_of(ROOT, Changes("a commit", frozenset(["engine/step/scheduler.py"]))).whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "everything"),
+    [
+        ("pyproject.toml", True),
+        ("tests/forked.py", True),
+        ("README.md", False),
+        ("engine/step/scheduler.py", False),
+    ],
+)
+def test_some_files_may_change_any_result(changed: str, everything: bool) -> None:
+    assert situation_of(ROOT, Changes("a commit", frozenset([changed]))).everything == everything
