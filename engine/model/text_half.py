@@ -7,13 +7,14 @@ need. Where Transformers has a causal model of the language model alone, this th
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto.auto_factory import _get_model_class
@@ -30,9 +31,13 @@ def whole_config(hf_config: Any, *, trust_remote_code: bool = False) -> Any:
         _class_of(auto, hf_config) for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM)
     ):
         return hf_config
-    kinds = AutoModelForMultimodalLM._model_mapping.keys()
-    kind = next((each for each in kinds if each.sub_configs.get("text_config") is type(hf_config)), None)
-    if kind is None:
+    beside: list[Any] = [
+        each
+        for each in vars(sys.modules[type(hf_config).__module__]).values()
+        if isinstance(each, type) and issubclass(each, PreTrainedConfig)
+    ]
+    kind = next((each for each in beside if each.sub_configs.get("text_config") is type(hf_config)), None)
+    if kind is None or kind not in AutoModelForMultimodalLM._model_mapping:
         return hf_config
     whole = kind(text_config=hf_config)
     for name in ("dtype", "quantization_config"):

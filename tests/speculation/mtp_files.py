@@ -117,9 +117,7 @@ FAMILIES = {
     ),
     "mimo": Family(
         "qwen2",
-        tuple(
-            _MIMO + name for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
-        ),
+        tuple(_MIMO + name for name in _LONG_NAMES),
         _MIMO,
         {"use_sliding_window": False},
         {"use_sliding_window": False},
@@ -150,12 +148,7 @@ FAMILIES = {
     ),
     "nemotron": Family(
         "nemotron_h",
-        (
-            "mtp.layers.0.eh_proj",
-            "mtp.layers.0.enorm",
-            "mtp.layers.0.hnorm",
-            "mtp.layers.1.final_layernorm",
-        ),
+        (*_beside("mtp.layers.0.", "")[:3], "mtp.layers.1.final_layernorm"),
         "mtp.layers.0.",
         {"layer_types": ["full_attention", "moe"], "num_hidden_layers": 2},
         {**_MOE, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 48},

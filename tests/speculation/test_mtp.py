@@ -27,7 +27,7 @@ def assert_as_published(watched: Watched, published: Published, lost: int | None
         assert drafted == expected, f"{request_id} after {len(token_ids)} tokens"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "step3p7"])
 def test_drafts_equal_the_formulas(name: str, tmp_path: Path) -> None:
     published = publish(name, tmp_path)
     watched = Watched(tmp_path, tmp_path, num_tokens=4, method="mtp")
