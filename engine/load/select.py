@@ -29,10 +29,12 @@ from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
 from engine.linear.experts import pack_experts
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
-from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
+from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears, fits, join, packed
+from engine.linear.rounding import round_to_nearest
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.load.loader import load_model
 from engine.model.program import ModelProgram
+from engine.quantization.weight import CodeFormat
 from native.build import BuildError
 from protocol.config import ServeConfig
 
@@ -132,7 +134,8 @@ def runner_of_head(
     native: Runner | None = None
     if natively and isinstance(by_table(backend)[0][0], NativeBackend) and unfit_head(program()) is None:
         try:
-            native = NativeDecoder(Description(program(), positions), backend)
+            described = _with_rounded_lm_head(program(), target)
+            native = NativeDecoder(Description(described, positions), backend)
         except BuildError as error:
             logger.warning("the native decoder cannot be built: %s", error)
     if native is not None:
@@ -148,6 +151,25 @@ def runner_of_head(
         return runner
     forward, packed = ProgramForward(by_torch, backend), fault is None
     return TorchRunner(forward, backend, target.device, config.compile, products=products, packed=packed)
+
+
+_ROWS = 1 << 13
+"""Outputs of an LM head that are rounded at a time: more would take memory for nothing."""
+
+
+def _with_rounded_lm_head(program: ModelProgram, target: LoadedModel) -> ModelProgram:
+    """Give a draft head whose LM head is the target's, in bfloat16, a copy in int8. The native decoder copies
+    it in any case, and most of what a drafted token reads is this. Drafts need no exact logits.
+    """
+    (lm_head,) = program.head.linears
+    if lm_head is not target.model.get_output_embeddings() or type(lm_head) is not nn.Linear:
+        return program
+    weight = lm_head.weight.detach()
+    parts = [round_to_nearest(part, CodeFormat.INT8, weight.shape[1]) for part in weight.split(_ROWS)]
+    if weight.dtype is not torch.bfloat16 or not fits(parts[0]):
+        return program
+    rounded = PackedQuantizedLinear(join([*map(packed, parts)]), lm_head.bias)
+    return replace(program, head=replace(program.head, linears=(rounded,)))
 
 
 def modules_runner_of_head(
