@@ -62,7 +62,6 @@ class DraftKvDrafter(Drafter):
     def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
         """Write the KV of all known places that have tokens whose KV the target has computed."""
 
-    @torch.inference_mode()
     def observe(self, computed: Sequence[Computed]) -> None:
         waiting: dict[SequenceState, Known] = {}
         is_due = False
@@ -79,7 +78,8 @@ class DraftKvDrafter(Drafter):
                 # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
                 is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= MOST_UNREAD
         if is_due and waiting:  # all of them at once, so that it is seldom
-            self._write(waiting)
+            with torch.inference_mode():
+                self._write(waiting)
 
     def num_drafted(self, request_id: str) -> int:
         known = self._known.get(request_id)

@@ -148,11 +148,11 @@ class NativeDecoder:
             return ForwardOutput(self._forward(step)[0], None)
         logits, hidden = self._forward(step, self._hidden_layers)
         if self._asked != sorted(self._asked):
-            hidden = hidden[:, self._asked]
-        return ForwardOutput(logits, hidden.flatten(1))
+            hidden = hidden.unflatten(1, (-1, self._hidden_size))[:, self._asked].flatten(1)
+        return ForwardOutput(logits, hidden)
 
     def _forward(self, step: Step, hidden_layers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits of the rows asked for, and hidden states: those of `hidden_layers`, [rows, layers,
+        """Return logits of the rows asked for, and hidden states: those of `hidden_layers`, [rows, layers *
         hidden_size], or for a draft head, which takes `step.hidden`, those after the rows asked for. Raises
         ValueError if the batch is out of range.
         """
@@ -170,8 +170,8 @@ class NativeDecoder:
         wanted = np.array(logit_rows)
         logits = torch.empty((len(logit_rows), self.vocab_size), dtype=self._dtype)
         captured = 0 if hidden_layers is None else len(hidden_layers)
-        shape = (count, captured) if before is None else (len(logit_rows),)
-        hidden = torch.empty((*shape, self._hidden_size), dtype=self._dtype)
+        num_hidden, layers = (count, captured) if before is None else (len(logit_rows), 1)
+        hidden = torch.empty((num_hidden, layers * self._hidden_size), dtype=self._dtype)
         fields = RowsArgs(
             token_ids,
             positions,
