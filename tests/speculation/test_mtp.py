@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,8 @@ def test_native_rows_equal_torchs(name: str, tmp_path: Path) -> None:
     watched = Watched(tmp_path, tmp_path, method="mtp", dtype="bfloat16", compile="auto")
     program = load_mtp(Checkpoint(str(tmp_path)), watched.target, SpeculativeConfig(method="mtp")).program()
     watched.assert_native_rows(program, 64, tolerance=0.03)
+    head: Any = watched.drafter._runner
+    assert head._description.model.head.quantized, "it drafts with the target's LM head in bfloat16"
 
 
 def test_a_head_in_fp8_blocks(tmp_path: Path) -> None:
