@@ -269,10 +269,8 @@ def make_head(
         stored = load_file(Path(folder) / "model.safetensors")
     text = config.get_text_config()
     size = text.hidden_size
-    sharpness = 1, 1, 3
     tensors = {
-        f"{part}.weight": (torch.randn(size) * 0.2 + 1) * factor - family.norm_offset
-        for part, factor in zip(family.parts[1:], sharpness, strict=False)
+        f"{part}.weight": torch.randn(size) * 0.2 + 1 - family.norm_offset for part in family.parts[1:]
     }
     tensors[f"{family.parts[0]}.weight"] = torch.randn(size, 2 * size) * 0.2
     if family.lm_head is not None:
