@@ -227,25 +227,30 @@ def reference(
     masks: list[Masks | None] | None = None,
     first_keys: list[int] | None = None,
 ) -> Tensor:
-    """Compute attention row by row in float64, from the pack's original contexts."""
-    out = torch.zeros((*pack.query.shape[:2], pack.value.shape[2]), dtype=torch.float64)
+    """Compute attention of each sequence in float64, from the pack's original contexts."""
+    out = []
     group = pack.query.shape[1] // pack.key.shape[1]
-    row = 0
+    rows = [query_len for query_len, _ in pack.lengths]
+    padding = len(pack.query) - sum(rows)
+    queries = pack.query.double().split([*rows, padding])
     for s, (query_len, context_len) in enumerate(pack.lengths):
         base, first_key = context_len - query_len, first_keys[s] if first_keys else 0
         of_rows = (masks and masks[s]) or chain_masks(query_len)
-        places = [*range(base), *(base + mask.bit_count() - 1 for mask in of_rows)]
+        own = torch.tensor([base + mask.bit_count() - 1 for mask in of_rows])
+        new = torch.tensor([[mask >> i & 1 for i in range(query_len)] for mask in of_rows], dtype=torch.bool)
+        seen = torch.cat([torch.ones(query_len, base, dtype=torch.bool), new], dim=1)
+        seen &= torch.arange(context_len) >= first_key
+        if window:
+            seen &= torch.cat([torch.arange(base), own]) > own[:, None] - window
         k = pack.keys[s].double().repeat_interleave(group, dim=1)
         v = pack.values[s].double().repeat_interleave(group, dim=1)
-        for mask in of_rows:
-            own = base + mask.bit_count() - 1
-            seen = [*range(base), *(base + i for i in range(query_len) if mask >> i & 1)]
-            seen = [key for key in seen if key >= first_key and (not window or places[key] > own - window)]
-            scores = torch.einsum("hd,khd->hk", pack.query[row].double(), k[seen]) * scale
-            if softcap:
-                scores = torch.tanh(scores / softcap) * softcap
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
-            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(seen)], v[seen])
-            row += 1
-    return out
+        scores = torch.einsum("qhd,khd->hqk", queries[s], k) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, query_len, 1)], dim=2)
+        weights = scores.softmax(-1)[..., :context_len].masked_fill(~seen, 0)  # a row may see nothing
+        out.append(torch.einsum("hqk,khd->qhd", weights, v))
+    out.append(torch.zeros(padding, pack.query.shape[1], pack.value.shape[2], dtype=torch.float64))
+    return torch.cat(out)
