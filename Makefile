@@ -1,7 +1,7 @@
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help

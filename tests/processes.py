@@ -231,6 +231,7 @@ def _run(
             config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     finally:
         session._setupstate.teardown_exact(None)
+    os._exit(0)  # threads that a test has left may not end
 
 
 def _with_following(tests: Sequence[int], teller: Teller) -> Iterator[tuple[int, int | None]]:
