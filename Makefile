@@ -1,8 +1,8 @@
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 4
-RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes $(TEST_PROCESSES)
+TEST_PROCESSES ?= 3
+RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-all test-costs pytest lint clean
@@ -19,13 +19,13 @@ serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--p
 
 test: lint pytest  ## Run the checks and the fast tier of tests (PYTEST_ARGS="tests/router -k drain" to choose)
 
-test-all: lint .venv/.installed-test  ## Run the checks and all tests, the randomized ones with fresh seeds
+test-all: lint .venv/.compiled  ## Run the checks and all tests, the randomized ones with fresh seeds
 	$(RUN_TESTS) --tier full $(PYTEST_ARGS)
 
-test-costs: .venv/.installed-test  ## Run all tests and write what they cost to tests/costs.json
+test-costs: .venv/.compiled  ## Run all tests and write what they cost to tests/costs.json
 	$(RUN_TESTS) --tier full --seed 0 --record-costs $(PYTEST_ARGS)
 
-pytest: .venv/.installed-test
+pytest: .venv/.compiled
 	$(RUN_TESTS) --tier fast $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy, the import rules and the check of docstrings
@@ -43,3 +43,7 @@ clean:  ## Remove the virtual environment and every cache
 
 .venv/.installed-test: pyproject.toml deploy/install.sh
 	deploy/install.sh test
+
+# One process compiles what the tests import, or each of theirs would: for most of a minute.
+.venv/.compiled: .venv/.installed-test
+	-env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only --quiet > $@

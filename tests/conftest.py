@@ -3,29 +3,56 @@
 from __future__ import annotations
 
 import gc
+import os
 from multiprocessing import forkserver
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.tiers import plugin
 
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+    from tests.schedule import ByModule
+
 gc.disable()  # nothing collected so far is garbage
 
 
-pytest_addoption = plugin.add_options
+def pytest_addoption(parser: pytest.Parser) -> None:
+    plugin.add_options(parser)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByModule:
+    from tests.schedule import ByModule  # without pytest-xdist tests run one after the other
+
+    return ByModule(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Give all pytest-xdist processes one fork server, which imports for ten seconds before it forks.
+
+    While costs are recorded each process has its own, since its forks belong to one test.
+    """
+    node.workerinput.update(plugin.worker_input(node.config))
+    if node.config.getoption("record_costs"):
+        return
+    forkserver.set_forkserver_preload(["tests.forked"])
+    forkserver.ensure_running()
+    node.workerinput["fork_server"] = forkserver._forkserver._forkserver_address
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugins. If several processes run tests, they share one fork server, which imports while
-    tests are collected.
-
-    While costs are recorded each process has its own, since its forks belong to one test.
-    """
     plugin.register(config)
-    if config.getoption("processes") and not config.getoption("record_costs"):
-        forkserver.set_forkserver_preload(["tests.forked"])
-        forkserver.ensure_running()
+    if "fork_server" in getattr(config, "workerinput", {}):
+        server = forkserver._forkserver
+        server._forkserver_address = config.workerinput["fork_server"]
+        # it ends with the process that started it
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
+        server.ensure_running = lambda: None
 
 
 def pytest_collection_finish() -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Processes
 from tests.tiers import costs
 from tests.tiers.changes import Changes, find_changes
-from tests.tiers.choice import Choice, Situation, choose, missing
+from tests.tiers.choice import Situation, choose, missing
 from tests.tiers.closing import NO_REASON, LeftOut, closing_line, reasons_of
 from tests.tiers.recorder import PROPERTY, Recorder, shared_out
 from tests.tiers.seeds import set_seed
@@ -34,40 +33,59 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--record-costs", action="store_true", help="write what the tests cost to tests/costs.json"
     )
-    group.addoption("--processes", type=int, default=0, help="run the tests in so many forks of this process")
 
 
 def register(config: pytest.Config) -> None:
-    """Register the plugins for this process."""
-    host = Host(config)
-    config.pluginmanager.register(host)
+    """Register the plugins for this process, which runs tests, distributes them by pytest-xdist, or both."""
+    is_worker = hasattr(config, "workerinput")
+    runs_tests = is_worker or not config.getoption("numprocesses", None)
+    if not is_worker:
+        config.pluginmanager.register(Host(config), "tiers-host")
+    if not runs_tests:
+        return
     if config.getoption("record_costs"):
         config.pluginmanager.register(Recorder())
-    if host.situation:
-        config.pluginmanager.register(Chooser(config, host))
-    if config.getoption("processes"):
-        config.pluginmanager.register(Processes(config, config.getoption("processes")))
+    given = config.workerinput["situation"] if is_worker else _host(config).situation
+    if given:
+        config.pluginmanager.register(Chooser(config, Situation(**given)))
+
+
+def worker_input(config: pytest.Config) -> dict[str, Any]:
+    """Return the settings for a worker of pytest-xdist."""
+    return {"situation": _host(config).situation}
+
+
+def _host(config: pytest.Config) -> Host:
+    host = config.pluginmanager.get_plugin("tiers-host")
+    assert isinstance(host, Host)
+    return host
 
 
 class Chooser:
     """Drops the tests that the fast tier leaves out."""
 
-    def __init__(self, config: pytest.Config, host: Host) -> None:
+    def __init__(self, config: pytest.Config, situation: Situation) -> None:
         self._config = config
-        self._host = host
+        self._situation = situation
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         tests = [item.nodeid for item in items]
-        situation = self._host.situation
-        assert situation
-        unknown = missing(situation.canaries, tests)
+        unknown = missing(self._situation.canaries, tests)
         if unknown:
             raise pytest.UsageError(f"no such canaries: {', '.join(unknown)}; see tests/tiers/canaries.py")
-        self._host.choice = choice = choose(tests, costs.load(self._config.rootpath), situation)
+        choice = choose(tests, costs.load(self._config.rootpath), self._situation)
         left_out = [item for item in items if item.nodeid not in choice.chosen]
         items[:] = [item for item in items if item.nodeid in choice.chosen]
         self._config.hook.pytest_deselected(items=left_out)
+        told = {
+            "left out": {test: cost.cpu_s for test, cost in choice.left_out.items()},
+            "reached": sorted(choice.reached),
+        }
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput.update(told)
+        else:
+            _host(self._config).learn(told)
 
 
 class Host:
@@ -80,25 +98,35 @@ class Host:
         self._seed = set_seed(config.getoption("seed"), fresh=self._tier == "full")
         config.option.hypothesis_seed = str(self._seed)
         self._changes = Changes("nothing")
-        self.situation: Situation | None = None
-        self.choice = Choice()
+        self.situation: dict[str, Any] = {}
         if self._tier == "fast" and not _names_tests(config):
             self._changes = find_changes(config.rootpath, config.getoption("base"))
-            self.situation = situation_of(config.rootpath, self._changes)
+            self.situation = vars(situation_of(config.rootpath, self._changes))
+        self._left_out: dict[str, float] = {}
+        self._reached: list[str] = []
         self._rows: list[dict[str, Any]] = []
+
+    def learn(self, told: dict[str, Any]) -> None:
+        """Take the left-out tests from the first process that chose. All processes choose the same."""
+        self._left_out, self._reached = told["left out"], told["reached"]
 
     def pytest_report_header(self) -> str:
         return f"tier: {self._tier or 'none'}, seed: {self._seed}, compared with {self._changes.since}"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        told = getattr(node, "workeroutput", None)
+        if told and "left out" in told:
+            self.learn(told)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
             self._rows += [row for name, row in report.user_properties if name == PROPERTY]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        reached = {test: self.choice.left_out[test].cpu_s for test in sorted(self.choice.reached)}
-        modules = Counter(costs.split(test)[0] for test in reached)
+        modules = Counter(costs.split(test)[0] for test in self._reached)
         for path, count in modules.most_common(LISTED):
-            seconds = sum(cpu_s for test, cpu_s in reached.items() if costs.split(test)[0] == path)
+            seconds = sum(self._left_out[test] for test in self._reached if costs.split(test)[0] == path)
             terminalreporter.write_line(
                 f"left out, though reached: {path}: {count} tests, {seconds:.0f} CPU-s"
             )
@@ -126,9 +154,8 @@ class Host:
         counts = [text for text, _ in reporter.build_summary_stats_line()[0] if "deselected" not in text]
         left_out = None
         if self.situation:
-            choice = self.choice
-            cpu_s = sum(cost.cpu_s for cost in choice.left_out.values())
-            left_out = LeftOut(len(choice.left_out), cpu_s, len(choice.reached), self._changes.since)
+            cpu_s = sum(self._left_out.values())
+            left_out = LeftOut(len(self._left_out), cpu_s, len(self._reached), self._changes.since)
         wall_s = time.monotonic() - self._began
         return closing_line(self._tier, counts, skips, left_out, self._seed, wall_s)
 

@@ -36,13 +36,20 @@ class Recorder:
     """Measures in the process that runs the tests. Each report of a test's end carries its costs."""
 
     def __init__(self) -> None:
-        self._ledger: Ledger | None = None
+        self._ledger = Ledger()
         self._row = Row("")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_finish(self) -> Generator[None, object, object]:
+        result = yield
+        first = get_context("forkserver").Process(target=int)
+        first.start()
+        first.join()  # wait for the fork server's imports, which no test should pay for
+        self._ledger.read()
+        return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        if self._ledger is None:
-            self._ledger = _ready_ledger()
         self._row = Row(item.nodeid, uses=sorted(_shared_fixtures(item)))
         with self._measured():
             return (yield)
@@ -81,23 +88,12 @@ class Recorder:
     @contextmanager
     def _measured(self) -> Iterator[None]:
         """Add the block's costs to the row."""
-        assert self._ledger
         row, cpu_s, wall_s = self._row, self._ledger.read(), time.monotonic()
         try:
             yield
         finally:
             row.cpu_s += self._ledger.read() - cpu_s
             row.wall_s += time.monotonic() - wall_s
-
-
-def _ready_ledger() -> Ledger:
-    """Return a ledger of this process, once its fork server has imported, for which no test should pay."""
-    ledger = Ledger()
-    first = get_context("forkserver").Process(target=int)
-    first.start()
-    first.join()
-    ledger.read()
-    return ledger
 
 
 def _shared_fixtures(item: pytest.Item) -> Iterator[str]:
