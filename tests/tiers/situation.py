@@ -13,7 +13,7 @@ from tests.tiers.reach import Imports
 
 KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/devices/test_interpreted_kernels.py")
 """Modules that interpret and compile Triton kernels for minutes. They run whole when a kernel changed."""
-_COMMON = ("deploy/install.sh", "tests/conftest.py", "tests/forked.py", "tests/processes.py")
+_COMMON = ("deploy/install.sh", "tests/conftest.py", "tests/forked.py", "tests/schedule.py")
 _INTERPRETED = "tests/engine/interpreted/"
 _IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
 
