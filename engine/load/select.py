@@ -165,8 +165,10 @@ def _with_rounded_lm_head(program: ModelProgram, target: LoadedModel) -> ModelPr
     if lm_head is not target.model.get_output_embeddings() or type(lm_head) is not nn.Linear:
         return program
     weight = lm_head.weight.detach()
+    if weight.dtype is not torch.bfloat16:
+        return program
     parts = [round_to_nearest(part, CodeFormat.INT8, weight.shape[1]) for part in weight.split(_ROWS)]
-    if weight.dtype is not torch.bfloat16 or not fits(parts[0]):
+    if not fits(parts[0]):
         return program
     rounded = PackedQuantizedLinear(join([*map(packed, parts)]), lm_head.bias)
     return replace(program, head=replace(program.head, linears=(rounded,)))
