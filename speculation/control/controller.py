@@ -132,7 +132,7 @@ class DraftController:
         size = sum(self._load)
         fixed = [request for request in requests if request.granted]
         tokens = size + sum([sum(request.acceptance.survival()[: request.granted]) for request in fixed])
-        step = Step(size, tokens, sum([request.granted for request in fixed]))
+        step = PlannedStep(size, tokens, sum([request.granted for request in fixed]))
         self._steps_left = IDLE_STANDS
         self._sees = False
         for method, known in self.estimator.methods.items():
@@ -145,7 +145,7 @@ class DraftController:
         self._steps_left -= 1
         self.estimator.begin_window(len(requests))
 
-    def _choose(self, method: Source, requests: list[SpeculatingRequest], step: Step) -> Step:
+    def _choose(self, method: Source, requests: list[SpeculatingRequest], step: PlannedStep) -> PlannedStep:
         """Grant tokens to the requests: as many as pay, or for a trial. Return the step with their drafts."""
         size = step.num_sequences
         plain, best = plain_and_best(self.estimator, method, requests, step)
@@ -176,7 +176,7 @@ class DraftController:
         typical = self.estimator.new_request(method, None)
         if self.estimator.methods[method].reads_text:
             typical.unread = int(self.estimator.mean_prompt)
-        step = Step(num_requests, num_requests)
+        step = PlannedStep(num_requests, num_requests)
         plain, best = plain_and_best(self.estimator, method, [typical] * num_requests, step)
         return _is_faster(best, plain)
 
@@ -186,7 +186,7 @@ def _is_faster(plan: Plan, other: Plan) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """A step of so many sequences: tokens that it should commit, rows that it drafts, seconds of drafting."""
 
     num_sequences: int
@@ -200,13 +200,13 @@ class Plan:
     """`granted[i]` tokens for request i, and the step that they lead to. `rate` are tokens a second."""
 
     granted: list[int]
-    step: Step
+    step: PlannedStep
     seconds: float
     rate: float
 
 
 def plain_and_best(
-    estimator: Estimator, method: Source, requests: Sequence[SpeculatingRequest], step: Step
+    estimator: Estimator, method: Source, requests: Sequence[SpeculatingRequest], step: PlannedStep
 ) -> tuple[Plan, Plan]:
     """Return plans without and with drafts of these requests of one method, in addition to those of `step`.
     They are the same if none of the requests can draft.
@@ -237,7 +237,7 @@ def plain_and_best(
         granted = [0] * len(requests)
         for _, _, index in slots[:end]:
             granted[index] += width
-        reached = Step(step.num_sequences, tokens[end], drafted[end], drafting[end])
+        reached = PlannedStep(step.num_sequences, tokens[end], drafted[end], drafting[end])
         return Plan(granted, reached, float(seconds[end]), float(rates[end]))
 
     return plan(0), plan(1 + int(rates[1:].argmax()) if slots else 0)

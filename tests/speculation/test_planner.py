@@ -6,7 +6,7 @@ import pytest
 
 from costs.acceptance import MethodAcceptance, RequestAcceptance
 from costs.widths import DraftTime, MeasuredCurve, TargetTime
-from speculation.control.controller import Plan, Step, plain_and_best
+from speculation.control.controller import Plan, PlannedStep, plain_and_best
 from speculation.control.estimator import Estimator
 from speculation.control.request import Shape, SpeculatingRequest
 
@@ -41,7 +41,9 @@ class Batch:
 
     def plans(self, drafted: float = 0.0, drafting: float = 0.0) -> tuple[Plan, Plan]:
         size = len(self.requests)
-        return plain_and_best(self.estimator, "eagle", self.requests, Step(size, size, drafted, drafting))
+        return plain_and_best(
+            self.estimator, "eagle", self.requests, PlannedStep(size, size, drafted, drafting)
+        )
 
     def best(self) -> Plan:
         return self.plans()[1]
