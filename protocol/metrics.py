@@ -95,6 +95,10 @@ ROUTER = (
     _counter("requests_tools_unseen_total", "Requests whose tools the chat template does not show."),
     _counter("requests_fields_ignored_total", "Requests with fields that the server does not know."),
     _counter("requests_lost_total", "Requests that their worker did not know because a message was lost."),
+    _counter("races_total", "Copies of requests started on other workers because their own were suspect."),
+    _counter("races_unpaid_total", "Times that requests could not race because the budget was spent."),
+    _counter("raced_tokens_total", "Tokens that copies had to compute."),
+    _counter("raced_seconds_total", "Predicted time of these tokens on their workers."),
     _counter("requests_migrated_total", "Running requests moved to another worker with their KV."),
     _counter(
         "scaling_decisions_total", "Changes of the number of workers by --autoscale.", "role", "direction"

@@ -16,6 +16,9 @@ from protocol.roles import Role
 from protocol.speculation import SpeculationState
 from protocol.version import PROTOCOL, version
 
+HEARTBEAT_INTERVAL_S = 0.25
+"""An eighth of the default `--worker-timeout`, so that a few late heartbeats lose no worker."""
+
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Transfers between a worker and one peer over one transport, and whether that transport serves the

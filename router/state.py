@@ -54,13 +54,14 @@ from router.scaling.autoscaler import Autoscaler
 from router.scaling.interface import Turns
 from router.scaling.scaler import Restarter, Scaler
 from router.text.tokenizer import Tokenizer
-from router.workers.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
+from router.workers.registry import WATCH_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 
 if TYPE_CHECKING:
     from router.observe.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
+SWEEP_INTERVAL_S = 0.25
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
@@ -123,6 +124,7 @@ class RouterState:
         self.registry.on_refused = self._refuse
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._sweep_due = 0.0
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -130,10 +132,12 @@ class RouterState:
         self._loop, self._sweep_due = loop, time.monotonic()
         self.link.attach(loop, self._on_message)
         self._sweep()
+        self._watch_workers()
 
     def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for timer in (self._sweeper, self._watch):
+            if timer is not None:
+                timer.cancel()
         self._loop = None
         self.link.close()
         if self.tracing is not None:
@@ -227,12 +231,18 @@ class RouterState:
         self.drainer.lost(worker)
         self.adapters.lost(worker)
 
+    def _watch_workers(self) -> None:
+        if self._loop is not None:
+            now = time.monotonic()
+            self.registry.sweep(now)
+            self.dispatcher.races.sweep(now)
+            self._watch = self._loop.call_later(WATCH_INTERVAL_S, self._watch_workers)
+
     def _sweep(self) -> None:
         if self._loop is not None:
             now = time.monotonic()
             self.metrics.observe_loop(now - self._sweep_due, time.thread_time(), _core_wait_s())
             self._sweep_due = now + SWEEP_INTERVAL_S
-            self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
             self.keys.reload()
             self.roll_call.sweep(time.monotonic())

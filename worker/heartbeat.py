@@ -23,14 +23,11 @@ from messaging.sockets import connect_dealer
 from protocol.codec import encode
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
-from protocol.worker_to_router import WorkerState
+from protocol.worker_to_router import HEARTBEAT_INTERVAL_S, WorkerState
 from worker.link import RouterLink
 from worker.parts import LoopProgress, WorkerParts
 
 log = logging.getLogger(__name__)
-
-HEARTBEAT_INTERVAL_S = 0.25
-"""An eighth of the default `--worker-timeout`, so that a few late heartbeats raise no alarm."""
 
 ROUTER_GRACE_S = 10.0
 """Seconds without a connection to any router after which a worker ends itself."""

@@ -12,6 +12,7 @@ from protocol.router_to_worker import Abort, Redirect
 from protocol.worker_to_router import HandoverFailed, StepOutput
 from router.dispatch import Core
 from router.dispatch.placer import Placer
+from router.dispatch.races import Races
 from router.errors import ApiError, client_gone, failed_generation, not_placed, unavailable
 from router.observe.metrics import RefusalReason
 from router.observe.timing import RequestLog, ids
@@ -43,6 +44,7 @@ class Dispatcher:
     def __init__(self, core: Core, placer: Placer) -> None:
         self._config, self._journal, self._registry, self._metrics, self._send = core
         self._placer = placer
+        self.races = Races(core, placer)
         self._log = RequestLog(core.config.enable_log_requests)
 
     async def start(self, generation: Generation) -> None:
@@ -192,8 +194,10 @@ class Dispatcher:
                 kind = output.error_kind or "internal"
                 reason = output.error or f"worker {worker.key.worker_id} gave the request up"
                 self._place_again_or_fail(request, kind, reason)
-            else:
+            elif request.owner is None or self.races.is_first(request, output):
                 num_tokens += self._handle_or_fail(request, at, worker, output, now)
+        if self._journal.copies:
+            self.races.settle()
         if unknown:  # an abort got lost, or crossed this message
             self._send(worker, Abort(request_ids=unknown))
         if num_tokens:
@@ -244,6 +248,8 @@ class Dispatcher:
             if output.finish_reason is None:
                 self._placer.abort([request])
             self._placer.finished(request, now)
+            if (copy := self._journal.copies.get(request)) is not None:
+                self._placer.withdraw([copy])
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
             self._log.finished(request, now)
@@ -289,6 +295,9 @@ class Dispatcher:
         """Place the request again, with its tokens so far, or fail it."""
         if request.generation.is_over:
             return
+        if request.owner is not None:
+            self.place_again(request, "worker_lost", reason)
+            return
         request.failures += counts
         if kind not in _REPLACEABLE:
             self.fail(request.generation, failed_generation(kind, reason))
@@ -310,9 +319,18 @@ class Dispatcher:
         return True
 
     def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:
-        """Assign a request, with its tokens so far, to other workers. Fail it if there is none."""
-        self._placer.withdraw([request])
-        refusal = self._placer.place(request)
+        """Assign a request, with its tokens so far, to other workers. Fail it if there is none.
+
+        A request's copy goes on in its place. A copy is only withdrawn.
+        """
+        if (heir := self.races.heir(request)) is not None:
+            self.races.won(heir)
+            request, refusal = heir, None
+        else:
+            self._placer.withdraw([request])
+            if request.owner is not None:
+                return
+            refusal = self._placer.place(request)
         if refusal is not None:
             kind = "worker_lost" if cause == "drain" or cause == "thinking" else cause
             self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))

@@ -72,6 +72,17 @@ class Placer:
             self._journal.remove(request)
         return refusal
 
+    def copy(self, request: LiveRequest) -> LiveRequest | None:
+        """Send a copy of the request to other workers. Return None if none takes it now."""
+        copy = request.copy()
+        copy.start_placement()
+        self._journal.add(copy)
+        if self._parked or self._offer(copy) is not None:
+            self._journal.remove(copy)
+            return None
+        self._journal.copies[request] = copy
+        return copy
+
     def resume(self) -> tuple[LiveRequest, Refusal] | None:
         """Place parked requests while there is room. Return one that no worker will ever serve, if any."""
         while self._parked:
@@ -85,8 +96,9 @@ class Placer:
         return None
 
     def withdraw(self, requests: Iterable[LiveRequest]) -> None:
-        """Remove the unfinished requests from the journal and abort them on their workers."""
-        unfinished = [request for request in requests if self._journal.remove(request)]
+        """Remove unfinished requests and their copies from the journal, and abort them on their workers."""
+        both = [each for request in requests for each in (request, self._journal.copies.get(request))]
+        unfinished = [each for each in both if each is not None and self._journal.remove(each)]
         self.abort(request for request in unfinished if request.stage is not Stage.HELD)
         for request in unfinished:
             self._unpark(request)
@@ -102,6 +114,7 @@ class Placer:
 
     def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
         """Return the worker that is to decode a prompt of `prefill`; without `workers` that is `prefill`."""
+        workers = [worker for worker in workers if not worker.is_suspect] or workers
         cluster = Cluster(worker.load for worker in workers)
         name = self._policy.next_decode(self._facts(request), cluster, self._state)
         return self._registry.named(name) if name is not None else prefill

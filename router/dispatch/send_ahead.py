@@ -63,10 +63,11 @@ class SendAhead:
     def offer(self, request: LiveRequest, at: Assignment) -> bool:
         """Send the request now, or later in its turn. Returns False if its worker cannot be reached.
 
-        A request that has already generated tokens does not wait: its client has seen it run.
+        A request that has already generated tokens does not wait: its client has seen it run. Nor does a
+        copy that races.
         """
         queue = self._queues[at.first]
-        if request.output_token_ids:
+        if request.output_token_ids or request.owner is not None:
             return self._send(request, at, queue)
         others_wait = bool(queue.waiting)
         self._enter(request, at, queue)
@@ -159,7 +160,8 @@ class SendAhead:
         if not self._transmit(request, at):
             return False
         queue.sent[request.generation.key] += request.cost
-        self._metrics.key_sent(request.generation.key, request.cost)
+        if request.owner is None:
+            self._metrics.key_sent(request.generation.key, request.cost)
         return True
 
     # --- how much is sent ahead -------------------------------------------------------------------

@@ -107,6 +107,7 @@ class Metrics:
         self.scaling_failures: Counter = self._metrics["scaling_failures_total"]
         self.requests_migrated: Counter = self._metrics["requests_migrated_total"]
         self.requests_lost: Counter = self._metrics["requests_lost_total"]
+        self.races_unpaid: Counter = self._metrics["races_unpaid_total"]
         self.redirected = self._counting("handoff_redirects_total")
         self.taken_over = self._counting("handoff_takeovers_total")
         self.role_fallback = self._counting("role_fallbacks_total")
@@ -164,6 +165,11 @@ class Metrics:
 
     def workers_wanted(self, role: str, wanted: int) -> None:
         self._metrics["workers_wanted"].labels(role, self._model_name).set(wanted)
+
+    def raced(self, tokens: int, seconds: float) -> None:
+        """Count a race whose copy has so many tokens to compute, in so many predicted seconds."""
+        for name, value in (("races", 1), ("raced_tokens", tokens), ("raced_seconds", seconds)):
+            self._metrics[f"{name}_total"].inc(value)
 
     def parked(self, total: int) -> None:
         """Count one more parked request; `total` requests are parked now."""

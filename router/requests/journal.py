@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from math import inf
 
 import msgspec
@@ -79,6 +79,8 @@ class LiveRequest:
     failures: int = 0
     redirects: int = 0
     failed: set[str] = field(default_factory=set)
+    owner: LiveRequest | None = None
+    """The request of which this is the copy, if it is one: see `copy`."""
     assignment: Assignment | None = None
     """The latest placement's workers, also after the request has left them."""
     decision: PlacementDecision | None = None
@@ -154,6 +156,11 @@ class LiveRequest:
         self.times.start_placement()
         self.timing = RequestTiming()
         self.early.clear()
+
+    def copy(self) -> LiveRequest:
+        """Return a copy to race with this request: a placement of its own with the same tokens and answer."""
+        times = replace(self.times)
+        return replace(self, owner=self, request_id="", times=times, drafts=DraftHistory(), early=[])
 
     def note(self, timing: RequestTiming) -> None:
         """Merge reported times: the prefill worker reports its part, then the decode worker the hand-off."""
@@ -274,14 +281,16 @@ class Generation:
 
 
 class Journal:
-    """Live requests by the ids that the workers know. `router` is the owner's incarnation."""
+    """Live requests by the ids that the workers know. `router` is the router's incarnation."""
 
     def __init__(self, router: str) -> None:
         self._router = router
         self._requests: dict[str, LiveRequest] = {}
+        self.copies: dict[LiveRequest, LiveRequest] = {}
+        """The copy of each request that races; it is in the journal too, but does not count."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._requests) - len(self.copies)
 
     def __iter__(self) -> Iterator[LiveRequest]:
         return iter(list(self._requests.values()))
@@ -295,7 +304,9 @@ class Journal:
         return self._requests.get(request_id)
 
     def remove(self, request: LiveRequest) -> bool:
-        """Remove a request. Return False if it was not in the journal."""
+        """Remove a request or a copy. Return False if it was not in the journal."""
+        if request.owner is not None:
+            self.copies.pop(request.owner, None)
         return self._requests.pop(request.request_id, None) is not None
 
     def assigned(self) -> list[tuple[LiveRequest, Assignment]]:

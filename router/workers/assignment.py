@@ -167,7 +167,7 @@ class Loads:
     def answered(self, assignment: Assignment) -> None:
         """Count the first token, which has come."""
         first = assignment.waits_at
-        assignment.enter(Stage.DECODE if assignment.prefill is None else Stage.TRANSFER)
+        _enter(assignment, Stage.DECODE if assignment.prefill is None else Stage.TRANSFER)
         self._stop_waiting(assignment, first)
 
     def handed_over(self, assignment: Assignment) -> None:
@@ -189,7 +189,7 @@ class Loads:
             target.outstanding_requests += 1
             target.load.last_placed = next(self._order)
         elif assignment.stage is Stage.TRANSFER:
-            assignment.enter(Stage.DECODE)
+            _enter(assignment, Stage.DECODE)
         for worker in (failed, target):
             self._registry.changed(worker)
 
@@ -202,7 +202,7 @@ class Loads:
         for worker in assignment.holders:
             worker.outstanding_requests -= 1
             self._registry.changed(worker)
-        assignment.enter(Stage.UNPLACED)
+        _enter(assignment, Stage.UNPLACED)
 
     def _stop_waiting(self, assignment: Assignment, first: Worker | None) -> None:
         if first is not None:
@@ -212,10 +212,16 @@ class Loads:
 
     def _leave_prefill(self, assignment: Assignment, stage: Stage) -> None:
         prefill = assignment.prefill
-        assignment.enter(stage)
+        _enter(assignment, stage)
         if prefill is not None:
             prefill.outstanding_requests -= 1
             self._registry.changed(prefill)
+
+
+def _enter(assignment: Assignment, stage: Stage) -> None:
+    """Move to a stage after which the decode worker may have one more, or one fewer, request that decodes."""
+    assignment.decode.num_decoding += (stage is _DECODE) - assignment.is_decoding
+    assignment.enter(stage)
 
 
 def _count_row(assignment: Assignment, sign: int) -> None:

@@ -10,14 +10,26 @@ from typing import NamedTuple
 
 from protocol.roles import ROLES, RoleSpec, Task
 from protocol.version import protocol_problem
-from protocol.worker_to_router import Register, WorkerState
+from protocol.worker_to_router import HEARTBEAT_INTERVAL_S, Register, WorkerState
 from router.placement.cluster import Cluster
 from router.placement.interface import LinkSpeed, WorkerSnapshot
+from router.placement.predict import chunk_tokens, compute_s
 
 logger = logging.getLogger(__name__)
 
-SWEEP_INTERVAL_S = 0.25
+WATCH_INTERVAL_S = 0.05
+LONGEST_PAUSE_S = 0.5
+"""The most of a pause of the router that counts as silence of its workers."""
 MAX_RETIRED = 10_000
+LEAST_SILENCE_S = 0.1
+"""Shorter silences are not looked at."""
+FIRST_LATENESS_S = 0.1
+"""The assumed lateness of a new worker's messages."""
+LEAST_LATENESS_S, MOST_LATENESS_S = 0.06, 0.5
+"""Any machine delays messages as much as the first now and then; freezes count as no more than the second."""
+LATENESS_HALF_LIFE_S = 30.0
+PATIENCE = 1.5
+"""The multiple of its latest lateness that a worker may be late again."""
 
 
 class WorkerKey(NamedTuple):
@@ -38,8 +50,10 @@ class Worker:
     """One incarnation of a worker. `live` is false after it died or fell silent.
 
     The router has known it `since` then. `silence_s` counts the seconds since its last sign of life in which
-    the router was running; a heartbeat that reports a stuck loop is no sign of life. `is_reachable` is false
-    from a failed send until the worker's next message.
+    the router was running; a heartbeat that reports a stuck loop is no sign of life. `is_suspect` is true
+    while its next message is much later than its work explains: it gets no requests, and those that it has
+    race (`router/dispatch/races.py`). `is_reachable` is false from a failed send until the worker's next
+    message.
     """
 
     def __init__(
@@ -56,6 +70,9 @@ class Worker:
         self.state = register.state
         self.since = time.monotonic()
         self.silence_s = 0.0
+        self.is_suspect = False
+        self._seen_silence_s = self._seen_lateness_s = 0.0
+        self._lateness_s, self._late_at = FIRST_LATENESS_S, self.since
         self.is_reachable = True
         self.live = True
         self.draining = False
@@ -69,6 +86,8 @@ class Worker:
         self.outstanding_context = 0
         self.outstanding_computed = 0
         """The part of `outstanding_context` that this worker computes itself."""
+        self.num_decoding = 0
+        """The requests of which each step brings tokens."""
         self._block_size = block_size
         self._shared = shared
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks, max_rows=max_rows)
@@ -83,6 +102,27 @@ class Worker:
     def takes_requests(self) -> bool:
         """Whether the worker may get requests or, as a draft worker, requests' drafts."""
         return self.live and self.is_reachable and not self.draining
+
+    def is_late(self, now: float) -> bool:
+        """Return whether its silence is longer than its work and its latest delays explain.
+
+        To be called often while it is silent for over `LEAST_SILENCE_S`: it learns from silences that ended.
+        """
+        known_s = self._lateness_s * 0.5 ** (max(now - self._late_at, 0.0) / LATENESS_HALF_LIFE_S)
+        if self.silence_s < self._seen_silence_s and self._seen_lateness_s > known_s:
+            known_s = self._lateness_s = min(self._seen_lateness_s, MOST_LATENESS_S)
+            self._late_at = now
+        self._seen_silence_s, self._seen_lateness_s = self.silence_s, self.silence_s - self._due_s()
+        return self._seen_lateness_s > PATIENCE * max(known_s, LEAST_LATENESS_S)
+
+    def _due_s(self) -> float:
+        """Return the longest time to its next message: one comes after each step, and at least heartbeats."""
+        load = self.load
+        if not self.num_decoding:
+            return HEARTBEAT_INTERVAL_S
+        if load.prompts > 0:
+            return min(compute_s(load, chunk_tokens(load, 0), load.prefill_tokens), HEARTBEAT_INTERVAL_S)
+        return min(load.costs_now.decode_s(load.rows, load.context_tokens), HEARTBEAT_INTERVAL_S)
 
     def update(self, state: WorkerState) -> None:
         """Store what the worker reports. Requests that this router did not send came from other routers."""
@@ -242,11 +282,11 @@ class Registry:
         """Update the cluster after the worker's load, or whether it may get requests, has changed."""
         if self._workers.get(worker.key.worker_id) is not worker:
             return
-        if worker.takes_requests:
+        if worker.takes_requests and not worker.is_suspect:
             worker.update_load()
             self.cluster.put(worker.load)
         else:
-            self.cluster.remove(worker.key.worker_id)
+            self._take_out(worker)
 
     def heard(self, worker: Worker) -> None:
         worker.silence_s = 0.0
@@ -278,14 +318,16 @@ class Registry:
         self._remove(worker_id)
 
     def sweep(self, now: float) -> None:
-        """Declare silent workers lost. To be called every `SWEEP_INTERVAL_S`.
+        """Declare silent workers lost, and late ones suspect. To be called every `WATCH_INTERVAL_S`.
 
-        While the router itself was paused it read no messages, so a pause counts for at most two intervals.
+        While the router itself was paused it read no messages, so little of a pause counts as silence, and
+        nobody becomes suspect right after it.
         """
-        passed = min(now - self._last_sweep, 2 * SWEEP_INTERVAL_S)
-        self._last_sweep = now
+        passed, self._last_sweep = now - self._last_sweep, now
         for worker in self._workers.values():
-            worker.silence_s += passed
+            worker.silence_s += min(passed, LONGEST_PAUSE_S)
+        if passed < 2 * WATCH_INTERVAL_S:
+            self._suspect(now)
         silent = [w for w in self._workers.values() if w.live and w.silence_s > self._timeout]
         for worker in silent:  # mark all first, or requests of one would be placed at the next
             worker.live = False
@@ -296,15 +338,36 @@ class Registry:
                 reason = f"its loop has been stuck for {worker.state.stalled_s:.1f} s"
             self._lose(worker, reason)
 
+    def _suspect(self, now: float) -> None:
+        """Judge all workers. While all of one purpose are late, none of them is suspect: none is better."""
+        late = [w for w in self if w.live and w.silence_s > LEAST_SILENCE_S and w.is_late(now)]
+        punctual = {w.role.purpose for w in self if w.takes_requests and w not in late} if late else set()
+        suspects = [w for w in late if w.role.purpose in punctual]
+        for worker in [w for w in self if w.is_suspect != (w in suspects)]:
+            worker.is_suspect = not worker.is_suspect
+            self.changed(worker)
+            if worker.is_suspect:
+                logger.warning(
+                    "worker %s is suspect: silent for %.2f s", worker.key.worker_id, worker.silence_s
+                )
+
+    def _take_out(self, worker: Worker) -> None:
+        """Remove a worker from the cluster. Suspect ones return if no other worker of its purpose is left."""
+        self.cluster.remove(worker.key.worker_id)
+        if not self.cluster.count(worker.role.purpose):
+            for other in [w for w in self if w.is_suspect and w.role.purpose == worker.role.purpose]:
+                other.is_suspect = False
+                self.changed(other)
+
     def _retire(self, worker: Worker, reason: str) -> None:
         self._remember_retired(worker.key)
         if worker.live:
             self._lose(worker, reason)
 
     def _remove(self, worker_id: str) -> None:
-        del self._workers[worker_id]
+        worker = self._workers.pop(worker_id)
         self._group_by_host()
-        self.cluster.remove(worker_id)
+        self._take_out(worker)
 
     def _group_by_host(self) -> None:
         hosts: dict[str, list[WorkerSnapshot]] = defaultdict(list)

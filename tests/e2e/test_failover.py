@@ -248,6 +248,24 @@ def test_a_worker_that_wakes_from_a_freeze_changes_nothing(
         check_afterwards(serving, expected)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "point"), [("decode-0", "STOP:after:after_step:7"), ("prefill-0", "STOP:after:_push:3")]
+)
+def test_requests_go_on_elsewhere_before_a_frozen_worker_counts_as_lost(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], frozen: str, point: str
+) -> None:
+    """Their copies are first. After it wakes, nothing of them is left on it."""
+    workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
+    workers[frozen] = f"{point}+{SLOW}"
+    with HttpServing(folder, workers, worker_timeout=4 * BOUND_S) as serving:
+        answers = ask_all(serving, pool)
+        assert [answer.result(BOUND_S) for answer in answers] == expected
+        assert serving.metric("tandem_requests_placed_again_total", reason="raced") > 0
+        serving.workers[frozen].signal(signal.SIGCONT)
+        check_afterwards(serving, expected)
+        assert serving.metric("tandem_workers_lost_total") == 0
+
+
 def test_without_workers_each_request_gets_one_error(folder: Path) -> None:
     """The error is an event in a stream, and a status otherwise."""
     fault = f"KILL:after:after_step:15+{SLOW}"

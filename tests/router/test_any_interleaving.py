@@ -281,6 +281,11 @@ class World:
             assert worker.outstanding_computed == sum(at.num_computed_by_decode for at in rows)
             assert worker.outstanding_prompts == len(prompts)
             assert worker.outstanding_prefill_tokens == sum(at.num_uncached for at in prompts)
+            assert worker.num_decoding == sum(at.decode is worker and at.is_decoding for at in live)
+        journal = self.state.journal
+        for owner, copy in journal.copies.items():
+            assert copy.owner is owner and owner.owner is None and copy not in owner.generation.requests
+            assert journal.get(owner.request_id) is owner and journal.get(copy.request_id) is copy
 
     def settle(self) -> None:
         """Deliver everything without further faults. All requests end and nothing is left."""
@@ -291,6 +296,7 @@ class World:
             else:
                 worker.is_reachable = True
                 self.hear(worker.state())
+        self.run(lambda: self.state.registry.sweep(time.monotonic()))
         for _ in range(SETTLING_ROUNDS):
             self.call_roll()
             for worker in list(self.workers.values()):
@@ -395,6 +401,17 @@ class Interleaving(RuleBasedStateMachine):
         elif known is not None:
             known.silence_s = 100.0
             self.world.run(lambda: self.world.state.registry.sweep(time.monotonic()))
+
+    @precondition(lambda self: self.world.workers)
+    @rule(index=st.integers(0, 4), is_suspect=st.booleans())
+    def suspect(self, index: int, is_suspect: bool) -> None:
+        """Suspect a worker, whose requests race then, or no longer."""
+        worker, registry = self._worker(index), self.world.state.registry
+        known = registry.current(worker.worker_id, worker.incarnation)
+        if known is not None:
+            known.is_suspect = is_suspect
+            registry.changed(known)
+            self.world.run(lambda: self.world.state.dispatcher.races.sweep(time.monotonic()))
 
     @precondition(lambda self: self.world.workers)
     @rule(index=st.integers(0, 4))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
+import time
+from math import inf
 
+import msgspec
+import pytest
+
+from protocol.costs import StepCosts
 from protocol.ids import PeerAddress
 from protocol.version import PROTOCOL, version
 from protocol.worker_to_router import Register, WorkerState
-from router.workers.registry import Registry
+from router.workers.registry import WATCH_INTERVAL_S, Registry, Worker
 
 
 class Recorder:
@@ -127,6 +132,69 @@ def test_all_silent_workers_are_lost_at_once():
         recorder.registry.heard(worker)
     sweep_for(recorder.registry, 6.0)
     assert live_then == [0, 0]
+
+
+def suspect_after(worker: Worker, registry: Registry, begin: float) -> float:
+    """Let a worker fall silent. Return the silence after which it is suspect."""
+    for turn in range(1, 40):
+        registry.heard(registry.named("other"))
+        registry.sweep(begin + turn * WATCH_INTERVAL_S)
+        if worker.is_suspect:
+            return turn * WATCH_INTERVAL_S
+    return inf
+
+
+@pytest.mark.parametrize(
+    ("decoding", "step_s", "delay", "silence_s"),
+    [
+        (0, 0.01, 0, 0.4),  # only a heartbeat is due
+        (1, 0.01, 0, 0.2),  # a step is
+        (1, 0.2, 0, 0.35),  # a long step is
+        (1, 9.0, 0, 0.4),  # a heartbeat comes before the step
+        (1, 0.01, 6, 0.45),  # its messages were up to 0.3 s late
+    ],
+)
+def test_a_late_worker_is_suspect(decoding: int, step_s: float, delay: int, silence_s: float):
+    """It is so after a silence that neither its steps nor its latest delays explain, and until it speaks."""
+    recorder = Recorder()
+    registry = recorder.registry
+    worker = recorder.register("one")
+    recorder.register("two", worker_id="other")
+    costs = StepCosts(step_s=step_s)
+    registry.update(msgspec.structs.replace(state("one"), costs=costs))
+    worker.num_decoding, now = decoding, time.monotonic()
+    registry.sweep(now)
+    registry.heard(worker)
+    for turn in range(1, delay + 1):
+        registry.heard(registry.named("other"))
+        registry.sweep(now + turn * WATCH_INTERVAL_S)
+    registry.heard(worker)
+    assert suspect_after(worker, registry, now + delay * WATCH_INTERVAL_S) == pytest.approx(silence_s)
+    assert in_cluster(registry) == ["other"] and worker in registry.live()
+    registry.sweep(now + 2.0)
+    for each in registry:
+        registry.heard(each)
+    registry.sweep(now + 2.05)
+    assert not worker.is_suspect and sorted(in_cluster(registry)) == ["other", "w"]
+
+
+def test_no_worker_is_suspect_if_no_other_is_better():
+    """Neither if all are silent, nor once the others are lost, nor right after a pause of the router."""
+    recorder = Recorder()
+    registry = recorder.registry
+    worker, other = recorder.register("one"), recorder.register("two", worker_id="other")
+    now = time.monotonic()
+    for turn in range(20):
+        registry.sweep(now + turn * WATCH_INTERVAL_S)
+    assert not worker.is_suspect and not other.is_suspect
+    registry.heard(other)
+    registry.sweep(now + 20 * WATCH_INTERVAL_S)
+    assert worker.is_suspect
+    registry.mark_dead("other", "two", "it was killed")
+    assert not worker.is_suspect and in_cluster(registry) == ["w"]
+    recorder.register("three", worker_id="other")
+    registry.sweep(now + 5.0)
+    assert not worker.is_suspect
 
 
 def test_an_unknown_role_is_refused():

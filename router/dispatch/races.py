@@ -1,0 +1,127 @@
+"""Races: while a worker is suspect, its requests also run on other workers, and the first token decides.
+
+Equal seeds give equal tokens, so the copy continues with the very tokens that the request would get, from the
+journal and from KV that other workers hold. If the copy's token comes first, the copy takes the request's
+place, else it is withdrawn. A request has one copy at most.
+
+A budget bounds the work that copies add: it grows with the fleet's time, and each copy costs what its prompt
+is predicted to take.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from protocol.outputs import TokenOutput
+from router.dispatch import Core
+from router.dispatch.placer import Placer
+from router.observe.timing import ids
+from router.requests.journal import LiveRequest
+from router.workers.assignment import Assignment, Stage
+from router.workers.demand import alone_s
+from router.workers.registry import Worker
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.01
+"""The share of all workers' time that copies may take in the long run."""
+AHEAD_S = 300.0
+"""[seconds] The time whose share may be spent at once, so copies take at most 2 % of any five minutes."""
+
+
+class Races:
+    """Starts and decides races. Runs on the event loop only."""
+
+    def __init__(self, core: Core, placer: Placer) -> None:
+        _, self._journal, self._registry, self._metrics, _ = core
+        self._placer = placer
+        self._spent_s = self._swept_at = 0.0
+        """The predicted time of all copies, less the share of the time since then."""
+        self._is_spent = False
+
+    def sweep(self, now: float) -> None:
+        """Start races of the requests that wait for suspect workers. To be called often."""
+        workers = list(self._registry)
+        share = SHARE * len(workers)
+        self._spent_s = max(self._spent_s - share * (now - self._swept_at), 0.0)
+        self._swept_at = now
+        if not any(worker.is_suspect for worker in workers):
+            return
+        for request, at in self._journal.assigned():
+            may_race = request.owner is None and request not in self._journal.copies
+            if not may_race or not self._waits_for_suspect(request, at) or self._is_complete(request):
+                continue
+            if not self._can_pay(share * AHEAD_S) or not self._start(request, at):
+                return
+
+    def is_first(self, copy: LiveRequest, output: TokenOutput) -> bool:
+        """Decide a race by a copy's output. Return whether it comes before its owner's."""
+        if output.token_ids and output.position < len(copy.output_token_ids):
+            self._placer.withdraw([copy])
+            return False
+        self.won(copy)
+        copy.times.num_placed_again += 1
+        self._metrics.placed_again("raced")
+        return True
+
+    def settle(self) -> None:
+        """Withdraw the copies of requests that got tokens from their own workers."""
+        late = [copy for copy in self._journal.copies.values() if not _is_abreast(copy)]
+        self._placer.withdraw(late)
+
+    def heir(self, request: LiveRequest) -> LiveRequest | None:
+        """Return the copy that can take the request's place, if there is one."""
+        copy = self._journal.copies.get(request)
+        return copy if copy is not None and _is_abreast(copy) else None
+
+    def won(self, copy: LiveRequest) -> None:
+        """Let the copy take its owner's place, which is withdrawn."""
+        owner, copy.owner = copy.owner, None
+        assert owner is not None
+        del self._journal.copies[owner]
+        self._placer.withdraw([owner])
+        copy.drafts.periods.extendleft(reversed(owner.drafts.periods))
+        copy.drafts.num_replans += owner.drafts.num_replans
+        requests = owner.generation.requests
+        requests[requests.index(owner)] = copy
+
+    def _start(self, request: LiveRequest, at: Assignment) -> bool:
+        """Start a race. Return False if no other worker takes the request."""
+        copy = self._placer.copy(request)
+        if copy is None or copy.assignment is None:
+            return False
+        seconds, tokens = alone_s(copy.assignment), copy.assignment.num_uncached
+        self._spent_s += seconds
+        self._metrics.raced(tokens, seconds)
+        logger.info(
+            "request %s of %s races as %s on %s",
+            request.request_id,
+            " and ".join(at.worker_ids.values()),
+            copy.request_id,
+            " and ".join(copy.worker_ids.values()),
+            extra=ids(request),
+        )
+        return True
+
+    def _can_pay(self, budget_s: float) -> bool:
+        was_spent, self._is_spent = self._is_spent, self._spent_s >= budget_s
+        if self._is_spent and not was_spent:
+            self._metrics.races_unpaid.inc()
+            logger.warning("no further races: copies have taken %.1f s of the workers' time", self._spent_s)
+        return not self._is_spent
+
+    def _waits_for_suspect(self, request: LiveRequest, at: Assignment) -> bool:
+        """Return whether the next token, or something that it needs, is due from a suspect worker."""
+        awaited: list[Worker | None] = [*at.holders]
+        if at.stage is Stage.PREFILL:
+            awaited = [at.first, self._registry.current_of(request.prefix)]
+        return at.stage is not Stage.HELD and any(each is not None and each.is_suspect for each in awaited)
+
+    def _is_complete(self, request: LiveRequest) -> bool:
+        model = self._registry.model
+        return request.end(model.eos_token_ids if model is not None else ()) is not None
+
+
+def _is_abreast(copy: LiveRequest) -> bool:
+    """Return whether the copy continues where the answer ends now."""
+    return copy.num_emitted_before == len(copy.output_token_ids)
