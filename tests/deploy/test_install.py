@@ -1,4 +1,4 @@
-"""`deploy/install.sh` on a host with an NVIDIA GPU, with a pip that only lists what it would install."""
+"""`deploy/install.sh` with a pip, and a uv, that only list what they would install."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ case "$*" in
     *"import sys, torch"*) [ -n "$HAS_CUDA" ] ;;
     *"import torch"*) [ -n "$HAS_TORCH" ] ;;
     *sysconfig*) echo "$HEADERS" ;;
+    *"pip config list"*) echo "$PIP_SETTINGS" ;;
     *"pip install"*) shift 5; echo "$1" >> "$LISTED.compiled"; shift; echo "$*" >> "$LISTED" ;;
 esac
 """
+UV = """#!/bin/bash
+[ -z "$UV_FAILS" ] || exit 1
+echo "$UV_DEFAULT_INDEX, $UV_INDEX: $*" >> "$LISTED.uv"
+"""
 
 
-def installed(folder: Path, **variables: str) -> tuple[list[str], str]:
+def installed(folder: Path, *, has_gpu: bool = True, **variables: str) -> tuple[list[str], str]:
     """Return what pip was asked to install in a checkout with an environment, and the output."""
     binaries = folder / ".venv/bin"
     binaries.mkdir(parents=True)
@@ -33,7 +38,8 @@ def installed(folder: Path, **variables: str) -> tuple[list[str], str]:
     shutil.copy(ROOT / "pyproject.toml", folder)
     for path, text in {
         binaries / "python": PYTHON,
-        folder / "nvidia-smi": "#!/bin/bash\necho 'GPU 0: NVIDIA H100'\n",
+        binaries / "uv": UV,
+        folder / "nvidia-smi": f"#!/bin/bash\n{'echo GPU 0: NVIDIA H100' if has_gpu else 'exit 1'}\n",
     }.items():
         path.write_text(text)
         path.chmod(0o755)
@@ -67,6 +73,20 @@ def test_a_torch_without_cuda_is_replaced(tmp_path: Path) -> None:
 def test_a_torch_with_cuda_stays(tmp_path: Path) -> None:
     asked, _ = installed(tmp_path, CUDA="13.0", HAS_TORCH="1", HAS_CUDA="1")
     assert not any("torch==" in line for line in asked)
+
+
+def test_uv_installs_from_pips_indexes(tmp_path: Path) -> None:
+    settings = "global.extra-index-url='https://one\\nhttps://two'\n:env:.index-url='https://first'"
+    asked, _ = installed(tmp_path, has_gpu=False, CUDA="12.8", PIP_SETTINGS=settings)
+    assert asked == ["uv"]
+    by_uv = (tmp_path / "listed.uv").read_text().splitlines()
+    assert all(line.startswith("https://first, https://one https://two: pip install") for line in by_uv)
+    assert [line.split()[-1].partition("==")[0] for line in by_uv] == ["torch", ".", "nixl-cu12"]
+
+
+def test_pip_installs_what_uv_cannot(tmp_path: Path) -> None:
+    asked, _ = installed(tmp_path, has_gpu=False, CUDA="12.8", UV_FAILS="1")
+    assert [line.split()[-1].partition("==")[0] for line in asked] == ["uv", "torch", ".", "nixl-cu12"]
 
 
 def test_an_existing_torchs_triton_is_accepted() -> None:
