@@ -46,4 +46,4 @@ clean:  ## Remove the virtual environment and every cache
 
 # One process compiles what the tests import, or each of theirs would: for most of a minute.
 .venv/.compiled: .venv/.installed-test
-	-env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only --quiet > $@
+	-env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only --quiet --tier fast > $@

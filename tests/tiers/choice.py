@@ -49,6 +49,7 @@ class Choice:
 
 
 def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
+    """Choose among tests, or among the entries that `Costs.recorded` returns."""
     expensive = {test: cost for test in tests if (cost := costs.of(test))}
     cheap = _shares([test for test in tests if test not in expensive], costs)
     fair = {test: cost for test, cost in expensive.items() if cost.cpu_s <= DEAREST_CPU_S}
@@ -57,7 +58,7 @@ def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
     near = set(nearest(situation.distances, costs, CHEAP_CPU_S)) | (paths - costs.modules.keys())
     near |= {path for path in paths if situation.everything or path.startswith(READING)}
     chosen = {test for test in cheap if split(test)[0] in near}
-    chosen |= expensive.keys() & set(situation.canaries)
+    chosen |= {costs.entry(test) for test in situation.canaries} & set(tests)
     chosen |= {test for test in expensive if split(test)[0] in situation.whole}
     chosen |= _tenths(cheap | fair)[situation.commit % TENTHS]
     chosen |= _touched(expensive, chosen, situation.distances)

@@ -12,16 +12,17 @@ NO_REASON = {"", "None", "unconditional skip", "<Skipped instance>"}
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The tests that a tier did not run, and their cost."""
+    """The modules of which a tier did not run all tests, and what these tests cost."""
 
-    tests: int
+    modules: int
     cpu_s: float
-    reached: int
+    reached_cpu_s: float
     since: str
 
     def __str__(self) -> str:
-        reached = f", {self.reached} of them reached by changes since {self.since}" if self.reached else ""
-        return f"{self.tests} left out ({self.cpu_s:.0f} CPU-s{reached})"
+        left_out = f"{self.cpu_s:.0f} CPU-s left out in {self.modules} modules"
+        reached = f", {self.reached_cpu_s:.0f} of them reached by changes since {self.since}"
+        return left_out + reached if self.reached_cpu_s else left_out
 
 
 def closing_line(

@@ -41,6 +41,16 @@ class Costs:
         module = self.modules.get(path)
         return module.expensive.get(name) if module else None
 
+    def recorded(self, paths: Iterable[str]) -> list[str]:
+        """Return the expensive tests of these modules, and an entry for the cheap ones of each."""
+        known = [(path, self.modules.get(path)) for path in paths]
+        expensive = [f"{path}::{name}" for path, module in known if module for name in module.expensive]
+        return [f"{path}::" for path, _ in known] + expensive
+
+    def entry(self, test: str) -> str:
+        """Return a test's place in `recorded`: itself, or the entry for the cheap tests of its module."""
+        return test if self.of(test) else f"{split(test)[0]}::"
+
     def estimate(self, tests: Iterable[str]) -> Cost:
         """Return the estimated cost of these tests and the cheap ones of their modules."""
         paths = {split(test)[0] for test in tests} & self.modules.keys()

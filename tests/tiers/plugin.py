@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,30 +63,37 @@ def _host(config: pytest.Config) -> Host:
 
 
 class Chooser:
-    """Drops the tests that the fast tier leaves out."""
+    """Drops the tests that the fast tier leaves out. Modules of which none runs are not even imported."""
 
     def __init__(self, config: pytest.Config, situation: Situation) -> None:
         self._config = config
-        self._situation = situation
+        self._canaries = situation.canaries
+        self._costs = costs.load(config.rootpath)
+        modules = [file.relative_to(config.rootpath) for file in config.rootpath.glob("tests/**/test_*.py")]
+        known = self._costs.recorded(map(str, modules))
+        choice = choose(known, self._costs, situation)
+        self._runs = choice.chosen
+        self._modules = {costs.split(test)[0] for test in self._runs}
+        left_out = {test: cost.cpu_s for test, cost in choice.left_out.items()}
+        self._told = {"left out": left_out, "reached": sorted(choice.reached)}
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        path = collection_path.relative_to(self._config.rootpath)
+        is_module = path.name.startswith("test_") and path.suffix == ".py"
+        return True if is_module and str(path) not in self._modules else None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        tests = [item.nodeid for item in items]
-        unknown = missing(self._situation.canaries, tests)
+        unknown = missing(self._canaries, [item.nodeid for item in items])
         if unknown:
             raise pytest.UsageError(f"no such canaries: {', '.join(unknown)}; see tests/tiers/canaries.py")
-        choice = choose(tests, costs.load(self._config.rootpath), self._situation)
-        left_out = [item for item in items if item.nodeid not in choice.chosen]
-        items[:] = [item for item in items if item.nodeid in choice.chosen]
+        left_out = [item for item in items if self._costs.entry(item.nodeid) not in self._runs]
+        items[:] = [item for item in items if self._costs.entry(item.nodeid) in self._runs]
         self._config.hook.pytest_deselected(items=left_out)
-        told = {
-            "left out": {test: cost.cpu_s for test, cost in choice.left_out.items()},
-            "reached": sorted(choice.reached),
-        }
         if hasattr(self._config, "workeroutput"):
-            self._config.workeroutput.update(told)
+            self._config.workeroutput.update(self._told)
         else:
-            _host(self._config).learn(told)
+            _host(self._config).learn(self._told)
 
 
 class Host:
@@ -124,12 +132,12 @@ class Host:
             self._rows += [row for name, row in report.user_properties if name == PROPERTY]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        modules = Counter(costs.split(test)[0] for test in self._reached)
-        for path, count in modules.most_common(LISTED):
-            seconds = sum(self._left_out[test] for test in self._reached if costs.split(test)[0] == path)
-            terminalreporter.write_line(
-                f"left out, though reached: {path}: {count} tests, {seconds:.0f} CPU-s"
-            )
+        modules: dict[str, float] = {}
+        for test in self._reached:
+            path = costs.split(test)[0]
+            modules[path] = modules.get(path, 0.0) + self._left_out[test]
+        for path, seconds in sorted(modules.items(), key=lambda module: -module[1])[:LISTED]:
+            terminalreporter.write_line(f"left out, though reached: {path}: {seconds:.0f} CPU-s")
         if len(modules) > LISTED:
             terminalreporter.write_line(f"left out, though reached: {len(modules) - LISTED} more modules")
 
@@ -155,7 +163,9 @@ class Host:
         left_out = None
         if self.situation:
             cpu_s = sum(self._left_out.values())
-            left_out = LeftOut(len(self._left_out), cpu_s, len(self._reached), self._changes.since)
+            reached_s = sum(self._left_out[test] for test in self._reached)
+            modules = len({costs.split(test)[0] for test in self._left_out})
+            left_out = LeftOut(modules, cpu_s, reached_s, self._changes.since)
         wall_s = time.monotonic() - self._began
         return closing_line(self._tier, counts, skips, left_out, self._seed, wall_s)
 

@@ -9,10 +9,11 @@ from tests.tiers.closing import NO_REASON, LeftOut, closing_line, reasons_of
 
 def test_the_line_has_counts_reasons_left_out_tests_and_the_time() -> None:
     skips = Counter({"needs an NVIDIA GPU": 3, "no cluster": 1})
-    left_out = LeftOut(12, 345.6, 2, "abc1234")
+    left_out = LeftOut(12, 345.6, 2.2, "abc1234")
     assert closing_line("fast", ["100 passed", "4 skipped"], skips, left_out, 0, 83.25) == (
         "100 passed, 4 skipped (3 needs an NVIDIA GPU; 1 no cluster), "
-        "12 left out (346 CPU-s, 2 of them reached by changes since abc1234), fast tier, seed 0 in 83.2s"
+        "346 CPU-s left out in 12 modules, 2 of them reached by changes since abc1234, "
+        "fast tier, seed 0 in 83.2s"
     )
 
 

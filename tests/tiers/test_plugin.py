@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.tiers.choice import TENTHS, Situation
 from tests.tiers.costs import Cost, Costs, Module, dump, load
+from tests.tiers.plugin import Chooser
 
 ROOT = Path(__file__).parents[2]
 MODULE, OTHER = "tests/test_some.py", "tests/test_other.py"
@@ -82,5 +86,19 @@ def test_the_fast_tier_leaves_expensive_tests_out(root: Path) -> None:
     dump(Costs(record | {OTHER: Module(Cost(0.0, 0.0), {"test_dear": Cost(5.0, 1.0)})}), root)
     status, lines = run(root, "-p", "xdist.plugin", "-n", "1", "--tier", "fast")
     assert status == pytest.ExitCode.OK
-    left_out = "30 left out (3 CPU-s)"  # this commit's tenth is the other module
+    left_out = "3 CPU-s left out in 1 modules"  # this commit's tenth is the other module
     assert lines[-1].startswith(f"4 passed, 1 skipped (1 no such thing), {left_out}, fast tier, seed 0 in ")
+
+
+def test_modules_without_chosen_tests_are_not_imported(root: Path) -> None:
+    far = [root / f"tests/test_far_{number}.py" for number in range(TENTHS)]
+    for file in [root / OTHER, *far]:
+        file.touch()
+    known = [str(file.relative_to(root)) for file in [root / MODULE, *far]]
+    dump(Costs({path: Module(Cost(1.0, 1.0), {"test_x": Cost(1.0, 1.0)}) for path in known}), root)
+    config: Any = SimpleNamespace(rootpath=root)
+    chooser = Chooser(config, Situation(distances={MODULE: 1}, canaries=[f"{known[1]}::test_x"]))
+    ignored = {file for file in [root / OTHER, root / MODULE, *far] if chooser.pytest_ignore_collect(file)}
+    assert ignored <= {*far[1:]}
+    assert len(ignored) >= len(far) - 3, "one or two are in this commit's tenth"
+    assert not chooser.pytest_ignore_collect(root / "tests/conftest.py")
