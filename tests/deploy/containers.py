@@ -1,4 +1,4 @@
-"""Runs the services of docker-compose.yml without Docker: their commands, user, mounts and environment.
+"""Runs services of docker-compose.yml and pods without an engine: their commands, user, mounts and variables.
 
 Each container consists of namespaces with its own address and a read-only root file system.
 """
@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,60 @@ NETWORK = "10.78.0."
 KERNELS = Path.home() / ".cache" / "tandem"
 """Native kernels that this machine has already built."""
 COMPOSE = ROOT / "docker-compose.yml"
+EMPTY_DIR = "empty-"
+"""The beginning of the source of a volume that each container has for itself."""
 
 
-def compose(environment: dict[str, str]) -> dict[str, Any]:
-    """Return docker-compose.yml with its variables substituted."""
-
-    def value(match: re.Match[str]) -> str:
-        return environment.get(match[1]) or match[2]
-
-    text = re.sub(r"\$\{(\w+):-(.*?)\}", value, COMPOSE.read_text())
+def compose(given: Mapping[str, str], file: Path = COMPOSE) -> dict[str, Any]:
+    """Return a Compose file as Compose reads it with the `given` variables of the shell or of .env."""
+    text = re.sub(r"\$\{(\w+):-(.*?)\}", lambda match: given.get(match[1]) or match[2], file.read_text())
     found: dict[str, Any] = yaml.safe_load(text)
+    for service in found["services"].values():
+        variables = service.get("environment", {})
+        passed = {name: given.get(name) if value is None else value for name, value in variables.items()}
+        service["environment"] = {name: value for name, value in passed.items() if value is not None}
     return found
+
+
+def pod_service(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return a pod as a service of a Compose file."""
+    (container,) = pod["containers"]
+    kinds = {volume["name"]: volume for volume in pod["volumes"]}
+    volumes = []
+    for mount in container["volumeMounts"]:
+        if mount["mountPath"] == "/dev/shm":
+            continue  # each container has one
+        source = (EMPTY_DIR if "emptyDir" in kinds[mount["name"]] else "") + mount["name"]
+        volumes.append(f"{source}:{mount['mountPath']}:{'ro' if mount.get('readOnly') else 'rw'}")
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    confined = container["securityContext"]
+    return {
+        "command": container["args"],
+        "environment": variables,
+        "volumes": volumes,
+        "tmpfs": [],
+        "read_only": confined["readOnlyRootFilesystem"],
+        "cap_drop": confined["capabilities"]["drop"],
+    }
 
 
 def of_dockerfile(instruction: str) -> str:
     """Return the argument of the Dockerfile's last such instruction."""
     text = (ROOT / "deploy/Dockerfile").read_text()
     return re.findall(rf"^{instruction} (.*)$", text, re.MULTILINE)[-1]
+
+
+def make_volume(folder: Path, source: str, target: str) -> Path:
+    """Return the folder of a volume, which the containers' user owns. A cache has this machine's kernels."""
+    path = folder / "volumes" / source
+    if not path.exists():
+        path.mkdir(parents=True, mode=0o700)
+        cache = {"/home/tandem": ".cache/tandem", "/home/tandem/.cache": "tandem"}.get(target)
+        if cache and KERNELS.is_dir():
+            shutil.copytree(KERNELS, path / cache)
+        for each in (path, *path.rglob("*")):
+            os.chown(each, 1000, 1000)
+    return path
 
 
 class Container(Isolated):
@@ -53,20 +91,14 @@ class Container(Isolated):
         mounts = [_tmpfs(entry) for entry in service["tmpfs"]]
         for volume in service["volumes"]:
             source, target, *mode = volume.split(":")
-            path = self._folder / "volumes" / source
-            if not path.exists():
-                path.mkdir(parents=True, mode=0o700)
-                if source == "cache" and KERNELS.is_dir():
-                    shutil.copytree(KERNELS, path / "tandem")
-                for each in (path, *path.rglob("*")):
-                    os.chown(each, 1000, 1000)
+            path = make_volume(self._folder, source.replace(EMPTY_DIR, f"{self.name}-"), target)
             mounts.append(f"bind {target} {path} {mode[0] if mode else 'rw'}")
         (self._folder / f"{self.name}.mounts").write_text("\n".join(sorted(mounts, key=_target)) + "\n")
         assert service["read_only"] and service["cap_drop"] == ["ALL"]
         user = of_dockerfile("USER").partition(":")[0]
         command = json.loads(of_dockerfile("ENTRYPOINT")) + service["command"]
         script = str(Path(__file__).with_name("container.sh"))
-        given = {name: str(value or "") for name, value in service["environment"].items()}
+        given = {name: str(value) for name, value in service["environment"].items()}
         of_script = [self.name, str(self._folder), sys.prefix, user, *command]
         self.launch(["bash", script, *of_script], _image_environment() | given)
 
@@ -79,8 +111,8 @@ class Container(Isolated):
 class Containers:
     """The services' containers on one bridge, which belongs to the first one's network."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self.services = compose(environment)["services"]
+    def __init__(self, folder: Path, services: dict[str, Any]) -> None:
+        self.services = services
         self._folder = folder
         self.running: list[Container] = []
         copy_working_tree(folder / "image")
@@ -109,7 +141,7 @@ class Containers:
 
 
 def _image_environment() -> dict[str, str]:
-    """Return the Dockerfile's environment, with this machine's paths in place of /opt/tandem/.venv."""
+    """Return the Dockerfile's environment."""
     return {
         "PATH": "/opt/tandem/.venv/bin:/usr/local/bin:/usr/bin:/usr/sbin:/bin:/sbin",
         "HOME": "/home/tandem",

@@ -1,6 +1,6 @@
-"""A JSON Schema of KubeRay's `RayCluster` (ray.io/v1) with the fields that our manifest may use.
+"""JSON Schemas of custom resources, with the fields that our chart may use.
 
-It follows `ray-operator/apis/ray/v1/raycluster_types.go`; pods are Kubernetes' own.
+`RAY_CLUSTER` follows `ray-operator/apis/ray/v1/raycluster_types.go` of KubeRay; pods are Kubernetes' own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ def _object(required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, **fields}
 
 
-_STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+def _resource(api_version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = _object(("name",), name=_STRING, annotations=_STRINGS)
+    kinds = {"apiVersion": {"const": api_version}, "kind": {"const": kind}}
+    return _object(("apiVersion", "kind", "metadata", "spec"), **kinds, metadata=metadata, spec=spec)
+
+
+_STRING = {"type": "string"}
+_STRINGS = {"type": "object", "additionalProperties": _STRING}
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_LIST = {"type": "array"}
 _POD = {"type": "object", "required": ["spec"]}
 _HEAD = _object(
     ("rayStartParams", "template"),
     rayStartParams=_STRINGS,
     template=_POD,
-    serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    headService=_object(("spec",), spec={"type": "object"}),
 )
 _GROUP = _object(
     ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
@@ -32,15 +40,39 @@ _GROUP = _object(
     rayStartParams=_STRINGS,
     template=_POD,
 )
-RAY_CLUSTER = _object(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayCluster"},
-    metadata=_object(("name",), name={"type": "string"}, annotations=_STRINGS),
-    spec=_object(
+_AUTOSCALER = _object(
+    (),
+    idleTimeoutSeconds=_NUMBER,
+    env=_LIST,
+    volumeMounts=_LIST,
+    securityContext={"type": "object"},
+)
+_REDIS = _object(
+    ("redisAddress",),
+    redisAddress=_STRING,
+    redisPassword=_object((), valueFrom={"type": "object"}),
+)
+RAY_CLUSTER = _resource(
+    "ray.io/v1",
+    "RayCluster",
+    _object(
         ("headGroupSpec",),
-        rayVersion={"type": "string"},
+        enableInTreeAutoscaling={"type": "boolean"},
+        autoscalerOptions=_AUTOSCALER,
+        gcsFaultToleranceOptions=_REDIS,
         headGroupSpec=_HEAD,
         workerGroupSpecs={"type": "array", "items": _GROUP},
+    ),
+)
+SERVICE_MONITOR = _resource(
+    "monitoring.coreos.com/v1",
+    "ServiceMonitor",
+    _object(
+        ("selector", "endpoints"),
+        selector=_object((), matchLabels=_STRINGS),
+        endpoints={
+            "type": "array",
+            "items": _object((), port=_STRING, path=_STRING, interval=_STRING),
+        },
     ),
 )

@@ -7,19 +7,21 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from deploy.config import ENV_PREFIX, load_config
+from protocol.config import ServeConfig, field_docs
 from protocol.roles import ROLES
 from tests.cluster.hosts import why_not
-from tests.deploy.containers import ROOT, Containers, compose, of_dockerfile
-from tests.deploy.kuberay import RAY_CLUSTER
+from tests.deploy.containers import ROOT, Containers, compose, make_volume, of_dockerfile, pod_service
+from tests.deploy.helm import HELM, groups, render
 from tests.waiting import wait_until
 
 WHY_NOT = why_not() or (
@@ -41,9 +43,10 @@ def services() -> dict[str, Any]:
     return found
 
 
-def options(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of `tandem serve` that an environment sets."""
-    return {name: str(value or "") for name, value in environment.items() if name.startswith(ENV_PREFIX)}
+def config_of(service: Mapping[str, Any]) -> ServeConfig:
+    """Return the configuration that a service's environment sets."""
+    variables = service["environment"].items()
+    return load_config(environ={name: value for name, value in variables if name.startswith(ENV_PREFIX)})
 
 
 def test_every_service_is_confined(services: dict[str, Any]) -> None:
@@ -72,10 +75,48 @@ def test_services_run_what_the_image_contains(services: dict[str, Any]) -> None:
 def test_as_many_nodes_as_workers_of_a_role() -> None:
     asked = {"TANDEM_PREFILL_REPLICAS": "3", "TANDEM_DECODE_REPLICAS": "5"}
     services = compose(asked)["services"]
-    config = load_config(environ=options(services["router"]["environment"]))
+    config = config_of(services["router"])
     assert config.host == "0.0.0.0"
     for role in ("prefill", "decode"):
-        assert services[role]["deploy"]["replicas"] == config.num_replicas(ROLES[role])
+        assert int(services[role]["deploy"]["replicas"]) == config.num_replicas(ROLES[role])
+
+
+def test_every_option_and_the_hubs_token_take_effect() -> None:
+    """Compose passes on variables that the file names without a value, and all of .env besides."""
+    given = {"TANDEM_MAX_MODEL_LEN": "2048", "TANDEM_MODEL": "/models/a", "TANDEM_ENABLE_LORA": "1"}
+    services = compose(given | {"HF_TOKEN": "a token", "TANDEM_UNKNOWN": "x"})["services"]
+    config = config_of(services["router"])
+    assert (config.max_model_len, config.model, config.enable_lora) == (2048, "/models/a", True)
+    assert not any(name.startswith(ENV_PREFIX) for name in services["decode"]["environment"])
+    for name in OURS:
+        assert services[name]["environment"]["HF_TOKEN"] == "a token"
+        assert services[name]["env_file"] == [{"path": ".env", "required": False}]
+        assert {"cache:/home/tandem/.cache", "models:/models:ro"} <= set(services[name]["volumes"])
+    passed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-options"].keys()
+    ours = {"host", "port", "ray_address", "worker_host"}
+    assert passed == {ENV_PREFIX + field.upper() for field in field_docs().keys() - ours}, "x-options"
+
+
+def test_services_wait_until_they_are_ready(services: dict[str, Any]) -> None:
+    assert "/ready" in services["router"]["healthcheck"]["test"][-1]
+    for name in ("prefill", "decode"):
+        assert services[name]["healthcheck"]["test"][-1].endswith("/6380"), (
+            "the node manager's, by deploy/node.sh"
+        )
+    optional = {name: service["profiles"] for name, service in services.items() if "profiles" in service}
+    expected = {"prometheus": ["monitoring"], "grafana": ["monitoring"], "traces": ["traces"]}
+    assert optional == expected
+
+
+def test_one_container_gets_all_gpus(services: dict[str, Any]) -> None:
+    gpu = compose({}, ROOT / "docker-compose.gpu.yml")["services"]
+    assert gpu.keys() == set(OURS)
+    assert [gpu[name]["deploy"] for name in ("prefill", "decode")] == [{"replicas": 0}] * 2
+    router = gpu["router"]
+    assert (router["command"], router["image"]) == (["alone"], "tandem-serve:cuda")
+    (devices,) = router["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert config_of(router).device == "cuda", "so that it ends if it finds none"
 
 
 def test_prometheus_grafana_and_traces_find_their_files(services: dict[str, Any]) -> None:
@@ -85,18 +126,24 @@ def test_prometheus_grafana_and_traces_find_their_files(services: dict[str, Any]
     provider = yaml.safe_load((ROOT / "deploy/grafana/provisioning/dashboards/tandem.yml").read_text())
     path = provider["providers"][0]["options"]["path"]
     assert f"./deploy/grafana/dashboards:{path}:ro" in services["grafana"]["volumes"]
-    assert services["traces"]["profiles"] == ["traces"]
 
 
-def test_the_image_has_the_same_torch_as_installations() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_image_has_fixed_versions_that_the_project_allows(device: str) -> None:
+    text = (ROOT / f"deploy/requirements-{device}.txt").read_text()
+    fixed = dict(re.findall(r"^([\w.-]+)==(\S+) \\$\n    --hash=sha256:", text, re.MULTILINE))
+    lines = [line for line in text.splitlines() if not line.startswith((" ", "--"))]
+    assert len(fixed) == len(lines) and "setuptools" in fixed, "each line has a version and hashes"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["dependencies"] + project["optional-dependencies"]["otel"]):
+        assert fixed[requirement.name] in requirement.specifier, f"{requirement}: make lock"
+    (torch,) = re.findall(r"^TORCH_VERSION=(\S+)", (ROOT / "deploy/install.sh").read_text(), re.MULTILINE)
+    assert fixed["torch"] == torch + ("+cpu" if device == "cpu" else "")
+
+
+def test_packages_are_a_layer_that_code_changes_keep() -> None:
     text = (ROOT / "deploy/Dockerfile").read_text()
-    (version,) = re.findall(r"^TORCH_VERSION=(\S+)", (ROOT / "deploy/install.sh").read_text(), re.MULTILINE)
-    assert re.findall(r"TANDEM_TORCH_SPEC=\"torch==([\d.]+)", text) == [version, version]
-
-
-def test_requirements_are_a_layer_that_code_changes_keep() -> None:
-    text = (ROOT / "deploy/Dockerfile").read_text()
-    assert text.index("TANDEM_TORCH_SPEC=torch deploy/install.sh") < text.index("COPY . .")
+    assert text.index("--require-hashes -r deploy/requirements-${DEVICE}.txt") < text.index("COPY . .")
     assert of_dockerfile("USER") == "1000:1000"
 
 
@@ -131,53 +178,31 @@ def test_a_container_that_cannot_start_says_why(tmp_path: Path, role: str, compl
     assert done.stderr.strip() == f"container.sh: {complaint.format(token=token)}"
 
 
-def test_the_ray_cluster_has_the_fields_that_kuberay_knows() -> None:
-    cluster, service = yaml.safe_load_all((ROOT / "deploy/kubernetes/tandem.yaml").read_text())
-    jsonschema.validate(cluster, RAY_CLUSTER)
-    groups = cluster["spec"]["workerGroupSpecs"]
-    assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in groups)
-    selector = service["spec"]["selector"]
-    assert selector == {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/node-type": "head"}
+def chart_services() -> dict[str, Any]:
+    """Return the chart's pods as services, with the variables that KubeRay adds."""
+    pods = [pod for _, pod in groups(render({}))]
+    found = {pod["containers"][0]["name"]: pod_service(pod) for pod in pods}
+    found["router"]["environment"]["RAY_ADDRESS"] = "127.0.0.1:6379"
+    for role in ("prefill", "decode"):
+        found[role]["environment"] |= {"RAY_ADDRESS": "router:6379", "FQ_RAY_IP": "router"}
+    return found
 
 
-def pods() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the groups of the RayCluster with their pods."""
-    cluster, _ = yaml.safe_load_all((ROOT / "deploy/kubernetes/tandem.yaml").read_text())
-    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
-        yield group, group["template"]["spec"]
-
-
-def test_pods_are_confined_and_can_write_where_needed() -> None:
-    for _, pod in pods():
-        (container,) = pod["containers"]
-        assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
-        assert f"{pod['securityContext']['runAsUser']}:1000" == of_dockerfile("USER")
-        confined = container["securityContext"]
-        assert confined["readOnlyRootFilesystem"] and not confined["allowPrivilegeEscalation"]
-        kinds = {volume["name"]: "emptyDir" in volume for volume in pod["volumes"]}
-        written = {m["mountPath"] for m in container["volumeMounts"] if kinds[m["name"]]}
-        assert written == {"/tmp", "/home/tandem"}
-        assert container["command"] == json.loads(of_dockerfile("ENTRYPOINT"))
-        assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"} <= {each["name"] for each in container["env"]}
-
-
-def test_groups_of_nodes_hold_the_workers_that_are_deployed() -> None:
-    (_, head), *groups = pods()
-    environment = {each["name"]: each.get("value", "a key") for each in head["containers"][0]["env"]}
-    config = load_config(environ=options(environment))
-    for group, pod in groups:
-        role = group["groupName"]
-        assert pod["containers"][0]["args"] == [role]
-        assert json.loads(json.loads(group["rayStartParams"]["resources"])) == {role: 1}
-        assert group["minReplicas"] <= group["replicas"] == config.num_replicas(ROLES[role])
-
-
-@pytest.fixture
-def containers(tmp_path: Path) -> Iterator[Containers]:
+@pytest.fixture(params=["compose", "chart"])
+def containers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Containers]:
+    if request.param == "chart" and not HELM.exists():
+        pytest.skip("helm is missing: deploy/install.sh test")
     tmp_path.chmod(0o755)
     for parent in list(tmp_path.parents)[:2]:
         parent.chmod(0o755)  # so that the containers' user can enter
-    running = Containers(tmp_path, {"TANDEM_LOG_FORMAT": "json"})
+    if request.param == "chart":
+        services = chart_services()
+        token = make_volume(tmp_path, "cluster", "/cluster") / "auth_token"
+        token.write_text("0" * 64)
+        os.chown(token, 1000, 1000)
+    else:
+        services = compose({"TANDEM_LOG_FORMAT": "json"})["services"]
+    running = Containers(tmp_path, services)
     try:
         yield running
     finally:

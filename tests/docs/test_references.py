@@ -30,7 +30,7 @@ FLAGS |= {flag for app in (tandem, bench) for flag in command_flags(typer.main.g
 FLAGS |= set(re.findall(r'addoption\(\s*"(--[a-z-]+)"', (ROOT / "tests/tiers/plugin.py").read_text()))
 FLAGS |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "tests/mutants/__main__.py").read_text()))
 
-DOCKER = re.compile(r"^.*\bdocker (build|run|compose) .*$", re.MULTILINE)
+OTHERS = re.compile(r"^.*\b(docker (build|run|compose)|helm (install|upgrade)) .*$", re.MULTILINE)
 VLLM_COLUMN = re.compile(r"^\| `--[^|]*\|", re.MULTILINE)
 
 
@@ -42,7 +42,7 @@ def test_every_test_that_a_document_names_exists(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_flag_that_a_document_names_exists(document: Path) -> None:
-    text = DOCKER.sub("", document.read_text())
+    text = OTHERS.sub("", document.read_text())
     if document.name == "from-vllm.md":
         text = VLLM_COLUMN.sub("", text)
     named = set(re.findall(r"--[a-z][a-z-]+", text))
