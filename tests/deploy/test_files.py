@@ -19,7 +19,8 @@ from protocol.config import field_docs
 from protocol.roles import ROLES
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER_FILES = ("cluster.yaml", "cluster-cloud.yaml")
+CLOUD_FILES = ("cluster-cloud.yaml", "cluster-cloud-gpu.yaml")
+CLUSTER_FILES = ("cluster.yaml", *CLOUD_FILES)
 
 
 def tandem_variables(text: str) -> set[str]:
@@ -36,13 +37,26 @@ def test_ray_accepts_the_cluster_files(name: str) -> None:
     assert config["file_mounts"] == {"~/tandem": "deploy/.."} and "/.venv" in config["rsync_exclude"]
 
 
-def test_cloud_nodes_have_a_type_for_each_role() -> None:
-    types = yaml.safe_load((ROOT / "deploy/cluster-cloud.yaml").read_text())["available_node_types"]
+@pytest.mark.parametrize("name", CLOUD_FILES)
+def test_cloud_nodes_have_a_type_for_each_role(name: str) -> None:
+    types = yaml.safe_load((ROOT / "deploy" / name).read_text())["available_node_types"]
     assert types.keys() == {"head", *ROLES}
     assert types["head"]["resources"] == {"CPU": 0}
+    for kind in types.values():
+        host = kind["node_config"]
+        (disk,) = host["BlockDeviceMappings"]
+        assert disk["Ebs"]["VolumeSize"] >= 60 and host["ImageId"].startswith("resolve:ssm:/aws/service/")
     for role in ROLES:
         assert types[role]["resources"].keys() == {role}
         assert 0 <= types[role]["min_workers"] < types[role]["max_workers"]
+
+
+def test_the_clouds_files_differ_in_their_hosts_alone() -> None:
+    cpu, gpu = (yaml.safe_load((ROOT / "deploy" / name).read_text()) for name in CLOUD_FILES)
+    differing = {key for key in cpu | gpu if cpu.get(key) != gpu.get(key)}
+    setup = {"setup_commands", "head_setup_commands", "worker_setup_commands"}
+    assert differing == {"available_node_types", "head_start_ray_commands", *setup}
+    assert any("TANDEM_DEVICE=cuda" in line for line in gpu["head_start_ray_commands"])
 
 
 def test_hosts_of_the_cluster_file_have_the_same_names_everywhere() -> None:
@@ -123,7 +137,7 @@ def test_a_cluster_file_with_an_unknown_role_starts_no_head(tmp_path: Path) -> N
 def test_variables_in_cluster_file_are_options() -> None:
     for name in CLUSTER_FILES:
         variables = tandem_variables((ROOT / "deploy" / name).read_text())
-        assert variables and variables <= set(field_docs())
+        assert variables and variables <= {*field_docs(), "pip_args"}
 
 
 def test_scripts_are_executable_and_parse() -> None:
