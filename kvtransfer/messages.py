@@ -29,6 +29,8 @@ GOOD, SPOILED = b"good", b"void"
 
 Anything else means that bytes were lost or duplicated, so that the rest of the stream is unreadable.
 """
+SIZE_BYTES = 4
+"""Bytes of the size before each slice of a coded piece. `SPOILED` in its place ends the piece."""
 
 UNKNOWN_LEASE = "unknown lease"
 OTHER_SENDER = "the lease belongs to another sender"
@@ -106,12 +108,16 @@ class Proof(msgspec.Struct, frozen=True, tag="proof"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="verdict"):
-    """The receiver's answer: `refused_field` of the Hello with the reason, or empty for yes."""
+    """The receiver's answer: `refused_field` of the Hello with the reason, or empty for yes.
+
+    `codec` names the code in which pieces may come, empty for none.
+    """
 
     worker_id: Id
     incarnation: Id
     refused_field: Annotated[str, Meta(max_length=64)] = ""
     reason: Reason = ""
+    codec: Annotated[str, Meta(max_length=64)] = ""
 
 
 class SealedAnswer(msgspec.Struct, frozen=True, tag="sealed"):
@@ -126,9 +132,9 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     `runs` are encoded as in `extents`. They cover `num_parts` parts of a prompt, which `index` counts from
     0; parts keep their indices when they are sent again, possibly in other pieces. `final` is on the piece
-    with the last part. `checksum` covers the bytes on the wire, in the mode that the Hello names. The piece
-    was pushed `pushed_s` after the lease's first one, and waited `waited_s` before it was sent. It was sent
-    `attempt` times before.
+    with the last part. `checksum` covers the blocks' bytes before they are coded, in the mode that the Hello
+    names. The piece was pushed `pushed_s` after the lease's first one, and waited `waited_s` before it was
+    sent. It was sent `attempt` times before. If it is `coded`, its blocks come in slices (`blocks.codec`).
     """
 
     sequence: Number
@@ -142,6 +148,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     waited_s: Duration = 0.0
     attempt: Number = 0
     block_pool: BlockPoolIndex = 0
+    coded: bool = False
 
     @property
     def part_indices(self) -> range:

@@ -156,9 +156,10 @@ class Pairs:
 
 
 def _look(pair: _Pair) -> None:
+    """Measure the wire in bytes of KV, however few of them coding leaves."""
     counters = pair.counters
     pair.speed.look(
         counters.get("kv_transfer_pieces_total", 0.0),
-        counters.get("kv_transfer_bytes_total", 0.0),
+        counters.get("kv_transfer_uncoded_bytes_total", 0.0),
         counters.get("kv_transfer_wire_seconds_total", 0.0),
     )

@@ -296,6 +296,7 @@ PAIR_STATE = (
 )
 PAIR_COUNTERS = (
     _counter("kv_transfer_bytes_total", "Bytes sent to the peer."),
+    _counter("kv_transfer_uncoded_bytes_total", "The same bytes before lossless coding."),
     _counter("kv_transfer_pieces_total", "Pieces that the peer acknowledged."),
     _counter("kv_transfer_extents_total", "Runs of adjacent blocks in the pieces."),
     _counter("kv_transfer_wire_seconds_total", "Time in which at least one piece was in flight."),

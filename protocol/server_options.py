@@ -200,6 +200,10 @@ class TransferOptions:
         Literal["auto", "int8", "fp8"],
         doc("Format of KV over tcp: `auto` keeps it; `int8` and `fp8` halve the bytes and cost accuracy."),
     ] = "auto"
+    kv_wire_codec: Annotated[
+        Literal["auto", "off"],
+        doc("Code bf16 KV without loss over tcp: `auto` where that is measured to be faster."),
+    ] = "auto"
     kv_checksum: Annotated[
         Literal["off", "sampled", "full"],
         doc("Check received KV: a sixteenth of each block, or all of it. Damaged pieces are sent again."),

@@ -133,6 +133,7 @@ def open_wires(
     options = TransportOptions(
         tcp_streams=config.kv_tcp_streams,
         wire_dtype=config.kv_wire_dtype,
+        wire_codec=config.kv_wire_codec,
         checksum=config.kv_checksum,
         tls=tls_files(config),
         carrier=carrier,

@@ -1,6 +1,6 @@
 // KV in int8 on the wire: packed and unpacked in one pass, where torch takes one for each operation.
 //
-// The values are those of quantize.py and convert.py, bit by bit.
+// The values are those of convert.py, bit by bit.
 
 #include <algorithm>
 #include <cmath>

@@ -128,6 +128,11 @@ def views(buffer: memoryview, block_bytes: int, blocks: BlockIndices) -> Views:
     return Views(buffer, starts.tolist(), ends.tolist())
 
 
+def address(buffer: memoryview) -> int:
+    """Return the place of a buffer in memory, which must not move while it is used."""
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+
+
 class ScatterList:
     """Buffers that a stream fills or empties in order, some bytes at a time."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kvtransfer.blocks.codec import UndecodableError
 from kvtransfer.blocks.convert import Converter, RangeError
 from kvtransfer.blocks.device import pinned
 from kvtransfer.blocks.extents import BlockIndices, Blocks, blocks_per_part, from_wire, piece_checksum
@@ -116,6 +117,12 @@ class ReceiverCore:
     """Logs peers that failed the handshake."""
 
 
+def _read(
+    reader: PieceReader, piece: Piece, sources: BlockIndices, targets: BlockIndices, gate: WriteGate
+) -> bool:
+    return reader.read_coded(targets, gate) if piece.coded else reader.read(sources, targets, gate)
+
+
 class ReceiverConnection(threading.Thread):
     """Serves one accepted socket until it ends."""
 
@@ -154,7 +161,7 @@ class ReceiverConnection(threading.Thread):
     def _serve(self) -> None:
         core = self._core
         deadline = time.monotonic() + core.handshake_timeout_s
-        hello = examine(self._channel, core.identity, self._transport.name, deadline)
+        hello = examine(self._channel, core.identity, self._transport, deadline)
         max_blocks = blocks_per_part(hello.block_bytes) * self._transport.parts_at_once
         inlet = incoming(core.identity.pool, hello, max_blocks, self._transport.reaches_devices)
         reader = self._transport.reader(self._channel, inlet.target, hello, deadline)
@@ -183,7 +190,7 @@ class ReceiverConnection(threading.Thread):
         blocks = sources, positions = from_wire(piece.runs, hello.num_blocks, inlet.max_blocks)
         lease, refusal = core.leases.admit(piece, positions, sender)
         if lease is None:
-            reader.read(sources, positions, _CLOSED)
+            _read(reader, piece, sources, positions, _CLOSED)
         else:
             refusal = self._take(reader, inlet, hello, piece, blocks, lease)
         # The ack goes out before the piece counts: a sender that gave us up has closed the connection first.
@@ -193,7 +200,7 @@ class ReceiverConnection(threading.Thread):
             self._failed(failure_kind(refusal))
             logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
         elif lease is not None:
-            nbytes = len(sources) * inlet.target.block_bytes
+            nbytes = len(sources) * inlet.target.block_bytes - piece.coded * reader.saved_bytes
             self._account(nbytes, time.monotonic() - started)
             way = PieceArrival(self._transport.name, inlet.foreign_format, nbytes, started)
             received, arrival = core.leases.record(lease, piece, positions, way)
@@ -207,11 +214,15 @@ class ReceiverConnection(threading.Thread):
         sources, positions = blocks
         gate, refusal = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
         if gate is None:
-            reader.read(sources, positions, _CLOSED)
+            _read(reader, piece, sources, positions, _CLOSED)
             return refusal
         lease.after.wait()
         targets = inlet.targets(positions, lease.blocks[piece.block_pool])
-        if reader.read(sources, targets, gate):
+        try:
+            is_there = _read(reader, piece, sources, targets, gate)
+        except UndecodableError:
+            return CHECKSUM_MISMATCH if gate.is_open else UNKNOWN_LEASE
+        if is_there:
             target = inlet.target
             found = piece_checksum(
                 hello.checksum, target.buffer, target.block_bytes, targets, piece.lease_id, piece.index

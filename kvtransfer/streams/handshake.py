@@ -67,8 +67,8 @@ def _digest(key: bytes, role: bytes, *transcript: bytes | bytearray) -> bytes:
 
 def introduce(
     channel: Channel, ours: Identity, transport: Transport, receiver_incarnation: str, deadline: float
-) -> None:
-    """Run the sender's side. Raises HandshakeRefusedError."""
+) -> bool:
+    """Run the sender's side; return whether pieces may be coded. Raises HandshakeRefusedError."""
     pool = ours.pool
     hello = Hello(
         version=WIRE_VERSION,
@@ -97,9 +97,10 @@ def introduce(
     verdict = decode(sealed.body, Answer)
     if verdict.refused_field:
         raise HandshakeRefusedError(f"refused for {verdict.refused_field}: {verdict.reason}")
+    return transport.codec != "" and verdict.codec == transport.codec
 
 
-def examine(channel: Channel, ours: Identity, transport: str, deadline: float) -> Hello:
+def examine(channel: Channel, ours: Identity, transport: Transport, deadline: float) -> Hello:
     """Run the receiver's side and return the caller's Hello. Raises HandshakeRefusedError."""
     try:
         spoken = channel.recv_frame(deadline)
@@ -111,8 +112,9 @@ def examine(channel: Channel, ours: Identity, transport: str, deadline: float) -
         raise HandshakeRefusedError(f"no proof of the key: {error}") from error
     if not hmac.compare_digest(proof.mac, _digest(ours.key, b"sender", spoken, challenge)):
         raise HandshakeRefusedError(f"{hello.worker_id!r} does not hold the cluster's key")
-    refused_field, reason = _mismatch(hello, ours, transport)
-    body = encode(Answer(ours.worker_id, ours.incarnation, refused_field, reason[:512]))
+    refused_field, reason = _mismatch(hello, ours, transport.name)
+    answer = Answer(ours.worker_id, ours.incarnation, refused_field, reason[:512], transport.codec)
+    body = encode(answer)
     channel.send(SealedAnswer(body, _digest(ours.key, b"receiver", spoken, challenge, body)), deadline)
     if refused_field:
         raise HandshakeRefusedError(f"refused {hello.worker_id!r} for {refused_field}: {reason}")

@@ -140,12 +140,13 @@ class Link(threading.Thread):
             self.state.notify_all()
         if not ack.error:
             self._candidate(stream).openings = 0
-            nbytes = piece.num_blocks * stream.wire_block_bytes
+            nbytes = piece.wire_bytes
             self._core.pairs.add(
                 self.peer.worker_id,
                 stream.transport_name,
                 {
                     "kv_transfer_bytes_total": nbytes,
+                    "kv_transfer_uncoded_bytes_total": piece.num_blocks * stream.wire_block_bytes,
                     "kv_transfer_pieces_total": 1,
                     "kv_transfer_extents_total": piece.num_runs,
                     "kv_transfer_wait_seconds_total": piece.sent_at - piece.queued_at,

@@ -18,7 +18,8 @@ class QueuedPiece:
     """Consecutive parts of a lease in one block pool; the first is part `index` of the lease.
 
     `num_tokens` of the prompt were valid when it was pushed, `pushed_s` after the lease's first piece; the
-    blocks are complete `after` its mark. `wanted` turns false when the lease is aborted.
+    blocks are complete `after` its mark. `wanted` turns false when the lease is aborted. It was last sent
+    `coded` or not, as `wire_bytes` bytes.
     """
 
     lease_id: str
@@ -30,6 +31,8 @@ class QueuedPiece:
     block_pool: int = 0
     pushed_s: float = 0.0
     wanted: bool = True
+    coded: bool = False
+    wire_bytes: int = 0
     attempts: int = 0
     queued_at: float = field(default_factory=time.monotonic)
     sent_at: float = 0.0

@@ -7,8 +7,10 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
+from kvtransfer.blocks.codec import suits
 from kvtransfer.blocks.convert import NonFiniteError
 from kvtransfer.blocks.extents import Buffers, ScatterList, piece_checksum
 from kvtransfer.messages import (
@@ -26,6 +28,7 @@ from kvtransfer.messages import (
     frame_length,
     unframe,
 )
+from kvtransfer.streams.coding import WireCoding
 from kvtransfer.streams.handshake import Identity, introduce
 from kvtransfer.streams.pieces import QueuedPiece
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceWriter, Transport
@@ -54,17 +57,28 @@ class StreamOwner(Protocol):
 
 
 class _Transmission:
-    """A piece that is being written to the connection."""
+    """A piece that is being written to the connection: at once, or coded in slices."""
 
-    def __init__(self, piece: QueuedPiece, header: bytes, payload: Buffers) -> None:
+    def __init__(self, piece: QueuedPiece, header: bytes, payload: Buffers, coded: Iterator[Buffers]) -> None:
         self.piece = piece
         self._header = memoryview(header)
+        self._coded = coded
         self._padded = False
         self.rest = ScatterList([self._header, *payload])
 
+    def next_slice(self) -> bool:
+        """Encode the next slice, if there is one."""
+        payload = next(self._coded, None)
+        if payload is not None:
+            self.rest = ScatterList(payload)
+        return payload is not None
+
     def pad(self) -> None:
-        """Send zeros instead of the rest of the blocks, and mark the piece as spoiled in its trailer."""
-        if self._padded:
+        """Send zeros instead of the rest of the blocks, and mark the piece as spoiled in its trailer.
+
+        A coded piece ends by itself, after the slice that is encoded already.
+        """
+        if self._padded or self.piece.coded:
             return
         self._padded = True
         header = self._header[self.rest.done :]
@@ -98,6 +112,7 @@ class Stream(threading.Thread):
         self._current: _Transmission | None = None
         self._channel: Channel | None = None
         self._writer: PieceWriter | None = None
+        self._coding: WireCoding | None = None
         self._acks = bytearray()
         self._sequence = 0
         self._progress_at = time.monotonic()
@@ -122,8 +137,11 @@ class Stream(threading.Thread):
                 sock, self._wake, self._progress_timeout_s, accepted=False
             )
             channel.finish_connect(deadline)
-            introduce(channel, self._identity, self._transport, self._peer.incarnation, deadline)
-            self._writer = self._transport.writer(channel, self._identity.pool, deadline)
+            pool, incarnation = self._identity.pool, self._peer.incarnation
+            may_code = introduce(channel, self._identity, self._transport, incarnation, deadline)
+            self._writer = self._transport.writer(channel, pool, deadline)
+            if may_code and suits(pool.segments):
+                self._coding = WireCoding(self._writer.block_bytes)
         except BaseException:
             self.close()
             raise
@@ -218,11 +236,14 @@ class Stream(threading.Thread):
                 self.in_flight.append((self._sequence, queued))
             self._progress_at = queued.sent_at = time.monotonic()
             payload: Buffers = []
+            coded: Iterator[Buffers] = iter(())
             checksum, refusal = None, ""
             try:
                 queued.after.wait()
                 buffer, indices = writer.source(queued.blocks, queued.num_tokens)
-                if self._identity.checksum != "off":
+                coding = None if queued.attempts else self._coding
+                queued.coded = coding is not None and coding.chooses(buffer, indices)
+                if queued.coded or self._identity.checksum != "off":
                     writer.wait_arrived()
                 checksum = piece_checksum(
                     self._identity.checksum,
@@ -232,7 +253,12 @@ class Stream(threading.Thread):
                     queued.lease_id,
                     queued.index,
                 )
-                payload = writer.payload(buffer, indices)
+                queued.wire_bytes = queued.num_blocks * writer.block_bytes
+                if queued.coded and coding is not None:
+                    coded = coding.slices(buffer, indices, queued)
+                    payload = next(coded)
+                else:
+                    payload = writer.payload(buffer, indices)
             except NonFiniteError as error:
                 refusal = str(error)
         if refusal:
@@ -250,8 +276,9 @@ class Stream(threading.Thread):
             waited_s=queued.sent_at - queued.queued_at,
             attempt=queued.attempts,
             block_pool=queued.block_pool,
+            coded=queued.coded,
         )
-        return _Transmission(queued, frame(encode(piece)), payload)
+        return _Transmission(queued, frame(encode(piece)), payload, coded)
 
     def _give_up(self, queued: QueuedPiece, reason: str) -> None:
         """Report that the piece cannot be sent; no byte of it was."""
@@ -271,7 +298,9 @@ class Stream(threading.Thread):
             return False
         transmission.rest.advance(sent)
         if not transmission.rest.remaining:
-            self._current = None
+            with self._reading:
+                if not transmission.next_slice():
+                    self._current = None
         self._progress_at = time.monotonic()
         return True
 
@@ -292,4 +321,6 @@ class Stream(threading.Thread):
                 raise ProtocolError(f"an ack of piece {ack.sequence}, which is not the oldest one sent")
             _, piece = self.in_flight[0]
         self._progress_at = time.monotonic()
+        if self._coding is not None and not ack.error:
+            self._coding.acknowledged(piece)
         self._owner.acknowledged(self, piece, ack)

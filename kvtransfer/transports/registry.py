@@ -24,7 +24,7 @@ logger = logging.getLogger("tandem.kvtransfer")
 @dataclass(frozen=True)
 class TransportOptions:
     """`tcp_streams`: connections per pair. `wire_dtype`: the dtype of values on `tcp`, `auto` for the
-    pool's.
+    pool's. `wire_codec`: "auto" codes bf16 on `tcp` without loss where that is faster, "off" does not.
 
     `checksum` is that of the sender's pieces, `tls` makes `tcp` encrypt, `object_store` needs a `carrier`,
     and UCX itself listens on one of `ports`.
@@ -32,6 +32,7 @@ class TransportOptions:
 
     tcp_streams: int = 1
     wire_dtype: str = "auto"
+    wire_codec: str = "auto"
     checksum: Mode = "off"
     tls: TlsFiles | None = None
     carrier: Carrier | None = None
@@ -50,9 +51,8 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
             return UcxTransport(pool, name, options.ports)
         case "tcp":
             wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if that can't be
-            if options.tls is not None:
-                return TlsTransport(options.tls, options.tcp_streams, options.wire_dtype)
-            return TcpTransport(options.tcp_streams, options.wire_dtype)
+            chosen = options.tcp_streams, options.wire_dtype, options.wire_codec
+            return TcpTransport(*chosen) if options.tls is None else TlsTransport(options.tls, *chosen)
         case _:
             if options.carrier is None:
                 raise TransferError("the worker is no Ray actor")

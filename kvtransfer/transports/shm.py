@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices
+from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices, address
 from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
@@ -59,8 +59,8 @@ class Gather:
     def __init__(self, source: memoryview, target: memoryview, block_bytes: int) -> None:
         self._source = source
         self._target = target
-        self._source_address = _address(source)
-        self._target_address = _address(target)
+        self._source_address = address(source)
+        self._target_address = address(target)
         self._block_bytes = block_bytes
         self._compiled = compiled()
 
@@ -94,10 +94,6 @@ def _ranges(
         length = min(block_bytes - start, last - first)
         yield int(sources[index]) * block_bytes + start, int(targets[index]) * block_bytes + start, length
         first += length
-
-
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
 
 
 _SLICE_BYTES = 4 * 1024 * 1024

@@ -7,18 +7,20 @@ import select
 import socket
 import ssl
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
 import torch
 
+from kvtransfer.blocks.codec import CODEC, Codec, UndecodableError, is_available, slices
 from kvtransfer.blocks.convert import Quantizer
 from kvtransfer.blocks.device import Arriving, BlockGatherer, pinned
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, ScatterList, blocks_per_part, views
 from kvtransfer.blocks.layout import tokens_in_blocks
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import GOOD, SPOILED, Buffer, Channel, Hello
+from kvtransfer.messages import GOOD, SIZE_BYTES, SPOILED, Buffer, Channel, Hello
 from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport, tune
 from messaging.files import TlsFiles
 from messaging.wake import Wake
@@ -99,11 +101,41 @@ class TcpReader(PieceReader):
             rest.advance(received)
             if not received:
                 self._channel.wait(select.POLLIN, self._channel.progress_deadline())
-        if not gate.is_open:
-            return False
-        if trailer not in (GOOD, SPOILED):
-            raise ProtocolError("a piece's blocks do not end where they should")
-        return trailer == GOOD
+        return gate.is_open and _is_good(trailer)
+
+    def read_coded(self, targets: BlockIndices, gate: WriteGate) -> bool:
+        codec, pool, is_whole = self._codec, self._pool, True
+        self.saved_bytes = 0
+        for first, last in slices(len(targets) * pool.block_bytes):
+            size = self._word()
+            if size == SPOILED:
+                return False
+            nbytes = int.from_bytes(size, "little")
+            if not 0 < nbytes <= last - first:
+                raise ProtocolError(f"a coded slice of {nbytes} bytes, for {last - first}")
+            self._fill(codec.staging[:nbytes])
+            self.saved_bytes += last - first - nbytes
+            with gate.writing() as is_open:
+                if is_open:
+                    is_whole &= codec.decode(nbytes, pool.buffer, targets, first, last)
+        is_good = _is_good(self._word())
+        if is_good and not is_whole:
+            raise UndecodableError
+        return is_good and gate.is_open
+
+    @cached_property
+    def _codec(self) -> Codec:
+        return Codec(self._pool.block_bytes)
+
+    def _word(self) -> bytearray:
+        return self._channel.recv_exact(SIZE_BYTES, self._channel.progress_deadline())
+
+    def _fill(self, target: memoryview) -> None:
+        while target:
+            received = self._channel.receive([target])
+            target = target[received:]
+            if not received:
+                self._channel.wait(select.POLLIN, self._channel.progress_deadline())
 
     def _receive(self, rest: ScatterList, gate: WriteGate) -> int:
         with gate.writing() as is_open:
@@ -112,12 +144,20 @@ class TcpReader(PieceReader):
         return self._channel.receive([_DISCARDED[: rest.remaining]])
 
 
+def _is_good(trailer: bytearray) -> bool:
+    if trailer not in (GOOD, SPOILED):
+        raise ProtocolError("a piece's blocks do not end where they should")
+    return trailer == GOOD
+
+
 class TcpTransport(Transport):
     name = "tcp"
 
-    def __init__(self, streams: int = 1, wire_dtype: str = "auto") -> None:
+    def __init__(self, streams: int = 1, wire_dtype: str = "auto", wire_codec: str = "auto") -> None:
         self.streams = streams
         self.wire_dtype = wire_dtype
+        if wire_codec == wire_dtype == "auto" and is_available():
+            self.codec = CODEC
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
         _bound_buffers(channel.socket)
@@ -298,8 +338,10 @@ class TlsChannel(Channel):
 class TlsTransport(TcpTransport):
     """The `tcp` transport within TLS. Raises ConfigError for certificates that can't be used."""
 
-    def __init__(self, files: TlsFiles, streams: int = 1, wire_dtype: str = "auto") -> None:
-        super().__init__(streams, wire_dtype)
+    def __init__(
+        self, files: TlsFiles, streams: int = 1, wire_dtype: str = "auto", wire_codec: str = "auto"
+    ) -> None:
+        super().__init__(streams, wire_dtype, wire_codec)
         self._contexts = {accepted: files.context(server_side=accepted) for accepted in (False, True)}
 
     def channel(

@@ -20,6 +20,7 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import GOOD, Channel, Hello
 from messaging.wake import Wake
+from protocol.errors import ProtocolError
 from protocol.ports import ANY_PORT, bind_one
 
 
@@ -135,6 +136,9 @@ class PieceWriter:
 class PieceReader(ABC):
     """The receiver's end of one connection."""
 
+    saved_bytes = 0
+    """Bytes by which the last coded piece was shorter than its blocks."""
+
     @abstractmethod
     def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
         """Copy the sender's blocks into our blocks while the gate is open; discard the rest.
@@ -143,6 +147,12 @@ class PieceReader(ABC):
         either way the next message follows on the connection. Raises OSError if the connection is broken,
         TimeoutError if it makes no progress.
         """
+
+    def read_coded(self, targets: BlockIndices, gate: WriteGate) -> bool:
+        """Decode a coded piece into our blocks, like `read`. Raises UndecodableError for damaged slices, once
+        the piece is over.
+        """
+        raise ProtocolError("this transport carries no coded pieces")
 
     def close(self) -> None:
         return
@@ -159,6 +169,8 @@ class Transport(ABC):
     """Connections per pair of workers."""
     wire_dtype = "auto"
     """Dtype of values on the wire: `auto` as in the pool, or quantized (`layout.wire_segments`)."""
+    codec = ""
+    """The lossless code of bf16 blocks (`blocks.codec`), empty for none."""
 
     def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
         """Return a listening socket and its address for peers. Raises `ConfigError`."""

@@ -166,7 +166,7 @@ def test_equal_pieces_only_give_the_bandwidth():
 def test_each_pair_and_transport_has_its_own_figures():
     pairs = Pairs()
     for transport, seconds in (("tcp", 0.5), ("shm", 0.01)):
-        moved = {"kv_transfer_pieces_total": 4, "kv_transfer_bytes_total": 1e6}
+        moved = {"kv_transfer_pieces_total": 4, "kv_transfer_uncoded_bytes_total": 1e6}
         pairs.add("decode-0", transport, moved | {"kv_transfer_wire_seconds_total": seconds})
     pairs.snapshot({})
     speeds = {pair.transport: pair.bytes_per_s for pair in pairs.snapshot({"decode-0": "shm"})}

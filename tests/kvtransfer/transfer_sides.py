@@ -273,7 +273,7 @@ class RawReceiver:
     def accept(self) -> RawPeer:
         raw = self.accept_unexamined()
         identity = Identity(KEY, "raw", "raw-1", self._pool)
-        hello = examine(raw.channel, identity, self._transport.name, raw.deadline())
+        hello = examine(raw.channel, identity, self._transport, raw.deadline())
         reader = self._transport.reader(raw.channel, self._pool, hello, raw.deadline())
         reader.close()
         return raw
