@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from bench.transfer.row import TransferRow
+from checkpoints.source import hf_source
 from engine.engine import Engine
 from kvtransfer.blocks.convert import Converter, Quantizer
 from kvtransfer.blocks.layout import block_bytes, tokens_in_blocks
@@ -52,12 +54,12 @@ class Continuation:
 
 
 class Handoffs:
-    """The bundled model, with prompts whose KV is converted to the wire format and back before decoding."""
+    """A model, with prompts whose KV is converted to the wire format and back before decoding."""
 
-    def __init__(self, dtype: Literal["float32", "bfloat16"]) -> None:
+    def __init__(self, dtype: Literal["float32", "bfloat16"], model: str = str(BUNDLED_MODEL)) -> None:
         disable_progress_bar()
         config = ServeConfig(
-            model=str(BUNDLED_MODEL),
+            model=model,
             dtype=dtype,
             device="cpu",
             compile="off",
@@ -69,11 +71,14 @@ class Handoffs:
         self.segments = self.engine.pool.segments
         self.pool = memoryview(self.engine.pool.memory.flatten().numpy())
         self.block_bytes = block_bytes(self.segments)
-        tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+        tokenizer = AutoTokenizer.from_pretrained(hf_source(model))
         lines = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text("utf-8").splitlines()
         prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
         self.prompts = [self.prefill(f"prefill-{index}", ids) for index, ids in enumerate(prompts)]
-        self.unchanged = self.continue_with([prompt.blocks for prompt in self.prompts])
+
+    @cached_property
+    def unchanged(self) -> list[Continuation]:
+        return self.continue_with([prompt.blocks for prompt in self.prompts])
 
     def request(self, request_id: str, token_ids: list[int]) -> EngineRequest:
         sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)

@@ -14,6 +14,7 @@ import typer
 from bench.options import chosen
 from bench.report import RESULTS, command_line, publish, show, terminal_table
 from bench.transfer.row import TransferRow
+from models.bundled import BUNDLED_MODEL
 
 ROWS = {
     "shm": "raw",
@@ -23,18 +24,20 @@ ROWS = {
     "object_store": "object_store",
     "idle": "idle",
     "int8": "accuracy",
+    "codec": "codec",
 }
 """The module of each row's function: not every row needs NIXL, Ray or the engine."""
 
 
-def measure(name: str, repeats: int) -> Iterator[TransferRow]:
+def measure(name: str, *arguments: int | str) -> Iterator[TransferRow]:
     function = getattr(importlib.import_module(f"bench.transfer.{ROWS[name]}"), name)
-    yield from function(repeats)
+    yield from function(*arguments)
 
 
 def transfer(
     rows: Annotated[str, typer.Option(help="comma-separated")] = ",".join(ROWS),
     repeats: Annotated[int, typer.Option(min=1, help="rounds that the medians are of")] = 5,
+    model: Annotated[str, typer.Option(help="model whose KV the row `codec` takes")] = str(BUNDLED_MODEL),
     output: Annotated[Path, typer.Option(help="folder for the results")] = RESULTS / "transfer",
 ) -> None:
     """Measure KV transfers against the machine's own limits, as ratios within the same run."""
@@ -45,7 +48,7 @@ def transfer(
     found, failed = [], False
     for name in names:
         try:
-            for row in measure(name, repeats):
+            for row in measure(name, repeats, *([model] if name == "codec" else [])):
                 show(row)
                 found.append(row)
         except (RuntimeError, ImportError) as error:

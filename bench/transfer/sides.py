@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from bench.transfer.process import ProcessObject, RemoteObject
+from kvtransfer.blocks.extents import address
 from kvtransfer.blocks.memory import PoolMemory, map_peer_pool
 from kvtransfer.interface import Completed, Failed, RegisteredPool
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
-from protocol.handoff import Extent
+from protocol.handoff import Extent, SegmentInfo
 from protocol.ids import PeerAddress
 
 HOST, KEY = "127.0.0.1", bytes(32)
@@ -47,13 +48,14 @@ class Side:
         num_blocks: int,
         name: str,
         options: TransportOptions = TransportOptions(),
+        segments: tuple[SegmentInfo, ...] = (),
     ) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # like one of two workers on a host
         self.name = name
         self.memory = PoolMemory(block_bytes * num_blocks)
         np.frombuffer(self.memory.buffer, dtype=np.uint8).fill(1)  # touches every page
-        self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, (), self.memory.fd)
-        self.address = address_of(self.memory.buffer)
+        self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, segments, self.memory.fd)
+        self.address = address(self.memory.buffer)
         self.transports = open_transports(list(transports), self.pool, name, options)
         self.stream = socket.socket()
 
@@ -107,7 +109,7 @@ class ReceivingSide(Side):
     def memcpy(self) -> float:
         """Return the seconds of one plain copy of the sender's whole pool into ours."""
         started = time.perf_counter()
-        ctypes.memmove(self.address, address_of(self.source), self.pool.nbytes)
+        ctypes.memmove(self.address, address(memoryview(self.source)), self.pool.nbytes)
         return time.perf_counter() - started
 
     def receive_stream(self) -> None:
@@ -137,6 +139,11 @@ class SendingSide(Side):
         for sender in self._senders.values():
             sender.close()
         super().close()
+
+    def fill(self, kv: bytes) -> None:
+        """Fill the pool with copies of `kv`."""
+        pool = np.frombuffer(self.pool.buffer, np.uint8)
+        pool[:] = np.resize(np.frombuffer(kv, np.uint8), len(pool))
 
     def whereabouts(self) -> tuple[int, int]:
         """Return this process's id and the descriptor of the pool's file in it."""
@@ -225,10 +232,6 @@ class Pair:
     def cpu_seconds(self) -> float:
         """Return the CPU time that both processes have used so far."""
         return sum(float(side.call("cpu_seconds")) for side in (self.sender, self.receiver))
-
-
-def address_of(buffer: object) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)  # type: ignore[call-overload]
 
 
 def scattered(num_blocks: int) -> list[int]:

@@ -70,7 +70,7 @@ class Codec:
     """
 
     def __init__(self, block_bytes: int) -> None:
-        self.staging = memoryview(np.empty(SLICE_BYTES + SLICE_BYTES // _GROUP_BYTES + _SLACK, np.uint8))
+        self.staging = np.empty(SLICE_BYTES + SLICE_BYTES // _GROUP_BYTES + _SLACK, np.uint8).data
         self._staging_address = address(self.staging)
         self._block_bytes = block_bytes
 
