@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -44,14 +46,15 @@ class WorkerActor:
     """Runs one worker at a time. `run` occupies one of the actor's threads for the worker's whole life.
 
     Ray places and watches the actor, which does not import torch. The worker is a process of its own, and
-    the actor outlives it: `run` may be called again. With the `object_store` transport the worker runs in
+    the actor outlives it: `run` may be called again. On the launcher's own host the worker also outlives the
+    actor, and another one continues with `adopt`. With the `object_store` transport the worker runs in
     the actor's process, and peers also call `deliver`; otherwise neither tokens nor blocks pass through
     these methods.
     """
 
-    def __init__(self, template: str, environment: dict[str, str], own_stderr: bool) -> None:
+    def __init__(self, template: str, environment: dict[str, str], own_stderr: bool, keeper: int) -> None:
         """Takes the arguments of `TemplateClient`."""
-        self._template = TemplateClient(template, environment, own_stderr=own_stderr)
+        self._template = TemplateClient(template, environment, own_stderr=own_stderr, keeper=keeper)
         self._environment = environment
         self._worker: WorkerProcess | None = None
         self._watch: ProcessWatch | None = None
@@ -78,11 +81,17 @@ class WorkerActor:
             return WorkerExit(str(error))
         if not forks_workers(launch.config):
             return self._run_here(launch)
+        return self._keep(partial(self._template.spawn, encoded), launch.config.start_timeout)
+
+    def adopt(self, worker_id: str, start_timeout: float) -> WorkerExit:
+        """Take over a running worker whose actor has ended. Otherwise as `run`."""
+        return self._keep(partial(self._template.adopt, worker_id), start_timeout)
+
+    def _keep(self, obtain: Callable[[float], WorkerProcess], start_timeout: float) -> WorkerExit:
+        """Watch a worker until it has ended. `obtain` starts or adopts it within a number of seconds."""
         with self._running:
             try:
-                worker = self._worker = self._template.spawn(
-                    encoded, PATIENCE_SHARE * launch.config.start_timeout
-                )
+                worker = self._worker = obtain(PATIENCE_SHARE * start_timeout)
             except TemplateError as error:
                 return WorkerExit(str(error))
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -34,25 +34,30 @@ class ProcessWatch:
         self._core_s = -1.0
         self._stopped_s = self._idle_s = 0.0
         self.state = ""
-        """The process's state in a word: "running", "sleeping", "stopped", "disk-sleep"."""
+        """The process's state in a word: "running", "sleeping", "stopped", "disk-sleep", "zombie", "dead"."""
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def look(self) -> None:
-        """Read the process's state. Call it about once a second. Does nothing once the process has ended."""
+        """Read the process's state. Call it about once a second."""
         now = time.monotonic()
         passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
         try:
             with self._process.oneshot():
                 self.state, core_s = str(self._process.status()), sum(self._process.cpu_times()[:4])
         except psutil.NoSuchProcess:
+            self.state = psutil.STATUS_DEAD
             return
         is_stopped = self.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         self._stopped_s = self._stopped_s + passed_s if is_stopped else 0.0
         self._idle_s = self._idle_s + passed_s if core_s == self._core_s else 0.0
         self._core_s = core_s
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
     @property
     def stopped(self) -> str:

@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from deploy.local_ray import RayStartError, start
-from deploy.processes import PrivateDirectory
+from deploy.processes import PrivateDirectory, ProcessWatch
 from deploy.slots import Node
 from messaging.sockets import address_towards
 from protocol.config import ServeConfig
-from protocol.errors import TandemError
 from worker.cores import host_cores
 
 HEAD_INTERVAL_S = 0.5
@@ -82,16 +81,13 @@ _ENVIRONMENT = {
 """Variables that Ray reads when it is imported and that its processes inherit."""
 
 CONNECT_S = 5.0
+_KILL_S = 2.0
 
 _LEAST_STORE_BYTES = 80 * 1024 * 1024
 """Slightly more than Ray's minimum."""
 
 _STORE_BYTES_PER_PAIR = 4 * 16 * 1024 * 1024
 """The bytes in flight from one worker to another: `MAX_IN_FLIGHT` pieces, and one that is being sent."""
-
-
-class RayDiedError(TandemError):
-    """A process of our own Ray cluster has died."""
 
 
 class RayCluster:
@@ -105,7 +101,7 @@ class RayCluster:
         self._config = config
         self._address = config.ray_address
         self._directory: PrivateDirectory | None = None
-        self._processes: dict[str, psutil.Process] = {}
+        self._processes: dict[str, ProcessWatch] = {}
         self.head: tuple[str, int] | None = None
         """The address of a joined cluster's control store."""
         self.has_died = False
@@ -190,22 +186,41 @@ class RayCluster:
             except Exception as error:
                 raise RayStartError(f"--ray-address {self._address}: cannot join Ray: {error}") from error
         if self.is_local:
-            children = {child.name(): child for child in psutil.Process().children(recursive=True)}
-            self._processes = {name: children[name] for name in _RAY_PROCESSES if name in children}
+            children = {child.name(): child.pid for child in psutil.Process().children(recursive=True)}
+            self._processes = {
+                name: ProcessWatch(children[name]) for name in _RAY_PROCESSES if name in children
+            }
         else:
             head = urlsplit(f"//{ray.get_runtime_context().gcs_address}")
             self.head = (head.hostname or "", head.port or 0)
 
-    def check(self) -> None:
-        """Raise `RayDiedError` once a process of our own cluster has died: no worker could be restarted."""
+    def death(self) -> str:
+        """Return which process of our own cluster has died or stands still, or ""."""
         for name, process in self._processes.items():
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                self.has_died = True
-                raise RayDiedError(f"Ray's {name} (process {process.pid}) has died; nothing can be restarted")
+            process.look()
+            if process.has_ended:
+                return f"Ray's {name} (process {process.pid}) has died"
+            if process.stopped:
+                return f"Ray's {name}: {process.stopped}"
+        return ""
+
+    def restart(self, stop: threading.Event) -> None:
+        """End the rest of our own cluster and start another. Its node counts as the same one. Raises
+        `RayStartError`.
+        """
+        import ray
+
+        self.has_died = True  # the server's end need not wait for it
+        for process in self._processes.values():
+            process.end(_KILL_S)
+        ray.shutdown()
+        self.remove_files()
+        self.start(stop)
+        self.has_died = False
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that are alive. A local cluster has one, with all cores of the host. Ray is asked
-        for that only once, since it does not answer after its control store has died.
+        """Return the nodes that are alive. A local cluster has one, with all cores of the host. It stays the
+        same node when Ray is restarted.
         """
         if self._own_nodes:
             return self._own_nodes

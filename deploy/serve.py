@@ -62,7 +62,9 @@ class Launcher(threading.Thread):
         self._on_failure = on_failure
         self.cluster = cluster
         threads, _ = choose_threads(config, host_cores())
-        self._template = TemplateClient(self.cluster.namespace, thread_environment(threads), own_stderr=False)
+        self._template = TemplateClient(
+            self.cluster.namespace, thread_environment(threads), own_stderr=False, keeper=os.getpid()
+        )
         self._stop_requested = threading.Event()
         self._watch: HeadWatch | None = None
         self.failure: str | None = None

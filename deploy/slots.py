@@ -106,6 +106,8 @@ class Slot:
     """The time when the log last said what the worker's start waits for."""
     config: ServeConfig = field(default_factory=ServeConfig)
     """The deployment's configuration, adapted to its node."""
+    gpus: float = 0.0
+    """The share of GPUs that its actor holds."""
     process: psutil.Process | None = None
     started: float = 0.0
     ready_since: float | None = None

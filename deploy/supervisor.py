@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,12 @@ ACTOR_TIMEOUT_S = 2.0
 
 MAX_FAILED_STARTS = 5
 """After this many failures in a row, requests no longer wait for a worker. It is still restarted."""
+
+
+_Actor = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(WorkerActor)
+"""Made once, and its actors have no names where they need none: Ray then starts them without waiting for its
+control store, which may have died.
+"""
 
 
 class StartUpError(TandemError):
@@ -85,7 +92,7 @@ class Supervisor:
         router.on_scale(self._scale)
 
     def run(self) -> None:
-        """Keep the workers running until `stop`. Raises `StartUpError`, and `RayDiedError`."""
+        """Keep the workers running until `stop`. Raises `StartUpError`, and `RayStartError`."""
         try:
             for slot in self._slots:
                 slot.start_at = self._began
@@ -171,14 +178,18 @@ class Supervisor:
         self._slots.remove(slot)
         self._set_expected()
 
-    def _make_actor(self, slot: Slot, gpus: float) -> None:
+    def _make_actor(self, slot: Slot) -> None:
         environment = thread_environment(slot.config.worker_threads or 1)
-        actor_class = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(WorkerActor)
-        slot.actor = actor_class.options(
-            name=f"{slot.worker_id}-{slot.incarnation}",
+        slot.actor = _Actor.options(
+            name=None if self._forks else f"{slot.worker_id}-{slot.incarnation}",
             runtime_env={} if self._forks or self._cluster.is_local else {"env_vars": environment},
-            **self._placing.hold(slot, gpus),
-        ).remote(self._cluster.namespace, environment, not self._cluster.is_local)
+            **self._placing.hold(slot, slot.gpus),
+        ).remote(
+            self._cluster.namespace,
+            environment,
+            not self._cluster.is_local,
+            os.getpid() if self._cluster.is_local else 0,
+        )
         slot.process, slot.seen, slot.look, slot.num_replaced = None, None, None, 0
 
     def _start(self, slot: Slot) -> None:
@@ -186,10 +197,12 @@ class Supervisor:
         if slot.actor is None:
             assert slot.node is not None
             beside, ranks = len(self._placing.on(slot.node)), self._placing.ranks_on(slot.node)
-            slot.config, gpus = plan_workers(self._config, slot.node.gpus, slot.node.cores, beside, ranks)
+            slot.config, slot.gpus = plan_workers(
+                self._config, slot.node.gpus, slot.node.cores, beside, ranks
+            )
             if not self._cluster.is_local and slot.config.worker_host is None:
                 slot.config = replace(slot.config, worker_host=slot.node.address)
-            self._make_actor(slot, gpus)
+            self._make_actor(slot)
         launch = Launch(
             role=slot.role,
             worker_id=slot.worker_id,
@@ -205,8 +218,40 @@ class Supervisor:
         slot.ping = None
         self._starts.begin(slot, slot.started)
 
+    def _outlives_actor(self, slot: Slot) -> bool:
+        """Return whether the slot's worker may continue with another actor. If the host has several GPUs, Ray
+        might give that actor another GPU than the worker uses.
+        """
+        return self._forks and self._cluster.is_local and slot.node is not None and slot.node.gpus <= 1
+
+    def _adopt(self, slot: Slot, reason: str) -> None:
+        """Give a worker that serves another actor. Restart one that does not, or cannot outlive its actor."""
+        self._router.replaced("actor")
+        slot.actor = slot.ended = None
+        if slot.ready_since is None or not self._outlives_actor(slot):
+            self._end_actor(slot)
+            self._on_ended(slot, reason, vanished=True, by_host=True)
+            return
+        log.error("worker %s continues with another actor: %s", slot.worker_id, reason)
+        self._make_actor(slot)
+        slot.ended = slot.actor.adopt.remote(slot.worker_id, self._config.start_timeout)
+        self._starts.begin(slot, time.monotonic())
+
+    def _restart_ray(self, reason: str) -> None:
+        """Start another Ray. Meanwhile workers and routers continue without it."""
+        log.error("%s; Ray is started again", reason)
+        self._router.replaced("ray")
+        running = [slot for slot in self._slots if slot.ended is not None]
+        for slot in self._slots:
+            slot.actor = slot.ended = slot.ping = slot.look = None
+        self._cluster.restart(self._stop)
+        self._router.restore_signals()
+        for slot in running:
+            self._adopt(slot, reason)
+
     def _watch(self) -> None:
-        self._cluster.check()
+        if reason := self._cluster.death():
+            self._restart_ray(reason)
         by_ref = {slot.ended: slot for slot in self._slots if slot.ended is not None}
         if by_ref:
             ended, _ = ray.wait(list(by_ref), timeout=WATCH_INTERVAL_S)
@@ -283,12 +328,15 @@ class Supervisor:
             self._on_ended(slot, f"it sent nothing for {silence_s:.1f} s")
 
     def _on_exit(self, slot: Slot, ref: Any) -> None:
-        """Handle the end of a worker's process, or of its actor's process, which ends the worker too."""
+        """Handle the end of a worker's process, or of its actor's process."""
         by_host = False
         try:
             end: WorkerExit = ray.get(ref)
         except RayError as error:
             end = WorkerExit(f"its process died, killed or out of memory ({type(error).__name__})", SIGKILL)
+            if self._outlives_actor(slot) and slot.seen is not None:
+                self._adopt(slot, f"its actor died ({type(error).__name__})")
+                return
             self._placing.look_at_once(time.monotonic())
             by_host = self._placing.has_lost(slot)
             self._end_actor(slot)
@@ -361,7 +409,7 @@ class Supervisor:
                 slot.process.kill()
 
     def _end_actor(self, slot: Slot) -> None:
-        """End the actor's process through Ray. The worker ends with it."""
+        """End the actor's process through Ray. A worker that is left ends when the next one starts."""
         actor, slot.actor, slot.ended = slot.actor, None, None
         with contextlib.suppress(RayError):
             if actor is not None:

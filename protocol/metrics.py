@@ -85,7 +85,7 @@ ROUTER = (
     _gauge("num_workers_awaited", "Workers that should serve but are not ready."),
     _counter("workers_lost_total", "Workers that ended, fell silent or got stuck.", "reason"),
     _counter(
-        "processes_replaced_total", "Restarts of workers, of their actors and of hosts' templates.", "process"
+        "processes_replaced_total", "Restarts of workers, their actors, hosts' templates and Ray.", "process"
     ),
     _counter(
         "requests_placed_again_total",

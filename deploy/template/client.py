@@ -26,6 +26,7 @@ from deploy.processes import ProcessWatch
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from protocol.errors import ProtocolError, TandemError
+from protocol.ids import Id
 
 MAX_MESSAGE_BYTES = 128 * 1024
 MAX_REASON_CHARS = 4096
@@ -38,10 +39,16 @@ REPORT_END = "\n"
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
-    """Fork a worker. The message carries the worker's control socket, and its stderr if it has its own."""
+    """Fork a worker. The message carries the worker's stderr if it has its own."""
 
     launch: bytes
     environment: dict[str, str]
+
+
+class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
+    """Become the client of a running worker whose own client has ended."""
+
+    worker_id: Id
 
 
 class Preload(msgspec.Struct, frozen=True, tag="preload"):
@@ -51,6 +58,8 @@ class Preload(msgspec.Struct, frozen=True, tag="preload"):
 
 
 class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
+    """The worker runs, or is adopted. The message carries the client's end of the worker's control socket."""
+
     pid: _Pid
 
 
@@ -67,7 +76,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 TemplateReply = Spawned | SpawnFailed | Ended
 
-template_request: BoundedDecoder[Spawn | Preload] = BoundedDecoder(Spawn | Preload)
+template_request: BoundedDecoder[Spawn | Adopt | Preload] = BoundedDecoder(Spawn | Adopt | Preload)
 template_reply: BoundedDecoder[TemplateReply] = BoundedDecoder(TemplateReply)
 
 
@@ -121,19 +130,22 @@ class TemplateClient:
     """A connection to the template called `name`, made when first needed. Only one thread at a time may use
     it, except for `waits_for` and `replaced`.
 
-    The template ends when its clients are gone, and kills a client's worker when that client is gone. A
-    client kills a template that is stopped or stuck, and starts another; the old one's workers continue. If
-    it cannot be killed, the next one is called `name.1`, and so on, so that all clients of a host find the
-    same one.
+    The template ends when its clients are gone. A worker ends with its client, except on the host of a
+    launcher: while that runs, another client may adopt the worker. A client kills a template that is stopped
+    or stuck, and starts another; the old one's workers continue. If it cannot be killed, the next one is
+    called `name.1`, and so on, so that all clients of a host find the same one.
     """
 
-    def __init__(self, name: str, environment: Mapping[str, str], *, own_stderr: bool) -> None:
+    def __init__(
+        self, name: str, environment: Mapping[str, str], *, own_stderr: bool, keeper: int = 0
+    ) -> None:
         """`environment` is added to this process' own for a new template. With `own_stderr` workers write to
-        this process' stderr instead of the template's.
+        this process' stderr instead of the template's. `keeper` is the launcher's process id on its own host.
         """
         self._first_name, self._num_left = name, 0
         self._environment = environment
         self._own_stderr = own_stderr
+        self._keeper = keeper
         self._connection: socket.socket | None = None
         self._watch: ProcessWatch | None = None
         self.waits_for = ""
@@ -178,14 +190,19 @@ class TemplateClient:
     def spawn(self, launch: bytes, patience_s: float) -> WorkerProcess:
         """Have a worker forked, after a model's load of up to `patience_s`. Raises `TemplateError`."""
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        request = msgspec.msgpack.encode(Spawn(launch, environment))
+        return self._obtain(Spawn(launch, environment), patience_s)
+
+    def adopt(self, worker_id: str, patience_s: float) -> WorkerProcess:
+        """Take over a worker that has outlived its client. Raises `TemplateError` if it has ended."""
+        return self._obtain(Adopt(worker_id), patience_s)
+
+    def _obtain(self, request: Spawn | Adopt, patience_s: float) -> WorkerProcess:
+        encoded = msgspec.msgpack.encode(request)
         for _ in range(3):
-            control, theirs = socket.socketpair()
-            with theirs:
-                answer = self._ask(request, [theirs.fileno(), *([2] if self._own_stderr else [])], patience_s)
-            if isinstance(answer, Spawned):
-                return WorkerProcess(self, answer.pid, control)
-            control.close()
+            answer, controls = self._ask(encoded, patience_s)
+            if isinstance(answer, Spawned) and controls:
+                return WorkerProcess(self, answer.pid, socket.socket(fileno=controls[0]))
+            _close(controls)
             if isinstance(answer, SpawnFailed):
                 raise TemplateError(answer.reason)
             self.close()  # that template has ended
@@ -193,7 +210,8 @@ class TemplateClient:
 
     def status(self, pid: int) -> int | None:
         """Return the wait status of an ended worker, or None if the template has ended."""
-        answer = self._receive(_STATUS_TIMEOUT_S)
+        answer, controls = self._receive(_STATUS_TIMEOUT_S)
+        _close(controls)
         if isinstance(answer, Ended) and answer.pid == pid:
             return answer.status
         self.close()
@@ -204,35 +222,39 @@ class TemplateClient:
             self._connection.close()
         self._connection = self._watch = None
 
-    def _ask(self, request: bytes, fds: list[int], patience_s: float) -> TemplateReply | None:
+    def _ask(self, request: bytes, patience_s: float) -> tuple[TemplateReply | None, list[int]]:
         if self._connection is None:
             self.connect()
         assert self._connection is not None
         try:
-            socket.send_fds(self._connection, [request], fds)
+            socket.send_fds(self._connection, [request], [2] if self._own_stderr else [])
         except OSError:
-            return None
+            return None, []
         began = time.monotonic()
-        answer = self._receive(patience_s)
+        answer, controls = self._receive(patience_s)
         if answer is None and self._watch is not None and time.monotonic() - began > patience_s:
             self._replace(self._watch, f"process {self._watch.pid} has not answered for {patience_s:.0f} s")
-        return answer
+        return answer, controls
 
-    def _receive(self, timeout_s: float) -> TemplateReply | None:
-        """Return the next reply; None from a template that ended, was stuck or takes too long."""
+    def _receive(self, timeout_s: float) -> tuple[TemplateReply | None, list[int]]:
+        """Return the next reply and its file descriptors; None from a template that ended, was stuck or
+        takes too long.
+        """
+        controls: list[int] = []
         if self._connection is None:
-            return None
+            return None, controls
         began = time.monotonic()
         self._connection.settimeout(_LOOK_S)
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    return template_reply.decode(self._connection.recv(MAX_MESSAGE_BYTES))
+                    data, controls, _, _ = socket.recv_fds(self._connection, MAX_MESSAGE_BYTES, 1)
+                    return template_reply.decode(data), controls
                 waited_s = time.monotonic() - began
                 if self._is_stuck(waited_s) or waited_s > timeout_s:
-                    return None
+                    return None, controls
         except (OSError, ProtocolError):
-            return None
+            return None, controls
         finally:
             self.waits_for = ""
 
@@ -259,7 +281,7 @@ class TemplateClient:
         self.waits_for = "its host's template to start"
         try:
             done = subprocess.run(
-                [sys.executable, *_ARGUMENTS, self._name],
+                [sys.executable, *_ARGUMENTS, self._name, str(self._keeper)],
                 env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # spared Ctrl-C, but in our session: Linux divides busy cores among sessions
@@ -313,6 +335,11 @@ class WorkerProcess:
             number = os.WTERMSIG(status)
             return WorkerExit(f"its process was ended by {_name(number)}", number)
         return WorkerExit(f"its process ended with status {os.WEXITSTATUS(status)}")
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _name(number: int) -> str:

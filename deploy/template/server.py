@@ -16,11 +16,13 @@ import gc
 import importlib
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -31,17 +33,19 @@ from deploy.template.client import (
     MAX_MESSAGE_BYTES,
     MAX_REASON_CHARS,
     REPORT_END,
+    Adopt,
     Ended,
     Preload,
     Spawn,
     Spawned,
     SpawnFailed,
+    TemplateError,
     peer_of,
     template_request,
 )
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
-from protocol.errors import ProtocolError, TandemError
+from protocol.errors import TandemError
 from protocol.logs import log_to_stderr
 from protocol.roles import ROLES
 from worker.cores import CorePlace, CorePlaces
@@ -69,18 +73,32 @@ _IMPORTED = (
 """The modules that a worker needs, including those that it would import late."""
 
 
-class Template:
-    """Runs until it has had no clients for `_IDLE_S`."""
+@dataclass
+class _Worker:
+    worker_id: str
+    client: socket.socket | None
+    """The connection of the actor that watches it. None if its actor has ended."""
+    control: socket.socket
+    """Its actor's end of its control socket, for the next actor."""
 
-    def __init__(self, listener: socket.socket) -> None:
+
+class Template:
+    """Runs until it has had no clients and no workers for `_IDLE_S`."""
+
+    def __init__(self, listener: socket.socket, keeper: int) -> None:
+        """`keeper` is the launcher's process id, or 0 on another host than the launcher's."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._wake, waker = socket.socketpair()
         self._waker = waker
         self._clients: set[socket.socket] = set()
         self._places = CorePlaces()
-        self._workers: dict[int, socket.socket] = {}
-        """The client of each process that is not reaped yet."""
+        self._workers: dict[int, _Worker] = {}
+        """The processes that are not reaped yet."""
+        self._keeper: int | None = None
+        """The launcher's pidfd. While that runs, workers outlive their actors."""
+        with contextlib.suppress(OSError):  # there is none, it has ended, or the kernel knows no pidfd
+            self._keeper = os.pidfd_open(keeper)
 
     def run(self) -> None:
         loops = (role.loop.partition(":")[0] for role in ROLES.values())
@@ -96,7 +114,9 @@ class Template:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        while ready := self._selector.select(None if self._clients else _IDLE_S):
+        if self._keeper is not None:
+            self._selector.register(self._keeper, selectors.EVENT_READ)
+        while ready := self._selector.select(None if self._clients or self._workers else _IDLE_S):
             for key, _ in ready:
                 if key.fileobj is self._wake:
                     self._wake.recv(4096)
@@ -105,6 +125,8 @@ class Template:
                     self._accept()
                 elif key.fileobj in self._clients:
                     self._serve(key.fileobj)
+                elif key.fileobj == self._keeper:
+                    self._lose_keeper(self._keeper)
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
@@ -116,13 +138,15 @@ class Template:
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 1)
         except ConnectionError:
             data, fds = b"", []
         try:
             if data:
                 answer = self._answer(client, data, fds)
-                if answer is not None:
+                if isinstance(answer, Spawned):
+                    _send(client, answer, self._workers[answer.pid].control.fileno())
+                elif answer is not None:
                     _send(client, answer)
             else:
                 self._drop(client)
@@ -136,6 +160,8 @@ class Template:
             if isinstance(request, Preload):
                 self._preload(request.config)
                 return None
+            if isinstance(request, Adopt):
+                return Spawned(self._adopt(client, request.worker_id))
             return Spawned(self._spawn(client, request, fds))
         except Exception as error:
             if not isinstance(error, TandemError):
@@ -143,13 +169,24 @@ class Template:
             return SpawnFailed((str(error) or type(error).__name__)[:MAX_REASON_CHARS])
 
     def _drop(self, client: socket.socket) -> None:
-        """Remove a client that has ended, and kill its worker, whose actor has ended too."""
-        for pid, owner in self._workers.items():
-            if owner is client:
-                os.kill(pid, signal.SIGKILL)
+        """Remove an actor that has ended, and kill its worker unless another actor may adopt that."""
+        for pid, worker in self._workers.items():
+            if worker.client is client:
+                worker.client = None
+                if self._keeper is None:
+                    os.kill(pid, signal.SIGKILL)
         self._clients.remove(client)
         self._selector.unregister(client)
         client.close()
+
+    def _lose_keeper(self, keeper: int) -> None:
+        """Kill the workers that no actor watches. Actors end by themselves."""
+        self._keeper = None
+        self._selector.unregister(keeper)
+        os.close(keeper)
+        for pid, worker in self._workers.items():
+            if worker.client is None:
+                os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -157,10 +194,12 @@ class Template:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                client = self._workers.pop(pid, None)
                 self._places.give_back(pid)
-                if client in self._clients:
-                    _send(client, Ended(pid, status))
+                worker = self._workers.pop(pid, None)
+                if worker is not None:
+                    worker.control.close()
+                    if worker.client is not None:
+                        _send(worker.client, Ended(pid, status))
 
     def _preload(self, config: ServeConfig) -> None:
         from worker.setup import preload_models, set_up_worker_logging
@@ -171,35 +210,50 @@ class Template:
 
     def _spawn(self, client: socket.socket, request: Spawn, fds: list[int]) -> int:
         launch = _launch.decode(request.launch)
-        if not fds:
-            raise ProtocolError("a worker's control socket is missing")
         self._preload(launch.config)
+        for pid, worker in self._workers.items():
+            if worker.worker_id == launch.worker_id:
+                os.kill(pid, signal.SIGKILL)  # nobody adopted it
         place = self._places.first_free()
-        pid = os.fork()
-        if pid == 0:
-            self._become(launch, request.environment, fds, place)
-        self._workers[pid] = client
+        ours, control = socket.socketpair()
+        with control:
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                self._become(launch, request.environment, control, fds, place)
+        self._workers[pid] = _Worker(launch.worker_id, client, ours)
         self._places.take(pid, place)
         return pid
 
+    def _adopt(self, client: socket.socket, worker_id: str) -> int:
+        for pid, worker in self._workers.items():
+            if worker.worker_id == worker_id:
+                worker.client = client
+                return pid
+        raise TemplateError("it ended while no actor watched it")
+
     def _become(
-        self, launch: Launch, environment: dict[str, str], fds: list[int], place: CorePlace | None
+        self,
+        launch: Launch,
+        environment: dict[str, str],
+        control: socket.socket,
+        fds: list[int],
+        place: CorePlace | None,
     ) -> NoReturn:
         """Run the worker in the forked process, and exit."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
-            for inherited in (self._listener, self._wake, self._waker, *self._clients):
+            controls = [worker.control for worker in self._workers.values()]
+            for inherited in (self._listener, self._wake, self._waker, *self._clients, *controls):
                 inherited.close()
-            control = socket.socket(fileno=os.dup(fds[0]))
-            if len(fds) > 1:
-                os.dup2(fds[1], 2)
             for fd in fds:
+                os.dup2(fd, 2)
                 os.close(fd)
             os.environ.update(environment)
             _set_name(launch.worker_id)
-            _run_worker(launch, control, place, _fork_ranks(launch, control))
+            _run_worker(launch, control, self._keeper, place, _fork_ranks(launch, control))
         except BaseException:
             log.exception("the worker failed")
             os._exit(1)
@@ -220,15 +274,21 @@ def _fork_ranks(launch: Launch, control: socket.socket) -> Leader | None:
 
 
 def _run_worker(
-    launch: Launch, control: socket.socket, place: CorePlace | None, leader: Leader | None
+    launch: Launch,
+    control: socket.socket,
+    keeper: int | None,
+    place: CorePlace | None,
+    leader: Leader | None,
 ) -> None:
     """Run the worker until its actor says "stop", and send the reason if it ends earlier."""
     stop = StopHandle()
 
     def listen() -> None:
-        while control.recv(16):
+        told = control.fileno()
+        watched = [told] if keeper is None else [told, keeper]
+        while select.select(watched, [], [])[0] == [told] and control.recv(16):
             stop.stop()
-        os._exit(1)  # the actor has ended
+        os._exit(1)  # the launcher has ended, or both actor and template
 
     threading.Thread(target=listen, name="control", daemon=True).start()
     control.sendall((run_launch(launch, stop, place=place, leader=leader) + REPORT_END).encode())
@@ -242,10 +302,10 @@ def _settle() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended) -> None:
+def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended, *fds: int) -> None:
     """Send a message without waiting. If it does not fit, the client reads nothing: it is dropped."""
     with contextlib.suppress(OSError):  # if the client has ended, the next read shows it
-        client.sendmsg([msgspec.msgpack.encode(message)], [], socket.MSG_DONTWAIT)
+        socket.send_fds(client, [msgspec.msgpack.encode(message)], list(fds), socket.MSG_DONTWAIT)
 
 
 def _set_name(name: str) -> None:
@@ -253,7 +313,7 @@ def _set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tandem:{name}".encode(), 0, 0, 0)
 
 
-def main(name: str) -> None:
+def main(name: str, keeper: int) -> None:
     """Become the template of this name, in the background, unless there is one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -272,8 +332,8 @@ def main(name: str) -> None:
     os.close(told)
     faulthandler.enable()
     log_to_stderr("warning", "text", name)
-    Template(listener).run()
+    Template(listener, keeper).run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
@@ -36,12 +35,11 @@ def test_fuzz_the_template() -> None:
         with suppress(OSError):  # the test is over
             while True:
                 connection, _ = listener.accept()
-                with connection, suppress(ConnectionError):  # the client has hung up
-                    _, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
-                    for fd in fds:
-                        os.close(fd)
+                workers, control = socket.socketpair()
+                with workers, control, connection, suppress(ConnectionError):  # the client has hung up
+                    connection.recv(MAX_MESSAGE_BYTES)
                     for reply in replies:
-                        connection.send(reply)
+                        socket.send_fds(connection, [reply], [control.fileno()])
 
     def check(example: list[bytes]) -> None:
         replies[:] = example

@@ -164,7 +164,7 @@ def test_a_node_with_another_tandem_starts_no_worker() -> None:
             release="9.8",
         )
     )
-    actor = WorkerActor("unused", {}, False)
+    actor = WorkerActor("unused", {}, False, 0)
     for told in (launch, launch | {"role": "of another kind"}):
         end = actor.run(msgspec.msgpack.encode(told))
         assert not end.was_killed

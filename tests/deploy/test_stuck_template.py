@@ -53,10 +53,11 @@ class Templates:
             client, _ = listener.accept()
             clients.append(client)
             if answers:
-                _, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
-                for fd in fds:  # the worker's end, so that it ends at once
-                    os.close(fd)
-                client.send(msgspec.msgpack.encode(Spawned(WORKER_PID)))
+                client.recv(MAX_MESSAGE_BYTES)
+                workers, control = socket.socketpair()
+                workers.close()  # the worker has ended
+                with control:
+                    socket.send_fds(client, [msgspec.msgpack.encode(Spawned(WORKER_PID))], [control.fileno()])
 
     def close(self) -> None:
         for pid in self.pids:

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from deploy.resources import thread_environment
-from deploy.template.client import Spawn, TemplateClient, TemplateError, WorkerProcess
+from deploy.template.client import Adopt, Spawn, TemplateClient, TemplateError, WorkerProcess
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 from protocol.router_to_worker import Generate
@@ -42,8 +43,8 @@ class Host:
         self.clients: list[TemplateClient] = []
         self.num_requests = 0
 
-    def client(self) -> TemplateClient:
-        client = TemplateClient(self.name, thread_environment(1), own_stderr=True)
+    def client(self, keeper: int = 0) -> TemplateClient:
+        client = TemplateClient(self.name, thread_environment(1), own_stderr=True, keeper=keeper)
         self.clients.append(client)
         return client
 
@@ -256,7 +257,9 @@ def test_fuzz_a_client(host: Host, tiny_folder: Path) -> None:
         keys=host.cluster.keys,
     )
     inner = [msgspec.msgpack.encode(launch)]
-    outer = [msgspec.msgpack.encode(Spawn(b"launch", {"NAME": "value"}))]
+    outer = [
+        msgspec.msgpack.encode(each) for each in (Spawn(b"launch", {"NAME": "value"}), Adopt("decode-9"))
+    ]
     launches = (damaged(inner) | altered(inner)).map(lambda raw: msgspec.msgpack.encode(Spawn(raw, {})))
     messages = damaged(outer) | altered(outer) | launches
 
@@ -276,7 +279,7 @@ def test_fuzz_a_client(host: Host, tiny_folder: Path) -> None:
         other = host.spawn("fuzzed-1", tiny_config(tiny_folder))
         host.wait_ready("fuzzed-1")
     assert host.tokens("fuzzed-1") == before and host.template() == template
-    host.cluster.wait(lambda: template.num_fds() <= num_fds + 1, 10)
+    host.cluster.wait(lambda: template.num_fds() <= num_fds + 2, 10)  # its connection and control socket
     assert not SECONDS or template.memory_info().rss - rss < GROWTH_BYTES
     assert {each.pid for each in template.children()} - others == {one.pid, other.pid}
 
@@ -304,6 +307,34 @@ def test_workers_outlive_the_template_and_a_new_one_replaces_it(host: Host, tiny
     host.spawn("decode-3", config, client)
     host.wait_ready("decode-3")
     assert host.tokens("decode-3") == before
+
+
+def test_a_worker_outlives_its_client_as_long_as_the_launcher_runs(tiny_folder: Path) -> None:
+    """Even a stopped worker ends after both, and any worker though the template is stopped."""
+    config = tiny_config(tiny_folder)
+    with closing(Host()) as host, subprocess.Popen(["sleep", "600"]) as launcher:
+        host.client(launcher.pid).connect()
+        pids = [host.spawn(name, config, host.client()).pid for name in ("decode-1", "decode-2")]
+        host.wait_ready("decode-1", "decode-2")
+        before = host.tokens("decode-1")
+        for client in host.clients:
+            client.close()
+        again = host.client().adopt("decode-1", 30.0)
+        assert again.pid == pids[0]
+        assert host.tokens("decode-1") == before
+        again.stop()
+        assert again.wait().reason == ""
+        with pytest.raises(TemplateError, match="it ended while no actor watched it"):
+            host.client().adopt("decode-1", 30.0)
+        stopped, running = psutil.Process(pids[1]), psutil.Process(host.spawn("decode-3", config).pid)
+        host.wait_ready("decode-3")
+        template = host.template()
+        stopped.suspend()
+        template.suspend()
+        launcher.kill()
+        host.cluster.wait(lambda: running.status() == psutil.STATUS_ZOMBIE)
+        template.resume()
+        assert psutil.wait_procs([stopped], timeout=10)[0]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else for a moment")

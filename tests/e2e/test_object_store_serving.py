@@ -113,6 +113,10 @@ def test_a_killed_decode_worker_is_replaced(server: ServerProcess, reference: Pr
     server.wait(lambda: counter(server, "handoffs_total") >= before + len(LENGTHS), 10)
 
 
-def test_it_ends_with_ray_and_says_why(server: ServerProcess) -> None:
-    """The last test of this module: it ends the shared server."""
-    server.end_without("raylet")
+def test_requests_wait_for_another_ray(server: ServerProcess, reference: PreTrainedModel) -> None:
+    """The workers run in processes of Ray, and end with it."""
+    old = {worker["pid"] for worker in server.workers().values()}
+    server.lose("raylet")
+    prompt = prompts(4)[2]
+    assert tokens(server, prompt) == greedy(reference, prompt, 12)
+    assert not old & {worker["pid"] for worker in server.workers().values()}
