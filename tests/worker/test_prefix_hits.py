@@ -27,8 +27,10 @@ def test_drafts_cost_no_hits(family: str, method: str, families: Callable[[str],
             assert chat.answers == plain[place].answers, (drafter, place)
             own, others = chat.acceptance(), by_place["colocated"].acceptance()
             # After a hand-off a recurrent model computes up to 15 tokens again, in a step without drafts.
-            # Another worker's suffixes are those of other answers.
-            differs = drafter == "suffix" or (place == "split" and "hybrid" in family)
+            # Another worker's suffixes are those of other answers. A head does not know the hidden state
+            # before a hit's end, and another worker's hits end elsewhere.
+            reads_hidden = drafter in ("eagle", "mtp")
+            differs = drafter == "suffix" or (place == "split" and ("hybrid" in family or reads_hidden))
             slack = 0.1 if differs else 0.0
             assert own == pytest.approx(others, abs=slack), (drafter, place)
         assert by_place["colocated"].acceptance()[0] > 0, drafter
