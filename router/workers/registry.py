@@ -23,9 +23,7 @@ LONGEST_PAUSE_S = 0.5
 MAX_RETIRED = 10_000
 LEAST_SILENCE_S = 0.1
 """Shorter silences are not looked at."""
-FIRST_LATENESS_S = 0.1
-"""The assumed lateness of a new worker's messages."""
-LEAST_LATENESS_S, MOST_LATENESS_S = 0.06, 0.5
+LEAST_LATENESS_S, MOST_LATENESS_S = 0.09, 0.5
 """Any machine delays messages as much as the first now and then; freezes count as no more than the second."""
 LATENESS_HALF_LIFE_S = 30.0
 PATIENCE = 1.5
@@ -72,7 +70,7 @@ class Worker:
         self.silence_s = 0.0
         self.is_suspect = False
         self._seen_silence_s = self._seen_lateness_s = 0.0
-        self._lateness_s, self._late_at = FIRST_LATENESS_S, self.since
+        self._lateness_s, self._late_at = 0.0, self.since
         self.is_reachable = True
         self.live = True
         self.draining = False

@@ -89,7 +89,8 @@ def test_load_from_other_routers_counts(two, pool):
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "cost"])
-def test_arrivals_at_both_routers_between_two_reports_are_spread(model_folder, policy):
+def test_arrivals_at_both_routers_between_two_reports_are_spread(model_folder, policy, monkeypatch):
+    monkeypatch.setattr("router.workers.registry.HEARTBEAT_INTERVAL_S", 10.0)
     with TwoRouters(model_folder, worker_timeout=30, placement=policy) as two, ThreadPoolExecutor(64) as pool:
         workers = [two.add_worker(f"decode-{index}", heartbeat_s=10) for index in range(4)]
         for worker in workers:

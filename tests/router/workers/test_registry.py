@@ -148,7 +148,7 @@ def suspect_after(worker: Worker, registry: Registry, begin: float) -> float:
     ("decoding", "step_s", "delay", "silence_s"),
     [
         (0, 0.01, 0, 0.4),  # only a heartbeat is due
-        (1, 0.01, 0, 0.2),  # a step is
+        (1, 0.01, 0, 0.15),  # a step is
         (1, 0.2, 0, 0.35),  # a long step is
         (1, 9.0, 0, 0.4),  # a heartbeat comes before the step
         (1, 0.01, 6, 0.45),  # its messages were up to 0.3 s late
