@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -12,6 +13,15 @@ GGUF = ".gguf"
 def is_gguf(model: str) -> bool:
     """Say whether a model is a GGUF file, by its name."""
     return model.endswith(GGUF)
+
+
+def use_download_dir(folder: str | None) -> None:
+    """Make this process and its children keep files from the hub in the folder, if one is given."""
+    if folder is None:
+        return
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_CACHE"] = constants.HF_HUB_CACHE = str(Path(folder).expanduser().absolute())
 
 
 def hf_source(model: str, revision: str | None = None) -> str:

@@ -21,7 +21,7 @@ from checkpoints.drafts import ASSISTANTS
 from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import hf_source, is_gguf, split_hub_file
 from deploy.resources import check_heads, plan_workers
-from engine.limits import check_draft, choose_max_model_len, cpu_pool_budget, refuse_second_quantization
+from engine.limits import check_draft, check_quantization, choose_max_model_len, cpu_pool_budget
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -93,11 +93,12 @@ def check_start(config: ServeConfig) -> GenerationDefaults:
     model = _read_config(config.model, config.revision, "--model")
     _check_weights(config)
     _check_backend(config)
+    _check_disk(config)
     if model.get("is_encoder_decoder"):
         raise ConfigError(f"--model: {config.model}: encoder-decoder models are not supported")
     quantized = model.get("quantization_config")
-    if isinstance(quantized, Mapping):
-        refuse_second_quantization(config, str(quantized.get("quant_method")))
+    method = str(quantized.get("quant_method")) if isinstance(quantized, Mapping) else None
+    check_quantization(config, method)
     decoder = _decoder(model)
     check_heads(config, decoder)
     longest = _longest(decoder)
@@ -149,6 +150,18 @@ def _check_weights(config: ServeConfig) -> None:
         return
     if not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
         raise ConfigError(f"--model: {config.model} has no weights ({', '.join(_WEIGHTS)})")
+
+
+def _check_disk(config: ServeConfig) -> None:
+    """Raise `ConfigError` if this host's workers could not write to --kv-disk-path."""
+    if config.kv_disk_path is None or config.ray_address is not None:
+        return
+    try:
+        Path(config.kv_disk_path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--kv-disk-path: cannot use {config.kv_disk_path}: {error.strerror}") from error
+    if not os.access(config.kv_disk_path, os.W_OK):
+        raise ConfigError(f"--kv-disk-path: {config.kv_disk_path} cannot be written")
 
 
 def _check_backend(config: ServeConfig) -> None:

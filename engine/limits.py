@@ -4,10 +4,13 @@ so this module does without torch.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import psutil
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.speculation import Quantization
 
 CPU_POOL_LIMIT = 4 * 1024**3
 """Bytes of a CPU pool unless the user asks for more."""
@@ -28,12 +31,20 @@ def choose_max_model_len(requested: int | None, longest: int | None) -> int:
     return requested or longest
 
 
-def refuse_second_quantization(config: ServeConfig, method: str | None) -> None:
-    """Raise `ConfigError` if a checkpoint that is quantized by a `method` is to be rounded at load."""
-    if config.quantization is not None and method is not None:
+def check_quantization(config: ServeConfig, method: str | None) -> None:
+    """Raise `ConfigError` unless --quantization fits a checkpoint that is quantized by `method`, if it is."""
+    asked = config.quantization
+    if asked is None or asked == method:
+        return
+    if method is not None:
         raise ConfigError(
             f"--quantization: {config.model} is already quantized by {method}: remove "
             "this option, or use the model that it was made from"
+        )
+    if asked not in get_args(Quantization):
+        raise ConfigError(
+            f"--quantization: {config.model} is not quantized by {asked}; to round its weights at load, "
+            f"write one of {', '.join(get_args(Quantization))}"
         )
 
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from protocol.fields import PositiveInt, doc
 from protocol.kv_events import KvEventsConfig
-from protocol.speculation import Quantization, SpeculativeConfig
+from protocol.speculation import CheckpointFormat, Quantization, SpeculativeConfig
 
 DEFAULT_MODEL = "tandem-code-10m"
 
@@ -23,9 +23,18 @@ class ModelOptions:
         DEFAULT_MODEL
     )
     gguf_file: Annotated[str | None, doc("GGUF file in the model's folder or hub repository.")] = None
-    served_model_name: Annotated[str | None, doc("Model name in the API; default: the model's own.")] = None
+    served_model_name: Annotated[
+        str | None,
+        doc(
+            "Names of the model in the API, comma-separated; answers and metrics have the first. "
+            "Default: the model's own."
+        ),
+    ] = None
     tokenizer: Annotated[str | None, doc("Local folder or hub id; default: the model's.")] = None
     revision: Annotated[str | None, doc("Branch, tag or commit on the hub.")] = None
+    download_dir: Annotated[
+        str | None, doc("Folder for files from the hub, on every host; default: HF_HUB_CACHE.")
+    ] = None
     trust_remote_code: Annotated[bool, doc("Run model code that comes with the weights.")] = False
     chat_template: Annotated[str | None, doc("File with a Jinja chat template.")] = None
     generation_config: Annotated[
@@ -35,6 +44,10 @@ class ModelOptions:
             "folder with such a file, or no model's (`vllm`)."
         ),
     ] = "auto"
+    seed: Annotated[
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
+        doc("Seed of requests without one: equal requests get equal answers. Default: a new one for each."),
+    ] = None
     tool_call_parser: Annotated[
         Literal[
             "auto",
@@ -90,10 +103,10 @@ class ModelOptions:
         Literal["auto", "dummy"], doc("`dummy` makes random weights of the configured shape.")
     ] = "auto"
     quantization: Annotated[
-        Quantization | None,
+        Literal[Quantization, CheckpointFormat] | None,
         doc(
-            "Round the weights of linear layers at load: int8, int4 (in groups of 128), fp8 or mxfp4; "
-            "the head stays as it is. Quantized checkpoints need no option."
+            "Round the weights of linear layers at load: int8, int4 (in groups of 128), fp8 or mxfp4; the "
+            "head stays as it is. A quantized checkpoint needs no option; any other format is refused."
         ),
     ] = None
     quantize_lm_head: Annotated[
@@ -116,12 +129,17 @@ class ModelOptions:
         return self.enable_lora or bool(self.lora_modules)
 
     @property
-    def model_name(self) -> str:
-        """The model's name in the API."""
-        if self.served_model_name:
-            return self.served_model_name
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names in the API. Answers and metrics have the first."""
+        given = tuple(name.strip() for name in (self.served_model_name or "").split(",") if name.strip())
+        if given:
+            return given
         name = Path(self.model).name if Path(self.model).exists() else self.model
-        return name.removesuffix(".gguf")
+        return (name.removesuffix(".gguf"),)
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
 
     @property
     def tokenizer_source(self) -> str:

@@ -37,6 +37,14 @@ class ApiOptions:
     ] = None
     tls_cert: Annotated[str | None, doc("Serve HTTPS: PEM file with the certificate and its chain.")] = None
     tls_key: Annotated[str | None, doc("PEM file with the key of --tls-cert.")] = None
+    root_path: Annotated[
+        Annotated[str, Meta(pattern=r"^/[^?#]*[^/?#]$")] | None,
+        doc("Prefix of the API's paths behind a proxy, as in /llm; requests may have it or not."),
+    ] = None
+    allowed_origins: Annotated[
+        str | None,
+        doc("Origins whose pages may use the API from a browser, comma-separated, or `*`. Default: none."),
+    ] = None
     max_body_bytes: Annotated[PositiveInt, doc("Largest HTTP request body.")] = 16 * 1024 * 1024
     max_logprobs: Annotated[
         int, Meta(ge=0, le=1000), doc("Most log-probabilities that a request may ask for.")
@@ -99,6 +107,11 @@ class ApiOptions:
     def api_keys(self) -> tuple[str, ...]:
         """Return the API keys without repetition. If empty, no client needs a key."""
         return tuple(dict.fromkeys(key.strip() for key in (self.api_key or "").split(",") if key.strip()))
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Return the origins whose pages may use the API."""
+        return tuple(each.strip() for each in (self.allowed_origins or "").split(",") if each.strip())
 
     @property
     def needs_api_key(self) -> bool:

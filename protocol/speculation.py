@@ -35,6 +35,8 @@ WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
 
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 """Formats that weights are rounded to at load: `engine.quantization.weight.CodeFormat`."""
+CheckpointFormat = Literal["awq", "gptq", "compressed-tensors"]
+"""Formats of checkpoints alone, by their `quant_method`."""
 
 Verification = Literal["coupled", "standard", "block"]
 RequestClass = Literal["greedy", "sampled"]

@@ -46,11 +46,11 @@ class AdapterTable:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the model names that requests may use."""
-        return (self._config.model_name, *self.named)
+        return (*self._config.model_names, *self.named)
 
     def find(self, name: str | None) -> Adapter | None:
         """Return the adapter of a request's `model`, None for the model itself. Raises `ApiError` 404."""
-        if name is None or name == self._config.model_name:
+        if name is None or name in self._config.model_names:
             return None
         adapter = self.named.get(name)
         if adapter is None:
@@ -151,7 +151,7 @@ class AdapterTable:
             yield
 
     def _check_new(self, name: str) -> None:
-        if name == self._config.model_name or name in self.named:
+        if name in self.names:
             raise InvalidRequestError("lora_name", f"{name!r} is served already: unload it first")
         if len(self.named) >= MAX_ADAPTERS:
             raise InvalidRequestError("lora_name", f"at most {MAX_ADAPTERS} adapters, all are loaded")

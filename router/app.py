@@ -8,6 +8,7 @@ from fastapi import Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp
 
@@ -23,8 +24,13 @@ class _Application(FastAPI):
     """FastAPI with msgspec's schemas, and without its own limits of bodies and shape of errors."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        app = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), handlers=self.exception_handlers)
-        return Envelope(app, self.state.router.metrics)
+        app: ASGIApp = ExceptionMiddleware(
+            AsyncExitStackMiddleware(self.router), handlers=self.exception_handlers
+        )
+        state: RouterState = self.state.router
+        if state.config.origins:
+            app = CORSMiddleware(app, state.config.origins, allow_methods=["*"], allow_headers=["*"])
+        return Envelope(app, state.metrics, state.config.root_path)
 
     def openapi(self) -> dict[str, Any]:
         return self.openapi_schema or add_schemas(super().openapi())
@@ -38,6 +44,7 @@ def build_app(state: RouterState) -> FastAPI:
         version=version(),
         description="OpenAI's API with vLLM's extensions, and Anthropic's messages.",
         openapi_url=None,
+        servers=[{"url": state.config.root_path}] if state.config.root_path else None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
         responses=error_answers(),

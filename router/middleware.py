@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import re
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -31,15 +31,22 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
 class Envelope:
-    """Gives each request an id, puts headers into its response, and counts the statuses."""
+    """Gives each request an id, puts headers into its response, and counts the statuses.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    A request's path may begin with the root path.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, root_path: str | None = None) -> None:
         self._app = app
+        self._root_path = root_path
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":  # routes answer GET, and the connection leaves the body out
             scope = {**scope, "method": "GET"}
+        if self._root_path is not None:
+            path = scope["path"].removeprefix(f"{self._root_path}/").removeprefix("/")
+            scope = {**scope, "path": f"/{path}", "root_path": self._root_path}
         request_id = _request_id(scope)
         scope[REQUEST_ID_KEY] = request_id
         answer_headers = scope[ANSWER_HEADERS] = [(b"x-request-id", request_id.encode())]
@@ -97,14 +104,17 @@ def _request_id(scope: Scope) -> str:
 
 
 _READS = ("GET", "HEAD", "OPTIONS")
-_REMEDY = "or start the server with API keys (--api-key-file)"
+_REMEDY = "or start the server with API keys (--api-key-file) or --allowed-origins"
 
 
 class BrowserGuard:
-    """Checks requests' `Host` and `Origin` headers. `host` is the address that HTTP listens on."""
+    """Checks requests' `Host` and `Origin` headers. `host` is the address that HTTP listens on, `origins` are
+    those of --allowed-origins.
+    """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, origins: Collection[str] = ()) -> None:
         self._is_loopback = is_loopback(host)
+        self._origins = origins
 
     def check(self, method: str, headers: Headers) -> None:
         """Raises `ApiError` 403 if the request may come from another site's page."""
@@ -112,7 +122,9 @@ class BrowserGuard:
         if self._is_loopback and not _is_local(host):
             raise ApiError(403, f"Host: {host[:128]!r} is not this host: ask for localhost, {_REMEDY}")
         origin = headers.get("origin")
-        if origin is not None and method not in _READS and origin.partition("://")[2] != host:
+        if origin is None or origin in self._origins or "*" in self._origins:
+            return
+        if method not in _READS and origin.partition("://")[2] != host:
             page = f"Origin: a page of {origin[:128]!r}"
             raise ApiError(403, f"{page} may not use this server: use the server's own, {_REMEDY}")
 

@@ -82,7 +82,7 @@ class RouterState:
         self.is_draining = False
         policy = placement_policy(config.placement, config.prefill_placement, config.decode_placement)
         self.bodies = Bodies(config.max_body_bytes)
-        self.guard = BrowserGuard(config.host)
+        self.guard = BrowserGuard(config.host, config.origins)
         self.slices = Slices()
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
-from checkpoints.source import hf_source
+from checkpoints.source import hf_source, use_download_dir
 from engine.devices.cuda.tiles import fault_of_options, fault_of_weights, tile_on_gpu
 from engine.devices.loaded_model import LoadedModel, Recurrent
 from engine.devices.torch import transformers_hook
@@ -21,7 +21,7 @@ from engine.devices.torch.latent_attention import absorb, expansion_reason
 from engine.devices.torch.recurrent_hooks import hook
 from engine.errors import UnsupportedModelError
 from engine.kv.layout import Group
-from engine.limits import choose_max_model_len, refuse_second_quantization
+from engine.limits import check_quantization, choose_max_model_len
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -48,6 +48,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
     loaded = take_preloaded(config)
     if loaded is not None:
         return loaded
+    use_download_dir(config.download_dir)
     device = choose_device(config.device)
     transformers_hook.register()
     hf_config = _load_hf_config(config)
@@ -70,7 +71,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         checkpoint = describe_checkpoint(model, hf_config, run_as)
     if checkpoint:
         logger.info("%s: %s", config.model_name, checkpoint)
-    if config.quantization is not None:
+    if config.quantization is not None and quantization_config(hf_config) is None:
         if has_kernel:
             split_experts(model)
         round_linears(model, CodeFormat(config.quantization))
@@ -185,7 +186,7 @@ def _load_hf_config(config: ServeConfig) -> Any:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{hf_config.model_type}: encoder-decoder models are not supported")
     method = quantization_config(hf_config)
-    refuse_second_quantization(config, None if method is None else str(method.get("quant_method")))
+    check_quantization(config, None if method is None else str(method.get("quant_method")))
     return hf_config
 
 

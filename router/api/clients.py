@@ -27,8 +27,9 @@ router = APIRouter()
 )
 async def list_models(state: State) -> Response:
     base = _model_card(state)
+    others = [{**base, "id": name} for name in state.config.model_names[1:]]
     cards = [_adapter_card(base, each) for each in state.adapters.named.values()]
-    return Json({"object": "list", "data": [base, *cards]})
+    return Json({"object": "list", "data": [base, *others, *cards]})
 
 
 @router.get(
@@ -38,7 +39,7 @@ async def list_models(state: State) -> Response:
 )
 async def show_model(state: State, model_id: str) -> Response:
     base, adapter = _model_card(state), state.adapters.find(model_id)
-    return Json(base if adapter is None else _adapter_card(base, adapter))
+    return Json({**base, "id": model_id} if adapter is None else _adapter_card(base, adapter))
 
 
 @router.post("/tokenize", **posted(TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`"))

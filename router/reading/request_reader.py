@@ -230,7 +230,7 @@ class RequestReader:
         allowed = body.allowed_token_ids
         given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
         if "seed" not in given:
-            given["seed"] = secrets.randbits(63)
+            given["seed"] = secrets.randbits(63) if self._config.seed is None else self._config.seed
         params = SamplingParams(
             max_tokens=model.max_model_len,
             banned_token_sequences=self._bad_words(body.bad_words or []),

@@ -22,6 +22,8 @@ _CONVERT = (
     "trust_remote_code=sys.argv[3] == 'True').save_pretrained(sys.argv[4])"
 )
 CONVERT_TIMEOUT_S = 300.0
+_SLOW = ("*token*", "*.model", "*.vocab", "vocab*", "merges*")
+"""Names of the files that a tokenizer can be converted from."""
 
 
 def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
@@ -35,6 +37,8 @@ def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
     files = find_files(source, config.revision, FILES, flag)
     if "tokenizer.json" in files:
         return _read(files, flag)
+    if Path(source).is_dir() and not any(path for name in _SLOW for path in Path(source).glob(name)):
+        raise ConfigError(f"{flag}: {source} has no tokenizer (tokenizer.json, or files of a slow tokenizer)")
     with tempfile.TemporaryDirectory(prefix="tandem-tokenizer-") as folder:
         _convert(config, folder)
         return _read(find_files(folder, None, FILES, flag), flag)

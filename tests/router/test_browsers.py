@@ -58,6 +58,21 @@ def test_with_a_key_any_name_and_page_is_allowed(make_router):
     assert ask(router, host="llm.example", origin="https://app.example") == 401
 
 
+def test_allowed_origins_may_use_the_api(make_router):
+    router = make_router(allowed_origins="https://app.example,https://b.example")
+    router.add_worker()
+    allowed, foreign = {"origin": "https://b.example"}, {"origin": "http://evil.example"}
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for method, more in (("POST", {}), ("OPTIONS", asked)):
+        answer = router.http.request(method, "/v1/completions", json=BODY, headers=allowed | more)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://b.example"
+    assert answer.headers["access-control-allow-headers"] == "authorization"
+    assert ask(router, **foreign) == 403
+    assert "access-control-allow-origin" not in router.http.get("/v1/models", headers=foreign).headers
+    assert ask(make_router(allowed_origins="*"), "GET", "/v1/models", **foreign) == 200
+
+
 def test_a_server_on_all_addresses_accepts_any_name(make_router):
     router = make_router(host="0.0.0.0")
     router.add_worker()

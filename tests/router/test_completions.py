@@ -126,6 +126,15 @@ def test_seeds(complete, router):
     assert first != second
 
 
+def test_the_deployments_seed_is_that_of_requests_without_one(make_router):
+    router = make_router(seed=7)
+    worker = router.add_worker()
+    for asked in ({"n": 2}, {"seed": 42}):
+        body = {"prompt": "the quick brown fox", "max_tokens": 1, **asked}
+        assert router.http.post("/v1/completions", json=body).status_code == 200
+    assert [request.sampling.seed for request in worker.generated] == [7, derived_seed(7, 1), 42]
+
+
 def test_sampling_parameters_arrive(complete, router):
     worker = next(worker for worker in router.workers if worker.role == "prefill")
     worker.generated.clear()

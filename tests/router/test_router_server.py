@@ -81,13 +81,27 @@ def test_models(router):
             client.models.retrieve("other")
 
 
-def test_served_model_name(make_router):
-    router = make_router(served_model_name="org/other")
+def test_served_model_names(make_router):
+    router = make_router(served_model_name="org/other, gpt-4")
     router.add_worker()
-    assert router.http.get("/v1/models/org/other").json()["id"] == "org/other"
-    answer = router.http.post("/v1/completions", json={**BODY, "model": "org/other"})
-    assert answer.json()["model"] == "org/other"
+    assert [card["id"] for card in router.http.get("/v1/models").json()["data"]] == ["org/other", "gpt-4"]
+    for name in ("org/other", "gpt-4"):
+        assert router.http.get(f"/v1/models/{name}").json()["id"] == name
+        answer = router.http.post("/v1/completions", json={**BODY, "model": name})
+        assert answer.json()["model"] == "org/other"
     assert router.http.post("/v1/completions", json={**BODY, "model": "test-model"}).status_code == 404
+
+
+def test_a_root_path_may_be_in_requests(make_router):
+    router = make_router(root_path="/llm")
+    router.add_worker()
+    for prefix in ("", "/llm"):
+        assert router.http.post(f"{prefix}/v1/completions", json=BODY).status_code == 200
+        assert router.http.post(f"{prefix}/v1/messages", json={}).json()["type"] == "error"
+    assert router.http.get("/llmx/v1/models").status_code == 404
+    assert router.http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    page = router.http.get("/llm/", headers={"accept": "text/html"}).text
+    assert f"{router.url}/llm/v1/completions" in page and 'href="/' not in page and 'src="/' not in page
 
 
 def test_tokenize_and_detokenize(router):

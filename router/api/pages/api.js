@@ -23,7 +23,7 @@ export async function request(path, { body, signal } = {}) {
   let response;
   try {
     const method = body ? "POST" : "GET";
-    response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
+    response = await fetch(`.${path}`, { method, headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server does not answer.");
