@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import signal
+from typing import Annotated
 
 import typer
 
 from deploy.commands import Commands, clients, offline
+from deploy.commands.options import ConfigCommand
 from deploy.commands.serve import keys, profile, serve
 
 app = typer.Typer(
     cls=Commands,
     help="Serve large language models with prefill and decode on separate workers.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def _interruptible(context: typer.Context) -> None:
-    """Make Ctrl-C raise KeyboardInterrupt, except in `serve`, which sets handlers of its own."""
-    if context.invoked_subcommand != "serve":
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def version() -> None:
@@ -33,7 +29,25 @@ def version() -> None:
     typer.echo(installed())
 
 
-app.command(no_args_is_help=False)(serve)
+def _version_option(is_given: bool) -> None:
+    if is_given:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _prepare(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version_option, help="Print it.")
+    ] = False,
+) -> None:
+    """Make Ctrl-C raise KeyboardInterrupt, except in `serve`, which sets handlers of its own."""
+    if context.invoked_subcommand != "serve":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+app.command(cls=ConfigCommand, no_args_is_help=False)(serve)
 for operate in (
     clients.status,
     clients.top,
@@ -49,7 +63,7 @@ app.command()(clients.batch)
 app.command(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(offline.bench)
-app.command(no_args_is_help=False)(profile)
+app.command(cls=ConfigCommand, no_args_is_help=False)(profile)
 app.command()(offline.plan)
 app.command()(offline.quantize)
 app.command()(version)

@@ -8,20 +8,23 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 import msgspec
 
 from checkpoints.drafts import draft_method
+from checkpoints.source import use_download_dir
 from deploy.resources import check_ranks
+from deploy.spellings import add_options, nearest
 from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path
-from protocol.config import ServeConfig, field_docs, flag_name
+from protocol.config import ServeConfig, field_docs, field_types, flag_name
 from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
-from protocol.fields import json_object
+from protocol.fields import described, json_object
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
 from protocol.requests import parse_lora_modules
@@ -35,6 +38,12 @@ logger = logging.getLogger("tandem.config")
 ENV_PREFIX = "TANDEM_"
 _SECRET_FIELDS = ("api_key",)
 """Fields whose values no message shows."""
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])\Z")
+_FACTORS = {
+    unit: base**power
+    for base, units in ((1000, "kmgt"), (1024, "KMGT"))
+    for power, unit in enumerate(units, 1)
+}
 _PARSERS: Mapping[str, Callable[[object, str], object]] = {
     "kv_events_config": parse_kv_events_config,
     "autoscale": parse_autoscale,
@@ -56,9 +65,12 @@ def load_config(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if config_file is not None:
+        options: dict[str, Any] = {}
         for key, value in _read_file(Path(config_file)).items():
-            field = str(key).replace("-", "_")
-            values[field], sources[field] = value, f"{config_file}: {key}"
+            add_options(options, str(key).replace("_", "-"), value, f"{config_file}: {key}")
+            for name in options:
+                sources.setdefault(name.replace("-", "_"), f"{config_file}: {key}")
+        values = {name.replace("-", "_"): value for name, value in options.items()}
     known = set(field_docs())
     for variable, text in (os.environ if environ is None else environ).items():
         field = variable.removeprefix(ENV_PREFIX).lower()
@@ -71,9 +83,9 @@ def load_config(
             values[field], sources[field] = value, flag_name(field)
     for field in values:
         if field not in known:
-            raise ConfigError(f"{sources[field]}: there is no such option")
+            raise ConfigError(f"{sources[field]}: there is no such option{nearest(field.replace('_', '-'))}")
         if field not in (*_PARSERS, "speculative_config") or values[field] is None:
-            _check_field(field, values[field], sources[field])
+            values[field] = _checked(field, values[field], sources[field])
     model = bundled_path(str(values.get("model", DEFAULT_MODEL)))
     if values.get("gguf_file"):
         model = f"{model.rstrip('/')}/{values.pop('gguf_file')}"
@@ -81,6 +93,7 @@ def load_config(
     for field, parse in _PARSERS.items():
         if values.get(field) is not None:
             values[field] = parse(values[field], sources[field])
+    use_download_dir(values.get("download_dir"))  # before a draft's config.json is looked for
     if values.get("speculative_config") is not None:
         flag = sources["speculative_config"]
         values["speculative_config"] = speculative_config(values["speculative_config"], flag, model)
@@ -95,7 +108,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(read_trusted(str(path), "--config").decode())
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: cannot read {path}: {error}") from error
+        raise ConfigError(f"--config: cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config: {path} must hold a mapping of option names to values")
     if any(str(key).replace("-", "_") in _SECRET_FIELDS for key in content):
@@ -103,22 +116,22 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _check_field(field: str, value: Any, source: str) -> None:
+def _checked(field: str, value: Any, source: str) -> Any:
+    """Return the value, with a whole number such as 16k in digits. Raises `ConfigError`."""
+    match = _NUMBER.match(value) if isinstance(value, str) and _is_whole(field) else None
+    if match is not None:
+        value = int(float(match[1]) * _FACTORS[match[2]])
     try:
         msgspec.convert({field: value}, ServeConfig, strict=False)
-    except msgspec.ValidationError as error:
-        reason = str(error).split(" - at `$")[0]
-        if reason.startswith("Invalid enum value"):
-            reason = f"must be one of {', '.join(_choices(field))}"
-        got = "" if field in _SECRET_FIELDS else f" (got {value!r})"
-        raise ConfigError(f"{source}: {reason}{got}") from None
+    except msgspec.ValidationError:
+        got = "" if field in _SECRET_FIELDS else f", got {value!r}"
+        raise ConfigError(f"{source}: must be {described(field_types(limits=True)[field])}{got}") from None
+    return value
 
 
-def _choices(field: str) -> list[str]:
-    """Return the values that a `Literal` field accepts."""
-    kinds = get_type_hints(ServeConfig)[field]
-    literals = [kind for kind in (kinds, *get_args(kinds)) if get_origin(kind) is Literal]
-    return [choice for literal in literals for choice in get_args(literal)]
+def _is_whole(field: str) -> bool:
+    kind = field_types()[field]
+    return int in (kind, *get_args(kind))
 
 
 def _check_together(config: ServeConfig) -> None:
@@ -147,8 +160,9 @@ def _check_together(config: ServeConfig) -> None:
     _check_kv_events(config)
     _check_draft_workers(config)
     check_ranks(config)
-    if config.model_name in (config.lora_modules or {}):
-        raise ConfigError(f"--lora-modules: {config.model_name}: is the model's own name")
+    for name in config.model_names:
+        if name in (config.lora_modules or {}):
+            raise ConfigError(f"--lora-modules: {name}: is the model's own name")
     if config.enable_embeddings and config.speculative_config is not None:
         raise ConfigError("--enable-embeddings: not together with --speculative-config")
     _check_autoscale(config)

@@ -134,7 +134,7 @@ def serve(config: ServeConfig) -> int:
         return _run(config, patience)
     except TandemError as error:
         _complain(config, str(error))
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         return 130
 
@@ -164,11 +164,11 @@ class _Patience:
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
     defaults = check_start(config)
-    warn_of_exposure(config)
     keys = ClusterKeys.generate()
     cluster = RayCluster(config)
     link_host = cluster.link_host()
     server = _routers(config, keys, link_host)
+    warn_of_exposure(config)
     adopt_orphans()
     ready = threading.Event()
 

@@ -24,11 +24,25 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def field_types(*, limits: bool = False) -> dict[str, Any]:
+    """Return each field's type."""
+    return get_type_hints(ServeConfig, include_extras=limits)
+
+
 def field_docs() -> dict[str, tuple[str, Any]]:
     """Return each field's help text and default, for the command line."""
-    hints = get_type_hints(ServeConfig, include_extras=True)
+    hints = field_types(limits=True)
     docs = {}
     for field in fields(ServeConfig):
         texts = [meta.description for meta in hints[field.name].__metadata__ if meta.description]
         docs[field.name] = (texts[0], field.default)
     return docs
+
+
+def field_groups() -> dict[str, tuple[str, list[str]]]:
+    """Return the groups of fields by name, each with its title, in the order of help."""
+    groups = {}
+    for kind in reversed(ServeConfig.__bases__):
+        name = kind.__name__.removesuffix("Options").lower()
+        groups[name] = ((kind.__doc__ or "").splitlines()[0], [field.name for field in fields(kind)])
+    return groups

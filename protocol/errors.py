@@ -6,9 +6,13 @@ from __future__ import annotations
 class TandemError(Exception):
     """Base of every error that Tandem raises on purpose."""
 
+    exit_status = 1
+
 
 class ConfigError(TandemError):
     """A flag, environment variable or file entry is not acceptable; the message names it."""
+
+    exit_status = 2
 
 
 class InvalidRequestError(TandemError):

@@ -48,7 +48,7 @@ def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
     given = {name: value for name, value in fields.items() if value is not None}
     for name, field in known.items():
         if field.required and name not in given:
-            raise FieldError(name, f"is required: {_described(field.type)}")
+            raise FieldError(name, f"is required: {described(field.type)}")
     return msgspec.convert(given, kind)
 
 
@@ -76,24 +76,27 @@ def _check(name: str, value: Any, kind: Any) -> None:
     except msgspec.ValidationError:
         is_good = False
     if not is_good:
-        raise FieldError(name, f"must be {_described(kind)}, got {value!r}")
+        raise FieldError(name, f"must be {described(kind)}, got {value!r}")
 
 
-def _described(kind: Any) -> str:
+def described(kind: Any) -> str:
+    """Return what a value of this type must be, with its limits."""
     return _expected(inspect.type_info(kind))
 
 
 def _expected(kind: inspect.Type) -> str:
     match kind:
+        case inspect.Metadata(type=inner):
+            return _expected(inner)
         case inspect.UnionType():
             return " or ".join(_expected(each) for each in kind.types if not _is_none(each))
         case inspect.LiteralType():
             values = ", ".join(repr(value) for value in kind.values)
             return f"one of {values}" if len(kind.values) > 1 else values
         case inspect.IntType():
-            return "an integer" + _limits(kind.ge, kind.le)
+            return "an integer" + _limits(kind)
         case inspect.FloatType():
-            return "a finite number" + _limits(kind.ge, kind.le)
+            return "a finite number" + _limits(kind)
         case inspect.StrType(pattern=str(pattern)):
             return f"a string that matches {pattern}"
         case inspect.BoolType():
@@ -108,7 +111,9 @@ def _is_none(kind: inspect.Type) -> bool:
     return isinstance(kind, inspect.NoneType)
 
 
-def _limits(least: float | None, most: float | None) -> str:
-    if least is None:
+def _limits(kind: inspect.IntType | inspect.FloatType) -> str:
+    if kind.gt is not None:
+        return f" above {kind.gt:g}" + (f", at most {kind.le:g}" if kind.le is not None else "")
+    if kind.ge is None:
         return ""
-    return f" from {least:g} to {most:g}" if most is not None else f" of at least {least:g}"
+    return f" from {kind.ge:g} to {kind.le:g}" if kind.le is not None else f" of at least {kind.ge:g}"

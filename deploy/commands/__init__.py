@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 
-from protocol.errors import TandemError
+from protocol.errors import ConfigError, TandemError
+
+# Typer brings a copy of Click's class, without a public name.
+_UsageError: type[Exception] = cast(Any, typer.BadParameter).__bases__[0]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 Url = Annotated[str, typer.Option(help="Base URL of the server.", envvar="TANDEM_URL")]
 ApiKey = Annotated[str | None, typer.Option(help="Bearer token.", envvar="TANDEM_API_KEY")]
 ModelTag = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="Local folder or hub id; the same as --model.")
+    str | None, typer.Argument(metavar="MODEL", help="Local folder or hub id; the same as --model.")
 ]
 ConfigFile = Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of options.")]
 
@@ -22,17 +25,30 @@ ConfigFile = Annotated[str | None, typer.Option(metavar="FILE", help="YAML file 
 def fail(error: Exception | str) -> typer.Exit:
     """Print the error in one line. The caller raises the returned exception."""
     typer.echo(f"tandem: {error}", err=True)
-    return typer.Exit(1)
+    return typer.Exit(getattr(error, "exit_status", 1))
 
 
 class Commands(TyperGroup):
-    """Turns a `TandemError` of a command into one line of output and exit status 1."""
+    """Turns an error of a command into one line of output. Exit status: 2 if an option is wrong, else 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except TandemError as error:
             raise fail(error) from error
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                raise
+            raise fail(ConfigError(_one_line(error))) from error
+
+
+def _one_line(error: Any) -> str:
+    """Return what is wrong with the arguments, with the nearest names for an unknown option."""
+    option, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if near is None or option is None:
+        return " ".join(str(error.format_message()).split())
+    meant = f"; is {' or '.join(near)} meant?" if near else ""
+    return f"{option}: there is no such option{meant}"
 
 
 def with_model(flags: dict[str, Any], model_tag: str | None) -> dict[str, Any]:
@@ -40,5 +56,5 @@ def with_model(flags: dict[str, Any], model_tag: str | None) -> dict[str, Any]:
     if model_tag is None:
         return flags
     if flags["model"] is not None:
-        raise fail("--model: given twice, as an option and as an argument")
+        raise ConfigError("--model: given twice, as an option and as an argument")
     return flags | {"model": model_tag}

@@ -173,7 +173,7 @@ def test_a_server_that_is_gone_ends_it(run, server):
 )
 def test_bad_lines_are_named_before_anything_is_sent(server, run, lines, reason):
     result = run(lines=lines)
-    assert result.exit_code == 1 and reason in result.stderr and "line" in result.stderr
+    assert result.exit_code == 2 and reason in result.stderr and "line" in result.stderr
     assert not server.seen
 
 
@@ -196,4 +196,4 @@ def test_answers_are_not_written_to_another_users_file(server, run, tmp_path):
 
 def test_a_missing_file_is_named(tmp_path):
     result = CliRunner().invoke(app, ["batch", str(tmp_path / "none"), str(tmp_path / "out")])
-    assert result.exit_code == 1 and "No such file" in result.stderr
+    assert result.exit_code == 2 and "No such file" in result.stderr

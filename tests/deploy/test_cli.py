@@ -26,14 +26,20 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_help_names_every_option_with_its_default() -> None:
-    shown = " ".join(run("serve", "--help").stdout.split())
+def test_help_names_every_option_and_tells_of_a_few() -> None:
+    first = " ".join(run("serve", "--help").stdout.split())
+    shown = " ".join(run("serve", "--help", "all").stdout.split())
     for field in field_docs():
-        assert flag_name(field) in shown
+        assert flag_name(field) in shown and flag_name(field) in first
     assert "--disaggregation / --no-disaggregation" in shown
-    assert "(default: 8000)" in shown
-    assert "[auto|cpu|cuda]" in shown
-    assert "[MODEL]" in shown
+    assert "(default: 8000)" in shown and "(default: 8000)" in first
+    assert "[auto|cpu|cuda]" in shown and "[auto|cpu|cuda]" not in first
+    assert "[MODEL]" in first
+    assert [flag_name(field) in run("serve", "--help=batch").stdout for field in ("itl_budget", "port")] == [
+        1,
+        0,
+    ]
+    assert "Sequences in one step" in run("serve", "--help", "--max-num-seqs").stdout
 
 
 def test_help_imports_neither_torch_nor_ray() -> None:
@@ -75,16 +81,23 @@ def test_help_imports_neither_torch_nor_ray() -> None:
 )
 def test_bad_options_are_one_line_that_names_the_flag(arguments: list[str], expected: str) -> None:
     done = run("serve", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("tandem: "), done.stderr
     assert expected in lines[0]
 
 
-def test_unknown_options_are_refused() -> None:
-    done = run("serve", "--no-such-option")
-    assert done.returncode == 2
-    assert "--no-such-option" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["status", "--intervall", "3"], "--intervall: there is no such option; is --interval meant?"),
+        (["serv"], "No such command 'serv'. Did you mean 'serve'?"),
+        (["serve", "a", "b"], "Got unexpected extra argument(s) (b)"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (2, f"tandem: {said}\n")
 
 
 def test_environment_and_file_are_read(tmp_path: Path) -> None:
@@ -106,7 +119,7 @@ def test_commands_without_a_server_fail_clearly() -> None:
 
 
 def test_version() -> None:
-    assert run("version").stdout.strip()
+    assert run("version").stdout.strip() and run("--version").stdout == run("version").stdout
 
 
 def test_help_is_fast() -> None:
@@ -130,7 +143,7 @@ def test_a_key_is_added_and_shown_once(tmp_path: Path) -> None:
     assert (entry.name, entry.requests_per_minute, entry.priority) == ("alice", 60, 5)
     assert entry.sha256 == hash_of(done.stdout.strip()) and done.stdout.strip() not in path.read_text()
     again = run("key", "add", "alice", *options)
-    assert (again.returncode, again.stdout) == (1, "")
+    assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr.startswith("tandem: --api-key-file: ") and again.stderr.count("\n") == 1
 
 

@@ -91,7 +91,7 @@ BAD = [
     ("decode_replicas", 1.5),
     ("dtype", "int8"),
     ("device", "tpu"),
-    ("load_format", "gguf"),
+    ("load_format", "tensorizer"),
     ("attention_backend", "flash"),
     ("log_level", "loud"),
     ("request_timeout", 0),
@@ -104,10 +104,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(
-    ("field", "choices"), [("device", "auto, cpu, cuda"), ("quantization", "int8, int4, fp8, mxfp4")]
+    ("field", "choices"),
+    [
+        ("device", "'auto', 'cpu', 'cuda'"),
+        ("quantization", "'awq', 'compressed-tensors', 'fp8', 'gptq', 'int4', 'int8', 'mxfp4'"),
+    ],
 )
 def test_a_value_outside_the_choices_lists_them(field, choices):
-    with pytest.raises(ConfigError, match=f"^--{field}: must be one of {choices} \\(got 'x'\\)$"):
+    with pytest.raises(ConfigError, match=f"^--{field}: must be one of {choices}, got 'x'$"):
         load_config(flags={field: "x"}, environ={})
 
 
@@ -125,7 +129,7 @@ def test_a_bad_value_names_its_source(field, value, config_file):
 
 
 def test_messages_name_the_limit_and_the_value():
-    with pytest.raises(ConfigError, match=r"--port: .*<= 65535.*got 70000"):
+    with pytest.raises(ConfigError, match=r"--port: must be an integer from 0 to 65535, got 70000"):
         load_config({"port": 70000}, {})
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens: .*--max-num-seqs \(128\), got 8"):
         load_config({"max_num_batched_tokens": 8}, {})
@@ -147,7 +151,10 @@ def test_messages_name_the_limit_and_the_value():
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype: .*'int4'"),
         ({"kv_cache_dtype": "fp8", "kv_wire_dtype": "int8"}, "--kv-wire-dtype: int8 .*--kv-cache-dtype fp8"),
         ({"kv_disk_size": 1, "kv_offloading_size": 1}, "--kv-disk-size: .*--kv-disk-path"),
-        ({"otlp_traces_endpoint": "localhost:4317"}, "--otlp-traces-endpoint: .*matching regex"),
+        (
+            {"otlp_traces_endpoint": "localhost:4317"},
+            "--otlp-traces-endpoint: must be a string that matches ",
+        ),
         ({"kv_events_config": "{"}, "--kv-events-config: must be JSON"),
         ({"kv_events_config": "[]"}, "--kv-events-config: must be an object"),
         ({"kv_events_config": '{"encodign": "map"}'}, "--kv-events-config: encodign: .*is encoding meant"),

@@ -347,12 +347,15 @@ def test_a_second_signal_ends_at_once_and_a_structured_log_has_only_objects(star
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
-    [(None, "--model: "), (SMALL_MAMBA, "worker decode-0 cannot start: UnsupportedModelError: mamba: ")],
+    ("content", "expected", "status"),
+    [
+        (None, "--model: ", 2),
+        (SMALL_MAMBA, "worker decode-0 cannot start: UnsupportedModelError: mamba: ", 1),
+    ],
     ids=["missing", "unsupported"],
 )
 def test_a_refused_model_is_one_clear_line(
-    tmp_path: Path, content: dict[str, Any] | None, expected: str
+    tmp_path: Path, content: dict[str, Any] | None, expected: str, status: int
 ) -> None:
     folder = tmp_path / "model"
     if content is not None:
@@ -361,7 +364,7 @@ def test_a_refused_model_is_one_clear_line(
         save_tokenizer(folder, content["vocab_size"], 1024)
     running = ServerProcess(folder, tmp_path / "log", "--load-format", "dummy", "--no-disaggregation")
     try:
-        assert running.wait_end(100) == 1
+        assert running.wait_end(100) == status
         last = running.log.strip().splitlines()[-1]
         assert last.startswith(f"tandem: {expected}"), running.log
         assert running.leftovers() == []
@@ -375,7 +378,7 @@ def test_a_port_in_use_is_one_clear_line(tiny_folder: Path, tmp_path: Path) -> N
         taken.listen()
         running = ServerProcess(tiny_folder, tmp_path / "log", "--port", str(taken.getsockname()[1]))
         try:
-            assert running.wait_end() == 1
+            assert running.wait_end() == 2
         finally:
             running.kill()
     assert "--port" in running.log.splitlines()[-1]

@@ -114,4 +114,4 @@ def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
 )
 def test_bad_options_are_named(options, complaint):
     result = CliRunner().invoke(app, ["profile", *options])
-    assert result.exit_code == 1 and complaint in result.output.replace("\n", " ")
+    assert result.exit_code == 2 and complaint in result.output.replace("\n", " ")

@@ -80,7 +80,7 @@ def test_the_bundled_profile_names_its_sources_and_drafts(files):
 )
 def test_bad_options_are_named_with_their_limits(files, flag, value, complaint):
     result = run(files, **{flag: value})
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert complaint in result.output and "Traceback" not in result.output
     assert ("--" + flag.replace("_", "-") in result.output) or flag == "trace"
 
@@ -102,7 +102,7 @@ def test_a_bad_line_is_named_with_its_file_and_field(files, line, complaint):
     path = files / "trace.jsonl"
     path.write_bytes(json.dumps(LINES[0]).encode() + b"\n\n" + line.encode("latin-1"))
     result = run(files)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"{path}, line 3: " in result.output.replace("\n", "") and complaint in result.output
 
 
@@ -122,14 +122,14 @@ def test_a_bad_profile_is_named_with_its_field(files, change, complaint):
     content[change[0]][change[1]] = change[2]
     path.write_text(json.dumps(content))
     result = run(files)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"--profile: {path}: " in result.output.replace("\n", "") and complaint in result.output
 
 
 def test_a_request_that_fits_no_worker_is_refused(files):
     write_profile(profile(kv_tokens=900), files / "profile.json")
     result = run(files)
-    assert result.exit_code == 1 and "940 tokens" in result.output and "--max-input-len" in result.output
+    assert result.exit_code == 2 and "940 tokens" in result.output and "--max-input-len" in result.output
     assert run(files, max_input_len="300").exit_code == 0
 
 

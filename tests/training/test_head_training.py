@@ -304,7 +304,7 @@ def test_eagle3_heads_from_the_same_command_serve(folder: Path, tmp_path: Path) 
 
 def test_finished_heads_are_not_overwritten(trained: tuple[Path, str], folder: Path, tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, command(folder, tmp_path, trained[0]))
-    assert printed.exit_code == 1
+    assert printed.exit_code == 2
     assert "has finished heads already" in printed.output
 
 
@@ -344,5 +344,5 @@ def stop_after_five(run_all: Any, trainer: Trainer, report: Any) -> None:
 def test_bad_options(folder: Path, tmp_path: Path, more: list[str], said: str) -> None:
     write_text(tmp_path / "texts", 8)
     printed = CliRunner().invoke(app, command(folder, tmp_path / "texts", tmp_path / "heads", *more))
-    assert printed.exit_code == 1
+    assert printed.exit_code == 2
     assert said in " ".join(printed.output.split())

@@ -85,6 +85,6 @@ def test_the_command_writes_a_speculative_config(folder: Path, tmp_path: Path) -
 )
 def test_bad_input_is_named(folder: Path, tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
     result = choose(folder, tmp_path, *options)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert expected in " ".join(result.output.split())
     assert not (tmp_path / "layers.json").exists()
