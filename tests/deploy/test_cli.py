@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from deploy.cli import app
+from deploy.preflight import check_start
 from deploy.serve import warn_of_exposure
 from protocol.config import ServeConfig, field_docs, flag_name
 from router.api_keys import hash_of, read_key_file
@@ -26,20 +29,20 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def shown(*arguments: str) -> str:
+    return " ".join(CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "200"}).stdout.split())
+
+
 def test_help_names_every_option_and_tells_of_a_few() -> None:
-    first = " ".join(run("serve", "--help").stdout.split())
-    shown = " ".join(run("serve", "--help", "all").stdout.split())
+    first, every = shown("--help"), shown("--help", "all")
     for field in field_docs():
-        assert flag_name(field) in shown and flag_name(field) in first
-    assert "--disaggregation / --no-disaggregation" in shown
-    assert "(default: 8000)" in shown and "(default: 8000)" in first
-    assert "[auto|cpu|cuda]" in shown and "[auto|cpu|cuda]" not in first
+        assert flag_name(field) in every and flag_name(field) in first
+    assert "--disaggregation / --no-disaggregation" in every
+    assert "(default: 8000)" in every and "(default: 8000)" in first
+    assert "[auto|cpu|cuda]" in every and "[auto|cpu|cuda]" not in first
     assert "[MODEL]" in first
-    assert [flag_name(field) in run("serve", "--help=batch").stdout for field in ("itl_budget", "port")] == [
-        1,
-        0,
-    ]
-    assert "Sequences in one step" in run("serve", "--help", "--max-num-seqs").stdout
+    assert "--itl-budget" in shown("--help=batch") and "--port" not in shown("--help=batch")
+    assert "Sequences in one step" in shown("-h", "--max-num-seqs")
 
 
 def test_help_imports_neither_torch_nor_ray() -> None:
@@ -57,34 +60,69 @@ def test_help_imports_neither_torch_nor_ray() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--port", "abc"], "--port: "),
-        (["--port", "70000"], "--port: "),
-        (["--dtype", "int7"], "--dtype: "),
-        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: "),
-        (["--kv-transports", "pigeon"], "--kv-transports: "),
-        (["--max-num-batched-tokens", "8"], "--max-num-batched-tokens: "),
+        (["--port", "abc"], "--port: must be an integer from 0 to 65535, got 'abc'"),
+        (["--port", "99999"], "--port: must be an integer from 0 to 65535, got '99999'"),
+        (["--dtype", "fp16"], "--dtype: must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'fp16'"),
+        (
+            ["--gpu-memory-utilization", "90"],
+            "-utilization: must be a finite number above 0, at most 1, got '90'",
+        ),
+        (["--max-model-len", "0"], "--max-model-len: must be an integer of at least 1, got '0'"),
+        (["--max-model-len", "10m"], "--max-model-len: 10000000 exceeds the model's 1024 positions"),
+        (["--decode-replicas", "-1"], "--decode-replicas: must be an integer of at least 1, got '-1'"),
+        (["--enable-prefix-caching=maybe"], "'--enable-prefix-caching' does not take a value"),
+        (["--root-path", "llm/"], "--root-path: must be a string that matches ^/"),
+        (
+            ["--max-num-batched-tokens", "8"],
+            "--max-num-batched-tokens: must be at least --max-num-seqs (128), got 8",
+        ),
+        (["--kv-transports", "pigeon"], "--kv-transports: unknown transport 'pigeon'; known: shm, ucx"),
+        (
+            ["--kv-cache-memory-bytes", "1K"],
+            "a KV pool of 1024 bytes (--kv-cache-memory-bytes) holds 0 tokens",
+        ),
+        (
+            ["--kv-disk-path", "/proc/x", "--kv-disk-size=1", "--kv-offloading-size=1"],
+            "--kv-disk-path: cannot use",
+        ),
+        (
+            ["--quantization", "awq"],
+            "is not quantized by awq; to round its weights at load, write one of int8",
+        ),
         (["--model", "a", "b"], "--model: given twice"),
-        (["--config", "/nowhere.yaml"], "--config: "),
+        (["/no/such/folder"], "--model: there is no folder /no/such/folder"),
+        (["{tmp_path}"], "has no config.json"),
+        (["--config", "/nowhere.yaml"], "--config: cannot read /nowhere.yaml: No such file"),
+        (["--config", "{tmp_path}/bad.yaml"], "bad.yaml: while parsing a flow sequence"),
+        (
+            ["--config", "{tmp_path}/typo.yaml"],
+            "max-model-length: there is no such option; is --max-model-len meant?",
+        ),
+        (["--tls-cert", "/x", "--tls-key", "/y"], "--tls-cert: cannot read /x: No such file"),
         (["--lora-modules", "a=/x", "--lora-modules", "b"], "--lora-modules: must be names with folders"),
-        (["/no/such/folder"], "--model: "),
-        (["--speculative-config", "ngram"], "--speculative-config: must be JSON"),
+        (["--speculative-config", '{"method": "ngram",}'], "--speculative-config: must be JSON, as in"),
+        (["--speculative-config", '{"metod": "ngram"}'], "metod: there is no such field; is method meant?"),
         (["--speculative-config", '{"method": "magic"}'], "--speculative-config: method: must be one of "),
         (
-            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 99}'],
-            "--speculative-config: num_speculative_tokens: must be an integer from 0 to 32",
+            ["--speculative-config.method=ngram", "--spec-tokens=99"],
+            "must be an integer from 0 to 32 or 'auto', got 99",
         ),
-        (
-            ["--speculative-config", '{"method": "draft_model", "model": "./no/such/folder"}'],
-            "--speculative-config: model: there is no folder ./no/such/folder",
-        ),
+        (["--speculative-config", '{"model": "./nope"}'], "--speculative-config: model"),
     ],
 )
-def test_bad_options_are_one_line_that_names_the_flag(arguments: list[str], expected: str) -> None:
-    done = run("serve", *arguments)
-    assert done.returncode == 2
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("tandem: "), done.stderr
-    assert expected in lines[0]
+def test_bad_options_are_one_line_that_names_the_flag(
+    arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's start stops where it would bind the port."""
+    monkeypatch.setattr("deploy.serve.serve", check_start)
+    for name, text in (("bad.yaml", "port: [1\n"), ("typo.yaml", "max-model-length: 5\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    arguments = [argument.replace("{tmp_path}", str(tmp_path)) for argument in arguments]
+    done = CliRunner().invoke(app, ["serve", "--device", "cpu", *arguments])
+    assert done.exit_code == 2, done
+    assert done.stderr.startswith("tandem: ") and done.stderr.count("\n") == 1
+    assert expected in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -96,8 +134,8 @@ def test_bad_options_are_one_line_that_names_the_flag(arguments: list[str], expe
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stderr) == (2, f"tandem: {said}\n")
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stderr) == (2, f"tandem: {said}\n")
 
 
 def test_environment_and_file_are_read(tmp_path: Path) -> None:
