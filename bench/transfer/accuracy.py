@@ -56,7 +56,9 @@ class Continuation:
 class Handoffs:
     """A model, with prompts whose KV is converted to the wire format and back before decoding."""
 
-    def __init__(self, dtype: Literal["float32", "bfloat16"], model: str = str(BUNDLED_MODEL)) -> None:
+    def __init__(
+        self, dtype: Literal["float32", "bfloat16"], model: str = str(BUNDLED_MODEL), most: int | None = None
+    ) -> None:
         disable_progress_bar()
         config = ServeConfig(
             model=model,
@@ -72,7 +74,7 @@ class Handoffs:
         self.pool = memoryview(self.engine.pool.memory.flatten().numpy())
         self.block_bytes = block_bytes(self.segments)
         tokenizer = AutoTokenizer.from_pretrained(hf_source(model))
-        lines = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text("utf-8").splitlines()
+        lines = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text("utf-8").splitlines()[:most]
         prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
         self.prompts = [self.prefill(f"prefill-{index}", ids) for index, ids in enumerate(prompts)]
 

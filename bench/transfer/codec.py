@@ -20,9 +20,12 @@ from bench.transfer.sides import Pair, scattered
 from kvtransfer.blocks.codec import SLICE_BYTES, Codec, slices
 from kvtransfer.transports.registry import TransportOptions
 
+PROMPTS = 8
+"""Held-out prompts, of some 2,500 tokens, whose KV is coded."""
+
 
 def codec(repeats: int, model: str) -> Iterator[TransferRow]:
-    handoffs = Handoffs("bfloat16", model)
+    handoffs = Handoffs("bfloat16", model, PROMPTS)
     kv = bytearray().join(prompt.blocks for prompt in handoffs.prompts)
     yield from _alone(kv, handoffs.block_bytes, repeats, model.rpartition("/")[2])
     yield _over_tcp(kv, handoffs, repeats)
