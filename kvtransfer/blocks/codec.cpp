@@ -31,7 +31,7 @@ typedef uint16_t Words __attribute__((vector_size(32)));
 constexpr int ROWS = 8, ROW = 32, GROUP_BYTES = ROWS * ROW * 2, CODES_BYTES = 3 * ROW;
 constexpr int HEAD_BYTES = 1 + CODES_BYTES + ROWS * ROW, PLAIN_BYTES = 1 + GROUP_BYTES;
 constexpr uint8_t OUTSIDE = 7, PLAIN = 255, USUAL_WINDOW = 121;
-constexpr int MANY = ROWS * ROW / 8, PAIR = 2 * ROW, STEP = 8, SLACK = STEP;
+constexpr int MANY = ROWS * ROW / 16, PAIR = 2 * ROW, STEP = 8, SLACK = STEP;
 
 template <class Vector> Vector load(const void* source) {
     Vector vector;
@@ -106,8 +106,9 @@ int64_t encode_group(uint8_t* out, const char* values, uint8_t& window) {
     }
     int escapes = climb(exponents, window);
     if (escapes > MANY) {
-        window = exponents[0][0] - OUTSIDE / 2;
-        escapes = climb(exponents, window);
+        uint8_t other = exponents[0][0] - OUTSIDE / 2;
+        const int others = climb(exponents, other);
+        if (others < escapes) window = other, escapes = others;
     }
     if (HEAD_BYTES + escapes >= PLAIN_BYTES || window == PLAIN) {
         *out = PLAIN;
