@@ -1,10 +1,11 @@
-"""`tandem bench kills`: checks that requests survive the death or freeze of workers with the same tokens, and
-measures the pauses.
+"""`tandem bench kills`: checks that requests survive the death or freeze of processes with the same tokens,
+and measures the pauses.
 
-The bundled model serves streams from 2 prefill and 3 decode workers. At even intervals a random worker is
-killed, or frozen for good; with --router-replicas sometimes a router is killed. Then the same requests run
-again without faults. `failed` counts requests without an answer, `broken` requests whose router was killed,
-`different` requests whose tokens differ from the second run. `pause_*` are gaps of over 0.1 s between two
+The bundled model serves streams from 2 prefill and 3 decode workers. At even intervals a random process is
+killed, or frozen for good: a worker, or one of the server's helpers (`HELPERS`). With --router-replicas
+sometimes a router is killed. Then the same requests run again without faults. `failed` counts requests
+without an answer, `broken` requests whose router was killed, `different` requests whose tokens differ from
+the second run. `pause_*` are gaps of over 0.1 s between two
 events of a stream (or before its first) during which a fault came, by kind of fault.
 """
 
@@ -17,18 +18,30 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import psutil
 import typer
 
 from bench.servers import serving
 
 WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "3"]
 KINDS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+HELPERS = {
+    "actor": "ray::WorkerActor",
+    "template": "-m deploy.template.server",
+    "preprocessor": "-m router.preprocessing.process",
+    "gcs": "/gcs_server",
+    "raylet": "/raylet/raylet",
+}
+"""A part of each helper's command line."""
+HELPERS_SHARE = 0.3
 LEAST_PAUSE_S = 0.1
 RESTART_S = 60.0
 CONCURRENCY = 32
@@ -85,6 +98,7 @@ class Storm:
         return {
             "requests": requests,
             "faults": len(self._faults),
+            "victims": Counter(fault.victim for fault in self._faults),
             "failed": len(failed),
             "broken": len(broken),
             "failed_without_faults": sum(bool(answer.error) for answer in whole),
@@ -158,7 +172,11 @@ class Storm:
             os.kill(pid, KINDS[kind])
 
     def _choose(self) -> tuple[str, str, int]:
-        """Choose a random ready worker or, one time in six if there are several routers, a router."""
+        """Choose a random ready worker, a helper or, if there are several routers, a router."""
+        if self._rng.random() < HELPERS_SHARE:
+            name, pids = self._rng.choice(list(self._helpers().items()))
+            if pids:
+                return self._rng.choice(list(KINDS)), name, self._rng.choice(pids)
         if len(self._urls) > 1 and self._rng.random() < 1 / 6:
             router = self._rng.choice(self._routers())
             return "killed", router["id"], router["pid"]
@@ -166,6 +184,23 @@ class Storm:
             time.sleep(0.1)
         worker = self._rng.choice(ready)
         return self._rng.choice(list(KINDS)), worker["id"], worker["pid"]
+
+    def _helpers(self) -> dict[str, list[int]]:
+        """Return the process ids of the server's helpers, without the processes that they have forked."""
+        router = psutil.Process(self._routers()[0]["pid"])
+        server = router if len(self._urls) == 1 else router.parent() or router
+        commands, parents = {}, {}
+        for child in server.children(recursive=True):
+            with suppress(psutil.Error):
+                commands[child.pid], parents[child.pid] = " ".join(child.cmdline()[:3]), child.ppid()
+        return {
+            name: [
+                pid
+                for pid, command in commands.items()
+                if part in command and part not in commands.get(parents[pid], "")
+            ]
+            for name, part in HELPERS.items()
+        }
 
     def _routers(self) -> list[dict[str, Any]]:
         found = []
