@@ -66,7 +66,7 @@ class Scaler:
             message = f"{answer.field}: {answer.refusal}"
             raise ApiError(409, message, param=answer.field or None, code="cannot_scale")
         report = ScaleReport(started=answer.started, drained=answer.leaving)
-        drains = [asyncio.ensure_future(self._drain(worker_id)) for worker_id in answer.leaving]
+        drains = [asyncio.ensure_future(self.drain(worker_id)) for worker_id in answer.leaving]
         timeout_s = self._config.scale_timeout + self._config.start_timeout
         lacking = await self.await_serving(answer.started, timeout_s)
         for each in await asyncio.gather(*drains):
@@ -92,7 +92,7 @@ class Scaler:
         worker = self._registry.current_of(worker_id)
         return worker is not None and worker.takes_requests
 
-    async def _drain(self, worker_id: str) -> DrainReport:
+    async def drain(self, worker_id: str) -> DrainReport:
         """Drain a worker. One that dies meanwhile has left too."""
         try:
             return await (await self._drainer.drain(worker_id))
@@ -166,9 +166,9 @@ class Restarter:
         if self._is_alone(worker):
             scaled = await self._scaler.resize({worker.role.name: 2})
             report.successors += scaled.started
-            drained = await (await self._drainer.drain(worker_id))
+            drained = await self._scaler.drain(worker_id)
         else:
-            drained = await (await self._drainer.restart(worker_id))
+            drained = await self._empty(worker)
             lacking = await self._scaler.await_serving([worker_id], self._config.start_timeout)
             if lacking:
                 done = ", ".join(report.restarted) or "none"
@@ -176,3 +176,12 @@ class Restarter:
                 raise ApiError(503, f"{reason}; restarted before it: {done}", code="no_worker")
         report.add(drained)
         report.restarted.append(worker_id)
+
+    async def _empty(self, worker: Worker) -> DrainReport:
+        """Drain a worker for its restart. One that dies meanwhile is restarted too. Raises `ApiError`."""
+        try:
+            return await (await self._drainer.restart(worker.key.worker_id))
+        except ApiError:
+            if worker.live and self._registry.current_of(worker.key.worker_id) is worker:
+                raise
+            return DrainReport()

@@ -69,6 +69,33 @@ def test_a_worker_that_does_not_come_back_ends_the_restart(start, pool):
     assert live == {"decode-0", "decode-2"}, "its turn had not come"
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["others", "alone"])
+def test_a_worker_that_dies_as_it_is_to_restart_counts_as_restarted(start, pool, alone):
+    names = ["decode-0"] if alone else ["decode-0", "decode-1"]
+    router = start(*names)
+    registry, died = router.server.state.registry, []
+
+    def let_go(worker_id, for_good):
+        if not died:
+            died.append(worker_id)
+            registry.mark_dead(worker_id, registry.current_of(worker_id).key.incarnation, "killed")
+            pool.submit(router.add_worker, worker_id)
+        return ""
+
+    def scale(request):
+        pool.submit(router.add_worker, "decode-1")
+        return ScaleAnswer(started=["decode-1"])
+
+    router.server.on_leave(let_go, lambda *_: None)
+    router.server.on_scale(scale)
+    restart = pool.submit(router.http.post, "/restart", json={})
+    if not alone:
+        come_back(router, "decode-1")
+    answer = restart.result(20)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["restarted"] == names
+
+
 def test_scaling_and_a_restart_take_turns(start, pool):
     """Neither begins during the other, and both can begin afterwards, even if the first one failed."""
     router = start("decode-0", "decode-1", start_timeout=1.0)
