@@ -113,10 +113,11 @@ def test_a_killed_decode_worker_is_replaced(server: ServerProcess, reference: Pr
     server.wait(lambda: counter(server, "handoffs_total") >= before + len(LENGTHS), 10)
 
 
-def test_requests_wait_for_another_ray(server: ServerProcess, reference: PreTrainedModel) -> None:
+def test_the_workers_restart_under_another_ray(server: ServerProcess, reference: PreTrainedModel) -> None:
     """The workers run in processes of Ray, and end with it."""
     old = {worker["pid"] for worker in server.workers().values()}
     server.lose("raylet")
     prompt = prompts(4)[2]
+    server.wait(lambda: not old & {worker["pid"] for worker in server.workers().values()}, 60)
+    server.wait(lambda: httpx.get(f"{server.url}/ready").is_success, 60)
     assert tokens(server, prompt) == greedy(reference, prompt, 12)
-    assert not old & {worker["pid"] for worker in server.workers().values()}

@@ -545,3 +545,19 @@ def test_random_aborts_leave_nothing_behind(make_router, pool):
     eventually(lambda: is_idle(router))
     eventually(lambda: not prefill.jobs and not decode.jobs)
     assert post(router, max_tokens=2).status_code == 200
+
+
+# --- the host ---
+
+
+def test_a_clock_that_jumps_changes_nothing(make_router, monkeypatch):
+    """Deadlines and silence count by the monotonic clock."""
+    router = make_router()
+    make_pair(router, step_s=0.02)
+    expected = post(router).json()["choices"]
+    jumps = itertools.cycle([1.0, 2.0**31, time.time()])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int(next(jumps)) * 10**9)
+    for _ in range(5):
+        assert post(router).json()["choices"] == expected
+    assert router.metric("tandem_workers_lost_total") == 0
