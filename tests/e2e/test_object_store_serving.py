@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from bench.shapes.tokenizer import save_tokenizer
-from tests.deploy.server_process import ServerProcess
+from tests.deploy.server_process import START_S, ServerProcess
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
 
 pytestmark = [pytest.mark.timeout(240)]
@@ -118,6 +118,6 @@ def test_the_workers_restart_under_another_ray(server: ServerProcess, reference:
     old = {worker["pid"] for worker in server.workers().values()}
     server.lose("raylet")
     prompt = prompts(4)[2]
-    server.wait(lambda: not old & {worker["pid"] for worker in server.workers().values()}, 60)
-    server.wait(lambda: httpx.get(f"{server.url}/ready").is_success, 60)
+    server.wait(lambda: not old & {worker["pid"] for worker in server.workers().values()}, START_S)
+    server.wait(lambda: httpx.get(f"{server.url}/ready").is_success, START_S)
     assert tokens(server, prompt) == greedy(reference, prompt, 12)
