@@ -66,9 +66,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, folder: Path) -> Iterator[ServerProcess]:
-    """Start the shared server, which reports its cluster's keys to this module."""
+    """Start the shared server in vLLM's spelling. It reports its cluster's keys to this module."""
     prelude = TELL_KEYS.format(path=str(folder / "keys"))
-    running = ServerProcess(tiny_folder, folder / "log", "--placement", "least_loaded", prelude=prelude)
+    vllm = ("--served-model-name", "tiny", "gpt-4", "--enable-chunked-prefill", "--swap_space=4", "-tp=1")
+    running = ServerProcess(
+        tiny_folder, folder / "log", "--placement", "least_loaded", *vllm, prelude=prelude
+    )
     try:
         yield running.wait_ready()
     finally:
@@ -161,6 +164,8 @@ def test_status_and_complete(server: ServerProcess) -> None:
     assert {worker["id"] for worker in json.loads(status)["workers"]} == {"prefill-0", "decode-0"}
     table = tandem("status", "--once").stdout
     assert "prefill-0" in table and "decode-0" in table
+    assert [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["tiny", "gpt-4"]
+    assert "--swap-space: not needed: " in server.log
     top = tandem("top", "--once", "--interval", "0.1").stdout
     assert "prefill-0" in top and "requests at workers" in top
     command = tandem_command("complete", "abc", "--url", server.url, "--max-tokens", "7")
