@@ -34,7 +34,7 @@ process was stopped, since heartbeats have their own thread, which no request ca
 MAX_REDIRECTS = 3
 """After this many decode workers failed to take over a request, its prefill worker decodes it."""
 
-Cause = ErrorKind | Literal["drain", "thinking"]
+Cause = ErrorKind | Literal["drain", "thinking", "raced"]
 _REPLACEABLE = ("worker_lost", "transfer")
 
 
@@ -44,7 +44,9 @@ class Dispatcher:
     def __init__(self, core: Core, placer: Placer) -> None:
         self._config, self._journal, self._registry, self._metrics, self._send = core
         self._placer = placer
-        self.races = Races(core, placer)
+        self.races = Races(
+            core, placer, lambda request: self.place_again(request, "raced", "its worker is suspect")
+        )
         self._log = RequestLog(core.config.enable_log_requests)
 
     async def start(self, generation: Generation) -> None:
@@ -332,7 +334,7 @@ class Dispatcher:
                 return
             refusal = self._placer.place(request)
         if refusal is not None:
-            kind = "worker_lost" if cause == "drain" or cause == "thinking" else cause
+            kind = "worker_lost" if cause == "drain" or cause == "thinking" or cause == "raced" else cause
             self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))
             return
         how = "parked" if request.current is None else "placed again"

@@ -11,6 +11,7 @@ is predicted to take.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from protocol.outputs import TokenOutput
 from router.dispatch import Core
@@ -30,11 +31,15 @@ AHEAD_S = 300.0
 
 
 class Races:
-    """Starts and decides races. Runs on the event loop only."""
+    """Starts and decides races. Runs on the event loop only.
 
-    def __init__(self, core: Core, placer: Placer) -> None:
+    `place_again` moves a request that no worker has yet, which needs no race.
+    """
+
+    def __init__(self, core: Core, placer: Placer, place_again: Callable[[LiveRequest], None]) -> None:
         _, self._journal, self._registry, self._metrics, _ = core
         self._placer = placer
+        self._place_again = place_again
         self._spent_s = self._swept_at = 0.0
         """The predicted time of all copies, less the share of the time since then."""
         self._is_spent = False
@@ -50,6 +55,9 @@ class Races:
         for request, at in self._journal.assigned():
             may_race = request.owner is None and request not in self._journal.copies
             if not may_race or not self._waits_for_suspect(request, at) or self._is_complete(request):
+                continue
+            if at.stage is Stage.HELD:
+                self._place_again(request)
                 continue
             if not self._can_pay(share * AHEAD_S) or not self._start(request, at):
                 return
@@ -115,7 +123,7 @@ class Races:
         awaited: list[Worker | None] = [*at.holders]
         if at.stage is Stage.PREFILL:
             awaited = [at.first, self._registry.current_of(request.prefix)]
-        return at.stage is not Stage.HELD and any(each is not None and each.is_suspect for each in awaited)
+        return any(each is not None and each.is_suspect for each in awaited)
 
     def _is_complete(self, request: LiveRequest) -> bool:
         model = self._registry.model

@@ -47,7 +47,7 @@ def frozen(router, pool, after: int = 7, **fields):
     second.hold.set()
     freeze(first)
     first.stall_after = NUM_TOKENS
-    eventually(lambda: second.jobs)
+    eventually(lambda: second.jobs and copies(router))
     return future, first, second
 
 
@@ -144,6 +144,19 @@ def test_either_role_races(make_router, pool, expected, task):
     thaw(prefill)
     thaw(decode)
     eventually(lambda: is_idle(router))
+
+
+def test_requests_that_no_worker_has_yet_move(make_router, pool):
+    router = make_router(worker_timeout=60.0, max_num_seqs=1)
+    first = router.add_worker("decode-0")
+    first.hold.set()
+    futures = [pool.submit(post, router, max_tokens=2) for _ in range(8)]
+    eventually(lambda: len(router.server.state.journal) == 8)
+    assert router.server.state.placer.ahead.num_held(router.server.state.registry.named("decode-0")) > 0
+    router.add_worker("decode-1")
+    freeze(first)
+    assert [future.result(5).status_code for future in futures] == [200] * 8
+    assert len(first.generated) < 8 and raced(router)[1] == 8
 
 
 @pytest.mark.parametrize("why", ["no other worker", "no budget"])
