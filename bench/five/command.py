@@ -92,7 +92,8 @@ def held_out(model: str) -> list[list[int]]:
 
     from bench.speculate.workload import load_prompts
 
-    return load_prompts("completion", AutoTokenizer.from_pretrained(model), max_tokens=1 << 20)
+    prompts = load_prompts("completion", AutoTokenizer.from_pretrained(model), max_tokens=1 << 20)
+    return [prompt.token_ids for prompt in prompts]
 
 
 def _measure(

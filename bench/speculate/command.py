@@ -12,6 +12,7 @@ import typer
 
 from bench.options import chosen, counts, parsed
 from bench.report import RESULTS, command_line, publish, show
+from bench.speculate.workload import WORKLOADS
 from models.bundled import BUNDLED_MODEL
 from protocol.errors import TandemError
 from protocol.speculation import METHODS
@@ -32,7 +33,7 @@ def speculate(
     num_tokens: Annotated[str, typer.Option(help="comma-separated: K, and auto")] = "0,1,2,3,5,8,auto",
     concurrency: Annotated[str, typer.Option(help="comma-separated")] = "1,4,16,64",
     temperature: Annotated[str, typer.Option(help="comma-separated")] = "0,0.7",
-    workload: Annotated[str, typer.Option(help="comma-separated: completion, edit")] = "completion",
+    workload: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(WORKLOADS)}")] = "completion",
     rounds: Annotated[int, typer.Option(min=1, help="that the medians are of")] = 3,
     requests: Annotated[int, typer.Option(min=1, help="of a case, or as many as its concurrency")] = 8,
     output_len: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 128,
@@ -44,7 +45,7 @@ def speculate(
     kv_cache_mib: Annotated[int, typer.Option(min=1, help="KV pool of each engine")] = 256,
     output: Annotated[Path, typer.Option(help="folder for the tables and the JSON")] = RESULTS / "speculate",
 ) -> None:
-    """Sweep method, K, concurrency and temperature on held-out code, against none in the same run."""
+    """Sweep method, K, concurrency and temperature on real text, against none in the same run."""
     settings: dict[str, Any] = dict(locals())
     command = command_line("tandem bench speculate", speculate, settings)
     logging.basicConfig(level="ERROR")
@@ -54,7 +55,6 @@ def speculate(
     from bench.speculate.figures import figures_of, verdicts_of
     from bench.speculate.plan import SpeculationPlan, methods_of, parse_drafting, parse_num_tokens
     from bench.speculate.report import as_markdown
-    from bench.speculate.workload import WORKLOADS
     from deploy.config import load_config
 
     torch.set_num_threads(threads)
@@ -77,7 +77,7 @@ def speculate(
         raise typer.BadParameter(str(error)) from error
     try:
         measurements = measure(plan, engines, model)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         show(error)
         raise typer.Exit(1) from error
     finally:
@@ -96,7 +96,7 @@ def speculate(
 
 
 def measure(plan: SpeculationPlan, engines: Engines, model: str) -> list[CaseMeasurement]:
-    """Measure all rounds. Raises RuntimeError if a request fails."""
+    """Measure all rounds. Raises RuntimeError if a request fails, ValueError if a workload does not fit."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 

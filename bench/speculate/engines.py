@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, Drafting, NumTokens
+from bench.speculate.workload import Prompt
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -25,8 +26,7 @@ _DRAFT_SECONDS = "spec_decode_draft_seconds_total"
 
 
 class Engines:
-    """The engines. `config` is the configuration of the engine without speculation. Requests ignore the end
-    of text.
+    """The engines. `config` is the configuration of the engine without speculation.
 
     In addition to it, only the engines of the current way to speculate are kept, one for each number of
     drafted tokens.
@@ -44,7 +44,7 @@ class Engines:
     def max_prompt_len(self) -> int:
         return self._plain.max_model_len - self._output_len
 
-    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[CaseMeasurement]:
+    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[Prompt]) -> list[CaseMeasurement]:
         """Run the cases in turns. Raises RuntimeError if a request fails."""
         runs = [EngineRun(self._engine(case), self._requests(case, prompts), case) for case in cases]
         gc.collect()
@@ -70,7 +70,7 @@ class Engines:
             self._drafting[key] = Engine(config, speculate=BatchSpeculator)
         return self._drafting[key]
 
-    def _requests(self, case: Case, prompts: Sequence[list[int]]) -> list[EngineRequest]:
+    def _requests(self, case: Case, prompts: Sequence[Prompt]) -> list[EngineRequest]:
         """Make the requests of a case. Each run has a different cache salt, so that no run uses the cache of
         an earlier one.
         """
@@ -79,12 +79,13 @@ class Engines:
         return [
             EngineRequest(
                 request_id=f"{self._runs}-{index}",
-                prompt_token_ids=prompt,
+                prompt_token_ids=prompt.token_ids,
                 sampling=SamplingParams(
                     max_tokens=self._output_len,
                     temperature=case.block.temperature,
                     seed=index,
-                    ignore_eos=True,
+                    ignore_eos=not prompt.ends,
+                    grammar=prompt.grammar,
                 ),
                 cache_salt=str(self._runs),
                 speculation=RequestSpeculation(num_speculative_tokens=fixed),
@@ -136,9 +137,9 @@ class EngineRun:
             answer.last = self._now
             answer.token_ids += output.token_ids
             answer.steps += 1
-            answer.draft_rounds += output.drafted_tokens > 0
-            answer.drafted += output.drafted_tokens
-            answer.accepted += output.accepted_tokens
+            if output.drafted_tokens:
+                answer.drafted += output.drafted_tokens
+                answer.lengths[output.accepted_tokens] += 1
             if output.finish_reason is not None:
                 del self._running[output.request_id]
         if is_full:

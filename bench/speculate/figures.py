@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import msgspec
 
@@ -19,7 +20,8 @@ class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one case. Times are in seconds; `speedup` is in output tokens per second, `decode_speedup`
     in TPOT.
 
-    `acceptance` is accepted / drafted, `tau` is 1 + accepted / draft rounds; both are None if nothing was
+    `acceptance` is accepted / drafted, `by_position` the share of drafts whose token at each position was
+    accepted with all before it, `tau` is 1 + accepted / draft rounds; both are None if nothing was
     drafted. `per_forward` is a request's tokens per forward after its first, forwards without a draft
     included. `step_s` is the time of a step in which all requests decode. `predicted` is S = tau / (v + K c)
     from the measured steps: per_forward * T(B, 0) / T(B, K). `same` says whether every round's tokens equal
@@ -35,6 +37,7 @@ class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
     decode_speedup: float
     per_forward: float
     acceptance: float | None
+    by_position: list[float]
     tau: float | None
     draft_share: float | None
     predicted: float | None
@@ -74,6 +77,7 @@ def _figure(case: Case, pairs: Pairs, price: float) -> CaseFigures:
         decode_speedup=statistics.median(base.tpot / each.tpot for each, base in pairs),
         per_forward=sum(each.step_tokens for each in mine) / sum(each.steps for each in mine),
         acceptance=accepted / drafted if drafted else None,
+        by_position=_by_position([each.lengths for each in mine]),
         tau=1 + accepted / rounds if rounds else None,
         draft_share=known_median([each.draft_s and each.draft_s / each.seconds for each in mine]),
         predicted=known_median([_predicted(each, base) for each, base in pairs]),
@@ -81,6 +85,11 @@ def _figure(case: Case, pairs: Pairs, price: float) -> CaseFigures:
         same=all(each.digest == base.digest for each, base in pairs),
         cost=cost_per_million(price, 1, throughput),
     )
+
+
+def _by_position(lengths: Sequence[Sequence[int]]) -> list[float]:
+    counts = [sum(column) for column in zip_longest(*lengths, fillvalue=0)]
+    return [sum(counts[position:]) / sum(counts) for position in range(1, len(counts))]
 
 
 def _predicted(mine: CaseMeasurement, base: CaseMeasurement) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,8 @@ from bench.speculate.plan import Case
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """The answer to one request. Times are seconds on one clock; `draft_rounds` counts its steps that
-    verified a draft.
+    """The answer to one request. Times are seconds on one clock; `lengths` counts its drafts by how many
+    tokens were accepted.
     """
 
     start: float = 0.0
@@ -24,9 +25,8 @@ class TimedAnswer:
     last: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     steps: int = 0
-    draft_rounds: int = 0
     drafted: int = 0
-    accepted: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
 
 
 class CaseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,8 @@ class CaseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
     `steps` is the number of forwards for a request's tokens after its first, summed over the requests.
     `step_s` is the mean time of a step with nothing but decoding at full concurrency, `draft_s` the time
-    spent on drafts; both are None if they are unknown. `digest` is a hash of all tokens.
+    spent on drafts; both are None if they are unknown. `lengths[n]` drafts had n tokens accepted.
+    `digest` is a hash of all tokens.
     """
 
     case: Case
@@ -45,9 +46,8 @@ class CaseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     tpot: float
     steps: int
     step_tokens: int
-    draft_rounds: int
     drafted: int
-    accepted: int
+    lengths: list[int]
     digest: str
     draft_s: float | None = None
     step_s: float | None = None
@@ -57,6 +57,16 @@ class CaseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     def throughput(self) -> float:
         """Return the output tokens per second, prefill included."""
         return self.num_tokens / self.seconds
+
+    @property
+    def draft_rounds(self) -> int:
+        """Return the number of drafts."""
+        return sum(self.lengths)
+
+    @property
+    def accepted(self) -> int:
+        """Return the number of accepted drafted tokens."""
+        return sum(length * count for length, count in enumerate(self.lengths))
 
     def __str__(self) -> str:
         rate = f", {self.accepted / self.drafted:.0%} accepted" if self.drafted else ""
@@ -70,6 +80,7 @@ def summarize(
     draft_s: float | None = None,
     step_s: float | None = None,
 ) -> CaseMeasurement:
+    lengths = sum((answer.lengths for answer in answers), Counter())
     return CaseMeasurement(
         case=case,
         round=number,
@@ -81,9 +92,8 @@ def summarize(
         ),
         steps=sum(answer.steps - 1 for answer in answers),
         step_tokens=sum(len(answer.token_ids) - 1 for answer in answers),
-        draft_rounds=sum(answer.draft_rounds for answer in answers),
         drafted=sum(answer.drafted for answer in answers),
-        accepted=sum(answer.accepted for answer in answers),
+        lengths=[lengths[length] for length in range(max(lengths, default=-1) + 1)],
         digest=_digest(answers),
         draft_s=draft_s,
         step_s=step_s,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from bench.speculate.workload import WorkloadName
+from bench.speculate.workload import Prompt, WorkloadName
 from bench.turns import in_round
 from deploy.config import speculative_config
 from models.bundled import bundled_draft
@@ -89,7 +89,7 @@ class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
         cases = [Case(block, None), *(Case(block, num_tokens) for num_tokens in self.num_tokens)]
         return in_round(cases, number)
 
-    def chosen(self, prompts: Sequence[list[int]], concurrency: int, number: int) -> list[list[int]]:
+    def chosen(self, prompts: Sequence[Prompt], concurrency: int, number: int) -> list[Prompt]:
         """Return a round's prompts: the same for all cases of a concurrency, and no prompt twice."""
         count = min(len(prompts), max(self.requests, concurrency))
         first = number * count

@@ -14,8 +14,20 @@ _VERDICTS = (
 )
 _COLUMNS = (
     *("concurrency", "method", "K", "tok/s", "speedup", "predicted", "step, ms", "TPOT, ms", "speedup"),
-    *("TTFT, ms", "tokens/forward", "tau", "accepted", "draft share", "cost", "same tokens"),
+    *(
+        "TTFT, ms",
+        "tokens/forward",
+        "tau",
+        "accepted",
+        "by position, %",
+        "draft share",
+        "cost",
+        "same tokens",
+    ),
 )
+
+
+SHOWN_POSITIONS = 8
 
 
 def as_markdown(
@@ -73,6 +85,7 @@ def _row(figure: CaseFigures) -> list[str]:
         _number(figure.per_forward),
         _number(figure.tau),
         _percent(figure.acceptance),
+        " ".join(f"{share:.0%}"[:-1] for share in figure.by_position[:SHOWN_POSITIONS]) or "-",
         _percent(figure.draft_share),
         f"{figure.cost:.3g}",
         "yes" if figure.same else "no",

@@ -1,4 +1,6 @@
-"""Held-out code to continue, and edits of given code, where copying is right. Never random tokens."""
+"""Prompts with real text, never random tokens: held-out code to continue, edits of given code, where copying
+is right, and what people ask of a chat model.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,17 @@ import keyword
 import re
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from models.bundled import BUNDLED_FOLDER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WorkloadName = Literal["completion", "edit"]
-WORKLOADS: tuple[WorkloadName, ...] = ("completion", "edit")
+WorkloadName = Literal["completion", "edit", "chat", "code", "json", "long-form", "rewrite"]
+WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
 HELD_OUT = BUNDLED_FOLDER / "heldout_prompts.jsonl"
+ASKED = Path(__file__).parent / "prompts.jsonl"
 
 EDITED_LINES = 24
 """The code to edit is this many last lines of a held-out text."""
@@ -24,19 +27,56 @@ EDITED_LINES = 24
 BEGUN = 3
 """A prompt contains the first 1 / `BEGUN` of the edited version."""
 
+
+class Prompt(NamedTuple):
+    """A prompt, and the grammar of its answer. `ends`: the answer ends where the model ends it."""
+
+    token_ids: list[int]
+    ends: bool = False
+    grammar: str | None = None
+
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 
 
-def load_prompts(
-    workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max_tokens: int, path: Path = HELD_OUT
-) -> list[list[int]]:
-    """Return the token ids of each prompt, at most its last `max_tokens`."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    if workload == "completion":
-        texts = [entry["prompt"] for entry in entries]
-    else:
-        texts = [edit_prompt(entry["prompt"] + entry["continuation"]) for entry in entries]
-    return [tokenizer.encode(text, add_special_tokens=False)[-max_tokens:] for text in texts if text]
+def load_prompts(workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Prompt]:
+    """Return a workload's prompts. Raises ValueError if it needs a chat template and the model has none."""
+    if workload in ("completion", "edit"):
+        held_out = _lines(HELD_OUT)
+        texts = [entry["prompt"] for entry in held_out]
+        if workload == "edit":
+            texts = [edit_prompt(entry["prompt"] + entry["continuation"]) for entry in held_out]
+        encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts if text)
+        return [Prompt(token_ids[-max_tokens:]) for token_ids in encoded]
+    if tokenizer.chat_template is None:
+        raise ValueError(f"--workload {workload} asks a chat model, and this one has no chat template")
+    from router.grammars.json_schemas import schema_grammar
+
+    prompts = []
+    for entry in _rewrites() if workload == "rewrite" else _lines(ASKED):
+        if entry["workload"] == workload:
+            message = {"role": "user", "content": entry["prompt"]}
+            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            grammar = schema_grammar(entry["schema"], "schema") if "schema" in entry else None
+            token_ids = tokenizer.encode(str(text), add_special_tokens=False)
+            if len(token_ids) <= max_tokens:
+                prompts.append(Prompt(token_ids, True, grammar))
+    return prompts
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _rewrites() -> list[dict[str, Any]]:
+    """Ask for held-out code with a name changed."""
+    asked = []
+    for entry in _lines(HELD_OUT):
+        code = "\n".join((entry["prompt"] + entry["continuation"]).splitlines()[-EDITED_LINES:])
+        if name := _common_name(code):
+            task = f"Rename {name} to new_{name} in this code. Answer with the whole new code."
+            asked.append({"workload": "rewrite", "prompt": f"{task}\n\n```python\n{code}\n```"})
+    return asked
 
 
 def edit_prompt(text: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,10 +60,10 @@ def test_anything_else_is_refused(spec: str) -> None:
 
 def test_held_out_prompts_are_code_and_edits_of_it(tokenizer: PreTrainedTokenizerBase) -> None:
     completions = load_prompts("completion", tokenizer, 400)
-    assert len(completions) == 64 and max(map(len, completions)) == 400
+    assert len(completions) == 64 and max(len(prompt.token_ids) for prompt in completions) == 400
     edits = load_prompts("edit", tokenizer, 1000)
     assert len(edits) > 48
-    text = tokenizer.decode(edits[0])
+    text = tokenizer.decode(edits[0].token_ids)
     before, after = text.split("# After renaming ")
     name = after.split(" to ")[0]
     begun = after.split("\n", 1)[1]
@@ -76,6 +77,21 @@ def test_an_edit_needs_a_name_to_change() -> None:
         "# Before:\nvalue = 1\nprint(value)\nreturn value\n\n"
         "# After renaming value to new_value:\nnew_value = 1\n"
     )
+
+
+def test_a_chat_model_is_asked_by_its_template_and_ends_its_answers(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="--workload chat asks a chat model"):
+        load_prompts("chat", tokenizer, 400)
+    monkeypatch.setattr(tokenizer, "chat_template", "<{{ messages[0].content }}>")
+    for workload in ("chat", "code", "json", "long-form", "rewrite"):
+        prompts = load_prompts(workload, tokenizer, 1000)
+        assert len(prompts) >= 16
+        assert all(tokenizer.decode(prompt.token_ids)[0::-1] == "<" and prompt.ends for prompt in prompts)
+        assert all((prompt.grammar is not None) == (workload == "json") for prompt in prompts)
+    shorter = min(len(prompt.token_ids) for prompt in prompts)
+    assert load_prompts("rewrite", tokenizer, shorter - 1) == []
 
 
 def plan(**changes: Any) -> SpeculationPlan:
@@ -174,7 +190,7 @@ def measured(
 
 def test_figures_are_medians_and_ratios_within_rounds() -> None:
     """The machine is half as fast in the third round; the ratio stays the same."""
-    counts = {"steps": 40, "draft_rounds": 30, "drafted": 90, "accepted": 60}
+    counts = {"steps": 40, "drafted": 90, "lengths": Counter({1: 10, 2: 10, 3: 10})}
     rounds = [(1.0, 0.5), (1.0, 0.5), (2.0, 1.0)]
     measurements = []
     for number, (base, mine) in enumerate(rounds):
@@ -185,6 +201,7 @@ def test_figures_are_medians_and_ratios_within_rounds() -> None:
     assert figure.throughput == pytest.approx(200.0)
     assert figure.cost == pytest.approx(5.0)
     assert (figure.acceptance, figure.tau) == (pytest.approx(2 / 3), pytest.approx(3.0))
+    assert figure.by_position == pytest.approx([1.0, 2 / 3, 1 / 3])
     assert figure.per_forward == pytest.approx(99 / 39)
     assert figure.predicted == pytest.approx(99 / 39 * (1.0 / 100) / (0.5 / 40))
     assert figure.draft_share == pytest.approx(0.25)
