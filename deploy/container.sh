@@ -42,8 +42,8 @@ router)
     ;;
 prefill | decode | draft)
     wait_for_router
-    head=$(getent ahostsv4 "$router" | head -n 1 | cut -d ' ' -f 1)
-    CLUSTER_HOSTS="$head $address=$role:1" "$here/node.sh" worker "$head"
+    # By its name: a router that is replaced may get another address.
+    CLUSTER_HOSTS="$address=$role:1" "$here/node.sh" worker "$router"
     # A signal ends the node; its requests move to other workers. A node that loses its router ends by itself.
     trap '"$here/node.sh" stop; exit 0' TERM INT
     while pgrep -u "$(id -u)" -x raylet >/dev/null; do sleep 1 & wait $!; done

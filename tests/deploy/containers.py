@@ -74,7 +74,9 @@ def make_volume(folder: Path, source: str, target: str) -> Path:
         path.mkdir(parents=True, mode=0o700)
         cache = {"/home/tandem": ".cache/tandem", "/home/tandem/.cache": "tandem"}.get(target)
         if cache and KERNELS.is_dir():
-            shutil.copytree(KERNELS, path / cache)
+            (path / cache).mkdir(parents=True)
+            for kernel in KERNELS.glob("*.so"):
+                shutil.copy(kernel, path / cache)
         for each in (path, *path.rglob("*")):
             os.chown(each, 1000, 1000)
     return path
