@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 SHARE = 0.01
 """The share of all workers' time that copies may take in the long run."""
-AHEAD_S = 300.0
-"""[seconds] The time whose share may be spent at once, so copies take at most 2 % of any five minutes."""
+AHEAD_S = 60.0
+"""[seconds] The time whose share may be spent at once, so copies take at most 2 % of any minute."""
 
 
 class Races:
