@@ -215,7 +215,7 @@ def test_workers_are_added_and_removed(server: ServerProcess) -> None:
 )
 def test_invalid_commands_are_refused_before_a_server_is_asked(targets: list[str], reason: str) -> None:
     answer = CliRunner().invoke(app, ["scale", *targets, "--url", "http://127.0.0.1:1"])
-    assert (answer.exit_code, reason in answer.output) == (1, True), answer.output
+    assert (answer.exit_code, reason in answer.output) == (2, True), answer.output
 
 
 def test_impossible_operations_are_refused(running: ServerProcess) -> None:

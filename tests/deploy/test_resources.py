@@ -125,8 +125,8 @@ def test_sizes_that_divide_the_attention_heads(model: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"decode_tensor_parallel_size": 0}, "--decode-tensor-parallel-size: .*>= 1.*got 0"),
-        ({"decode_tensor_parallel_size": 65}, "--decode-tensor-parallel-size: .*<= 64.*got 65"),
+        ({"decode_tensor_parallel_size": 0}, "--decode-tensor-parallel-size: .* from 1 to 64, got 0"),
+        ({"decode_tensor_parallel_size": 65}, "--decode-tensor-parallel-size: .* from 1 to 64, got 65"),
         ({"decode_tensor_parallel_size": "two"}, "--decode-tensor-parallel-size: .*got 'two'"),
         ({"decode_tensor_parallel_size": 2, "device": "cuda"}, "--decode-.*: 2 is above 1.*--device cuda"),
         ({"decode_tensor_parallel_size": 2, "compile": "on"}, "--decode-.*: 2 is above 1.*--compile on"),
