@@ -27,7 +27,11 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 cuda_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
 pip_install() {
     local arguments=("$compile" "${pip_args[@]}" "$@")
-    { [ -n "$has_uv" ] && with_uv "${arguments[@]}" 2>/dev/null; } || with_pip "${arguments[@]}"
+    if [ -n "$has_uv" ]; then
+        with_uv "${arguments[@]}" 2>/dev/null && return
+        echo "install: uv cannot install ${*: -1}, so pip does" >&2
+    fi
+    with_pip "${arguments[@]}"
 }
 with_pip() { .venv/bin/python -m pip install --quiet --quiet "$@"; }
 with_uv() { .venv/bin/uv pip install --quiet --python .venv/bin/python --index-strategy unsafe-best-match "$@"; }
