@@ -51,6 +51,20 @@ def acceptance_of(tau: float, drafted: int) -> float:
     return low
 
 
+def test_a_real_models_figures_by_workload_are_the_measured_ones() -> None:
+    results = json.loads((ROOT / "bench/results/speculate-smollm2/results.json").read_bytes())
+    figures = {
+        (each["case"]["block"]["workload"], each["case"]["num_tokens"]): each for each in results["figures"]
+    }
+    rows = table("What does speculation bring on which text?")
+    assert {row[0] for row in rows} == {workload for workload, _ in figures}
+    for workload, *cells in rows:
+        four = figures[workload, 4]
+        positions = " ".join(f"{share:.0%}"[:-1] for share in four["by_position"][:4])
+        speedups = [f"{figures[workload, k]['speedup']:.2f}" for k in (1, 4, 16, "auto")]
+        assert cells == [f"{positions} %", f"{four['per_forward']:.2f}", *speedups], workload
+
+
 def test_expected_tokens_follow_from_the_acceptance_rate() -> None:
     rows = table("How many tokens does a step bring?")
     assert [row[0] for row in rows] == ["draft_model", "ngram", "eagle"]
