@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from protocol.fields import PositiveInt, doc
+from protocol.fields import PositiveInt, doc, listed
 from protocol.kv_events import KvEventsConfig
 from protocol.speculation import CheckpointFormat, Quantization, SpeculativeConfig
 
@@ -131,7 +131,7 @@ class ModelOptions:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The model's names in the API. Answers and metrics have the first."""
-        given = tuple(name.strip() for name in (self.served_model_name or "").split(",") if name.strip())
+        given = listed(self.served_model_name)
         if given:
             return given
         name = Path(self.model).name if Path(self.model).exists() else self.model

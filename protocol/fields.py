@@ -33,6 +33,11 @@ def doc(text: str) -> Meta:
     return Meta(description=text)
 
 
+def listed(text: str | None) -> tuple[str, ...]:
+    """Return what a comma-separated option names."""
+    return tuple(each.strip() for each in (text or "").split(",") if each.strip())
+
+
 class FieldError(InvalidRequestError):
     """`field` is not acceptable, for the reason that `message` gives."""
 

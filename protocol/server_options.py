@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from protocol.fields import PositiveInt, PositiveSeconds, doc
+from protocol.fields import PositiveInt, PositiveSeconds, doc, listed
 from protocol.handoff import MAX_HANDOFF_S
 from protocol.logs import LogFormat
 from protocol.roles import ROLES, RoleOptions, RoleSpec, WorkerRange
@@ -106,12 +106,12 @@ class ApiOptions:
     @property
     def api_keys(self) -> tuple[str, ...]:
         """Return the API keys without repetition. If empty, no client needs a key."""
-        return tuple(dict.fromkeys(key.strip() for key in (self.api_key or "").split(",") if key.strip()))
+        return tuple(dict.fromkeys(listed(self.api_key)))
 
     @property
     def origins(self) -> tuple[str, ...]:
         """Return the origins whose pages may use the API."""
-        return tuple(each.strip() for each in (self.allowed_origins or "").split(",") if each.strip())
+        return listed(self.allowed_origins)
 
     @property
     def needs_api_key(self) -> bool:
@@ -237,4 +237,4 @@ class TransferOptions:
     @property
     def transport_names(self) -> list[str]:
         """The transports to offer, best first."""
-        return [name.strip() for name in self.kv_transports.split(",") if name.strip()]
+        return list(listed(self.kv_transports))

@@ -50,47 +50,57 @@ def load_prompts(workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max
         return [Prompt(token_ids[-max_tokens:]) for token_ids in encoded]
     if tokenizer.chat_template is None:
         raise ValueError(f"--workload {workload} asks a chat model, and this one has no chat template")
+    asked = [_asked(entry, tokenizer) for entry in _entries(workload)]
+    return [prompt for prompt in asked if len(prompt.token_ids) <= max_tokens]
+
+
+def _asked(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return a chat model's prompt for an entry."""
     from router.grammars.json_schemas import schema_grammar
 
-    prompts = []
-    for entry in _rewrites() if workload == "rewrite" else _lines(ASKED):
-        if entry["workload"] == workload:
-            message = {"role": "user", "content": entry["prompt"]}
-            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-            grammar = schema_grammar(entry["schema"], "schema") if "schema" in entry else None
-            token_ids = tokenizer.encode(str(text), add_special_tokens=False)
-            if len(token_ids) <= max_tokens:
-                prompts.append(Prompt(token_ids, True, grammar))
-    return prompts
+    message = {"role": "user", "content": entry["prompt"]}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    grammar = schema_grammar(entry["schema"], "schema") if "schema" in entry else None
+    return Prompt(tokenizer.encode(str(text), add_special_tokens=False), True, grammar)
+
+
+def _entries(workload: WorkloadName) -> list[dict[str, Any]]:
+    if workload != "rewrite":
+        return [entry for entry in _lines(ASKED) if entry["workload"] == workload]
+    texts = [rewrite_prompt(entry["prompt"] + entry["continuation"]) for entry in _lines(HELD_OUT)]
+    return [{"prompt": text} for text in texts if text]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _rewrites() -> list[dict[str, Any]]:
-    """Ask for held-out code with a name changed."""
-    asked = []
-    for entry in _lines(HELD_OUT):
-        code = "\n".join((entry["prompt"] + entry["continuation"]).splitlines()[-EDITED_LINES:])
-        if name := _common_name(code):
-            task = f"Rename {name} to new_{name} in this code. Answer with the whole new code."
-            asked.append({"workload": "rewrite", "prompt": f"{task}\n\n```python\n{code}\n```"})
-    return asked
+def rewrite_prompt(text: str) -> str | None:
+    """Ask for the end of `text` with a name changed; None if it has no name."""
+    lines, name = _code_to_edit(text)
+    if name is None:
+        return None
+    task = f"Rename {name} to new_{name} in this code. Answer with the whole new code."
+    return "\n".join([task, "", "```python", *lines, "```"])
 
 
 def edit_prompt(text: str) -> str | None:
     """Return the end of `text`, then the first third of the same code with a name changed; None if it has no
     name.
     """
-    lines = text.splitlines()[-EDITED_LINES:]
-    code = "\n".join(lines)
-    name = _common_name(code)
+    lines, name = _code_to_edit(text)
     if name is None:
         return None
+    code = "\n".join(lines)
     renamed = re.sub(rf"\b{name}\b", f"new_{name}", code).splitlines()
     begun = "\n".join(renamed[: max(1, len(lines) // BEGUN)])
     return f"# Before:\n{code}\n\n# After renaming {name} to new_{name}:\n{begun}\n"
+
+
+def _code_to_edit(text: str) -> tuple[list[str], str | None]:
+    """Return the last lines of `text` and the name to change, if there is one."""
+    lines = text.splitlines()[-EDITED_LINES:]
+    return lines, _common_name("\n".join(lines))
 
 
 def _common_name(code: str) -> str | None:

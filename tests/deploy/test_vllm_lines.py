@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable
@@ -20,18 +19,9 @@ from deploy.spellings import rewrite
 from deploy.vllm_flags import NEEDLESS, REFUSED, RENAMED, VALUES
 from protocol.config import ServeConfig, field_types
 from protocol.errors import ConfigError
+from tests.deploy.test_preflight import write_adapter, write_model
 
 BLOCKS = (Path(__file__).parent / "vllm_lines.txt").read_text().split("\n\n")[1:]
-LLAMA = {
-    "model_type": "llama",
-    "max_position_embeddings": 262144,
-    "vocab_size": 500,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "dtype": "bfloat16",
-}
 EAGLE = '{"model":"DRAFT","num_speculative_tokens":3,"method":"eagle3","draft_tensor_parallel_size":1}'
 HOPPER = "no-enable-prefix-caching: true\nmax-cudagraph-capture-size: 2048\nmax-num-batched-tokens: 8192\n"
 YAML = {
@@ -47,15 +37,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("lines")
 
     def model(name: str, **fields: Any) -> str:
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(LLAMA | fields))
-        (folder / name / "model.safetensors").touch()
-        return str(folder / name)
+        return write_model(folder / name, max_position_embeddings=262144, **fields)
 
     adapter = folder / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}')
-    (adapter / "adapter_model.safetensors").touch()
+    write_adapter(adapter)
     (folder / "file").touch()
     found = {"DRAFT": model("draft"), "AWQ": model("awq", quantization_config={"quant_method": "awq"})}
     found |= {"MODEL": model("model"), "ADAPTER": str(adapter), "FILE": str(folder / "file")}
