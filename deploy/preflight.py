@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 CONFIG = "config.json"
 TIMEOUT_S = 10.0
 _OFFLINE = "HF_HUB_OFFLINE"
+_CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
+"""Files that Docker and Podman put into containers."""
 
 
 def check_source(source: str, flag: str, revision: str | None = None, file: str = CONFIG) -> None:
@@ -167,12 +170,28 @@ def _check_disk(config: ServeConfig) -> None:
 def _check_backend(config: ServeConfig) -> None:
     if config.device == "cuda" and config.ray_address is None and (fault := cuda_fault()):
         raise ConfigError(f"--device: cuda was asked for, but {fault}")
+    is_local_choice = config.device == "auto" and config.ray_address is None
+    if is_local_choice and in_container() and has_cuda_build() and (fault := cuda_fault()):
+        raise ConfigError(
+            f"--device: auto finds no GPU in this container, whose PyTorch is built for CUDA: {fault}; "
+            "give --device cpu to serve on the CPU"
+        )
     fits = {"triton": "cuda", "cpu": "cpu"}
     device = fits.get(config.attention_backend, config.device)
     if config.device not in ("auto", device):
         raise ConfigError(
             f"--attention-backend: {config.attention_backend} is for --device {device}, not {config.device}"
         )
+
+
+def in_container() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ or any(Path(mark).exists() for mark in _CONTAINER_MARKS)
+
+
+def has_cuda_build() -> bool:
+    """Return whether PyTorch is built for CUDA, without importing it."""
+    spec = find_spec("torch")
+    return spec is not None and Path(spec.origin or "").with_name("lib").joinpath("libtorch_cuda.so").exists()
 
 
 def cuda_fault() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -70,6 +71,10 @@ def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) ->
     return max(1, cores // ranks), f"{cores} cores for {ranks} {kind}"
 
 
+_RAY_UNITS = 10_000
+"""Ray counts resources in such parts of one. A share that is rounded up would not fit n times."""
+
+
 def thread_environment(threads: int) -> dict[str, str]:
     """Return the environment of a host's template, which its workers inherit.
 
@@ -91,14 +96,18 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
-    """Return the GPUs for one worker: one, an equal share of too few, or 0 on a CPU."""
+    """Return the GPUs for one worker: one, 0 on a CPU, or 1/n where a GPU must take n workers.
+
+    A worker's share lies on one GPU, so all workers find room only if whole shares fill each GPU.
+    """
     if config.device == "cpu":
         return 0.0
     if num_gpus == 0:
         if config.device == "cuda":
             raise ConfigError("--device: cuda was asked for, but Ray finds no GPU")
         return 0.0
-    return min(1.0, num_gpus / workers)
+    sharing = math.ceil(workers / num_gpus)
+    return math.floor(_RAY_UNITS / sharing) / _RAY_UNITS
 
 
 def plan_workers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,20 @@ def choose_device(requested: str) -> torch.device:
         raise ConfigError("--device: cuda was asked for, but this host has no usable CUDA device")
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "cpu"
+    if requested == "cuda":
+        _check_allocator()
     return torch.device(requested)
+
+
+def _check_allocator() -> None:
+    """Raise `ConfigError` if other processes could not map this one's device memory (CUDA IPC)."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        settings = dict(pair.partition(":")[::2] for pair in os.environ.get(name, "").split(","))
+        if settings.get("expandable_segments", "").strip().lower() in ("true", "1"):
+            raise ConfigError(
+                f"{name}: expandable_segments must not be on: KV could not move between GPUs, since "
+                "processes cannot share memory of such segments"
+            )
 
 
 def choose_dtype(requested: str, hf_config: Any, device: torch.device) -> torch.dtype:

@@ -145,6 +145,7 @@ def test_packages_are_a_layer_that_code_changes_keep() -> None:
     text = (ROOT / "deploy/Dockerfile").read_text()
     assert text.index("--require-hashes -r deploy/requirements-${DEVICE}.txt") < text.index("COPY . .")
     assert of_dockerfile("USER") == "1000:1000"
+    assert "TRITON_CACHE_DIR=/home/tandem/.cache/" in text, "on the volume that keeps kernels"
 
 
 def test_a_login_shell_finds_ray() -> None:

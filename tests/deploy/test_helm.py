@@ -133,7 +133,9 @@ def test_workers_get_memory_for_the_model_and_its_kv(model: dict[str, float], gp
     for _, pod in workers:
         limits = pod["containers"][0]["resources"]["limits"]
         assert limits == {"cpu": "2", "memory": memory} | ({"nvidia.com/gpu": "1"} if gpus else {})
-    assert config_of(objects).kv_cache_memory_bytes == (None if gpus else int(model["kvCacheGiB"] * 2**30))
+    config = config_of(objects)
+    assert config.kv_cache_memory_bytes == (None if gpus else int(model["kvCacheGiB"] * 2**30))
+    assert config.device == ("cuda" if gpus else "auto"), "a pod without its GPU must not serve on the CPU"
 
 
 def test_the_router_is_ready_when_workers_serve_and_workers_find_it_before() -> None:

@@ -196,6 +196,19 @@ def test_cuda_without_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None
         check(model, device="cuda")
 
 
+def test_containers_with_a_cuda_build_do_not_fall_back_to_the_cpu(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "has_cuda_build", lambda: True)
+    monkeypatch.setattr(preflight, "cuda_fault", lambda: "there is no driver")
+    monkeypatch.setattr(preflight, "_CONTAINER_MARKS", [tmp_path])
+    with pytest.raises(ConfigError, match=r"--device: auto finds no GPU in this container.*no driver"):
+        check(model, device="auto")
+    check(model, device="cpu")
+    monkeypatch.setattr(preflight, "has_cuda_build", lambda: False)
+    check(model, device="auto")
+
+
 @pytest.mark.parametrize(
     "command",
     [

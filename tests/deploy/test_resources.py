@@ -83,12 +83,18 @@ def test_plan_on_one_of_several_nodes() -> None:
     assert (config.worker_threads, gpus, config.gpu_memory_utilization) == (8, 0.5, 0.45)
 
 
-def test_plan_on_gpus() -> None:
-    config, gpus = plan_workers(ServeConfig(), num_gpus=1, cores=16)
-    assert (config.device, gpus, config.disaggregation) == ("cuda", 0.5, True)
-    assert config.gpu_memory_utilization == pytest.approx(0.45)
-    config, gpus = plan_workers(ServeConfig(decode_replicas=2), num_gpus=8, cores=16)
-    assert (gpus, config.gpu_memory_utilization) == (1.0, 0.9)
+@pytest.mark.parametrize(
+    ("gpus", "workers", "each"),
+    [(1, 2, 1 / 2), (2, 3, 1 / 2), (3, 4, 1 / 2), (3, 5, 1 / 2), (1, 6, 1 / 6), (2, 5, 1 / 3), (8, 5, 1)],
+)
+def test_plan_on_gpus(gpus: int, workers: int, each: float) -> None:
+    """Ray, which counts in parts of 1/10000, has room for all shares, and each GPU's memory suffices."""
+    config, share = plan_workers(ServeConfig(decode_replicas=workers - 1), num_gpus=gpus, cores=16)
+    assert (config.device, config.disaggregation) == ("cuda", True)
+    assert share == pytest.approx(each, abs=1e-4)
+    assert gpus * int(1 / share) >= workers
+    assert round(share * 10_000) * round(1 / each) <= 10_000
+    assert config.gpu_memory_utilization == pytest.approx(0.9 * share)
 
 
 def test_cuda_without_a_gpu_is_an_error() -> None:

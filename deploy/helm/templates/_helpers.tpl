@@ -21,7 +21,9 @@
 {{/* Options of `tandem serve` that the values set, as environment variables. */}}
 {{- define "tandem.options" -}}
 {{- $options := dict "host" "0.0.0.0" "log-format" "json" "model" .Values.model.name }}
-{{- if not .Values.gpu.perWorker }}
+{{- if .Values.gpu.perWorker }}
+{{- $_ := set $options "device" "cuda" }}
+{{- else }}
 {{- $_ := set $options "kv-cache-memory-bytes" (mulf .Values.model.kvCacheGiB 1073741824 | int64) }}
 {{- end }}
 {{- $ranges := list }}

@@ -127,6 +127,19 @@ def test_deterministic_is_refused_if_torch_would_sum(
         load_model(config_for(folder, deterministic=True, **options))
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_other_processes_cannot_map_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(ConfigError, match=f"{name}: expandable_segments must not be on"):
+        loader.choose_device("auto")
+    assert loader.choose_device("cpu").type == "cpu"
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert loader.choose_device("cuda").type == "cuda"
+
+
 def test_deterministic_is_refused_for_products_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
