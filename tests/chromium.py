@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -40,41 +40,51 @@ def need_browser() -> None:
 def open_browser() -> Iterator[BrowserContext]:
     """Open a browser with a fresh profile.
 
-    It brings an event loop, so a module closes it before another's tests run. All pages are tabs of one
-    window, since each window costs two CPU seconds.
+    It brings an event loop, so a module closes it before another's tests run. Visits share its first tab,
+    since a window costs two CPU seconds and a tab costs one.
     """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         window = browser.new_context()
-        window.new_page()  # the window stays open when a test closes its tab
+        window.new_page()
         yield window
         browser.close()
 
 
 class Visit:
-    """The page in a tab, `width` by `height` pixels large.
+    """The page in the browser's first tab, or in one of its own, `width` by `height` pixels large.
 
     `asked` lists the addresses that it requested, `errors` the complaints of its scripts and its content
     security policy.
     """
 
     def __init__(
-        self, browser: BrowserContext, url: str, width: int = 1280, height: int = 900, still: bool = False
+        self,
+        browser: BrowserContext,
+        url: str,
+        width: int = 1280,
+        height: int = 900,
+        still: bool = False,
+        own_tab: bool = False,
     ) -> None:
         """Open the page. `still` means that its user prefers reduced motion."""
         self.url = url
-        self.page: Page = browser.new_page()
+        self._own_tab = own_tab
+        self.page: Page = browser.new_page() if own_tab else browser.pages[0]
         self.page.set_viewport_size({"width": width, "height": height})
-        if still:
-            self.page.emulate_media(reduced_motion="reduce")
+        self.page.emulate_media(reduced_motion="reduce" if still else "no-preference")
         self.page.set_default_timeout(WAIT_MS)
         self.asked: list[str] = []
         self.errors: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", self._hear)
+        self._listeners: dict[str, Callable[[Any], None]] = {
+            "request": lambda request: self.asked.append(request.url),
+            "pageerror": lambda error: self.errors.append(str(error)),
+            "console": self._hear,
+        }
+        for event, listener in self._listeners.items():
+            self.page.on(event, listener)
 
     def _hear(self, message: ConsoleMessage) -> None:
         if "Content Security Policy" in message.text:
@@ -86,11 +96,20 @@ class Visit:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         shown = "" if kind else re.sub(r"\s+", " ", self.page.inner_text("body"))
-        self.page.close()
+        self._leave()
         if kind is None:
             assert not re.search(r"\b(NaN|undefined|Infinity)\b|\[object", shown), shown
             assert not self.errors
             assert all(address.startswith(f"{self.url}/") for address in self.asked), self.asked
+
+    def _leave(self) -> None:
+        if self._own_tab:
+            self.page.close()
+            return
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        self.page.evaluate("sessionStorage.clear()")
+        self.page.goto("about:blank")
 
     def shows(self, selector: str, text: str | re.Pattern[str]) -> None:
         """Wait until an element's text contains `text`."""

@@ -65,7 +65,7 @@ class Answered(NamedTuple):
 
 @pytest.fixture(scope="module")
 def answered(browser: BrowserContext, serving: HttpServing) -> Iterator[Answered]:
-    with Visit(browser, serving.url) as visit:
+    with Visit(browser, serving.url, own_tab=True) as visit:
         visit.page.evaluate(
             """() => {
                 window.changes = 0;

@@ -63,31 +63,65 @@ def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(make_router, open_pag
     visit.shows("#problem", "The server asks for an API key.")
 
 
-def test_a_bad_parameter_shows_the_servers_message(router, open_page):
+def test_refusals_show_the_servers_message(make_router, open_page, pool):
+    router = make_router(max_queued_requests=1)
+    worker = router.add_worker(stall_after=1000)
     visit = open_page(router)
     visit.page.evaluate("document.querySelector('#ask details').open = true")
-    visit.page.fill("[name=temperature]", "-3")
-    visit.generate("the quick brown fox", 8)
     said = post(router, temperature=-3).json()["error"]["message"]
     assert "temperature" in said
-    visit.shows("#problem", f"{said} (400)")
-    assert visit.page.locator("#output article").count() == 0
-    visit.page.fill("[name=temperature]", "0")
+    for name, text, mended, problem in (
+        ("temperature", "-3", "0", f"{said} (400)"),
+        ("schema", '{"type": ', "", "The JSON schema is not JSON"),
+        ("schema", '{"type": "nothing"}', "", re.compile(r"response_format.*\(400\)")),
+    ):
+        visit.page.fill(f"[name={name}]", text)
+        visit.generate("the quick brown fox", 8)
+        visit.shows("#problem", problem)
+        assert visit.page.locator("#output article").count() == 0
+        visit.page.fill(f"[name={name}]", mended)
     visit.generate("the quick brown fox", 8)
     visit.shows("#facts", "8 tokens in")
     assert visit.page.locator("#problem").is_hidden()
-
-
-def test_a_full_queue_says_when_to_try_again(make_router, open_page, pool):
-    router = make_router(max_queued_requests=1)
-    worker = router.add_worker(stall_after=3)
+    worker.stall_after = 3
     held = pool.submit(post, router)
-    eventually(lambda: worker.generated)
-    visit = open_page(router)
+    eventually(lambda: len(worker.generated) == 2)
     visit.generate("the quick brown fox", 8)
     visit.shows("#problem", re.compile(r"--max-queued-requests=1 .*\(429\) Try again in 1 s\."))
     worker.stall_after = 1000
     assert held.result(5).status_code == 200
+
+
+def test_an_answer_comes_and_is_stopped(make_router, open_page):
+    """A waiting stage is shown until text is there. The legend appears with the first tint."""
+    router = make_router(speculative_config=SpeculativeConfig(method="ngram"))
+    worker = router.add_worker(stall_after=0)
+    visit = open_page(router)
+    legend = visit.page.locator("#legend")
+    visit.generate("the quick brown fox", 20)
+    visit.shows("#facts", "Waiting for the first token …")
+    worker.stall_after = 4
+    visit.page.wait_for_selector("#output .answer span")
+    visit.shows("#facts", "The answer is being written …")
+    assert legend.is_hidden()
+    worker.stall_after = 1000
+    visit.shows("#facts", "20 tokens in")
+    assert legend.is_hidden()
+    worker.tokens_per_step, worker.rejected_per_step = 4, 1
+    visit.generate("the quick brown fox", 20)
+    visit.shows("#facts", "drafted tokens accepted")
+    visit.shows("#legend", "Tinted text was drafted")
+    assert legend.is_visible()
+    visit.page.click("#clear")
+    assert legend.is_hidden()
+    worker.stall_after = 4
+    visit.generate("the quick brown fox", 50)
+    visit.page.wait_for_selector("#output .answer span")
+    visit.page.click("#stop")
+    visit.shows("#facts", "Stopped.")
+    eventually(lambda: worker.aborted)
+    assert visit.page.locator("#problem").is_hidden()
+    assert visit.page.evaluate("document.activeElement.id") == "go"
 
 
 def test_a_stream_that_breaks_in_the_middle(make_router, open_page):
@@ -118,19 +152,6 @@ def test_a_stream_that_breaks_in_the_middle(make_router, open_page):
     router.add_worker("decode-1")
     visit.generate("the quick brown fox", 5)
     visit.shows("#facts", "5 tokens in")
-
-
-def test_stop_ends_the_request(make_router, open_page):
-    router = make_router()
-    worker = router.add_worker(stall_after=4)
-    visit = open_page(router)
-    visit.generate("the quick brown fox", 50)
-    visit.page.wait_for_selector("#output .answer span")
-    visit.page.click("#stop")
-    visit.shows("#facts", "Stopped.")
-    eventually(lambda: worker.aborted)
-    assert visit.page.locator("#problem").is_hidden()
-    assert visit.page.evaluate("document.activeElement.id") == "go"
 
 
 def test_outside_text_never_becomes_markup(make_router, open_page):
@@ -182,67 +203,18 @@ def test_everything_works_by_keyboard(router, open_page):
         assert control.evaluate("e => e.labels.length || e.ariaLabel"), control
 
 
-def test_the_api_is_never_covered(router, open_page):
-    """At every scroll position, with an answer on the page."""
-    visit = open_page(router, width=1300, height=800)
-    visit.generate("the quick brown fox", 8)
-    visit.shows("#facts", "8 tokens in")
-    visit.page.click("#api summary")
-    covered = visit.page.evaluate(
-        """() => {
-            const box = (id) => document.getElementById(id).getBoundingClientRect();
-            const found = [];
-            for (let at = 0; at <= document.documentElement.scrollHeight; at += 100) {
-                scrollTo(0, at);
-                if (box("playground").bottom > box("api").top) found.push(at);
-            }
-            return found;
-        }"""
-    )
-    assert covered == []
-
-
-@pytest.mark.parametrize("width", [390, 1300])
-def test_the_documentation_needs_no_sideways_scrolling(router, browser, width):
-    page = browser.new_page()
-    page.set_viewport_size({"width": width, "height": 800})
+def test_the_documentation_needs_no_sideways_scrolling(router, browser):
+    page = browser.pages[0]
     page.goto(f"{router.url}/docs")
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    page.close()
-
-
-def test_progress_messages_while_an_answer_comes(make_router, open_page):
-    """A waiting stage is shown until text is there. The legend appears with the first tint."""
-    router = make_router()
-    worker = router.add_worker(stall_after=0)
-    visit = open_page(router)
-    visit.generate("the quick brown fox", 20)
-    visit.shows("#facts", "Waiting for the first token …")
-    worker.stall_after = 4
-    visit.page.wait_for_selector("#output .answer span")
-    visit.shows("#facts", "The answer is being written …")
-    assert visit.page.locator("#legend").is_hidden()
-    worker.stall_after = 1000
-    visit.shows("#facts", "20 tokens in")
-    assert visit.page.locator("#legend").is_hidden()
-
-
-def test_the_legend_appears_with_accepted_drafts(make_router, open_page):
-    router = make_router(speculative_config=SpeculativeConfig(method="ngram"))
-    router.add_worker(tokens_per_step=4, rejected_per_step=1)
-    visit = open_page(router)
-    visit.generate("the quick brown fox", 20)
-    visit.shows("#facts", "drafted tokens accepted")
-    visit.shows("#legend", "Tinted text was drafted")
-    assert visit.page.locator("#legend").is_visible()
-    visit.page.click("#clear")
-    assert visit.page.locator("#legend").is_hidden()
+    for width in (1300, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_the_samples(make_router, open_page):
     router = make_router(placement="cost")
     make_pair(router, max_model_len=4000)
-    visit = open_page(router)
+    visit = open_page(router, width=1300, height=800)
     sent = {}
     for name in ("long", "edit", "schema", "long"):
         with visit.page.expect_request("**/v1/completions") as found:
@@ -263,17 +235,19 @@ def test_the_samples(make_router, open_page):
     visit.generate("the quick brown fox", 8)
     visit.shows("#facts", "8 tokens in")
     assert visit.page.locator("#about").is_hidden()
-
-
-def test_a_schema_that_is_not_json_is_reported(router, open_page):
-    visit = open_page(router)
-    visit.page.evaluate("document.querySelector('#ask details').open = true")
-    visit.page.fill("[name=schema]", '{"type": ')
-    visit.generate("the quick brown fox", 8)
-    visit.shows("#problem", "The JSON schema is not JSON")
-    visit.page.fill("[name=schema]", '{"type": "nothing"}')
-    visit.generate("the quick brown fox", 8)
-    visit.shows("#problem", re.compile(r"response_format.*\(400\)"))
+    visit.page.click("#api summary")
+    covered = visit.page.evaluate(
+        """() => {
+            const box = (id) => document.getElementById(id).getBoundingClientRect();
+            const found = [];
+            for (let at = 0; at <= document.documentElement.scrollHeight; at += 100) {
+                scrollTo(0, at);
+                if (box("playground").bottom > box("api").top) found.push(at);
+            }
+            return found;
+        }"""
+    )
+    assert covered == [], "the API is never covered, wherever one scrolls"
 
 
 def test_only_supported_choices_are_offered(make_router, tmp_path, fast_tokenizer, open_page):
@@ -342,7 +316,7 @@ def test_a_draft_worker_is_shown_beside_its_targets(make_router, open_page, pool
 
 
 def test_it_polls_while_visible_and_reports_an_unreachable_server(router, browser):
-    visit = Visit(browser, router.url)
+    visit = Visit(browser, router.url, own_tab=True)  # its clock stays replaced
     visit.page.clock.install()
     with visit:
         page = visit.page
