@@ -21,6 +21,7 @@ from protocol.config import ServeConfig
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_worker import FakeWorker
+from router_clients import answer, post
 
 from router.server import RouterPlace, RouterServer
 from router.text.tokenizer import Tokenizer
@@ -130,6 +131,15 @@ def make_router(model_folder: Path) -> Iterator[Callable[..., RunningRouter]]:
     yield make
     for router in routers:
         router.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Yield a function that returns an undisturbed worker's answer, without id and time."""
+    running = RunningRouter(ServeConfig(model=str(model_folder), port=0, placement="least_loaded"))
+    running.add_worker()
+    yield lambda **fields: answer(post(running, **fields))
+    running.close()
 
 
 @pytest.fixture

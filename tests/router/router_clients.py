@@ -10,6 +10,10 @@ from typing import Any
 import httpx
 from fake_worker import FakeWorker
 
+from protocol.codec import encode
+from protocol.outputs import TokenOutput
+from protocol.worker_to_router import StepOutput
+
 BODY = {"prompt": "the quick brown fox", "max_tokens": 200}
 
 
@@ -22,6 +26,12 @@ def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
 
 def post(router, **fields) -> httpx.Response:
     return router.http.post("/v1/completions", json={**BODY, **fields})
+
+
+def answer(response: httpx.Response) -> dict:
+    """Return the parts of an answer that must not depend on failures, without id and time."""
+    assert response.status_code == 200, response.text
+    return {key: value for key, value in response.json().items() if key not in ("id", "created")}
 
 
 def events_of(router, on_first=lambda: None, **fields) -> list[dict]:
@@ -41,6 +51,18 @@ def events_of(router, on_first=lambda: None, **fields) -> list[dict]:
 def make_pair(router, **options) -> tuple[FakeWorker, FakeWorker]:
     decode = router.add_worker("decode-0", "decode", **options)
     return router.add_worker("prefill-0", "prefill", peers={"decode-0": decode}, **options), decode
+
+
+def said(worker: FakeWorker, *outputs: TokenOutput, incarnation: str | None = None) -> bytes:
+    """Return a step's message of this worker, or of another incarnation of it."""
+    known = incarnation or worker.incarnation
+    return encode(StepOutput(worker_id=worker.worker_id, incarnation=known, outputs=list(outputs)))
+
+
+def failure(request_id: str, kind: str) -> TokenOutput:
+    return TokenOutput(
+        request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind, error="it broke"
+    )
 
 
 def lose(router, worker: FakeWorker) -> None:

@@ -13,11 +13,23 @@ import httpx
 import msgspec
 import pytest
 from fake_worker import echo_script
-from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
+from router_clients import (
+    BODY,
+    answer,
+    emitted,
+    events_of,
+    eventually,
+    failure,
+    is_idle,
+    lose,
+    make_pair,
+    post,
+    said,
+)
 
 from protocol.codec import encode
 from protocol.outputs import TokenOutput
-from protocol.worker_to_router import Absent, StepOutput
+from protocol.worker_to_router import Absent
 
 # --- clients ---
 
@@ -103,28 +115,21 @@ def test_death_in_a_stream_is_an_error_event(make_router, pool):
     assert router.metric("tandem_request_failures_total", kind="worker_lost") == 1
 
 
-def test_death_after_a_token_is_an_error_status(make_router, pool):
-    router = make_router()
-    worker = router.add_worker(step_s=0.02)
+@pytest.mark.parametrize("how", ["without a token", "after a token", "silently"])
+def test_death_of_the_only_worker_is_an_error_status(make_router, pool, how):
+    router = make_router(worker_timeout=0.5 if how == "silently" else 60.0)
+    sent = 0 if how == "without a token" else 3
+    worker = router.add_worker(stall_after=sent)
     future = pool.submit(post, router)
-    eventually(lambda: any(r.output_token_ids for r in router.server.state.journal))
-    lose(router, worker)
-    response = future.result(5)
-    assert response.status_code == 502
-    assert response.json()["error"]["code"] == "worker_lost"
-
-
-def test_silence_is_death(make_router, pool):
-    router = make_router(worker_timeout=0.5)
-    worker = router.add_worker(step_s=0.02)
-    future = pool.submit(post, router)
-    eventually(lambda: any(r.output_token_ids for r in router.server.state.journal))
+    eventually(lambda: worker.generated and emitted(router) == [sent])
     router.kill(worker)
-    started = time.monotonic()
-    assert future.result(5).status_code == 502
-    assert time.monotonic() - started < 5
+    if how != "silently":
+        router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
+    response = future.result(5)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
     assert router.http.get("/ready").status_code == 503
-    assert router.http.get("/workers").json()["workers"][0]["lifecycle"] == "silent"
+    known = [worker["lifecycle"] for worker in router.http.get("/workers").json()["workers"]]
+    assert known == (["silent"] if how == "silently" else [])
 
 
 def test_a_silent_worker_that_speaks_again_is_used_again(make_router):
@@ -135,33 +140,6 @@ def test_a_silent_worker_that_speaks_again_is_used_again(make_router):
     worker.mute.clear()
     eventually(lambda: router.http.get("/ready").status_code == 200)
     assert post(router, max_tokens=2).status_code == 200
-
-
-def test_a_request_without_tokens_is_placed_again(make_router, pool):
-    router = make_router()
-    first = router.add_worker("decode-0")
-    first.hold.set()
-    future = pool.submit(post, router, max_tokens=5)
-    eventually(lambda: first.generated)
-    second = router.add_worker("decode-1")
-    lose(router, first)
-    response = future.result(5)
-    assert response.status_code == 200
-    assert response.json()["usage"]["completion_tokens"] == 5
-    assert second.generated[0].request_id != first.generated[0].request_id
-    assert second.generated[0].sampling == first.generated[0].sampling
-    assert router.metric("tandem_requests_placed_again_total", reason="worker_lost") == 1
-    eventually(lambda: is_idle(router))
-
-
-def test_no_worker_left_for_another_placement(make_router, pool):
-    router = make_router()
-    worker = router.add_worker()
-    worker.hold.set()
-    future = pool.submit(post, router)
-    eventually(lambda: worker.generated)
-    lose(router, worker)
-    assert future.result(5).status_code == 502
 
 
 def test_prefill_death_after_the_hand_off_is_harmless(make_router):
@@ -178,40 +156,38 @@ def test_prefill_death_after_the_hand_off_is_harmless(make_router):
     assert post(router, max_tokens=3).status_code == 200, "the decode worker serves alone"
 
 
-def test_tokens_that_overtake_the_first_one_wait(make_router, pool):
+@pytest.mark.parametrize("before", [0, 3], ids=["at first", "after a failover"])
+def test_tokens_that_overtake_earlier_ones_wait(make_router, pool, before):
     router = make_router()
     prefill, decode = make_pair(router)
-    prefill.hold.set()
-    answer = pool.submit(post, router, max_tokens=3, return_token_ids=True)
-    eventually(lambda: prefill.generated)
-    request_id = prefill.generated[0].request_id
-    tokens = prefill.generated[0].prompt_token_ids[:3]
+    decode.stall_after = before
+    if not before:
+        prefill.hold.set()
+    future = pool.submit(post, router, max_tokens=6, return_token_ids=True)
+    eventually(lambda: prefill.generated and emitted(router) == [before])
+    if before:
+        prefill.hold.set()
+        lost, decode = decode, router.add_worker("decode-1")
+        lose(router, lost)
+        eventually(lambda: len(prefill.generated) == 2)
+    request = prefill.generated[-1]
+    tokens = prefill.script(request)[:6]
 
-    def say(worker, place, finish_reason=None):
+    def say(worker, place, count=1, finish_reason=None):
         output = TokenOutput(
-            request_id=request_id, token_ids=[tokens[place]], position=place, finish_reason=finish_reason
+            request_id=request.request_id,
+            token_ids=tokens[place : place + count],
+            position=place,
+            finish_reason=finish_reason,
         )
-        message = StepOutput(worker_id=worker.worker_id, incarnation=worker.incarnation, outputs=[output])
-        worker.post(encode(message))
+        worker.post(said(worker, output))
 
-    say(decode, 1)
-    say(decode, 2, "length")
-    eventually(lambda: [len(request.early) for request in router.server.state.journal] == [2])
-    say(prefill, 0)
-    assert answer.result().json()["choices"][0]["token_ids"] == tokens
+    say(decode, before + 1)
+    say(decode, before + 2, 4 - before, "length")
+    eventually(lambda: [len(live.early) for live in router.server.state.journal] == [2])
+    say(prefill, before)
+    assert answer(future.result(5))["choices"][0]["token_ids"] == tokens
     eventually(lambda: is_idle(router))
-
-
-def test_prefill_death_before_the_first_token(make_router, pool):
-    router = make_router()
-    prefill, decode = make_pair(router)
-    prefill.hold.set()
-    future = pool.submit(post, router, max_tokens=5)
-    eventually(lambda: prefill.generated)
-    lose(router, prefill)
-    assert future.result(5).json()["usage"]["completion_tokens"] == 5
-    assert prefill.generated[0].request_id in decode.aborted
-    assert decode.generated[0].prompt_token_ids == prefill.generated[0].prompt_token_ids
 
 
 def test_a_restarted_worker_replaces_the_old_one(make_router, pool):
@@ -243,14 +219,11 @@ def test_stale_and_foreign_outputs_are_dropped(make_router, pool):
     holder, stranger = (worker, other) if worker.generated else (other, worker)
     request_id = holder.generated[0].request_id
 
-    def step(sender, incarnation: str, name: str) -> bytes:
-        output = TokenOutput(request_id=name, token_ids=[5], finish_reason="stop")
-        return encode(StepOutput(worker_id=sender.worker_id, incarnation=incarnation, outputs=[output]))
-
-    holder.post(step(holder, "0" * 16, request_id))
-    holder.post(step(holder, holder.incarnation, "nobody"))
-    stranger.post(step(stranger, stranger.incarnation, request_id))
-    stranger.post(step(holder, holder.incarnation, request_id))
+    last = TokenOutput(request_id=request_id, token_ids=[5], finish_reason="stop")
+    holder.post(said(holder, last, incarnation="0" * 16))
+    holder.post(said(holder, msgspec.structs.replace(last, request_id="nobody")))
+    stranger.post(said(stranger, last))
+    stranger.post(said(holder, last))
     reasons = ("stale_incarnation", "unknown_request", "not_the_holder", "malformed")
     eventually(
         lambda: all(router.metric("tandem_messages_dropped_total", reason=reason) == 1 for reason in reasons)
@@ -376,7 +349,7 @@ ERRORS = [("internal", 500), ("timeout", 504), ("overloaded", 503), ("invalid", 
 def test_failure_before_the_first_token_is_a_status(make_router, kind, status, stream):
     router = make_router()
     worker = router.add_worker()
-    worker._step = lambda: [failure(worker, kind) for _ in range(1)]
+    worker._step = lambda: [failing(worker, kind)]
     response = post(router, stream=stream)
     assert response.status_code == status
     assert response.json()["error"]["code"] == kind
@@ -384,11 +357,8 @@ def test_failure_before_the_first_token_is_a_status(make_router, kind, status, s
     assert router.metric("tandem_request_failures_total", kind=kind) == 1
 
 
-def failure(worker, kind: str) -> TokenOutput:
-    request_id, _ = worker.jobs.popitem()
-    return TokenOutput(
-        request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind, error="it broke"
-    )
+def failing(worker, kind: str) -> TokenOutput:
+    return failure(worker.jobs.popitem()[0], kind)
 
 
 def test_failure_in_a_batch_fails_all_of_it(make_router):
@@ -401,7 +371,7 @@ def test_failure_in_a_batch_fails_all_of_it(make_router):
     def step() -> list[TokenOutput]:
         if next(steps) != 3:
             return usual()
-        output = failure(worker, "internal")
+        output = failing(worker, "internal")
         broken.append(output.request_id)
         return [output]
 
@@ -419,7 +389,7 @@ def test_a_transfer_lost_before_a_token_is_placed_again(make_router):
     worker = router.add_worker()
     usual = worker._step
     steps = iter(range(1000))
-    worker._step = lambda: [failure(worker, "transfer")] if next(steps) == 0 else usual()
+    worker._step = lambda: [failing(worker, "transfer")] if next(steps) == 0 else usual()
     assert post(router, max_tokens=3).status_code == 200
     assert len(worker.generated) == 2
 
@@ -427,7 +397,7 @@ def test_a_transfer_lost_before_a_token_is_placed_again(make_router):
 def test_placements_are_limited(make_router):
     router = make_router()
     worker = router.add_worker()
-    worker._step = lambda: [failure(worker, "worker_lost")]
+    worker._step = lambda: [failing(worker, "worker_lost")]
     assert post(router).status_code == 502
     assert len(worker.generated) == 3
 

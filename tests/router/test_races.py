@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import emitted, events_of, eventually, is_idle, lose, make_pair, post
+from router_clients import answer, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from router.dispatch import races
 
@@ -12,16 +12,8 @@ FIELDS = {"prompt": "numbers 0 1 2 3 4 5", "max_tokens": NUM_TOKENS, "return_tok
 
 
 @pytest.fixture
-def expected(make_router):
-    """Return an undisturbed worker's answer."""
-    router = make_router()
-    router.add_worker()
-    return answer(post(router, **FIELDS))
-
-
-def answer(response) -> dict:
-    assert response.status_code == 200, response.text
-    return {key: value for key, value in response.json().items() if key not in ("id", "created")}
+def expected(undisturbed):
+    return undisturbed(**FIELDS)
 
 
 def freeze(worker) -> None:

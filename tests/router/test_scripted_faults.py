@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fake_worker import echo_script
-from router_clients import emitted, eventually, is_idle, lose, post
+from router_clients import emitted, eventually, failure, is_idle, lose, post, said
 
-from protocol.codec import encode
 from protocol.outputs import TokenOutput
-from protocol.worker_to_router import StepOutput
 
 NUM_TOKENS = 40
 POINTS = ("as its prompt is computed", "as it is handed over", "as it decodes", "before its last token")
@@ -74,8 +72,7 @@ class Scene:
         return worker.worker_id not in [w.key.worker_id for w in self.router.server.state.registry]
 
     def say(self, worker, incarnation: str, output: TokenOutput) -> None:
-        step = StepOutput(worker_id=worker.worker_id, incarnation=incarnation, outputs=[output])
-        worker.post(encode(step))
+        worker.post(said(worker, output, incarnation=incarnation))
 
 
 def prefill_dies(scene: Scene) -> None:
@@ -135,12 +132,8 @@ def late_messages_come(scene: Scene) -> None:
 
 
 def holder_gives_it_up(scene: Scene) -> None:
-    error = TokenOutput(
-        request_id=scene.request_id, token_ids=[], finish_reason="error", error_kind="worker_lost", error="x"
-    )
-    scene.holder.jobs.pop(scene.request_id, None)
-    scene.holder.held.pop(scene.request_id, None)
-    scene.say(scene.holder, scene.holder.incarnation, error)
+    holder_forgets_it(scene)
+    scene.say(scene.holder, scene.holder.incarnation, failure(scene.request_id, "worker_lost"))
 
 
 def holder_forgets_it(scene: Scene) -> None:
