@@ -270,13 +270,13 @@ def refused_or_decoded(channel: codec.BoundedDecoder, raw: bytes) -> None:
     assert channel.decode(codec.encode(message)) == message
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(raw=st.binary(max_size=200), channel=st.sampled_from(CHANNELS))
 def test_random_bytes_are_refused(raw, channel):
     refused_or_decoded(channel, raw)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_damaged_messages_are_refused(data):
     channel, message = data.draw(st.sampled_from(MESSAGES))
@@ -301,7 +301,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_fields_of_other_types_are_refused(data):
     channel, message = data.draw(st.sampled_from(MESSAGES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -39,6 +40,11 @@ TEMPLATE = (
 
 
 def byte_level_tokenizer(vocab_size: int = 600) -> FastTokenizer:
+    return FastTokenizer.from_str(_trained(vocab_size))
+
+
+@functools.cache
+def _trained(vocab_size: int) -> str:
     tokenizer = FastTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +55,7 @@ def byte_level_tokenizer(vocab_size: int = 600) -> FastTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    return tokenizer
+    return tokenizer.to_str()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import openai
 from conftest import RunningRouter, byte_level_tokenizer
 
@@ -47,7 +48,12 @@ class Scripted:
             finish_reason="stop",
             tokens_per_step=3,
         )
-        self.client = openai.OpenAI(base_url=self.router.url + "/v1", api_key="any", max_retries=0)
+        self.client = openai.OpenAI(
+            base_url=self.router.url + "/v1",
+            api_key="any",
+            max_retries=0,
+            http_client=httpx.Client(verify=False, timeout=60),
+        )
 
     def close(self) -> None:
         self.client.close()

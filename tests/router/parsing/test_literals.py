@@ -82,7 +82,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(["pythonic", "gemma4", "repr"]), st.dictionaries(st.sampled_from("abc"), JSON), st.data()
 )

@@ -604,7 +604,7 @@ TEXT = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_
 WHOLE = st.sampled_from([text for _, text, *_ in [*TEXTS.values(), *CONTENT.values()]])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from([None, *TOOL_FORMATS]),
     st.sampled_from([None, *REASONING_FORMATS]),

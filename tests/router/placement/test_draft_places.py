@@ -320,7 +320,7 @@ WISHES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(
     at=TARGETS,
     drafters=DRAFTERS,

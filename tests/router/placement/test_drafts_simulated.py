@@ -19,7 +19,7 @@ MACHINES = {
 @pytest.mark.parametrize("name", MACHINES)
 def test_no_fixed_plan_is_much_better(name):
     """Two decode workers share a draft worker, with 1 to 32 requests each."""
-    for load in (1, 2, 4, 8, 16, 32):
+    for load in (1, 4, 32):
         machine, seconds = MACHINES[name]
         seconds *= max(8 / load, 1)  # for about as many tokens
         best = max(Drafting(machine, (load, load), plan).run(seconds) for plan in fixed_plans())

@@ -582,7 +582,7 @@ def snapshots(draw):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.lists(snapshots(), max_size=6),
     st.builds(
@@ -638,11 +638,11 @@ def test_thousands_of_impossible_workers_break_no_policy(rule):
             ),
             **{name: rng.choice(odd) for name in fields},
         )
-        for number in range(3000)
+        for number in range(1000)
     ]
     cluster, policy = Cluster(workers), placement_policy(rule)
-    for turn in range(20):
-        cached = {f"w{rng.randrange(4000)}": rng.randrange(-5, 500) for _ in range(9)}
+    for turn in range(8):
+        cached = {f"w{rng.randrange(1300)}": rng.randrange(-5, 500) for _ in range(9)}
         request = RequestFacts(rng.randrange(-1, 1000), rng.choice(odd), cached_tokens=cached)
         found, _ = policy.place(request, cluster, PolicyState(turn))
         assert isinstance(found, Placement)

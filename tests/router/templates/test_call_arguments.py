@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequestError
@@ -53,6 +53,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(max_size=3), JSON, max_size=4), st.booleans(), st.data())
 def test_an_object_cut_off_anywhere_is_closed(whole, is_ascii, data):
     text = json.dumps(whole, ensure_ascii=is_ascii)

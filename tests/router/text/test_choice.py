@@ -37,7 +37,7 @@ def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **
     return text, token_ids, offsets, choice.finish_reason, choice.stop_reason
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     steps=st.lists(st.lists(st.integers(0, 599), min_size=1, max_size=5), min_size=1, max_size=8),
     stops=st.lists(st.text("the o", min_size=1, max_size=3), max_size=3),

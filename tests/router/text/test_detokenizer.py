@@ -53,7 +53,7 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int], **options) -> list[str
     return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXT)
 def test_byte_level_text(byte_level, text):
     pieces = pieces_of(byte_level, byte_level.encode(text))
@@ -61,7 +61,7 @@ def test_byte_level_text(byte_level, text):
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(token_ids=st.lists(st.integers(0, 599), max_size=40), skip=st.booleans())
 def test_byte_level_any_tokens(byte_level, token_ids, skip):
     pieces = pieces_of(byte_level, token_ids, skip_special_tokens=skip)
@@ -69,7 +69,7 @@ def test_byte_level_any_tokens(byte_level, token_ids, skip):
 
 
 @pytest.mark.parametrize("strip", [True, False])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=TEXT)
 @example(text="  two  spaces 日本🙂é")
 def test_sentencepiece_text(strip, text):
@@ -90,14 +90,14 @@ def test_sentencepiece_continues_after_a_prompt():
     assert tokenizer.detokenizer([1]).push(word[0]) == "a"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(token_ids=st.lists(st.integers(1, 6), max_size=20))
 def test_metaspace(token_ids):
     tokenizer = metaspace()
     assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=TEXT)
 def test_window_text(byte_level, text):
     """The method for unknown decoders gives the same text."""
@@ -141,7 +141,7 @@ def kinds(byte_level) -> list[Tokenizer]:
     return [trimming(byte_level), sentencepiece_like(True), sentencepiece_like(False)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=TEXT)
 def test_a_prompts_offsets_equal_its_pieces(kinds, text):
     for tokenizer in kinds:

@@ -24,7 +24,9 @@ ASCII, FIRST, LATER = b" \t\n\r'!/012abvsLA", range(0xC2, 0xF5), range(0x80, 0xC
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 BUNDLED = (BUNDLED_MODEL / "tokenizer.json").read_text()
 WHOLE = [*range(0x3400), *range(0xA000, 0xA980), *range(0xFB00, 0x10200), *range(0xE0000, 0xE0080)]
-"""Code points that are all tried. Of other ranges, the first and last of each run of a category are."""
+"""Code points that are all tried, by the pattern that tells most categories apart. Of other ranges, and by
+other patterns, the first and last of each run of a category are.
+"""
 
 
 def source_of(name: str) -> dict[str, Any]:
@@ -54,10 +56,10 @@ def source_of(name: str) -> dict[str, Any]:
     return source
 
 
-def characters() -> Iterator[str]:
-    known = [chr(code) for code in WHOLE if not 0xD800 <= code < 0xE000]
-    yield from known
-    every = (chr(code) for code in range(0x3400, 0x32000) if not 0xD800 <= code < 0xE000)
+def characters(whole: bool) -> Iterator[str]:
+    if whole:
+        yield from (chr(code) for code in WHOLE if not 0xD800 <= code < 0xE000)
+    every = (chr(code) for code in range(0x3400 * whole, 0x32000) if not 0xD800 <= code < 0xE000)
     for _, run in groupby(every, unicodedata.category):
         first, *rest = run
         yield from {first, *rest[-1:]}
@@ -68,7 +70,7 @@ def test_patterns_split_equally_at_every_character(name):
     tokenizer = FastTokenizer.from_str(json.dumps(source_of(name)))
     encode = fast_encode(tokenizer)
     assert encode is not None
-    probes = [f"a{c}b1{c}2 {c}!{c}{c} A{c}\n{c}'s {c}\n" for c in characters() if c != UNSURE]
+    probes = [f"a{c}b1{c}2 {c}!{c}{c} A{c}\n{c}'s {c}\n" for c in characters(name == "o200k") if c != UNSURE]
     for start in range(0, len(probes), 64):
         text = "".join(probes[start : start + 64])
         assert encode(text, False) == tokenizer.encode_batch_fast([text])[0].ids
@@ -117,7 +119,7 @@ def tokenizers() -> list[tuple[Tokenizer, FastTokenizer]]:
 
 
 @given(st.lists(PIECES | st.text(max_size=8), max_size=30).map("".join))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_ids_equal_those_of_tokenizers(tokenizers, text):
     for ours, theirs in tokenizers:
         for special in (True, False):

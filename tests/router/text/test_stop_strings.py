@@ -20,7 +20,7 @@ def cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     pieces=st.lists(st.text(ALPHABET, max_size=4), max_size=12),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
@@ -33,7 +33,7 @@ def test_equals_cutting_the_whole_text(pieces, stops, include):
     assert matcher.matched == matched
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     pieces=st.lists(st.text(ALPHABET, max_size=4), max_size=8),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
