@@ -9,10 +9,10 @@ from bench.five.command import five
 from bench.goodput import main as goodput
 from bench.gpu.command import gpu
 from bench.kills import main as kills
-from bench.mixed_load import main as mixed_load
 from bench.peers.setup import main as setup
 from bench.placement import main as placement
 from bench.quantize.command import quantize
+from bench.regret.command import regret
 from bench.serve.command import serve
 from bench.shapes.write import main as shapes
 from bench.soak import main as soak
@@ -25,7 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "compare": compare,
     "goodput": goodput,
-    "mixed-load": mixed_load,
+    "regret": regret,
     "speculate": speculate,
     "five": five,
     "quantize": quantize,

@@ -50,7 +50,7 @@ def load_prompts(workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max
         return [Prompt(token_ids[-max_tokens:]) for token_ids in encoded]
     if tokenizer.chat_template is None:
         raise ValueError(f"--workload {workload} asks a chat model, and this one has no chat template")
-    asked = [_asked(entry, tokenizer) for entry in _entries(workload)]
+    asked = [_asked(entry, tokenizer) for entry in entries(workload)]
     return [prompt for prompt in asked if len(prompt.token_ids) <= max_tokens]
 
 
@@ -64,7 +64,8 @@ def _asked(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     return Prompt(tokenizer.encode(str(text), add_special_tokens=False), True, grammar)
 
 
-def _entries(workload: WorkloadName) -> list[dict[str, Any]]:
+def entries(workload: WorkloadName) -> list[dict[str, Any]]:
+    """Return a chat workload's questions: `prompt`, and perhaps the `schema` of the answer."""
     if workload != "rewrite":
         return [entry for entry in _lines(ASKED) if entry["workload"] == workload]
     texts = [rewrite_prompt(entry["prompt"] + entry["continuation"]) for entry in _lines(HELD_OUT)]
