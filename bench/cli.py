@@ -5,6 +5,7 @@ from collections.abc import Callable
 import typer
 
 from bench.compare import main as compare
+from bench.figures import figures
 from bench.five.command import five
 from bench.goodput import main as goodput
 from bench.gpu.command import gpu
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "gpu": gpu,
     "kills": kills,
     "soak": soak,
+    "figures": figures,
     "setup": setup,
     "shapes": shapes,
 }

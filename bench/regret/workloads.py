@@ -31,7 +31,7 @@ class Chain:
 
 
 class Draw:
-    """Draws prompts and arrival times for a workload of `seconds`. `unit`: the time of one request alone [s]."""
+    """Draws prompts and arrival times of a workload of `seconds`; one request alone takes `unit` [s]."""
 
     def __init__(self, rng: np.random.Generator, vocab_size: int, seconds: float, unit: float) -> None:
         self._rng, self._vocab_size = rng, vocab_size

@@ -15,7 +15,8 @@ from planner.trace import TraceFit, fitted, read_trace
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "LLM_SERVING.md").read_text()
-SWEEP = ROOT / "bench/results/speculate-amx-light/results.json"
+RESULTS = ROOT / "bench/results"
+LIGHT, BUSY = "speculate-amx-light", "speculate-amx"
 PROMPT = 1024
 
 
@@ -29,12 +30,18 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def sweep(method: str, requests: int) -> dict[Any, dict[str, Any]]:
+def figures_of(run: str) -> list[dict[str, Any]]:
+    figures: list[dict[str, Any]] = json.loads((RESULTS / run / "results.json").read_bytes())["figures"]
+    return figures
+
+
+def sweep(method: str, requests: int, run: str = LIGHT, **block: object) -> dict[Any, dict[str, Any]]:
     """Return the figures of a sweep by K."""
+    wanted = {"drafting": method, "concurrency": requests, **block}
     return {
         each["case"]["num_tokens"]: each
-        for each in json.loads(SWEEP.read_bytes())["figures"]
-        if (each["case"]["block"]["drafting"], each["case"]["block"]["concurrency"]) == (method, requests)
+        for each in figures_of(run)
+        if wanted.items() <= each["case"]["block"].items()
     }
 
 
@@ -52,9 +59,9 @@ def acceptance_of(tau: float, drafted: int) -> float:
 
 
 def test_a_real_models_figures_by_workload_are_the_measured_ones() -> None:
-    results = json.loads((ROOT / "bench/results/speculate-smollm2/results.json").read_bytes())
     figures = {
-        (each["case"]["block"]["workload"], each["case"]["num_tokens"]): each for each in results["figures"]
+        (each["case"]["block"]["workload"], each["case"]["num_tokens"]): each
+        for each in figures_of("speculate-smollm2")
     }
     rows = table("What does speculation bring on which text?")
     assert {row[0] for row in rows} == {workload for workload, _ in figures}
@@ -82,6 +89,27 @@ def test_the_table_of_k_equals_the_measured_sweep() -> None:
         method, requests = case.split(", ")
         figures = sweep(method, int(requests))
         assert cells == [f"{figures[k]['speedup']:.2f}" for k in (2, 4, 6, 8, "auto")]
+
+
+def test_costs_of_a_wrong_k_equal_the_measured_ones() -> None:
+    for load, method, *cells in table("What does a wrong K cost?"):
+        name, _, detail = load.partition(", ")
+        if detail:
+            figures = sweep(method, 1, "speculate-smollm2", workload=detail)
+        else:
+            requests = int(name.split()[0])
+            figures = sweep(method, requests, LIGHT if requests < 4 else BUSY)
+        costs = [f"{figures[k]['cost'] / figures[None]['cost']:.2f}" for k in (1, 2, 4, 8) if k in figures]
+        assert [cell for cell in cells if cell] == costs, (load, method)
+
+
+def test_methods_beside_each_other_equal_the_measured_ones() -> None:
+    for method, _, *cells in table("Which way to draft?"):
+        alone = sweep(method, 1)[4]
+        shares = [f"{alone[name] * 100:.0f} %" for name in ("acceptance", "draft_share")]
+        speedups = [alone, *(sweep(method, requests, BUSY)[4] for requests in (4, 16))]
+        gains = ", ".join(f"{each['speedup']:.2f}" for each in speedups)
+        assert cells == [f"{alone['per_forward']:.2f}", *shares, gains], method
 
 
 HEADING = "From which concurrency does speculation stop paying, and why?"

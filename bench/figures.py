@@ -1,0 +1,163 @@
+"""`tandem bench figures`: draws the figures of LLM_SERVING.md from the results in `bench/results`.
+
+Lines and letters have colours that can be read on white and on black.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bench.report import REPO, RESULTS, show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK = "#808080"
+COLOURS = ("#2a7fdb", "#e0662f", "#2f9e5f", "#b061d6", "#c9a227", "#d6477f")
+STYLE: dict[Any, Any] = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.framealpha": 0.0,
+    "font.size": 11,
+    "svg.hashsalt": "tandem",
+    "svg.fonttype": "none",
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+}
+FOUR_LOADS = {
+    "five": "10 M, chats",
+    "five-llama-29m": "29 M, chats",
+    "five-llama-29m-long-prompts": "29 M, long prompts",
+    "five-llama-29m-long-answers": "29 M, long answers",
+}
+
+
+def _results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name / "results.json").read_text())
+    return found
+
+
+def _cases(name: str) -> list[dict[str, Any]]:
+    """Return a sweep's figures, with the fields of their block beside them."""
+    return [
+        {**each, **each["case"]["block"], "K": each["case"]["num_tokens"]}
+        for each in _results(name)["figures"]
+    ]
+
+
+def _over_k(axes: Sequence[Axes]) -> None:
+    pair, real = axes
+    for method, colour in zip(("draft_model", "ngram", "eagle"), COLOURS, strict=False):
+        for requests, line in ((1, "-"), (2, ":")):
+            points = _points(_cases("speculate-amx-light"), "K", drafting=method, concurrency=requests)
+            pair.plot(*points, line, color=colour, marker="o", label=f"{method}, {requests}")
+    for workload in ("chat", "code", "json", "long-form", "rewrite"):
+        real.plot(*_points(_cases("speculate-smollm2"), "K", workload=workload), marker="o", label=workload)
+    pair.set(title="10 M and its drafts, 1 and 2 requests", xlabel="K", ylabel="speed-up over none")
+    real.set(title="SmolLM2-135M, suffix, 1 request", xlabel="K", xscale="log", xticks=[1, 2, 4, 8, 16])
+    real.set_xticklabels(["1", "2", "4", "8", "16"])
+
+
+def _positions(axes: Sequence[Axes]) -> None:
+    [axis] = axes
+    for case in _cases("speculate-smollm2"):
+        if case["K"] == 16 and case["workload"] != "json":
+            shares = [100 * share for share in case["by_position"][:8]]
+            axis.plot(range(1, len(shares) + 1), shares, marker="o", label=case["workload"])
+    axis.set(title="SmolLM2-135M, suffix, K = 16", xlabel="position in the draft", ylabel="accepted, %")
+
+
+def _over_requests(axes: Sequence[Axes]) -> None:
+    speed, cost = axes
+    cases = _cases("speculate-amx-light") + _cases("speculate-amx")
+    for method in ("ngram", "suffix", "draft_model", "eagle", "medusa", "lookahead"):
+        speed.plot(*_points(cases, "concurrency", drafting=method, K=4), marker="o", label=method)
+    cost.plot(*_points(cases, "concurrency", "cost", drafting="ngram", K=None), color=INK, label="none")
+    for method in ("ngram", "draft_model", "eagle"):
+        cost.plot(*_points(cases, "concurrency", "cost", drafting=method, K=4), marker="o", label=method)
+    for axis in axes:
+        axis.set(xlabel="requests at once", xscale="log", xticks=[1, 2, 4, 8, 16, 64])
+        axis.set_xticklabels(["1", "2", "4", "8", "16", "64"])
+    speed.set(title="10 M, K = 4", ylabel="speed-up over none")
+    cost.set(title="10 M, K = 4", ylabel="cost of a million tokens", ylim=(0, None))
+
+
+def _goodput(axes: Sequence[Axes]) -> None:
+    [axis] = axes
+    replays = _results("goodput-mooncake")["replays"]
+    replays += json.loads((RESULTS / "goodput-mooncake" / "nixl.json").read_text())["replays"]
+    for system, label in {"cost": "Tandem", "vllm": "vLLM", "vllm-nixl": "vLLM, split"}.items():
+        points = {each["offered"]: each["goodput"] for each in replays[::-1] if each["system"] == system}
+        axis.plot(list(points), list(points.values()), marker="o", label=label)
+    axis.plot([0, 40], [0, 40], ":", color=INK, label="all in time")
+    axis.set(title="29 M, Mooncake's trace", xlabel="requests/s offered", ylabel="requests/s within the SLO")
+
+
+def _effects(axes: Sequence[Axes]) -> None:
+    [axis] = axes
+    for place, (name, label) in enumerate(FOUR_LOADS.items()):
+        goodput = next(each for each in _results(name)["findings"][0]["figures"] if each["name"] == "goodput")
+        mains = [each for each in goodput["effects"] if len(each["factors"]) == 1]
+        at = [row + 0.18 * (place - 1.5) for row in range(len(mains))]
+        ratios = [each["ratio"] for each in mains]
+        spread = [
+            [each["ratio"] - each["low"] for each in mains],
+            [each["high"] - each["ratio"] for each in mains],
+        ]
+        axis.errorbar(ratios, at, xerr=spread, fmt="o", label=label)
+        axis.set_yticks(range(len(mains)), [each["factors"][0] for each in mains])
+    axis.axvline(1.0, color=INK, linewidth=0.8)
+    axis.invert_yaxis()
+    axis.set(
+        title="goodput with : without, 95 % intervals", xlabel="ratio", xscale="log", xticks=[0.5, 1, 2, 4]
+    )
+    axis.set_xticklabels(["0.5", "1", "2", "4"])
+    axis.minorticks_off()
+
+
+def _points(
+    cases: Sequence[dict[str, Any]], x: str, y: str = "speedup", **wanted: object
+) -> tuple[list[float], list[float]]:
+    """Return x and y of the cases with these fields. Where x is K, only numbers count."""
+    mine = [case for case in cases if all(case[name] == value for name, value in wanted.items())]
+    pairs = sorted({case[x]: case[y] for case in mine if isinstance(case[x], int) and case[x] > 0}.items())
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+FIGURES: dict[str, tuple[int, Callable[[Sequence[Axes]], None]]] = {
+    "over-k": (2, _over_k),
+    "positions": (1, _positions),
+    "over-requests": (2, _over_requests),
+    "goodput": (1, _goodput),
+    "effects": (1, _effects),
+}
+
+
+def figures(
+    output: Annotated[Path, typer.Option(help="folder for the figures")] = REPO / "docs" / "images",
+) -> None:
+    """Draw the figures of LLM_SERVING.md from the results in bench/results."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from cycler import cycler
+    from matplotlib import pyplot
+
+    output.mkdir(parents=True, exist_ok=True)
+    with pyplot.rc_context({**STYLE, "axes.prop_cycle": cycler(color=COLOURS)}):
+        for name, (panels, draw) in FIGURES.items():
+            figure, axes = pyplot.subplots(1, panels, figsize=(9, 3.8), squeeze=False, layout="constrained")
+            draw(axes[0])
+            for axis in axes[0]:
+                axis.grid(alpha=0.3)
+                axis.legend(fontsize=9)
+            figure.savefig(output / f"{name}.svg", metadata={"Date": None})
+            pyplot.close(figure)
+            show(f"written: {output / name}.svg")
