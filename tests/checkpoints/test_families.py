@@ -58,7 +58,8 @@ MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    """Make folders of GGUF files in an empty cache, but keep the kernels that are compiled already."""
+    monkeypatch.setattr("checkpoints.gguf.folder.cache_dir", lambda: tmp_path / "cache")
 
 
 def model_of(architecture: str, folder: Path, **changes: Any) -> PreTrainedModel:

@@ -1,7 +1,4 @@
-"""A simulated GPU whose tensors have no memory.
-
-Its kernels are counted instead of run, and each line is recorded at which the host would wait for it.
-"""
+"""A simulated GPU without memory: it counts kernels, and records each line where the host would wait."""
 
 from __future__ import annotations
 

@@ -23,6 +23,9 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
 
+Make = Callable[..., Engine]
+"""Makes an engine with these options."""
+
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 MAX_LEN = 256
 FIFTY_TOKENS_IN_9_MS = StepCosts(step_s=1e-3, row_s=0.0, context_s=0.0, token_s=9e-3 / 50, attention_s=0.0)
@@ -37,7 +40,7 @@ def tiny_engine(folder: Path, **options: Any) -> Engine:
 
 
 @pytest.fixture
-def make_engine(folder: Path) -> Callable[..., Engine]:
+def make_engine(folder: Path) -> Make:
     def make(num_blocks: int = 64, **options: Any) -> Engine:
         room = {"max_model_len": MAX_LEN, "kv_cache_memory_bytes": num_blocks * BLOCK_BYTES}
         return tiny_engine(folder, **{"max_num_seqs": 8} | room | options)
@@ -76,7 +79,7 @@ def assert_empty(engine: Engine) -> None:
     assert not engine.sequences
 
 
-def test_a_long_prompt_runs_in_chunks(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
+def test_a_long_prompt_runs_in_chunks(make_engine: Make, reference: PreTrainedModel) -> None:
     engine = make_engine()
     prompt = prompt_of(150)
     engine.add(ask("a", prompt))
@@ -91,9 +94,7 @@ def test_a_long_prompt_runs_in_chunks(make_engine: Callable[..., Engine], refere
     assert_empty(engine)
 
 
-def test_a_block_aligned_prompt_is_found_whole(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_a_block_aligned_prompt_is_found_whole(make_engine: Make, reference: PreTrainedModel) -> None:
     engine = make_engine()
     prompt = prompt_of(48)
     engine.add(ask("first", prompt))
@@ -108,9 +109,7 @@ def test_a_block_aligned_prompt_is_found_whole(
     assert_empty(engine)
 
 
-def test_equal_prompts_are_computed_once(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_equal_prompts_are_computed_once(make_engine: Make, reference: PreTrainedModel) -> None:
     engine = make_engine()
     prompt = prompt_of(150)
     for index in range(4):
@@ -132,9 +131,7 @@ def test_equal_prompts_are_computed_once(
     assert_empty(engine)
 
 
-def test_followers_survive_their_leader(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_followers_survive_their_leader(make_engine: Make, reference: PreTrainedModel) -> None:
     engine = make_engine()
     prompt = prompt_of(150)
     for name in ("leader", "second", "third"):
@@ -147,7 +144,7 @@ def test_followers_survive_their_leader(
     assert_empty(engine)
 
 
-def test_prompts_that_share_nothing_do_not_wait(make_engine: Callable[..., Engine]) -> None:
+def test_prompts_that_share_nothing_do_not_wait(make_engine: Make) -> None:
     engine = make_engine(max_num_batched_tokens=512)
     prompt = prompt_of(40)
     engine.add(ask("plain", prompt))
@@ -181,7 +178,7 @@ def hand_over(
 
 @pytest.mark.parametrize(("num_blocks", "preempts"), [(64, False), (20, True)])
 def test_a_handed_over_request_waits_for_a_row(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, num_blocks: int, preempts: bool
+    make_engine: Make, reference: PreTrainedModel, num_blocks: int, preempts: bool
 ) -> None:
     """It already has its blocks. If these run out, it gives up its own before running sequences do."""
     prefill, decode = make_engine(), make_engine(num_blocks, max_num_seqs=2, enable_prefix_caching=False)
@@ -202,7 +199,7 @@ def test_a_handed_over_request_waits_for_a_row(
     assert_empty(decode)
 
 
-def test_decoding_continues_beside_a_long_prompt(make_engine: Callable[..., Engine]) -> None:
+def test_decoding_continues_beside_a_long_prompt(make_engine: Make) -> None:
     engine = make_engine()
     engine.add(ask("long", prompt_of(240)))
     engine.step()
@@ -215,7 +212,7 @@ def test_decoding_continues_beside_a_long_prompt(make_engine: Callable[..., Engi
 
 
 def test_a_prompt_beside_decoding_keeps_within_the_budget(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
+    make_engine: Make, reference: PreTrainedModel
 ) -> None:
     engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
     engine.times.latest = FIFTY_TOKENS_IN_9_MS
@@ -228,7 +225,7 @@ def test_a_prompt_beside_decoding_keeps_within_the_budget(
     assert tokens(outputs["long"]) == greedy(reference, prompt_of(240, seed=1), 8)
 
 
-def test_a_prompt_keeps_within_the_slo_of_decoding_requests(make_engine: Callable[..., Engine]) -> None:
+def test_a_prompt_keeps_within_the_slo_of_decoding_requests(make_engine: Make) -> None:
     engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
     engine.times.latest = FIFTY_TOKENS_IN_9_MS
     engine.add(ask("strict", prompt_of(20), max_tokens=3, slo_tpot_s=0.0055))
@@ -239,14 +236,14 @@ def test_a_prompt_keeps_within_the_slo_of_decoding_requests(make_engine: Callabl
     run(engine)
 
 
-def test_lower_priority_values_run_first(make_engine: Callable[..., Engine]) -> None:
+def test_lower_priority_values_run_first(make_engine: Make) -> None:
     engine = make_engine(max_num_seqs=1)
     for name, priority in (("late", 5), ("early", -5), ("middle", 0)):
         engine.add(ask(name, prompt_of(5), priority=priority))
     assert list(run(engine)) == ["early", "middle", "late"]
 
 
-def test_a_deadline_ends_a_request_with_an_error(make_engine: Callable[..., Engine]) -> None:
+def test_a_deadline_ends_a_request_with_an_error(make_engine: Make) -> None:
     engine = make_engine()
     engine.add(ask("late", prompt_of(20), timeout_s=0.0))
     engine.add(ask("fine", prompt_of(20)))
@@ -277,7 +274,7 @@ CONTINUED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("emitted", [1, 7])
 @pytest.mark.parametrize("sampling", CONTINUED.values(), ids=CONTINUED)
 def test_emitted_tokens_continue_where_they_ended(
-    make_engine: Callable[..., Engine], sampling: dict[str, Any], emitted: int
+    make_engine: Make, sampling: dict[str, Any], emitted: int
 ) -> None:
     prompt = prompt_of(27)
     engine = make_engine()
@@ -299,9 +296,7 @@ def test_emitted_tokens_continue_where_they_ended(
     assert_empty(engine)
 
 
-def test_a_ban_that_begins_in_emitted_tokens_applies(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_a_ban_that_begins_in_emitted_tokens_applies(make_engine: Make, reference: PreTrainedModel) -> None:
     prompt = prompt_of(20)
     plain = greedy(reference, prompt, 8)
     sampling = {"banned_token_sequences": [plain[3:5]]}
@@ -318,7 +313,7 @@ def test_a_ban_that_begins_in_emitted_tokens_applies(
     [("waiting", 0, {}), ("running", 1, CONTINUED["penalties"]), ("held", 3, CONTINUED["penalties"])],
 )
 def test_a_prefill_whose_hand_off_fails_continues_here(
-    make_engine: Callable[..., Engine], stage: str, steps: int, sampling: dict[str, Any]
+    make_engine: Make, stage: str, steps: int, sampling: dict[str, Any]
 ) -> None:
     engine = make_engine()
     engine.add(ask("whole", prompt_of(150), sampling=sampling))
@@ -334,7 +329,7 @@ def test_a_prefill_whose_hand_off_fails_continues_here(
     assert_empty(engine)
 
 
-def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Callable[..., Engine]) -> None:
+def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Make) -> None:
     engine = make_engine()
     engine.add(ask("a", prompt_of(40)), prefill_only=True)
     assert len(run(engine)["a"]) == 1
@@ -345,9 +340,7 @@ def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Callable[..
     assert_empty(engine)
 
 
-def test_a_reservation_is_activated_or_freed(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_a_reservation_is_activated_or_freed(make_engine: Make, reference: PreTrainedModel) -> None:
     prompt = prompt_of(40)
     prefill, decode = make_engine(), make_engine()
     first, covered = hand_over(prefill, decode, ask("a", prompt))
@@ -363,7 +356,7 @@ def test_a_reservation_is_activated_or_freed(
 
 @pytest.mark.parametrize("missing", [1, 8, 9, 40])
 def test_a_handed_over_prompt_may_lack_its_last_tokens(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, missing: int
+    make_engine: Make, reference: PreTrainedModel, missing: int
 ) -> None:
     """They are computed before the first decode step, from any position."""
     prompt = prompt_of(40)
@@ -398,7 +391,7 @@ INT8, FP8 = ({"foreign_format": f"float32/{name}"} for name in ("int8", "fp8"))
     ids=["foreign formats", "other content than was said"],
 )
 def test_blocks_are_shared_only_within_their_format(
-    make_engine: Callable[..., Engine], turns: list[tuple[dict[str, Any], int]]
+    make_engine: Make, turns: list[tuple[dict[str, Any], int]]
 ) -> None:
     prompt, prefill, decode = prompt_of(40), make_engine(), make_engine()
     for number, (how, found) in enumerate(turns):
@@ -407,7 +400,7 @@ def test_blocks_are_shared_only_within_their_format(
         assert_empty(decode)
 
 
-def test_a_request_may_fill_the_context_and_no_more(make_engine: Callable[..., Engine]) -> None:
+def test_a_request_may_fill_the_context_and_no_more(make_engine: Make) -> None:
     engine = make_engine()
     engine.add(ask("fits", prompt_of(MAX_LEN - 8), 8))
     assert len(tokens(run(engine)["fits"])) == 8
@@ -415,7 +408,7 @@ def test_a_request_may_fill_the_context_and_no_more(make_engine: Callable[..., E
         engine.add(ask("too long", prompt_of(MAX_LEN - 8), 9))
 
 
-def test_a_reservation_without_room(make_engine: Callable[..., Engine]) -> None:
+def test_a_reservation_without_room(make_engine: Make) -> None:
     engine = make_engine(num_blocks=17)
     first = engine.reserve(ask("a", prompt_of(200)))
     assert first is not None
@@ -424,9 +417,7 @@ def test_a_reservation_without_room(make_engine: Callable[..., Engine]) -> None:
     assert engine.reserve(ask("b", prompt_of(200, 1))) is not None
 
 
-def test_prompt_logprobs_across_chunks(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_prompt_logprobs_across_chunks(make_engine: Make, reference: PreTrainedModel) -> None:
     prompt = prompt_of(100)
     engine = make_engine()
     engine.add(ask("warm", prompt))
@@ -457,9 +448,7 @@ def test_prompt_logprobs_across_chunks(
         ({"output_token_ids": [5] * 8}, "output_token_ids"),
     ],
 )
-def test_bad_requests_are_refused_by_field(
-    make_engine: Callable[..., Engine], changes: dict[str, Any], field: str
-) -> None:
+def test_bad_requests_are_refused_by_field(make_engine: Make, changes: dict[str, Any], field: str) -> None:
     engine = make_engine()
     arguments: dict[str, Any] = {"prompt": [1, 2, 3], **changes}
     with pytest.raises(InvalidRequestError) as refused:
@@ -468,13 +457,13 @@ def test_bad_requests_are_refused_by_field(
     assert_empty(engine)
 
 
-def test_a_pool_too_small_for_one_sequence_names_the_flag(make_engine: Callable[..., Engine]) -> None:
+def test_a_pool_too_small_for_one_sequence_names_the_flag(make_engine: Make) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
         make_engine(num_blocks=16)
 
 
 def test_a_request_without_a_possible_token_fails_alone(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
+    make_engine: Make, reference: PreTrainedModel
 ) -> None:
     engine = make_engine()
     banned = {"allowed_token_ids": [5], "banned_token_sequences": [[5]]}
@@ -545,7 +534,7 @@ def test_float32_compiles_nothing_if_the_native_decoder_knows_the_model(
             assert tokens(outputs[str(index)]) == greedy(load(tmp_path), prompt, 8)
 
 
-def test_a_step_that_lost_its_lent_cores_is_not_learned_from(make_engine: Callable[..., Engine]):
+def test_a_step_that_lost_its_lent_cores_is_not_learned_from(make_engine: Make):
     engine = make_engine()
     engine.borrow(lambda: False)
     first = engine.times.costs()

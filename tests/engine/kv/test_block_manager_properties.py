@@ -1,6 +1,4 @@
-"""Random use of the block manager, compared with a plain model that counts by inspection, on a fake
-KV pool.
-"""
+"""Random use of the block manager on a fake pool, compared with a plain model that counts by inspection."""
 
 from __future__ import annotations
 

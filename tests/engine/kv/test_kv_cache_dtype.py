@@ -1,12 +1,8 @@
-"""Engines with `--kv-cache-dtype`: more tokens fit, and nothing is shared with other formats.
-
-A request's tokens are the same in a batch, in chunks, after a prefix hit, from a lower tier, resumed in the
-middle, and drafted.
-"""
+"""Engines with `--kv-cache-dtype`: more tokens fit, and no block is shared with another format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +18,8 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator
 from tests.engine.kv.test_tiers_engine import written
-from tests.engine.test_engine import prompt_of, run, tokens
+from tests.engine.test_engine import Make, prompt_of, run, tokens
 
-Make = Callable[..., Engine]
 NUM_TOKENS = 24
 PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((200, 37, 64, 90))]
 CODED = pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])

@@ -1,6 +1,4 @@
-"""Sequences over all kinds of stores: rows always read what was written for them, in the pool and in lower
-tiers.
-"""
+"""Sequences over all kinds of stores: rows read what was written for them, in the pool and in lower tiers."""
 
 from __future__ import annotations
 
@@ -601,9 +599,7 @@ def test_a_reservation_has_the_window_of_its_last_row(lost: int, num_tokens: int
 
 @pytest.mark.parametrize(("lost", "covered"), [(0, 191), (1, 176), (2, 160)])
 def test_a_window_is_loaded_behind_blocks_of_the_pool(lost: int, covered: int) -> None:
-    """A fully cached prompt's last block is copied. If losses move the window's begin, the prefix is searched
-    again.
-    """
+    """A fully cached prompt's last block is copied. Losses that move the window start a new search."""
     tier = FakeTier([table_identity(each, 1) for each in IDENTITIES], lost)
     blocks, here = with_all_but_the_window(tier)
     held, found = find_prefix(blocks, TOKENS[:192], ROOT)

@@ -1,12 +1,10 @@
-"""An engine whose pool is far too small for its prompts: the tiers below return their blocks, and no token
-changes.
-"""
+"""An engine whose pool is too small for its prompts: lower tiers return blocks, and no token changes."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from engine.engine import Engine
 from engine.kv.tiers import host as host_module
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput, paged_logprobs
-from tests.engine.test_engine import BLOCK_BYTES, MAX_LEN, ask, prompt_of, run, tiny_engine, tokens
+from tests.engine.test_engine import BLOCK_BYTES, MAX_LEN, Make, ask, prompt_of, run, tiny_engine, tokens
 from tests.engine.test_engine import assert_empty as assert_pool_empty
 from tests.engine.tiers_parts import StuckFile
 from tests.tiers.seeds import seeds
@@ -30,7 +28,7 @@ LENGTHS = (240, 100, 161, 48, 200, 130)
 
 
 @pytest.fixture
-def make_engine(folder: Path) -> Iterator[Callable[..., Engine]]:
+def make_engine(folder: Path) -> Iterator[Make]:
     engines: list[Engine] = []
 
     def make(num_blocks: int = 17, host_blocks: int = 0, disk: Path | None = None, **options: Any) -> Engine:
@@ -80,7 +78,7 @@ def assert_empty(engine: Engine) -> None:
         assert len(tiers._free) + tiers.num_blocks == tiers._memory.num_slots
 
 
-def test_prompts_return_from_the_host(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
+def test_prompts_return_from_the_host(make_engine: Make, reference: PreTrainedModel) -> None:
     plain, tiered = make_engine(), make_engine(host_blocks=80)
     for turn in range(3):
         for prompt in PROMPTS:
@@ -100,9 +98,7 @@ def test_prompts_return_from_the_host(make_engine: Callable[..., Engine], refere
     assert_empty(tiered)
 
 
-def test_preempted_sequences_get_their_blocks_back(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_preempted_sequences_get_their_blocks_back(make_engine: Make, reference: PreTrainedModel) -> None:
     computed = []
     for host_blocks in (0, 200):
         engine = make_engine(num_blocks=20, host_blocks=host_blocks)
@@ -124,9 +120,7 @@ def test_preempted_sequences_get_their_blocks_back(
     assert computed[1] < computed[0]
 
 
-def test_a_reservation_counts_blocks_on_the_host(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
+def test_a_reservation_counts_blocks_on_the_host(make_engine: Make, reference: PreTrainedModel) -> None:
     engine, whole = make_engine(host_blocks=80), make_engine(num_blocks=64)
     prompt = PROMPTS[2]  # ten full blocks and a token
     first = serve(engine, prompt, max_tokens=1)[0][0]
@@ -154,7 +148,7 @@ def test_a_reservation_counts_blocks_on_the_host(
 
 @pytest.mark.parametrize(("tier", "num_prompts"), [("host", 1), ("disk", 4)])
 def test_tenants_are_separate_in_every_tier(
-    make_engine: Callable[..., Engine], tmp_path: Path, tier: str, num_prompts: int
+    make_engine: Make, tmp_path: Path, tier: str, num_prompts: int
 ) -> None:
     engine = make_engine(host_blocks=48, disk=tmp_path)
     prompt = prompt_of(64, seed=9)
@@ -179,7 +173,7 @@ def test_tenants_are_separate_in_every_tier(
     assert hits() == before + 4
 
 
-def test_prompt_logprobs_are_computed_despite_lower_tiers(make_engine: Callable[..., Engine]) -> None:
+def test_prompt_logprobs_are_computed_despite_lower_tiers(make_engine: Make) -> None:
     engine = make_engine(host_blocks=80)
     serve(engine, PROMPTS[1])
     serve(engine, PROMPTS[0])
@@ -190,7 +184,7 @@ def test_prompt_logprobs_are_computed_despite_lower_tiers(make_engine: Callable[
 
 
 def test_prompts_return_from_the_disk_even_after_a_restart(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
+    make_engine: Make, reference: PreTrainedModel, tmp_path: Path
 ) -> None:
     engine = make_engine(host_blocks=24, disk=tmp_path)
     for turn in range(2):
@@ -212,7 +206,7 @@ def test_prompts_return_from_the_disk_even_after_a_restart(
 
 
 def test_a_retrained_model_finds_no_blocks_of_the_old_one(
-    make_engine: Callable[..., Engine], folder: Path, tmp_path: Path
+    make_engine: Make, folder: Path, tmp_path: Path
 ) -> None:
     old = make_engine(host_blocks=24, disk=tmp_path / "kv", served_model_name="m")
     for prompt in PROMPTS:
@@ -232,9 +226,7 @@ def test_a_retrained_model_finds_no_blocks_of_the_old_one(
 
 
 @pytest.fixture
-def stuck_engine(
-    make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Engine]:
+def stuck_engine(make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Make an engine whose first prompts are on a disk that does not answer until `StuckFile.go`."""
     monkeypatch.setattr(StuckFile, "go", threading.Event(), raising=False)
     monkeypatch.setattr("engine.assembly.SlotFile", StuckFile)
@@ -287,7 +279,7 @@ def test_an_aborted_fetch_leaves_nothing_behind(stuck_engine: Engine) -> None:
 
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random_traffic_keeps_the_tokens_and_leaks_nothing(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path, seed: int
+    make_engine: Make, reference: PreTrainedModel, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
     engine = make_engine(num_blocks=30, host_blocks=24, disk=tmp_path)
@@ -330,7 +322,7 @@ def test_random_traffic_keeps_the_tokens_and_leaks_nothing(
     ],
 )
 def test_unavailable_tiers_name_the_flag(
-    make_engine: Callable[..., Engine], tmp_path: Path, options: dict[str, Any], message: str
+    make_engine: Make, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "taken" / "worker-0" / "blocks").mkdir(parents=True)

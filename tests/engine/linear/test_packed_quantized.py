@@ -1,7 +1,4 @@
-"""Packed quantized layers: right to bfloat16's last bit, and the same bits in every batch.
-
-Layers that round their inputs have the definition's integers, bit for bit.
-"""
+"""Packed quantized layers: right to bfloat16's last bit, and the same bits in every batch."""
 
 from __future__ import annotations
 

@@ -299,9 +299,7 @@ def test_as_many_rows_as_logits() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
-def test_portable_code_chooses_the_same_tokens(
-    level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_portable_code_chooses_the_same_tokens(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares the code for less capable CPUs."""
     if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in cpu_of_build()):
         pytest.skip(f"this CPU has no {level}")
@@ -310,7 +308,6 @@ def test_portable_code_chooses_the_same_tokens(
     logits = 3 * torch.randn(len(rows), 1000).bfloat16()
     expected = choose_both_ways(logits, rows)[0]
     monkeypatch.setattr("native.build._NATIVE", [f"-march={level}"])
-    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
     sampler = Sampler(1000, "cpu", [], row_sampler=native.NativeSampler())
     assert sampler.choose(logits, rows)[0].tolist() == expected
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -54,21 +54,17 @@ from tests.engine.devices.test_recurrent import needs_hooks
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
 
 
-def qwen3(num_layers: int = LAYERS, **options: Any) -> PreTrainedModel:
-    shape = {
-        "num_hidden_layers": num_layers,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
-        "vocab_size": 512,
-    }
+def on_gpu(config: PreTrainedConfig) -> PreTrainedModel:
     transformers_hook.register()
     with GPU:
-        return AutoModelForCausalLM.from_config(
-            Qwen3Config(**shape | options), dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
-        ).eval()
+        options = {"dtype": torch.bfloat16, "attn_implementation": transformers_hook.NAME}
+        return AutoModelForCausalLM.from_config(config, **options).eval()
+
+
+def qwen3(num_layers: int = LAYERS, **options: Any) -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": DIM, "vocab_size": 512}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    return on_gpu(Qwen3Config(num_hidden_layers=num_layers, **sizes | heads | options))
 
 
 def pool_of(num_layers: int = LAYERS) -> KVPool:
@@ -83,6 +79,12 @@ def runner_of(decoder: CudaDecoder, backend: TritonBackend) -> CudaRunner:
 def loaded_of(model: PreTrainedModel, pool: KVPool, adapters: Adapters | None = None) -> LoadedModel:
     group = pool.groups[TARGET]
     return LoadedModel(model, GPU, torch.bfloat16, group, 512, 64, [], "", adapters=adapters)
+
+
+def warm_runner(loaded: LoadedModel, pool: KVPool, config: ServeConfig = ServeConfig(max_num_seqs=2)) -> Any:
+    runner = select_forward.runner_of_one_process(config, loaded, pool, ())
+    runner.warm_up()
+    return runner
 
 
 class CountedGraphs:
@@ -156,11 +158,7 @@ def test_a_forward_never_waits(gpu: AbsentGpu, kind: str, batch: list[SequenceRo
 
 def hybrid() -> LoadedModel:
     config = config_of("qwen3_5_text")
-    transformers_hook.register()
-    with GPU:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
-        ).eval()
+    model = on_gpu(config)
     layer = RecurrentLayer(2 * 2 * 16 + 4 * 8, config.linear_conv_kernel_dim, 4, 2, 16, 8)
     state = StateLayout((layer, layer), torch.bfloat16).with_drafts(8)
     group = Group.uniform(TARGET, Segment(3, 2, 16, torch.bfloat16))
@@ -200,8 +198,7 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
     """Decode rows and drafts to verify are one launch. A prompt is launched kernel by kernel."""
     loaded = hybrid()
     served = replace(loaded, adapters=adapters_of(loaded.model) if adapter else None)
-    runner = select_forward.runner_of_one_process(DRAFTING, served, hybrid_pool(loaded), ())
-    runner.warm_up()
+    runner = warm_runner(served, hybrid_pool(loaded), DRAFTING)
     assert runner.choice == f"CUDA decoder, {12 if adapter else 6} graphs"
     drafts = [SequenceRows([5, 6, 7], 31, [[1, 2, 3]], certain=32)]
     prompt = [SequenceRows([5] * 40, 1, [[1, 2, 3]])]
@@ -216,16 +213,11 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
 
 def test_steps_of_a_model_with_experts_are_captured(gpu: AbsentGpu) -> None:
     config = config_of("qwen3_moe")
-    transformers_hook.register()
-    with GPU:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
-        ).eval()
+    model = on_gpu(config)
     heads, dim = config.num_key_value_heads, config.head_dim
     group = Group.uniform(TARGET, Segment(config.num_hidden_layers, heads, dim, torch.bfloat16))
     pool = KVPool(PoolLayout((group,), 16), 64, GPU, None)
-    runner = select_forward.runner_of_one_process(DRAFTING, loaded_of(model, pool), pool, ())
-    runner.warm_up()
+    runner = warm_runner(loaded_of(model, pool), pool, DRAFTING)
     assert runner.choice == "CUDA decoder, 6 graphs"
     check_run(gpu, runner, DECODE)
     assert gpu.launches == {"graph": 1}
@@ -268,8 +260,7 @@ def test_a_server_with_adapters_launches_no_more_for_requests_without(gpu: Absen
         model, pool = qwen3(), pool_of()
         adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64) if has_adapters else None
         loaded = loaded_of(model, pool, adapters)
-        runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
-        runner.warm_up()
+        runner = warm_runner(loaded, pool)
         gpu.clear()
         runner.run(Step([SequenceRows([5] * 20, 0, [[1, 2]])], [19]))
         assert not gpu.launches["graph"] and gpu.launches["rotate"] == LAYERS
@@ -297,8 +288,7 @@ def test_a_step_with_adapters_is_one_launch(
         monkeypatch.setattr(cuda_runner, "unfit", lambda *_: "for a test")
     model, pool = qwen3(), pool_of()
     loaded = loaded_of(model, pool, adapters_of(model))
-    runner = select_forward.runner_of_one_process(DRAFTING, loaded, pool, ())
-    runner.warm_up()
+    runner = warm_runner(loaded, pool, DRAFTING)
     assert runner.choice == f"{decoder}, 12 graphs"
     decode = [replace(DECODE[0], adapter=1), DECODE[1]]
     drafts = [SequenceRows([5, 6, 7], 20, [[1, 2]], adapter=1)]
@@ -357,8 +347,7 @@ def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_early_too(gp
     loaded = hybrid()
     pool = hybrid_pool(loaded)
     assert pool.state_slots is not None
-    runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
-    runner.warm_up()
+    runner = warm_runner(loaded, pool)
     blocks = BlockManager(pool)
     slot_allocator = StateSlotAllocator(pool.state_slots, blocks, pool)
     assert launches_behind(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18

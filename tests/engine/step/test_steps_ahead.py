@@ -46,30 +46,35 @@ def folder_of(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return made
 
 
+CONFIG: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "compile": "off",
+    "max_model_len": 144,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 4,
+    "itl_budget": 0.0,  # equal chunks on a slow host
+}
+
+
+@cache
+def sizes_of(folder: Path) -> tuple[int, int, int]:
+    """Return a model's bytes of a block, blocks of a kept state, and bytes of a state slot."""
+    pool = build_engine(ServeConfig(model=str(folder), kv_cache_memory_bytes=2**23, **CONFIG))[0].pool
+    slot = 0 if pool.state_slots is None else pool.state_slots.layout.state_slot_bytes
+    return pool.memory.shape[1], pool.state_blocks, slot
+
+
 @pytest.fixture
 def make_engine(folder_of: Callable[[str], Path]) -> MakeEngine:
     def make(
         ahead: bool = True, num_blocks: int = 64, model_type: str = "llama", **options: Any
     ) -> tuple[Engine, LateDevice]:
-        """Make an engine with room for `num_blocks` blocks in addition to the state slots and one
-        kept state.
-        """
-        config: dict[str, Any] = {
-            "model": str(folder_of(model_type)),
-            "dtype": "float32",
-            "device": "cpu",
-            "compile": "off",
-            "max_model_len": 144,
-            "max_num_batched_tokens": 48,
-            "max_num_seqs": 4,
-            "itl_budget": 0.0,  # equal chunks on a slow host
-            "kv_cache_memory_bytes": 2**23,
-        } | options
-        pool = build_engine(ServeConfig(**config))[0].pool
-        room = (num_blocks + pool.state_blocks) * pool.memory.shape[1]
-        if pool.state_slots is not None:
-            room += config["max_num_seqs"] * pool.state_slots.layout.state_slot_bytes
-        engine, _ = build_engine(ServeConfig(**config | {"kv_cache_memory_bytes": room}))
+        """Make an engine with room for these blocks, all state slots and one kept state."""
+        folder, config = folder_of(model_type), CONFIG | options
+        block_bytes, state_blocks, slot_bytes = sizes_of(folder)
+        room = (num_blocks + state_blocks) * block_bytes + config["max_num_seqs"] * slot_bytes
+        engine, _ = build_engine(ServeConfig(model=str(folder), kv_cache_memory_bytes=room, **config))
         return engine, put_on_late_device(engine, ahead=ahead)
 
     return make
