@@ -16,7 +16,8 @@ from torch import Tensor
 
 Upload = Callable[[Sequence[np.ndarray]], list[Tensor]]
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes at whose multiples tensors begin. Triton compiles kernels anew for others."""
 
 
 def upload_to(device: torch.device) -> Upload:
@@ -64,7 +65,7 @@ class Uploader:
 
     def _lay_out(self, layout: list[tuple[np.dtype, tuple[int, ...]]], arrays: Sequence[np.ndarray]) -> None:
         """Have a tensor for each array."""
-        starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+        starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
         if starts[-1] > len(self._bytes):
             self._bytes = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
             self._pinned.clear()

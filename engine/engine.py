@@ -30,6 +30,7 @@ from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceStage, SequenceState
 from engine.step.slot_allocator import StateSlotAllocator
 from engine.step.speculation_interface import Speculator
+from engine.triton_support import Compilations
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
 from protocol.errors import InvalidRequestError
@@ -107,9 +108,10 @@ class Engine:
         if not config.paged_kv:
             self.blocks.least_tokens = self.max_model_len
         self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
+        self._compilations = Compilations() if self._sampler.has_kernels else None
 
     def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
-        self._sampler.warm_up(loaded.dtype)
+        self._sampler.warm_up(loaded.dtype, drafts=self._speculator is not None)
         with closing(ProfilingRun(self.blocks, self._runner, self.max_model_len)) as profiling:
             self.times.seed(measure_steps(profiling, self._sampler, self.config.max_num_seqs, budget))
             if self._speculator is not None:
@@ -351,12 +353,14 @@ class Engine:
         )
 
     def counters(self) -> dict[str, float]:
-        """Counters of kept states, of the tiers below the pool and of speculation, in Prometheus' naming; for
-        any thread.
+        """Counters of kept states, of the tiers below the pool, of compiled kernels and of speculation, in
+        Prometheus' naming; for any thread.
         """
         counters = self.tiers.totals() if self.tiers is not None else {}
         if self._slot_allocator is not None:
             counters |= self._slot_allocator.totals()
+        if self._compilations is not None:
+            counters |= self._compilations.totals()
         if room_wait_s := self.scheduler.room_wait_s:
             counters["kv_room_wait_seconds_total"] = room_wait_s
         return counters | (self._speculator.counters() if self._speculator is not None else {})

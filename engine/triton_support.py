@@ -1,25 +1,55 @@
-"""Whether Triton's kernels can serve a device, and how the sizes of their blocks are reckoned."""
+"""Tells whether Triton's kernels can serve a device, counts their compilations, and computes block sizes."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 
+log = logging.getLogger("tandem.engine")
+
+
+class Compilations:
+    """Counts the Triton kernels that this process compiles from now on, or loads from Triton's cache.
+
+    A step waits for either, so a server should have compiled all its kernels when it starts.
+    """
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self.count, self.seconds = 0, 0.0
+        knobs.compilation.listener = self._note
+
+    def _note(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        seconds = times.total / 1e6
+        self.count += 1
+        self.seconds += seconds
+        how = "loaded from Triton's cache" if cache_hit else "compiled"
+        log.warning("kernel %s was %s after the start, in %.2f s", src.name, how, seconds)
+
+    def totals(self) -> dict[str, float]:
+        return {
+            "kernel_compilations_total": self.count,
+            "kernel_compilation_seconds_total": self.seconds,
+        }
+
 
 def can_build() -> bool:
-    """Whether Triton can compile what launches its kernels, as it does when the first one runs."""
+    """Return whether Triton can compile what launches its kernels, as it does when the first one runs."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = sysconfig.get_paths(scheme="posix_prefix")["include"]
     return compiler is not None and Path(headers, "Python.h").exists()
 
 
 def triton_fault(device: torch.device) -> str | None:
-    """Why they cannot."""
+    """Return why Triton's kernels cannot serve the device; None if they can."""
     if device.type != "cuda":
         return f"the triton kernel does not run on {device.type}"
     if not torch.cuda.is_available():
@@ -39,5 +69,5 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The next one, from 16 on: what tensor cores multiply."""
+    """Return the next power of two, at least 16: the least size that tensor cores multiply."""
     return max(16, 1 << (number - 1).bit_length())

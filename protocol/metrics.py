@@ -219,6 +219,8 @@ WORKER_COUNTERS = (
 REPORTED = (
     *WORKER_COUNTERS,
     _counter("kv_room_wait_seconds_total", "Time in which a request waited for blocks of the KV pool."),
+    _counter("kernel_compilations_total", "GPU kernels compiled or loaded after the start."),
+    _counter("kernel_compilation_seconds_total", "Time that these took."),
     _gauge("kept_states", "States of recurrent layers in the KV pool, from which prompts can continue."),
     _gauge("kept_state_bytes", "Bytes of the KV pool that these states use."),
     _counter("kept_state_hits_total", "Times that a sequence continued from such a state."),

@@ -83,17 +83,19 @@ class Sampler:
         """Whether choices are compiled calls."""
         return isinstance(self._row_sampler, NativeSampler)
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile what chooses from logits of this dtype, so that no request waits for it."""
+    def warm_up(self, dtype: torch.dtype, *, drafts: bool = False) -> None:
+        """Compile what chooses from logits of this dtype, and with `drafts` what draws these, so that no
+        request waits for it.
+        """
         if not self.has_kernels:
             return
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
-        for params in (
-            SamplingParams(max_tokens=1, temperature=0.0),
-            SamplingParams(max_tokens=1),
-            SamplingParams(max_tokens=1, logit_bias={0: 1.0}),
-        ):
+        greedy, sampled = SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1)
+        edited = SamplingParams(max_tokens=1, logit_bias={0: 1.0})
+        for params in (greedy, sampled, edited):
             self.choose(logits, [SamplingRow(params, [], [], 0, "")])
+        for params in (sampled, edited) if drafts else ():
+            self.draw_drafts(logits, [SamplingRow(params, [], [], 0, "")], [0])
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
         """Choose a token for each row of `logits` [n, vocab], any float dtype, which stay as they are."""

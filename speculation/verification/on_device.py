@@ -41,11 +41,14 @@ def can_verify(sequence: SequenceState) -> bool:
 
 def warm_up(sampler: Sampler, dtype: torch.dtype, rule: Verification) -> None:
     """Compile what verifies by logits of this dtype."""
-    sampling = SamplingParams(max_tokens=1)
-    sequence = SequenceState(EngineRequest(request_id="", prompt_token_ids=[0], sampling=sampling), 0)
-    sequence.draft = Draft([0])
     logits = torch.zeros((2, sampler.vocab_size), dtype=dtype, device=sampler.device)
-    verify([sequence], logits, sampler, rule)
+    biases: list[dict[int, float]] = [{}, {0: 1.0}]
+    for bias in biases:  # edited logits are float32
+        sampling = SamplingParams(max_tokens=1, logit_bias=bias)
+        request = EngineRequest(request_id="", prompt_token_ids=[0], sampling=sampling)
+        sequence = SequenceState(request, 0)
+        sequence.draft = Draft([0])
+        verify([sequence], logits, sampler, rule)
 
 
 def verify(

@@ -34,6 +34,16 @@ class _Absent:
 
 
 @contextmanager
+def absent_driver(capability: int) -> Iterator[None]:
+    driver = triton.runtime.driver
+    before, driver._active = driver._active, _Absent(capability)
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextmanager
 def launches(capability: int) -> Iterator[list[Any]]:
     """Collect the compiled kernels of the launches inside the block, without running any."""
     run, compiled = JITFunction.run, []
@@ -41,14 +51,12 @@ def launches(capability: int) -> Iterator[list[Any]]:
     def compile_alone(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
-    driver = triton.runtime.driver
-    before, driver._active = driver._active, _Absent(capability)
     JITFunction.run = compile_alone
     try:
-        yield compiled
+        with absent_driver(capability):
+            yield compiled
     finally:
         JITFunction.run = run
-        driver._active = before
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def _side(adapter, layer, SIDE: tl.constexpr, DTYPE: tl.constexpr):
     return matrix, tl.multiple_of(tl.load(fields + 2).to(tl.int32), 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def shrink(
     x,
     adapters,
@@ -70,7 +70,7 @@ def shrink(
     tl.store(out, total, mask=is_own[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def expand(
     shrunk,
     adapters,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from engine.batch.rows import SequenceRows
 from engine.batch.step_inputs import StepShape, are_chains
@@ -16,6 +17,8 @@ MOST_ROWS = 512
 """A step with more keeps the device busy for longer than the host needs to launch it."""
 
 _POWERS_UP_TO = 16
+_EAGER_ROWS = (2, 128)
+"""Fewer than a tile's rows, and more."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,21 @@ class Buckets:
                     if sequences * rows_each <= MOST_ROWS:
                         for adapters in (True, False) if self.adapters else (False,):
                             yield self._shape(sequences, rows_each, blocks, adapters)
+
+    def eager_forms(self) -> Iterator[StepShape]:
+        """Yield steps that launch each kernel in all forms that eager steps take: few and many rows, few and
+        many keys, and inputs that are there or not.
+        """
+        for rows, blocks, trees, first_keys, adapters in product(
+            _EAGER_ROWS,
+            {self.blocks[0], self.blocks[-1]},
+            {False, self.trees},
+            {False, self.first_keys},
+            {False, self.adapters},
+        ):
+            yield StepShape(rows, rows, 1, rows, blocks, trees, first_keys, adapters)
+        for sequences in self.sequences:
+            yield self._shape(sequences, 1, self.blocks[0], False)
 
     def shape_of(self, batch: Sequence[SequenceRows], num_logits: int, block_size: int) -> StepShape | None:
         """None where the step fits none."""

@@ -100,7 +100,7 @@ def _turned(
     return _rounded(_rounded(own * cosine, head) + _rounded(other * sine, head), head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])  # a table's slots may begin anywhere among those of all tables
 def rotate(
     qkv,
     query_norm,

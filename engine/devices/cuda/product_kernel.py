@@ -37,7 +37,7 @@ def _inputs(x, order, k, is_row, inside):
     return tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     x,
     weight,

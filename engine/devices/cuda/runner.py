@@ -56,10 +56,12 @@ class CudaRunner(StepRunner):
 
     @torch.inference_mode()
     def warm_up(self) -> float:
-        """Capture the buckets' graphs, if the forward can be captured."""
-        if self._graphs is None:
-            return 0.0
+        """Compile the kernels of eager steps. Capture the buckets' graphs, if the forward can be captured."""
         started = time.monotonic()
+        for shape in self._buckets.eager_forms():
+            self._compute(self._inputs(Step([], []), shape))
+        if self._graphs is None:
+            return time.monotonic() - started
         shapes = list(self._buckets)
         for shape in shapes:  # from now on no address changes
             self._inputs(Step([], []), shape)

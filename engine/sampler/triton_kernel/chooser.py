@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.copies import Downloader, upload_to
+from engine.copies import ALIGNMENT, Downloader, upload_to
 from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
 from engine.sampler.noise import Purpose, round_seeds
@@ -33,6 +33,8 @@ _REGISTERS = 128
 LISTS_BYTES = 256 * 1024**2
 """The most memory for edited logits and lists of candidates. A step with more rows takes several launches."""
 
+_ALIGNED_ROWS = 16
+"""Launches begin at such rows, so that no tensor's address needs another compilation."""
 _LISTED_BYTES = 10
 """The bytes of a listed token: two float32 and its place."""
 
@@ -114,8 +116,8 @@ class TritonSampler:
         logits, edits, count = batch.logits, batch.edits, len(batch.index)
         if len(logits) != count:
             raise ValueError(f"{count} rows of logits, got {tuple(logits.shape)}")
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        if logits.stride(1) != 1 or logits.data_ptr() % ALIGNMENT:
+            logits = logits.clone(memory_format=torch.contiguous_format)
         told = batch.requests.device_rows(np.array(batch.index), batch.positions, seeds)
         integers, numbers, *listed = self._upload([*told, *(edits or ())])
         if further is not None:
@@ -125,7 +127,8 @@ class TritonSampler:
         def kept(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=logits.device)
 
-        together = max(1, LISTS_BYTES // (logits.shape[1] * _LISTED_BYTES))
+        most = LISTS_BYTES // (logits.shape[1] * _LISTED_BYTES)
+        together = max(1, most // _ALIGNED_ROWS) * _ALIGNED_ROWS
         edited = None
         if edits is not None:
             edited = kept(torch.float32, count if keeps else min(count, together), logits.shape[1])
@@ -168,7 +171,7 @@ def choose(
         chosen.arrivals,
         logits.stride(0),
         SIZE=size,
-        WORDS=0 if edits is None else edits.masks.shape[1],
+        WORDS=0 if edits is None else ceil_div(size, 32),  # as wide as grammars' masks, if there are any
         GROUP=_GROUP,
         TILES=tiles,
         TILE=TILE,

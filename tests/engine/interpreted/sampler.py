@@ -177,6 +177,7 @@ def test_distributions_and_drafts() -> None:
 def test_more_rows_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     monkeypatch.setattr(chooser, "LISTS_BYTES", 2 * 100 * 10)
+    monkeypatch.setattr(chooser, "_ALIGNED_ROWS", 2)
     rows = make_rows(4, random.Random(5), ["hot", "top-p tiny", "greedy"])
     rows.append(make_row("edited", output=(1, 1, 2), seed=5, temperature=0.0, frequency_penalty=2.0))
     logits = torch.randn(10, 100)

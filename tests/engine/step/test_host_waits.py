@@ -231,7 +231,7 @@ def test_which_models_it_runs(gpu: AbsentGpu) -> None:
         runner = select_forward.runner_of_one_process(
             ServeConfig(max_num_seqs=2, **options), loaded, pool, ()
         )
-        assert (runner.warm_up() > 0.0) == (not options.get("enforce_eager"))
+        assert runner.warm_up() > 0.0
         return runner.choice
 
     assert choice() == "CUDA decoder, 2 graphs"

@@ -245,6 +245,7 @@ class TritonBackend(CapturableBackend):
         sequences = len(step.context_len)
         owners = min(sequences, num_rows // shortest)
         size = min(owners * ceil_div(longest, tokens), num_rows // tokens + owners)
+        size = ceil_div(size, 4) * 4  # so that both lists begin at a multiple of 16 bytes
         lists = torch.empty((2, size), dtype=torch.int32, device=step.query_start.device)
         if size:
             plan[(ceil_div(size, _PLANNED_TOGETHER),)](

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.batch.operators import StepOperators
 from engine.batch.recurrent_plan import Room, Tables, padded, tables_of, tile_rows
 from engine.batch.step_inputs import StepShape
-from engine.copies import upload_to
+from engine.copies import ALIGNMENT, upload_to
 from engine.devices.cuda.recurrent.attend import attend
 from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import keep
@@ -24,8 +24,6 @@ _ROWS, _CHANNELS = 16, 64
 _KEPT_COLUMNS = 256
 _HEADS = 32
 _PART, _PART_BY_CHANNEL, _VALUES = 32, 16, 32
-_ALIGNMENT = 16
-"""Bytes."""
 
 
 class TritonOperators(StepOperators):
@@ -180,4 +178,4 @@ class TritonOperators(StepOperators):
 def _aligned(rows: Tensor) -> Tensor:
     """Kernels are compiled anew for rows that are not, and other code might sum in another order."""
     rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
+    return rows.clone() if rows.data_ptr() % ALIGNMENT else rows
