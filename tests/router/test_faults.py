@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import socket
 import threading
 import time
 
@@ -61,38 +59,6 @@ def test_disconnect_aborts_a_plain_request(make_router, held):
     eventually(lambda: request_ids == set(decode.aborted))
     eventually(lambda: request_ids == set(prefill.aborted))
     eventually(lambda: is_idle(router))
-
-
-def test_a_client_that_does_not_read_gets_merged_chunks(make_router):
-    router = make_router()
-    router.server._http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    worker = router.add_worker(max_model_len=100_000, tokens_per_step=100, step_s=0.0005)
-    num_tokens = 60_000
-    body = json.dumps({"prompt": "the quick brown fox", "max_tokens": num_tokens, "stream": True}).encode()
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect(("127.0.0.1", router.server.port))
-    client.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-        % len(body)
-    )
-    client.sendall(body)
-    eventually(lambda: worker.generated and not worker.jobs and not len(router.server.state.journal), 60)
-    client.settimeout(10)
-    received = b""
-    while part := client.recv(1 << 20):
-        received += part
-    client.close()
-    chunks = [
-        json.loads(line[6:])
-        for line in received.decode().splitlines()
-        if line.startswith("data: {") and '"choices"' in line
-    ]
-    tokenizer = router.server.state.tokenizer
-    prompt = tokenizer.encode("the quick brown fox")
-    expected = tokenizer.decode((prompt * num_tokens)[:num_tokens])
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
-    assert len(chunks) < num_tokens / 100 / 2
 
 
 # --- deaths ---

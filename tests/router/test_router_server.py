@@ -52,14 +52,6 @@ def test_starting(make_router):
     assert router.http.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_prefill_worker_alone_serves(make_router):
-    router = make_router()
-    prefill = router.add_worker("prefill-0", "prefill")
-    assert router.http.post("/v1/completions", json=BODY).status_code == 200
-    assert prefill.generated
-    assert not prefill.aborted
-
-
 def test_no_disaggregation(make_router):
     router = make_router(disaggregation=False)
     prefill, decode = router.add_worker("prefill-0", "prefill"), router.add_worker()
@@ -146,6 +138,7 @@ def test_head_is_get_without_the_body(router):
     ("query", "field", "limit"),
     [
         ("/decisions?limit=0", "limit", "greater than or equal to 1"),
+        ("/decisions?limit=" + "9" * 5000, "limit", ""),
         ("/requests?limit=1001", "limit", "less than or equal to 1000"),
         ("/requests?limit=many", "limit", "valid integer"),
         ("/doctor?seconds=0", "seconds", "greater than 0"),

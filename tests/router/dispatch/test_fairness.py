@@ -6,7 +6,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from router_clients import eventually, is_idle, lose, make_pair, post
+from router_clients import eventually, is_idle, lose, make_pair
 
 from protocol.costs import StepCosts
 from router.dispatch import placer
@@ -91,21 +91,6 @@ def test_a_first_token_makes_room_for_the_next_prompt_at_once(make_router, pool)
     eventually(lambda: len(worker.generated) == 6)
     worker.stall_after = 3
     assert [each.result(10).status_code for each in asked] == [200] * 6
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_a_flood_does_not_keep_others_waiting(router, pool, split):
-    worker = make_pair(router)[0] if split else router.add_worker()
-    worker.hold.set()
-    flood = ask(pool, router, 0, count=40)
-    eventually(lambda: held(router) > 20)
-    num_ahead = len(worker.generated)
-    single = ask(pool, router, 1, max_tokens=4)
-    worker.hold.clear()
-    assert single[0].result(10).status_code == 200
-    assert [each.result(10).status_code for each in flood] == [200] * 40
-    lengths = [request.sampling.max_tokens for request in worker.generated]
-    assert lengths.index(4) == num_ahead, "it came next"
 
 
 def test_a_flood_starves_nobody_on_a_pair_under_cost(make_router, pool):
@@ -207,22 +192,6 @@ def test_a_decode_worker_that_dies_before_the_prompt_was_sent_is_replaced(router
     assert held(router) == 0
 
 
-def test_a_leaving_workers_queue_goes_to_another(router, pool):
-    prefill, decode = make_pair(router)
-    prefill.hold.set()
-    asked = ask(pool, router, 0, count=20)
-    eventually(lambda: held(router) > 5)
-    num_sent = len(prefill.generated)
-    other = router.add_worker("prefill-1", "prefill", peers={"decode-0": decode})
-    headers = {"authorization": f"Bearer {KEYS[0]}"}
-    pool.submit(router.http.post, "/workers/prefill-0/drain", json={}, headers=headers)
-    eventually(lambda: len(other.generated) > 0)
-    prefill.hold.clear()
-    assert [each.result(10).status_code for each in asked] == [200] * 20
-    assert len(prefill.generated) == num_sent
-    assert len(other.generated) >= 20 - num_sent, "what was sent may follow at --drain-timeout"
-
-
 def test_full_rows_hold_prompts_back(router, pool):
     """The prefill worker is fast, and the decode worker has two rows."""
     prefill, decode = make_pair(router)
@@ -282,10 +251,3 @@ def test_any_of_the_keys_is_accepted_and_none_is_shown(make_router, caplog):
     shown = router.http.get("/metrics").text + caplog.text
     assert 'api_key_tokens_total{api_key="1"' in shown
     assert "two" not in shown
-
-
-def test_without_keys_all_requests_share_one_queue(make_router):
-    router = make_router()
-    router.add_worker()
-    assert post(router, max_tokens=2).status_code == 200
-    assert router.metric("tandem_api_key_tokens_total", api_key="0") > 0

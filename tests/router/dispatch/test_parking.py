@@ -6,7 +6,7 @@ import time
 
 import msgspec
 import pytest
-from router_clients import emitted, eventually, is_idle, lose, make_pair, post
+from router_clients import answer, emitted, eventually, is_idle, lose, make_pair, post
 
 PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"
 FIELDS = {"prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}
@@ -14,11 +14,6 @@ FIELDS = {"prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}
 
 def parked(router) -> int:
     return int(router.metric("tandem_num_requests_parked"))
-
-
-def content(response) -> dict:
-    assert response.status_code == 200, response.text
-    return {key: value for key, value in response.json().items() if key not in ("id", "created")}
 
 
 @pytest.fixture
@@ -30,10 +25,8 @@ def router(make_router):
 
 
 @pytest.fixture
-def expected(make_router):
-    other = make_router()
-    other.add_worker()
-    return content(post(other, **FIELDS))
+def expected(undisturbed):
+    return undisturbed(**FIELDS)
 
 
 def test_all_workers_die_and_come_back(router, pool, expected):
@@ -54,7 +47,7 @@ def test_all_workers_die_and_come_back(router, pool, expected):
     assert not (running.done() or queued.done() or late.done())
     decode = router.add_worker("decode-0")
     router.add_worker("prefill-0", "prefill", peers={"decode-0": decode})
-    assert [content(future.result(5)) for future in (running, queued, late)] == [expected] * 3
+    assert [answer(future.result(5)) for future in (running, queued, late)] == [expected] * 3
     assert parked(router) == 0
     assert router.metric("tandem_requests_parked_total") == 3
     assert router.metric("tandem_request_failures_total") == 0
@@ -69,15 +62,15 @@ def test_ready_reports_the_workers_that_are_there(router, pool):
     assert router.http.get("/ready").status_code == 200
     lose(router, worker)
     eventually(lambda: parked(router) == 1)
-    answer = router.http.get("/ready")
-    assert answer.status_code == 503
-    assert answer.json()["reason"] == "no worker is ready; 1 requests wait for prefill-0, decode-0 to start"
+    shown = router.http.get("/ready")
+    assert shown.status_code == 503
+    assert shown.json()["reason"] == "no worker is ready; 1 requests wait for prefill-0, decode-0 to start"
     assert router.http.get("/health").status_code == 200
     assert (router.metric("tandem_ready"), router.metric("tandem_num_workers_awaited")) == (0, 2)
     router.add_worker("decode-0")
     assert future.result(5).status_code == 200
-    answer = router.http.get("/ready")
-    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "awaited": ["prefill-0"]})
+    shown = router.http.get("/ready")
+    assert (shown.status_code, shown.json()) == (200, {"status": "ready", "awaited": ["prefill-0"]})
     assert (router.metric("tandem_ready"), router.metric("tandem_num_workers_awaited")) == (1, 1)
 
 
@@ -87,8 +80,8 @@ def test_a_worker_that_cannot_decode_does_not_make_the_server_ready(make_router)
     assert router.http.get("/ready").status_code == 200, "it serves whole requests"
     worker = router.server.state.registry.named("prefill-0")
     worker.role = msgspec.structs.replace(worker.role, tasks=("prefill",))
-    answer = router.http.get("/ready")
-    assert (answer.status_code, answer.json()["reason"]) == (503, "no worker is ready")
+    shown = router.http.get("/ready")
+    assert (shown.status_code, shown.json()["reason"]) == (503, "no worker is ready")
 
 
 def test_the_deadline_holds_for_parked_requests(make_router, pool):
@@ -164,7 +157,7 @@ def test_a_silent_worker_that_answers_again_gets_parked_requests(make_router, po
     eventually(lambda: parked(router) == 1)
     worker.stall_after = 2**31
     worker.mute.clear()
-    assert content(future.result(5)) == expected
+    assert answer(future.result(5)) == expected
 
 
 def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool):

@@ -13,7 +13,7 @@ from router.grammars.tool_grammar import Offer, tool_grammar
 from router.parsing import formats
 from router.parsing.formats import Parsing
 from router.parsing.parameters import Parameters
-from tests.router.grammars.test_tool_grammar import Model
+from tests.router.grammars.test_tool_grammar import Model, model_of
 from tests.router.parsing.test_parsing import block, parsed
 
 FORMS = {"pythonic": formats.PYTHONIC, "gemma4": formats.GEMMA4}
@@ -21,7 +21,7 @@ FORMS = {"pythonic": formats.PYTHONIC, "gemma4": formats.GEMMA4}
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
 def model(request):
-    return Model(request.param)
+    return model_of(request.param)
 
 
 def call(kind: str, arguments: dict[str, Any]) -> str:
@@ -143,7 +143,7 @@ CANNOT = {
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("keyword", CANNOT)
 def test_unsupported_keywords_are_named_and_only_matter_to_strict_functions(kind, keyword):
-    model = Model(has_tokens=True)
+    model = model_of(True)
     with pytest.raises(InvalidRequestError, match="tools: f: ") as refused:
         grammar(model, kind, CANNOT[keyword])
     assert refused.value.field == "tools" and keyword in refused.value.message
@@ -163,7 +163,7 @@ def test_unsupported_keywords_are_named_and_only_matter_to_strict_functions(kind
     ],
 )
 def test_invalid_schemas_are_refused(kind, schema):
-    model = Model(has_tokens=True)
+    model = model_of(True)
     with pytest.raises(InvalidRequestError, match="tools: f: "):
         grammar(model, kind, {**schema, "required": ["a"]})
 
@@ -185,7 +185,7 @@ def test_a_mark_within_a_string_ends_the_string(model):
 
 def test_grammars_compile():
     """Grammars with a hundred optional parameters."""
-    model = Model(has_tokens=True)
+    model = model_of(True)
     schema = {"properties": {f"p{number}": {"type": "string"} for number in range(100)}}
     for kind in FORMS:
         assert not LLMatcher(model.ll, grammar(model, kind, schema), log_level=0).is_error()

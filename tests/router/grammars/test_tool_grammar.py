@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -78,9 +79,14 @@ class Model:
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
+@functools.cache
+def model_of(has_tokens: bool) -> Model:
+    return Model(has_tokens)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
 def model(request):
-    return Model(request.param)
+    return model_of(request.param)
 
 
 def calls(form: formats.CallForm) -> list[str]:
@@ -162,7 +168,7 @@ def test_the_number_of_calls_is_bounded(model, kind, form, demanded):
 
 
 def test_a_strict_function_leaves_harmonys_final_channel():
-    model = Model(has_tokens=True)
+    model = model_of(True)
     grammar = tool_grammar(
         formats.HARMONY, OFFERS, model.spelling, demanded=False, several=True, marks=HARMONY
     )
@@ -256,7 +262,7 @@ SCHEMA = {
 @pytest.mark.parametrize("name", TAGS)
 def test_random_calls_satisfy_their_schemas(name, seed):
     """Texts are random within the grammar. Closing marks are tried often, so that values end."""
-    model, rng, tags = Model(has_tokens=bool(seed)), random.Random(seed), TAGS[name]
+    model, rng, tags = model_of(bool(seed)), random.Random(seed), TAGS[name]
     offers = [Offer("f", SCHEMA, True)]
     grammar = tool_grammar(formats.tagged_form(tags), offers, model.spelling, demanded=True, several=False)
     matcher, token_ids = LLMatcher(model.ll, grammar, log_level=0), []
@@ -362,7 +368,7 @@ def test_any_notation_after_thoughts(model, marks, wanted):
 
 
 def test_tags_of_tokens_beside_tags_of_texts():
-    model = Model(has_tokens=True)
+    model = model_of(True)
     tokens = {text: model.fast.token_to_id(text) for text in ("<tool_call>", "</tool_call>")}
     structures = [
         {"begin": "<tool_call>f", "schema": {"type": "integer"}, "end": "</tool_call>"},

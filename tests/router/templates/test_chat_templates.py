@@ -24,7 +24,7 @@ from router.parsing.formats import (
 from router.parsing.parameters import parameters_of
 from router.templates.chat_template import ChatTemplate
 from router.templates.messages import plain_messages
-from tests.router.grammars.test_tool_grammar import Model
+from tests.router.grammars.test_tool_grammar import model_of
 
 FOLDER = Path(__file__).parent / "chat_templates"
 CALLS = [("get_weather", '{"city": "Paris \\"ô\\" {[", "days": [1, null]}'), ("add", '{"a": 1, "b": -2.5}')]
@@ -178,7 +178,7 @@ def test_a_required_call_is_written_as_by_the_template(name, num_calls):
     """The texts are equal, but for Mistral's and gpt-oss' past calls, which templates write differently."""
     said, parser = answer_with(name, num_calls)
     assert parser.tools is not None
-    model = Model(has_tokens=False)
+    model = model_of(False)
     offers = [Offer(called, schema, True) for called, schema in SCHEMAS.items()]
     grammar = tool_grammar(
         TOOL_FORMATS[parser.tools].form(template(name).source),
