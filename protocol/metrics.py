@@ -321,15 +321,16 @@ PAIR_COUNTERS = (
 
 
 VLLM = (
-    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
-    *("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total"),
-    *("generation_tokens_total", "request_success_total", "time_to_first_token_seconds"),
+    *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("prompt_tokens_total", "generation_tokens_total"),
+    *("request_success_total", "time_to_first_token_seconds"),
     *("inter_token_latency_seconds", "request_time_per_output_token_seconds"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
     *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 )
-"""Metrics that vLLM has under the same names, with the prefix `vllm:`."""
+"""Metrics that vLLM has under the same names, with the prefix `vllm:`. Gauges of the load are not among them:
+`router/observe/server_totals.py` tells the whole server's."""
 
 
 def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] | None:

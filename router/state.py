@@ -42,6 +42,7 @@ from router.dispatch.worker_link import WorkerLink
 from router.errors import unavailable
 from router.middleware import BrowserGuard
 from router.observe.metrics import Metrics
+from router.observe.server_totals import ServerTotals
 from router.placement import placement_policy
 from router.preprocessing.client import GrammarCompiler, Preprocessor
 from router.preprocessing.requests import RequestPreparer
@@ -107,6 +108,9 @@ class RouterState:
         self.drainer = Drainer(core, self.placer, self.dispatcher)
         self.turns = Turns(router_id)
         self.adapters = AdapterTable(core, self.turns)
+        if config.metric_names == "vllm":
+            parked, named = (lambda: self.placer.num_parked), (lambda: self.adapters.named)
+            self.metrics.registry.register(ServerTotals(config, self.registry, parked, named))
         self.requests = RequestPreparer(
             config,
             self.tokenizer,

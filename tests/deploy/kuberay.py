@@ -1,4 +1,4 @@
-"""JSON Schemas of custom resources, with the fields that our chart may use.
+"""JSON Schemas of custom resources, with the fields that our chart and deploy/gateway.yaml may use.
 
 `RAY_CLUSTER` follows `ray-operator/apis/ray/v1/raycluster_types.go` of KubeRay; pods are Kubernetes' own.
 """
@@ -62,6 +62,23 @@ RAY_CLUSTER = _resource(
         gcsFaultToleranceOptions=_REDIS,
         headGroupSpec=_HEAD,
         workerGroupSpecs={"type": "array", "items": _GROUP},
+    ),
+)
+INFERENCE_POOL = _resource(
+    "inference.networking.k8s.io/v1",
+    "InferencePool",
+    _object(
+        ("selector", "targetPorts", "endpointPickerRef"),
+        selector=_object(("matchLabels",), matchLabels=_STRINGS),
+        targetPorts={"type": "array", "maxItems": 8, "items": _object(("number",), number=_NUMBER)},
+        endpointPickerRef=_object(
+            ("name",),
+            group=_STRING,
+            kind=_STRING,
+            name=_STRING,
+            port=_object(("number",), number=_NUMBER),
+            failureMode={"enum": ["FailOpen", "FailClose"]},
+        ),
     ),
 )
 SERVICE_MONITOR = _resource(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from deploy.config import ENV_PREFIX, load_config
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
+from tests.cluster.hosts import ROOT
 from tests.deploy.containers import of_dockerfile
 from tests.deploy.helm import HELM, Object, RenderError, check, environment, groups, of_kind, render
+from tests.deploy.kuberay import INFERENCE_POOL
 
 pytestmark = pytest.mark.skipif(not HELM.exists(), reason="helm is missing: deploy/install.sh test")
 
@@ -152,6 +156,23 @@ def test_the_router_is_ready_when_workers_serve_and_workers_find_it_before() -> 
     for _, worker in workers:
         (ray,) = worker["containers"][0]["ports"]
         assert ray == {"name": "ray", "containerPort": 6379 + 1}, "the node manager's, by deploy/node.sh"
+
+
+def test_a_gateways_pool_has_the_routers_of_all_releases() -> None:
+    pool, route = yaml.safe_load_all((ROOT / "deploy" / "gateway.yaml").read_text())
+    jsonschema.Draft202012Validator(INFERENCE_POOL).validate(pool)
+    (head, _), *others = groups(rendered("everything"))
+    wanted = pool["spec"]["selector"]["matchLabels"].items()
+    assert wanted <= head["template"]["metadata"]["labels"].items()
+    assert not any(
+        wanted <= group["template"].get("metadata", {}).get("labels", {}).items() for group, _ in others
+    )
+    (container,) = head["template"]["spec"]["containers"]
+    (port,) = (each["containerPort"] for each in container["ports"] if each["name"] == "http")
+    assert [each["number"] for each in pool["spec"]["targetPorts"]] == [port]
+    ((backend,),) = (rule["backendRefs"] for rule in route["spec"]["rules"])
+    group, _, _ = pool["apiVersion"].partition("/")
+    assert backend == {"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}
 
 
 def test_rays_autoscaler_reads_the_nodes_of_each_role() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
 from engine.kv.tiers.disk import DiskCounters
 from engine.kv.tiers.host import HostCounters
 from kvtransfer.pairs import Pairs
+from protocol.config import ServeConfig
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, VLLM, WORKER, reported
+from protocol.roles import ROLES
+from protocol.worker_to_router import WorkerState
 from router.observe.metrics_docs import TARGET, render
+from router.observe.server_totals import ServerTotals
 from speculation.account import Account
 from worker.parts import Counters
 
@@ -47,8 +52,36 @@ def test_vllms_names_are_given_on_request(make_router):
     for name in VLLM:
         assert re.search(rf"^vllm:{name}(_bucket|_count)?{{", texts["vllm"], re.MULTILINE), name
         assert not re.search(rf"tandem_{name}", texts["vllm"]), name
-    renamed = texts["vllm"].replace("vllm:", "tandem_")
+    renamed = re.sub(r"^# .*For the whole server.*\n# .*\n", "", texts["vllm"], flags=re.MULTILINE)
+    renamed = renamed.replace("vllm:", "tandem_")
     assert re.findall(r"^# .*", renamed, re.MULTILINE) == re.findall(r"^# .*", texts["tandem"], re.MULTILINE)
+
+
+def test_an_endpoint_picker_reads_the_whole_servers_load(make_router):
+    """It takes the first sample of each family, as the inference extension's model server protocol has it."""
+
+    def worker(role: str, live: bool = True, **load: int) -> SimpleNamespace:
+        state = WorkerState(worker_id=role, incarnation="a", role=role, total_blocks=100, **load)
+        return SimpleNamespace(live=live, role=ROLES[role], state=state)
+
+    workers = [
+        worker("decode", free_blocks=50, num_running=2, num_waiting=1),
+        worker("prefill", free_blocks=80, cached_blocks=20, num_running=2, num_waiting=3),
+        worker("decode", live=False, num_waiting=100),
+        worker("draft", num_running=100),
+    ]
+    totals = ServerTotals(ServeConfig(block_size=16), workers, lambda: 5, lambda: ["a", "b"])
+    samples = {family.name.removeprefix("vllm:"): family.samples for family in totals.collect()}
+    assert all(len(each) == 1 for each in samples.values())
+    first = {name: each[0] for name, each in samples.items()}
+    loads = [first[f"num_requests_{name}"].value for name in ("running", "waiting")]
+    assert [*loads, first["kv_cache_usage_perc"].value] == [4, 9, 0.25]
+    assert first["cache_config_info"].labels.items() >= {("block_size", "16"), ("num_gpu_blocks", "200")}
+    adapters = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": ""}
+    assert first["lora_requests_info"].labels.items() >= adapters.items()
+    assert first["lora_requests_info"].value > 0
+    shown = make_router(metric_names="vllm").http.get("/metrics").text
+    assert all(f"\nvllm:{name}{{" in shown for name in samples)
 
 
 def test_all_counters_of_workers_are_declared():
