@@ -22,7 +22,7 @@ from protocol.config import ServeConfig
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_worker import FakeWorker
-from router_clients import answer, post
+from router_clients import answer, openai_client, post
 
 from router.server import RouterPlace, RouterServer
 from router.text.tokenizer import Tokenizer
@@ -148,6 +148,33 @@ def undisturbed(model_folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     running.close()
 
 
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Start a router whose model says what the test wants, with calls in Hermes' form."""
+    from scripted import HERMES, Scripted
+
+    folder = tmp_path_factory.mktemp("models") / "hermes"
+    scripted = Scripted(folder, HERMES, enable_prefix_caching=True)
+    yield scripted
+    scripted.close()
+
+
+@pytest.fixture
+def make_scripted(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Yield a function that starts routers whose model says what the test wants."""
+    from scripted import Scripted
+
+    made: list[Scripted] = []
+
+    def make(name: str, template: Any, **options: Any) -> Scripted:
+        made.append(Scripted(tmp_path / name, template, **options))
+        return made[-1]
+
+    yield make
+    for scripted in made:
+        scripted.close()
+
+
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as executor:
@@ -166,10 +193,7 @@ def router(model_folder: Path) -> Iterator[RunningRouter]:
 
 @pytest.fixture(scope="module")
 def client(router: RunningRouter) -> Iterator[Any]:
-    """Connect OpenAI's client, whose import takes long."""
-    import openai
-
-    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
+    with openai_client(router.url) as client:
         yield client
 
 

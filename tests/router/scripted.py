@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-import httpx
-import openai
 from conftest import RunningRouter, byte_level_tokenizer
+from router_clients import openai_client
 
 from protocol.config import ServeConfig
 from router.parsing.formats import TOOL_FORMATS
@@ -48,12 +47,7 @@ class Scripted:
             finish_reason="stop",
             tokens_per_step=3,
         )
-        self.client = openai.OpenAI(
-            base_url=self.router.url + "/v1",
-            api_key="any",
-            max_retries=0,
-            http_client=httpx.Client(verify=False, timeout=60),
-        )
+        self.client = openai_client(self.router.url)
 
     def close(self) -> None:
         self.client.close()

@@ -161,10 +161,10 @@ def test_without_a_template_other_endpoints_work(bare):
     assert expected.items() <= card.capabilities.items()
 
 
-def test_content_parts_for_templates_that_need_them(tmp_path):
+def test_content_parts_for_templates_that_need_them(make_scripted):
     parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
     source = "{% for m in messages %}[{{ m.role }}]" + parts + "{% endfor %}"
-    scripted = Scripted(tmp_path / "parts", source)
+    scripted = make_scripted("parts", source)
     for content in ("Where is Rome?", [{"type": "text", "text": "Where is Rome?"}]):
         asked = [{"role": "user", "content": content}]
         scripted.ask("Italy.", messages=asked)
@@ -173,7 +173,6 @@ def test_content_parts_for_templates_that_need_them(tmp_path):
         assert scripted.prompt == "[user]Where is Rome?"
         tokens = scripted.router.http.post("/tokenize", json={"messages": asked}).json()["tokens"]
         assert scripted.tokenizer.decode(tokens, False) == "[user]Where is Rome?"
-    scripted.close()
 
 
 def test_a_message_with_only_reasoning_is_accepted(chat, tokenizer):

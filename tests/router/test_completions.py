@@ -204,26 +204,6 @@ def _soon(condition, seconds: float = 3.0) -> bool:
     return True
 
 
-def test_stop_cuts_tokens_of_the_same_step(make_router):
-    """Usage, token ids and log-probabilities agree with the cut."""
-    router = make_router()
-    router.add_worker(tokens_per_step=8)
-    body = {
-        "prompt": PROMPT,
-        "max_tokens": 40,
-        "stop": "fox",
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
-    answer = router.http.post("/v1/completions", json=body).json()
-    choice = answer["choices"][0]
-    tokenizer = router.server.state.tokenizer
-    assert choice["text"] == "the quick brown "
-    count = answer["usage"]["completion_tokens"]
-    assert count == len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) < 8
-    assert tokenizer.decode(choice["token_ids"]).endswith("fox")
-
-
 def test_min_tokens_lets_early_stops_pass(complete, tokenizer):
     answer = complete(max_tokens=40, stop="fox", extra_body={"min_tokens": len(tokenizer.encode(PROMPT))})
     assert answer.choices[0].text.count("fox") == 1
@@ -356,14 +336,6 @@ def test_prompt_logprobs_and_token_ids(complete, tokenizer):
     entry = choice.prompt_logprobs[1][str(prompt_ids[1])]
     assert entry["rank"] == 1
     assert entry["decoded_token"] == tokenizer.decode([prompt_ids[1]])
-
-
-def test_long_prompt_is_tokenized_in_a_thread(make_router):
-    router = make_router()
-    router.add_worker(max_model_len=20_000)
-    text = "some words again " * 400
-    answer = router.http.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
-    assert answer["usage"]["prompt_tokens"] == len(router.server.state.tokenizer.encode(text))
 
 
 def test_raw_stream_ends_with_done(router):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-import openai
 import pytest
 from conftest import RunningRouter
+from router_clients import openai_client
 
 from protocol.config import ServeConfig
 
@@ -24,7 +24,7 @@ def embedder(model_folder):
 
 @pytest.fixture(scope="module")
 def client(embedder):
-    with openai.OpenAI(base_url=embedder.url + "/v1", api_key="any", max_retries=0) as client:
+    with openai_client(embedder.url) as client:
         yield client
 
 

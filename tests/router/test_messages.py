@@ -25,13 +25,6 @@ ARGUMENTS = json.loads(PARIS)
 
 
 @pytest.fixture(scope="module")
-def hermes(tmp_path_factory):
-    scripted = Scripted(tmp_path_factory.mktemp("models") / "hermes", HERMES, enable_prefix_caching=True)
-    yield scripted
-    scripted.close()
-
-
-@pytest.fixture(scope="module")
 def client(hermes):
     with client_of(hermes) as client:
         yield client
@@ -274,25 +267,19 @@ def test_bad_input_names_the_field(hermes, body, message):
     assert answer.headers["request-id"] == found["request_id"]
 
 
-def test_a_failed_stream_ends_with_an_error(tmp_path):
-    scripted = Scripted(tmp_path / "model", HERMES, request_timeout=1.0)
-    try:
-        scripted.worker.stall_after = 6
-        with client_of(scripted) as client, pytest.raises(anthropic.APIStatusError, match="longer") as failed:
-            list(client.messages.create(**asked(scripted, "No. " * 30), stream=True))
-        assert failed.value.body["error"]["type"] == "timeout_error"
-    finally:
-        scripted.close()
+def test_a_failed_stream_ends_with_an_error(make_scripted):
+    scripted = make_scripted("model", HERMES, request_timeout=1.0)
+    scripted.worker.stall_after = 6
+    with client_of(scripted) as client, pytest.raises(anthropic.APIStatusError, match="longer") as failed:
+        list(client.messages.create(**asked(scripted, "No. " * 30), stream=True))
+    assert failed.value.body["error"]["type"] == "timeout_error"
 
 
-def test_keys_come_in_either_header(tmp_path):
-    scripted = Scripted(tmp_path / "model", HERMES, api_key="secret")
-    try:
-        for key in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):
-            with client_of(scripted, **key) as client:
-                assert client.messages.create(**asked(scripted, "No.")).content[0].text == "No."
-        with client_of(scripted) as client, pytest.raises(anthropic.AuthenticationError) as refused:
-            client.messages.create(**asked(scripted, "No."))
-        assert refused.value.body["error"]["type"] == "authentication_error"
-    finally:
-        scripted.close()
+def test_keys_come_in_either_header(make_scripted):
+    scripted = make_scripted("model", HERMES, api_key="secret")
+    for key in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):
+        with client_of(scripted, **key) as client:
+            assert client.messages.create(**asked(scripted, "No.")).content[0].text == "No."
+    with client_of(scripted) as client, pytest.raises(anthropic.AuthenticationError) as refused:
+        client.messages.create(**asked(scripted, "No."))
+    assert refused.value.body["error"]["type"] == "authentication_error"

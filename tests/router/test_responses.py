@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from router_clients import openai_client
 from scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
 from protocol.config import ServeConfig
@@ -32,18 +33,9 @@ SAYS = f"<think>\nHm.\n</think>\n\nI look.\n{WEATHER}\n{NOW}"
 KINDS = ["reasoning", "message", "function_call", "function_call"]
 
 
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory):
-    scripted = Scripted(tmp_path_factory.mktemp("models") / "hermes", HERMES)
-    yield scripted
-    scripted.close()
-
-
 def client_of(scripted: Scripted, key: str = "any") -> openai.OpenAI:
     """Return a client that refuses whatever does not fit OpenAI's types."""
-    return openai.OpenAI(
-        base_url=scripted.router.url + "/v1", api_key=key, max_retries=0, _strict_response_validation=True
-    )
+    return openai_client(scripted.router.url, key, _strict_response_validation=True)
 
 
 @pytest.fixture(scope="module")
@@ -309,52 +301,43 @@ def test_options_without_effect_are_accepted(client, hermes):
     assert ask(client, hermes, "No.", **harmless, prompt_cache_key="x").output_text == "No."
 
 
-def test_a_failed_stream_ends_with_an_error(tmp_path):
-    scripted = Scripted(tmp_path / "model", HERMES, request_timeout=1.0)
-    try:
-        scripted.worker.stall_after = 6
-        with client_of(scripted) as client:
-            *_, last = ask(client, scripted, "No. " * 30, stream=True)
-        assert (last.type, last.response.status) == ("response.failed", "failed")
-        assert "longer" in last.response.error.message
-        assert last.response.output[0].status == "incomplete"
-        with client_of(scripted) as client, pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(last.response.id)
-    finally:
-        scripted.close()
+def test_a_failed_stream_ends_with_an_error(make_scripted):
+    scripted = make_scripted("model", HERMES, request_timeout=1.0)
+    scripted.worker.stall_after = 6
+    with client_of(scripted) as client:
+        *_, last = ask(client, scripted, "No. " * 30, stream=True)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert "longer" in last.response.error.message
+    assert last.response.output[0].status == "incomplete"
+    with client_of(scripted) as client, pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(last.response.id)
 
 
-def test_a_key_never_sees_anothers_responses(tmp_path):
-    scripted = Scripted(tmp_path / "model", HERMES, api_key="a,b")
-    try:
-        with client_of(scripted, "a") as first, client_of(scripted, "b") as second:
-            answer = ask(first, scripted, "No.")
-            assert first.responses.retrieve(answer.id).id == answer.id
-            for look in (second.responses.retrieve, second.responses.delete):
-                with pytest.raises(openai.NotFoundError):
-                    look(answer.id)
-            with pytest.raises(openai.BadRequestError):
-                ask(second, scripted, "No.", previous_response_id=answer.id)
-            first.responses.delete(answer.id)
-        assert httpx.get(f"{scripted.router.url}/v1/responses/{answer.id}").status_code == 401
-    finally:
-        scripted.close()
+def test_a_key_never_sees_anothers_responses(make_scripted):
+    scripted = make_scripted("model", HERMES, api_key="a,b")
+    with client_of(scripted, "a") as first, client_of(scripted, "b") as second:
+        answer = ask(first, scripted, "No.")
+        assert first.responses.retrieve(answer.id).id == answer.id
+        for look in (second.responses.retrieve, second.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                look(answer.id)
+        with pytest.raises(openai.BadRequestError):
+            ask(second, scripted, "No.", previous_response_id=answer.id)
+        first.responses.delete(answer.id)
+    assert httpx.get(f"{scripted.router.url}/v1/responses/{answer.id}").status_code == 401
 
 
 @pytest.mark.parametrize("options", [{"router_replicas": 2}, {"max_stored_responses": 0}])
-def test_a_server_without_a_store_says_so(tmp_path, options):
+def test_a_server_without_a_store_says_so(make_scripted, options):
     """Any of several routers may get the next request, so memory is not enough."""
-    scripted = Scripted(tmp_path / "model", HERMES, **options)
-    try:
-        with client_of(scripted) as client:
-            answer = ask(client, scripted, "No.")
-            assert answer.output_text == "No." and answer.to_dict()["store"] is False
-            with pytest.raises(openai.BadRequestError, match="--response-store"):
-                ask(client, scripted, "No.", previous_response_id=answer.id)
-            with pytest.raises(openai.NotFoundError):
-                client.responses.retrieve(answer.id)
-    finally:
-        scripted.close()
+    scripted = make_scripted("model", HERMES, **options)
+    with client_of(scripted) as client:
+        answer = ask(client, scripted, "No.")
+        assert answer.output_text == "No." and answer.to_dict()["store"] is False
+        with pytest.raises(openai.BadRequestError, match="--response-store"):
+            ask(client, scripted, "No.", previous_response_id=answer.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(answer.id)
 
 
 # --- the store ----------------------------------------------------------------------------------------
@@ -450,19 +433,16 @@ def test_a_foreign_or_broken_file(tmp_path):
     kept.close()
 
 
-def test_a_response_that_could_not_be_stored_is_sent(tmp_path):
-    scripted = Scripted(tmp_path / "model", HERMES, response_store=str(tmp_path / "store"))
-    try:
-        with client_of(scripted) as client, sqlite3.connect(tmp_path / "store") as other:
-            other.execute("drop table responses")
-            other.commit()
-            answer = ask(client, scripted, "No.")
-            assert answer.output_text == "No."
-            with pytest.raises(openai.InternalServerError):
-                client.responses.retrieve(answer.id)
-        assert scripted.router.metric("tandem_stored_responses_dropped_total", reason="failed") == 1
-    finally:
-        scripted.close()
+def test_a_response_that_could_not_be_stored_is_sent(tmp_path, make_scripted):
+    scripted = make_scripted("model", HERMES, response_store=str(tmp_path / "store"))
+    with client_of(scripted) as client, sqlite3.connect(tmp_path / "store") as other:
+        other.execute("drop table responses")
+        other.commit()
+        answer = ask(client, scripted, "No.")
+        assert answer.output_text == "No."
+        with pytest.raises(openai.InternalServerError):
+            client.responses.retrieve(answer.id)
+    assert scripted.router.metric("tandem_stored_responses_dropped_total", reason="failed") == 1
 
 
 def test_the_items_are_json_of_the_whole_conversation(client, hermes):

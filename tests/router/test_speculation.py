@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import httpx
-import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from router_clients import emitted, events_of, eventually, lose, post
+from router_clients import emitted, events_of, eventually, lose, openai_client, post
 
 from protocol.codec import encode
 from protocol.outputs import TokenOutput
@@ -130,7 +127,7 @@ def test_usage_has_accepted_and_rejected_predictions(make_router):
 def test_the_openai_client_reads_it_from_a_chat(make_router):
     router = make_router()
     router.add_worker(tokens_per_step=4, rejected_per_step=1)
-    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
+    with openai_client(router.url) as client:
         usage = client.chat.completions.create(model="test-model", **CHAT).usage
     assert usage.completion_tokens_details.accepted_prediction_tokens == 3
     assert usage.completion_tokens_details.rejected_prediction_tokens == 1
@@ -191,33 +188,6 @@ def test_a_worker_that_counts_wrongly_fails_the_request(make_router, pool, count
 
 
 # --- metrics and log ------------------------------------------------------------------------------
-
-
-def test_metrics_have_vllms_names_with_labels(make_router):
-    label = '{method="ngram"}'
-    counters = {
-        f"spec_decode_num_drafts_total{label}": 10.0,
-        f"spec_decode_num_draft_tokens_total{label}": 40.0,
-        f"spec_decode_num_accepted_tokens_total{label}": 25.0,
-        'spec_decode_num_accepted_tokens_per_pos_total{method="ngram",position="0"}': 10.0,
-        'spec_decode_num_accepted_tokens_per_pos_total{method="ngram",position="1"}': 8.0,
-    }
-    router = make_router()
-    router.add_worker(counters=counters)
-    found = {}
-    for family in text_string_to_metric_families(httpx.get(f"{router.url}/metrics").text):
-        for sample in family.samples:
-            if sample.name.startswith("tandem_spec_decode"):
-                assert sample.labels["worker"] == "decode-0"
-                where = (sample.labels["method"], sample.labels.get("position"))
-                found[sample.name.removeprefix("tandem_spec_decode_num_"), where] = sample.value
-    assert found == {
-        ("drafts_total", ("ngram", None)): 10,
-        ("draft_tokens_total", ("ngram", None)): 40,
-        ("accepted_tokens_total", ("ngram", None)): 25,
-        ("accepted_tokens_per_pos_total", ("ngram", "0")): 10,
-        ("accepted_tokens_per_pos_total", ("ngram", "1")): 8,
-    }
 
 
 def test_the_requests_log_line_has_its_drafts(make_router, caplog):

@@ -35,13 +35,6 @@ TOOLS = [
 PLACED_AGAIN = "tandem_requests_placed_again_total"
 
 
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory):
-    scripted = Scripted(tmp_path_factory.mktemp("models") / "hermes", HERMES)
-    yield scripted
-    scripted.close()
-
-
 def functions(message: dict) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
 
@@ -381,27 +374,25 @@ def test_a_required_call_needs_no_template(plain, choice, stream):
     assert (call.type, call.name, call.arguments) == ("function_call", "now", "{}")
 
 
-def test_calls_of_an_unknown_form_are_refused_unless_a_grammar_writes_them(tmp_path):
-    other = Scripted(tmp_path / "other", "{{ tools | tojson }}<function=...>" + PLAIN)
+def test_calls_of_an_unknown_form_are_refused_unless_a_grammar_writes_them(make_scripted):
+    other = make_scripted("other", "{{ tools | tojson }}<function=...>" + PLAIN)
     with pytest.raises(openai.BadRequestError, match="no known way to call them"):
         other.ask("x", tools=TOOLS)
     message, _ = other.message(NOW, False, tools=TOOLS, tool_choice="required")
     assert functions(message) == [("now", "{}")]
-    other.close()
 
 
-def test_a_server_without_tools_refuses_them(tmp_path):
-    none = Scripted(tmp_path / "none", HERMES, tool_call_parser="none")
+def test_a_server_without_tools_refuses_them(make_scripted):
+    none = make_scripted("none", HERMES, tool_call_parser="none")
     for choice in ("auto", "required", NAMED):
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser none"):
             none.ask("x", tools=TOOLS, tool_choice=choice)
-    none.close()
 
 
-def test_a_separate_template_for_tools(tmp_path, caplog):
+def test_a_separate_template_for_tools(make_scripted, caplog):
     """Hermes 2 Pro has one. Without it the tools would be lost or refused."""
     templates = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": HERMES}]
-    named = Scripted(tmp_path / "named", templates)
+    named = make_scripted("named", templates)
     message, finish_reason = named.message(NOW, False, tools=TOOLS)
     assert functions(message) == [("now", "{}")] and finish_reason == "tool_calls"
     assert named.prompt.startswith(json.dumps(TOOLS))
@@ -413,39 +404,37 @@ def test_a_separate_template_for_tools(tmp_path, caplog):
     assert message["content"] == NOW and named.prompt.startswith("<user>")
     assert named.client.models.list().data[0].capabilities["tools"]
     assert "does not tell the model of tools" not in caplog.text
-    named.close()
 
 
-def test_the_log_warns_of_a_template_that_leaves_tools_out(tmp_path, caplog):
-    Scripted(tmp_path / "warned", PLAIN).close()
+def test_the_log_warns_of_a_template_that_leaves_tools_out(make_scripted, caplog):
+    make_scripted("warned", PLAIN)
     assert "the model's chat template does not tell the model of tools" in caplog.text
     caplog.clear()
-    Scripted(tmp_path / "silent", PLAIN, tool_call_parser="none").close()
-    Scripted(tmp_path / "bare", None).close()
+    make_scripted("silent", PLAIN, tool_call_parser="none")
+    make_scripted("bare", None)
     assert not caplog.text
 
 
-def test_a_template_for_single_calls_gets_one_call(tmp_path):
+def test_a_template_for_single_calls_gets_one_call(make_scripted):
     """The template would refuse a conversation with several calls in one answer."""
     source = HERMES + "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
     source += "{{ raise_exception('one call') }}{% endif %}{% endfor %}"
-    single = Scripted(tmp_path / "single", source)
+    single = make_scripted("single", source)
     message, _ = single.message(WEATHER + NOW, False, tools=TOOLS)
     assert functions(message) == [("get_weather", PARIS)]
     single.message(NOW, False, tools=TOOLS, tool_choice="required", parallel_tool_calls=True)
     grammar = single.worker.generated[-1].sampling.grammar
     assert takes_whole(single, grammar, NOW) and not takes_whole(single, grammar, f"{NOW}\n{NOW}")
-    single.close()
 
 
 @pytest.mark.parametrize(
     "name",
     ["tags-qwen3_coder", "tags-glm47", "tags-deepseek_v4", "calls-kimi_k2", "calls-gemma4", "calls-pythonic"],
 )
-def test_calls_that_are_not_in_hermes_form(tmp_path, name):
+def test_calls_that_are_not_in_hermes_form(make_scripted, name):
     """Optional, strict and required calls, of chats and responses, whole and streamed."""
     source = (FOLDER / f"{name}.jinja").read_text()
-    tagged = Scripted(tmp_path / name, source)
+    tagged = make_scripted(name, source)
     form, city = tool_format("auto", source).form(source), '{"city": "Paris 🙂 </b>"}'
     calls = [("get_weather", city), ("now", "{}")]
     text = in_form(form, *calls)
@@ -483,11 +472,10 @@ def test_calls_that_are_not_in_hermes_form(tmp_path, name):
         with pytest.raises(openai.BadRequestError, match=rf"tools: g: .*{re.escape(at)}") as refused:
             tagged.ask(said, tools=[*TOOLS, bad])
         assert refused.value.param == "tools"
-    tagged.close()
 
 
-def test_marks_that_are_special_tokens(tmp_path):
-    scripted = Scripted(tmp_path / "harmony", HARMONY)
+def test_marks_that_are_special_tokens(make_scripted):
+    scripted = make_scripted("harmony", HARMONY)
     says = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.now "
         "<|constrain|>json<|message|>{}<|call|>"
@@ -496,7 +484,6 @@ def test_marks_that_are_special_tokens(tmp_path):
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "")
     assert (functions(message), finish_reason) == ([("now", "{}")], "tool_calls")
     assert scripted.prompt.startswith("low")
-    scripted.close()
 
 
 def test_capabilities(hermes, router):

@@ -652,12 +652,6 @@ def test_thousands_of_impossible_workers_break_no_policy(rule):
 # --- choice among equals ----------------------------------------------------------------------------
 
 
-def test_of_equal_workers_the_one_with_more_of_the_prompt_is_taken():
-    workers = [decode("d0", last_placed=1), decode("d1", last_placed=2)]
-    assert placed("cost", workers, facts()).workers == {"decode": "d0"}, "it was asked the longest ago"
-    assert placed("cost", workers, facts(cached_tokens={"d1": 16})).workers == {"decode": "d1"}
-
-
 @pytest.mark.parametrize(("others", "again"), [(1, True), (20, False)])
 def test_an_idle_worker_is_tried_more_rarely_the_more_workers_there_are(others, again):
     """It is a tenth dearer, but was not asked for fifty placements, many for so few workers."""
