@@ -199,21 +199,17 @@ class FakeWorker:
     def handover_failed(
         self, request_id: str, decode: str, kind: str, manifest_sent: bool, **changes: str
     ) -> bytes:
-        message = HandoverFailed(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            request_id=request_id,
-            decode_incarnation=decode,
-            error_kind=kind,
-            reason="it did not work",
-            manifest_sent=manifest_sent,
-        )
-        return encode(msgspec.structs.replace(message, **changes))
+        told = {"error_kind": kind, "reason": "it did not work", "manifest_sent": manifest_sent}
+        names = self._names | changes
+        return encode(HandoverFailed(request_id=request_id, decode_incarnation=decode, **names, **told))
+
+    @property
+    def _names(self) -> dict[str, str]:
+        return {"worker_id": self.worker_id, "incarnation": self.incarnation}
 
     def state(self) -> WorkerState:
         return WorkerState(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
+            **self._names,
             role=self.role,
             stalled_s=self.stalled_s,
             num_running=len(self.jobs),
@@ -233,9 +229,7 @@ class FakeWorker:
         return Register(
             host="a-machine",
             pid=4711,
-            address=PeerAddress(
-                worker_id=self.worker_id, incarnation=self.incarnation, control="tcp://127.0.0.1:1"
-            ),
+            address=PeerAddress(**self._names, control="tcp://127.0.0.1:1"),
             role=self.role,
             model="test-model",
             max_model_len=self.max_model_len,
@@ -302,14 +296,8 @@ class FakeWorker:
             case Unregistered():
                 self._sockets[line].send(encode(self.register_message()))
             case PrepareToLeave():
-                self._send_all(
-                    Leaving(
-                        worker_id=self.worker_id,
-                        incarnation=self.incarnation,
-                        role=message.role,
-                        next_incarnation=message.next_incarnation,
-                    )
-                )
+                following = {"role": message.role, "next_incarnation": message.next_incarnation}
+                self._send_all(Leaving(**self._names, **following))
             case Leave():
                 self._let_go.add(line)
                 if len(self._let_go) == len(self._endpoints):
@@ -352,32 +340,20 @@ class FakeWorker:
         digest = "" if self.adapter_error else message.digest or self.adapter_digest
         if digest:
             self.adapters[message.name] = digest
-        answer = AdapterLoaded(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            name=message.name,
-            digest=digest,
-            error=self.adapter_error,
-            error_kind=self.adapter_error_kind,
-        )
+        error = {"error": self.adapter_error, "error_kind": self.adapter_error_kind}
+        answer = AdapterLoaded(**self._names, name=message.name, digest=digest, **error)
         self._sockets[line].send(encode(answer))
 
     def prefetch_answer(self, complete: bool) -> Prefetched:
         """Answer the newest `Prefetch`."""
-        return Prefetched(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            request_id=self.prefetched[-1],
-            complete=complete,
-        )
+        return Prefetched(**self._names, request_id=self.prefetched[-1], complete=complete)
 
     def _answer_roll_call(self, request_ids: list[str], line: int) -> None:
         with self._lock:
             here = {*self.jobs, *self.held, *(job.request.request_id for job in self._adopted)}
         absent = [request_id for request_id in request_ids if request_id not in here]
         if absent:
-            message = Absent(worker_id=self.worker_id, incarnation=self.incarnation, request_ids=absent)
-            self._sockets[line].send(encode(message))
+            self._sockets[line].send(encode(Absent(**self._names, request_ids=absent)))
 
     def _redirect(self, message: Redirect) -> None:
         job = self.held.pop(message.request_id, None)
@@ -411,7 +387,7 @@ class FakeWorker:
         return [self._advance(job) for job in going]
 
     def _step_output(self, outputs: list[TokenOutput]) -> StepOutput:
-        return StepOutput(worker_id=self.worker_id, incarnation=self.incarnation, outputs=outputs)
+        return StepOutput(**self._names, outputs=outputs)
 
     def _advance(self, job: Job) -> TokenOutput:
         first = job.sent == job.start

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.costs import StepCosts
+from protocol.ids import PeerAddress
 from protocol.roles import ROLES
+from protocol.worker_to_router import Register, WorkerState
 from router.placement import placement_policy
 from router.placement.cluster import Cluster
 from router.placement.interface import (
@@ -34,6 +36,20 @@ def prefill(name: str, **load: Any) -> WorkerSnapshot:
 
 def decode(name: str, **load: Any) -> WorkerSnapshot:
     return WorkerSnapshot(name, ROLES["decode"].tasks, **({"costs": COSTS} | load))
+
+
+def registration(
+    worker_id: str = "w",
+    incarnation: str = "i",
+    role: str = "decode",
+    state: WorkerState | None = None,
+    **more: Any,
+) -> Register:
+    """Return the registration of a worker without an endpoint."""
+    state = state or WorkerState(worker_id=worker_id, incarnation=incarnation, role=role)
+    address = PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1")
+    usual = {"model": "m", "max_model_len": 100, "vocab_size": 10, "eos_token_ids": [0]}
+    return Register(address=address, role=role, state=state, **usual | more)
 
 
 def facts(**changes: Any) -> RequestFacts:

@@ -38,7 +38,6 @@ from protocol.worker_to_router import (
     HandoverFailed,
     Leaving,
     Prefetched,
-    Register,
     StepOutput,
     WorkerState,
 )
@@ -47,6 +46,7 @@ from router.errors import ApiError
 from router.requests.journal import Generation
 from router.state import RouterState
 from router.text.choice import Choice, Prompt
+from tests.router.placed import registration
 
 IDS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 LOSABLE = (Generate, Abort, CallRoll, Redirect, StepOutput, HandoverFailed, Absent)
@@ -151,15 +151,7 @@ class World:
         worker = MiniWorker(worker_id, role or worker_id.partition("-")[0], incarnation or new_incarnation())
         self.workers[worker_id] = worker
         self.hear(
-            Register(
-                address=worker.address,
-                role=worker.role,
-                model="m",
-                max_model_len=1000,
-                vocab_size=600,
-                eos_token_ids=[0],
-                state=worker.state(),
-            )
+            registration(worker_id, worker.incarnation, worker.role, max_model_len=1000, vocab_size=600)
         )
 
     def die(self, worker: MiniWorker, told: bool) -> None:

@@ -12,6 +12,7 @@ MESSAGES = "/v1/messages"
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TAG = {"structures": [{"begin": "<a>", "schema": {}}], "triggers": ["<b"]}
 DEEP = "[" * 100_000
 
 
@@ -31,6 +32,18 @@ def called(*messages, **call):
     calls = [CALL, {**CALL, "id": "2", **call}]
     assistant = {"role": "assistant", "content": None, "tool_calls": calls}
     return chat(messages=[*HELLO, assistant, *messages])
+
+
+def structured(field, **wanted):
+    return f"structured_outputs{field}", *completion(structured_outputs=wanted)
+
+
+def said(content, role="user", **more):
+    return {"role": role, "content": [content] if isinstance(content, dict) else content, **more}
+
+
+def messages(field, *said):
+    return f"messages{field}", *chat(messages=[*said])
 
 
 CASES = {
@@ -137,8 +150,8 @@ CASES = {
     "audio": ("modalities", *chat(modalities=["text", "audio"])),
     "logits_processors": ("logits_processors", *completion(logits_processors=["x"])),
     "guided_json": ("guided_json", *completion(guided_json={})),
-    "two structures": ("structured_outputs", *completion(structured_outputs={"regex": "a", "choice": ["b"]})),
-    "no structure": ("structured_outputs", *completion(structured_outputs={})),
+    "two structures": structured("", regex="a", choice=["b"]),
+    "no structure": structured(""),
     "a regex elsewhere": ("regex", *completion(regex="a")),
     "a grammar elsewhere": ("grammar", MESSAGES, {"messages": HELLO, "max_tokens": 2, "grammar": "a"}),
     "a length penalty": ("length_penalty", *completion(length_penalty=2)),
@@ -149,43 +162,23 @@ CASES = {
     ),
     "verbosity": ("verbosity", *chat(verbosity="low")),
     "no reasoning": ("include_reasoning", *chat(include_reasoning=False)),
-    "unknown structure": ("structured_outputs", *completion(structured_outputs={"xml": "a"})),
+    "unknown structure": structured("", xml="a"),
     "a format of another kind": ("response_format.type", *chat(response_format={"type": "xml"})),
     "a structure and a format": (
         "structured_outputs",
         *chat(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}),
     ),
-    "a schema that is a list": ("structured_outputs.json", *completion(structured_outputs={"json": []})),
-    "a schema in a broken string": ("structured_outputs.json", *completion(structured_outputs={"json": "{"})),
-    "a schema too large": (
-        "structured_outputs.json",
-        *completion(structured_outputs={"json": {"title": "x" * 65_536}}),
+    "a schema that is a list": structured(".json", json=[]),
+    "a schema in a broken string": structured(".json", json="{"),
+    "a schema too large": structured(".json", json={"title": "x" * 65_536}),
+    "a regex too large": structured(".regex", regex="x" * 65_537),
+    "a regex that is none": structured(".regex", regex="(a"),
+    "a regex without a text": structured(".regex", regex="[^\\s\\S]"),
+    "a grammar that is none": structured(".grammar", grammar="((("),
+    "a tag without structures": structured(
+        ".structural_tag.structures", structural_tag=TAG | {"structures": []}
     ),
-    "a regex too large": (
-        "structured_outputs.regex",
-        *completion(structured_outputs={"regex": "x" * 65_537}),
-    ),
-    "a regex that is none": ("structured_outputs.regex", *completion(structured_outputs={"regex": "(a"})),
-    "a regex without a text": (
-        "structured_outputs.regex",
-        *completion(structured_outputs={"regex": "[^\\s\\S]"}),
-    ),
-    "a grammar that is none": (
-        "structured_outputs.grammar",
-        *completion(structured_outputs={"grammar": "((("}),
-    ),
-    "a tag without structures": (
-        "structured_outputs.structural_tag.structures",
-        *completion(structured_outputs={"structural_tag": {"structures": [], "triggers": []}}),
-    ),
-    "a tag without its trigger": (
-        "structured_outputs.structural_tag.structures[0].begin",
-        *completion(
-            structured_outputs={
-                "structural_tag": {"structures": [{"begin": "<a>", "schema": {}}], "triggers": ["<b"]}
-            }
-        ),
-    ),
+    "a tag without its trigger": structured(".structural_tag.structures[0].begin", structural_tag=TAG),
     "structure and min_tokens": ("min_tokens", *completion(structured_outputs={"regex": "a"}, min_tokens=1)),
     "structure and ignore_eos": (
         "ignore_eos",
@@ -193,14 +186,11 @@ CASES = {
     ),
     "template in the request": ("chat_template", *chat(chat_template="{{ 1 }}")),
     "no messages": ("messages", CHAT, {"max_tokens": 2}),
-    "empty messages": ("messages", *chat(messages=[])),
+    "empty messages": messages(""),
     "messages a string": ("messages", *chat(messages="hello")),
-    "message without role": ("messages[0]", *chat(messages=[{"content": "x"}])),
-    "unknown role": ("messages[1].role", *chat(messages=[*HELLO, {"role": "king", "content": "x"}])),
-    "tool message without a call": (
-        "messages[1].tool_call_id",
-        *chat(messages=[*HELLO, {"role": "tool", "content": "x"}]),
-    ),
+    "message without role": messages("[0]", {"content": "x"}),
+    "unknown role": messages("[1].role", *HELLO, {"role": "king", "content": "x"}),
+    "tool message without a call": messages("[1].tool_call_id", *HELLO, {"role": "tool", "content": "x"}),
     "tool message of another call": (
         "messages[2].tool_call_id",
         *called({"role": "tool", "tool_call_id": "3", "content": "x"}),
@@ -211,24 +201,12 @@ CASES = {
         "messages[1].tool_calls[1].function.arguments",
         *called(function={"name": "f", "arguments": " " * 2**20 + "{}"}),
     ),
-    "calls of a user": (
-        "messages[0].tool_calls",
-        *chat(messages=[{"role": "user", "content": "x", "tool_calls": [CALL]}]),
-    ),
-    "message without content": ("messages[0].content", *chat(messages=[{"role": "user"}])),
-    "content a number": ("messages[0].content", *chat(messages=[{"role": "user", "content": 5}])),
-    "image part": (
-        "messages[0].content[0].type",
-        *chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-    ),
-    "text part without text": (
-        "messages[0].content[0].text",
-        *chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
-    ),
-    "tool calls": (
-        "messages[1].tool_calls",
-        *chat(messages=[*HELLO, {"role": "assistant", "content": "x", "tool_calls": [{}]}]),
-    ),
+    "calls of a user": messages("[0].tool_calls", {"role": "user", "content": "x", "tool_calls": [CALL]}),
+    "message without content": messages("[0].content", {"role": "user"}),
+    "content a number": messages("[0].content", {"role": "user", "content": 5}),
+    "image part": messages("[0].content[0].type", said({"type": "image_url", "image_url": {"url": "x"}})),
+    "text part without text": messages("[0].content[0].text", said({"type": "text"})),
+    "tool calls": messages("[1].tool_calls", *HELLO, said("x", "assistant", tool_calls=[{}])),
     "too many messages": ("messages", *chat(messages=HELLO * 16_385)),
     "template variables too large": ("chat_template_kwargs", *chat(chat_template_kwargs={"x": "x" * 65_536})),
     "template variables a list": ("chat_template_kwargs", *chat(chat_template_kwargs=[])),
@@ -236,7 +214,7 @@ CASES = {
         "continue_final_message",
         *chat(add_generation_prompt=True, continue_final_message=True),
     ),
-    "chat too long": ("messages", *chat(messages=[{"role": "user", "content": "a b " * 1000}])),
+    "chat too long": messages("", {"role": "user", "content": "a b " * 1000}),
     "tokenize nothing": ("prompt", "/tokenize", {}),
     "tokenize both": ("prompt", "/tokenize", {"prompt": "x", "messages": HELLO}),
     "tokenize too much": ("prompt", "/tokenize", {"prompt": "a b " * 3_000_000}),

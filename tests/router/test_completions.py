@@ -7,6 +7,7 @@ import json
 
 import openai
 import pytest
+from router_clients import eventually
 
 from router.preprocessing.requests import derived_seed
 
@@ -190,18 +191,7 @@ def test_stop_strings(complete, tokenizer, router, stream, include):
         assert stop in tokenizer.decode(used)
         assert stop not in tokenizer.decode(used[:-1])
     # The worker reports once more the output that it had sent before it heard of the abort.
-    assert _soon(lambda: len({*decode.aborted}) == before + 1)
-
-
-def _soon(condition, seconds: float = 3.0) -> bool:
-    import time
-
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    eventually(lambda: len({*decode.aborted}) == before + 1)
 
 
 def test_min_tokens_lets_early_stops_pass(complete, tokenizer):

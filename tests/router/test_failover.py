@@ -30,12 +30,6 @@ def expected(undisturbed):
     return lambda **fields: undisturbed(**FIELDS | fields)
 
 
-@pytest.fixture
-def no_races(monkeypatch):
-    """Leave silent workers their requests until they count as lost."""
-    monkeypatch.setattr("router.dispatch.races.SHARE", 0.0)
-
-
 def stalled(router, pool, after: int, **fields):
     """Start a request on a worker that stops after some tokens, and a second worker that may continue."""
     first = router.add_worker("decode-0", stall_after=after)

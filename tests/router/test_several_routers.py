@@ -14,9 +14,10 @@ from several import TwoRouters
 
 from deploy.slots import let_go, make_slots
 from protocol.config import ServeConfig
-from protocol.ids import PeerAddress, router_of
-from protocol.worker_to_router import Register, WorkerState
+from protocol.ids import router_of
+from protocol.worker_to_router import WorkerState
 from router.workers.registry import Registry
+from tests.router.placed import registration
 
 
 def get(url: str) -> httpx.Response:
@@ -210,17 +211,7 @@ def test_rows_of_other_routers_count(shared):
     state = WorkerState(
         worker_id="w", incarnation="i", role="decode", num_running=6, total_blocks=100, free_blocks=60
     )
-    registry.register(
-        Register(
-            address=PeerAddress(worker_id="w", incarnation="i", control="tcp://x:1"),
-            role="decode",
-            model="m",
-            max_model_len=1,
-            vocab_size=1,
-            eos_token_ids=[],
-            state=state,
-        )
-    )
+    registry.register(registration(state=state))
     load = registry.named("w").load
     assert (load.rows, load.context_tokens) == ((6, 640) if shared else (0, 0))
     registry.named("w").outstanding_rows = 2

@@ -8,25 +8,12 @@ import zmq
 
 from messaging.sockets import connect_dealer
 from protocol.codec import router_to_worker
-from protocol.ids import PeerAddress
 from protocol.router_to_worker import Refused
 from protocol.version import PROTOCOL
-from protocol.worker_to_router import Register, WorkerState
+from tests.router.placed import registration
 
 ANSWER_MS = 20_000
-REGISTER = msgspec.to_builtins(
-    Register(
-        address=PeerAddress(worker_id="decode-0", incarnation="a" * 16, control="tcp://127.0.0.1:1"),
-        role="decode",
-        model="m",
-        max_model_len=100,
-        vocab_size=600,
-        eos_token_ids=[0],
-        state=WorkerState(worker_id="decode-0", incarnation="a" * 16, role="decode"),
-        protocol=PROTOCOL + 1,
-        release="9.8",
-    )
-)
+REGISTER = msgspec.to_builtins(registration("decode-0", "a" * 16, protocol=PROTOCOL + 1, release="9.8"))
 
 
 @pytest.mark.parametrize("changes", [{}, {"state": "of another kind", "model": None}])

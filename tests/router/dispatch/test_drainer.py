@@ -41,7 +41,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(make_router, pool) -> Scene:
+def scene(make_router, pool, no_races) -> Scene:
     return Scene(make_router(), pool)
 
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from protocol.config import ServeConfig
-from protocol.ids import PeerAddress, block_identities
+from protocol.ids import block_identities
 from protocol.kv_events import CacheFormat, KvChange, Medium
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.sampling import SamplingParams
-from protocol.worker_to_router import KvEvents, Register, WorkerState
+from protocol.worker_to_router import KvEvents, WorkerState
 from router.dispatch import Core
 from router.dispatch.kv_feed import LATE_S, KvFeed
 from router.dispatch.placer import Placer
@@ -23,6 +23,7 @@ from router.placement import placement_policy
 from router.requests.journal import Generation, Journal, LiveRequest
 from router.text.choice import Choice, Prompt
 from router.workers.registry import Registry
+from tests.router.placed import registration
 
 CACHE = CacheFormat(model="m", kv_format="f", block_size=16)
 
@@ -56,12 +57,8 @@ class Router:
 
     def start(self, *worker_ids: str, incarnation: str = "new", cache: CacheFormat = CACHE) -> None:
         for worker_id in worker_ids:
-            address = PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1")
-            state = WorkerState(worker_id=worker_id, incarnation=incarnation, role="decode")
-            facts: dict[str, Any] = {"max_model_len": 1000, "vocab_size": 1000, "eos_token_ids": []}
-            self.registry.register(
-                Register(address=address, role="decode", model="m", state=state, cache=cache, **facts)
-            )
+            told = registration(worker_id, incarnation, cache=cache, max_model_len=1000, vocab_size=1000)
+            self.registry.register(told)
             self.tell(worker_id, KvChange("cleared"), incarnation=incarnation, number=0)
 
     def tell(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ TEXT = st.text(
 ).filter(lambda text: "<|end|>" not in text)  # the tokenizer's special token is no text
 
 
+@functools.cache
 def sentencepiece_like(strip: bool) -> Tokenizer:
     """Make a tokenizer like Llama 2's (with `strip`) or Gemma's: pieces with ▁, other characters as bytes."""
     pieces = ["▁", "a", "b", "▁a", "▁▁", "ab", "é", "日", "the", "▁the", "\n"]
@@ -35,6 +38,7 @@ def sentencepiece_like(strip: bool) -> Tokenizer:
     return Tokenizer(fast.to_str(), {"bos_token": "<s>", "eos_token": "</s>"})
 
 
+@functools.cache
 def metaspace() -> Tokenizer:
     vocab = [("<unk>", 0.0), ("▁", -1.0), ("▁a", -2.0), ("a", -3.0), ("b", -3.0), ("é", -3.0), ("日本", -3.0)]
     fast = FastTokenizer(models.Unigram(vocab, unk_id=0))

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.ids import PeerAddress
-from protocol.worker_to_router import Register, WorkerState
 from router.workers.assignment import Loads, Stage
 from router.workers.registry import Registry, Worker
+from tests.router.placed import registration
 
 
 def start(registry: Registry, worker_id: str) -> Worker:
     role, incarnation = worker_id.partition("-")[0], f"{worker_id}-1"
-    worker = registry.register(
-        Register(
-            address=PeerAddress(worker_id=worker_id, incarnation=incarnation, control=""),
-            role=role,
-            model="m",
-            max_model_len=100,
-            vocab_size=10,
-            eos_token_ids=[],
-            state=WorkerState(worker_id=worker_id, incarnation=incarnation, role=role),
-        )
-    )
+    worker = registry.register(registration(worker_id, incarnation, role))
     assert worker is not None
     return worker
 

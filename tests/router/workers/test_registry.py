@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from protocol.costs import StepCosts
-from protocol.ids import PeerAddress
 from protocol.version import PROTOCOL, version
-from protocol.worker_to_router import Register, WorkerState
+from protocol.worker_to_router import WorkerState
 from router.workers.registry import WATCH_INTERVAL_S, Registry, Worker
+from tests.router.placed import registration
 
 
 class Recorder:
@@ -28,18 +28,8 @@ class Recorder:
     def register(
         self, incarnation: str, max_model_len: int = 100, role: str = "decode", worker_id="w", host=""
     ):
-        return self.registry.register(
-            Register(
-                address=PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1"),
-                host=host,
-                role=role,
-                model="m",
-                max_model_len=max_model_len,
-                vocab_size=10,
-                eos_token_ids=[0],
-                state=state(incarnation),
-            )
-        )
+        told = {"max_model_len": max_model_len, "host": host}
+        return self.registry.register(registration(worker_id, incarnation, role, state(incarnation), **told))
 
 
 def state(incarnation: str) -> WorkerState:
@@ -297,16 +287,7 @@ def refused_with(recorder: Recorder, **changes) -> str:
     reasons: list[str] = []
     recorder.registry.on_refused = lambda key, reason: reasons.append(reason)
     recorder.register("one")
-    register = Register(
-        address=PeerAddress(worker_id="v", incarnation="two", control="tcp://x:1"),
-        role="decode",
-        model="m",
-        max_model_len=100,
-        vocab_size=10,
-        eos_token_ids=[0],
-        state=state("two"),
-    )
-    assert recorder.registry.register(msgspec.structs.replace(register, **changes)) is None
+    assert recorder.registry.register(registration("v", "two", **changes)) is None
     assert [worker.key.worker_id for worker in recorder.registry.live()] == ["w"]
     (reason,) = reasons
     return reason
