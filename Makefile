@@ -1,4 +1,5 @@
 BIN := .venv/bin
+PYTHON ?= $(BIN)/python
 ARGS ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
@@ -8,7 +9,7 @@ LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-header --n
 RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-costs pytest lint lock sbom clean
+.PHONY: help install serve test test-all test-costs pytest lint lock sbom gpu-report clean
 
 help:  ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +49,10 @@ sbom: .venv/.installed-test  ## Write a CycloneDX SBOM of each image's Python pa
 	  PYTHONWARNINGS=ignore $(BIN)/uvx --from cyclonedx-bom==7.5.0 cyclonedx-py requirements deploy/requirements-$$device.txt \
 	    --pyproject pyproject.toml --output-reproducible --output-file sbom-$$device.json || exit; \
 	done
+
+gpu-report:  ## On a GPU: test kernels, then write figures and checks to bench/results/gpu, in 10 minutes
+	$(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_sampler.py tests/gpu/test_verification.py -rs
+	$(PYTHON) -m bench.gpu --size 0.6B --batch 1,16,64 --num-tokens 3 --chunk 512,2048,8192 $(ARGS)
 
 clean:  ## Remove the virtual environment and every cache
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

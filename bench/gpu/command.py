@@ -27,6 +27,10 @@ def gpu(
     acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="chance of a drafted token")] = 0.7,
     chunk: Annotated[str, typer.Option(help="tokens of a prompt, comma-separated")] = "512,2048,8192",
     context: Annotated[int, typer.Option(min=64, max=32768, help="tokens that decode rows see")] = 1024,
+    long_context: Annotated[
+        int, typer.Option(min=0, max=131072, help="tokens of one sequence beside the others, 0 for none")
+    ] = 65536,
+    budget: Annotated[int, typer.Option(min=16, help="tokens of a prompt in a step")] = 2048,
     output: Annotated[Path, typer.Option(help="folder for the tables and the JSON")] = RESULTS / "gpu",
 ) -> None:
     """Measure decoding, verification and prefill on this host's GPU against its roofline."""
@@ -36,7 +40,7 @@ def gpu(
 
     from bench.gpu.measure import GpuPlan, measure
     from bench.gpu.model import SHAPES, MadeUpModel
-    from bench.gpu.report import as_markdown
+    from bench.gpu.report import as_markdown, checks
     from bench.gpu.roofs import measured, missing, roofs_of
 
     if size not in SHAPES:
@@ -47,6 +51,8 @@ def gpu(
         chunks=counts("--chunk", chunk, 32768),
         context=context,
         acceptance=acceptance,
+        long_context=long_context,
+        budget=budget,
     )
     if lack := missing():
         show(f"tandem bench gpu: {lack}")
@@ -69,5 +75,6 @@ def gpu(
         "reached": asdict(reached),
         "plan": asdict(plan),
         "results": asdict(results),
+        "checks": checks(results),
     }
     publish(output, command, figures, text)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from bench.gpu.clock import launches_of, time_of
+from bench.gpu.kernels import Beside, kernels_beside
 from bench.gpu.model import BLOCK_SIZE, Forwards, MadeUpModel
 from bench.gpu.roofline import StepCost, tokens_of
 from engine.engine import Engine
+from engine.triton_support import Compilations
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_DRAFT_TOKENS, SpeculativeConfig
 from speculation.speculator import BatchSpeculator
+
+_GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+_SAMPLED: Mapping[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
 @dataclass(frozen=True)
@@ -26,16 +32,24 @@ class GpuPlan:
     chunks: Sequence[int]
     context: int
     acceptance: float
+    long_context: int = 0
+    """The length of the one long sequence beside the largest batch; 0 for none."""
+    budget: int = 2048
+    """Tokens of a prompt in a step."""
 
     @property
     def longest(self) -> int:
         """Return the length of the longest sequence."""
-        return max(self.context, *self.chunks)
+        return max(self.context, self.long_context, *self.chunks)
 
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens that the pool must hold."""
-        return max(max(self.batches) * (self.context + BLOCK_SIZE), self.longest)
+        return max(self.batches) * (self.context + BLOCK_SIZE) + self.longest + BLOCK_SIZE
+
+    @property
+    def mixed_contexts(self) -> list[int]:
+        return [*[self.context] * (max(self.batches) - 1), self.long_context]
 
 
 @dataclass(frozen=True)
@@ -51,20 +65,14 @@ class Measured:
     work: StepCost
 
 
-def forward(model: MadeUpModel, forwards: Forwards, sequences: int, rows: int, context: int) -> Measured:
+def forward(model: MadeUpModel, forwards: Forwards, contexts: Sequence[int], rows: int) -> Measured:
     """Measure a forward, with logits for all rows of a verified draft, or for the last row of a chunk."""
-    is_chunk = rows == context
-    logits = 1 if is_chunk else rows
-    run = partial(forwards.run, forwards.batch(sequences, rows, context), logits)
+    logits = 1 if rows > MAX_DRAFT_TOKENS else rows
+    run = partial(forwards.run, forwards.batch(contexts, rows), logits)
     taken = time_of(run, model.device)
-    return Measured(
-        sequences,
-        rows,
-        context,
-        *taken,
-        launches_of(run, model.device),
-        model.costs.step(sequences, rows, context, logits),
-    )
+    mean = sum(contexts) // len(contexts)
+    work = model.costs.step(len(contexts), rows, mean, logits)
+    return Measured(len(contexts), rows, max(contexts), *taken, launches_of(run, model.device), work)
 
 
 @dataclass(frozen=True)
@@ -78,24 +86,46 @@ class Results:
     prefill: list[Measured]
     steps: dict[int, float]
     eager_s: list[float]
+    sampled_steps: dict[int, float] = field(default_factory=dict)
+    """As `steps`, with top-k and top-p."""
+    mixed: Measured | None = None
+    """The largest batch, one of whose sequences is long."""
+    cut_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of prompts in chunks of the budget, by tokens."""
+    kernels: list[Beside] = field(default_factory=list)
+    compilations: dict[str, float] = field(default_factory=dict)
+    """Kernels compiled after the warm-up."""
 
 
 def measure(model: MadeUpModel, plan: GpuPlan) -> Results:
-    eager = [
-        each.device_s for each in _decode(model, model.forwards(plan.num_tokens, _config(plan, True)), plan)
-    ]
+    forwards = model.forwards(plan.num_tokens, _config(plan, True))
+    eager = [each.device_s for each in _decode(model, forwards, plan)]
     forwards = model.forwards(plan.num_tokens, _config(plan, False))
+    compilations = Compilations() if model.device.type == "cuda" else None
     decode = _decode(model, forwards, plan)
-    prefill = [forward(model, forwards, 1, chunk, chunk) for chunk in plan.chunks]
+    mixed = forward(model, forwards, plan.mixed_contexts, 1) if plan.long_context else None
+    prefill = [forward(model, forwards, [chunk], chunk) for chunk in plan.chunks]
+    cut = {chunk: _cut_s(model, forwards, chunk, plan) for chunk in plan.chunks if chunk > plan.budget}
+    compiled = {} if compilations is None else compilations.totals()
     choice = forwards.choice
     del forwards  # frees its pool for the engines
-    steps = {batch: _step_s(model, plan, batch) for batch in plan.batches}
-    return Results(choice, decode, prefill, steps, eager)
+    steps = {batch: _step_s(model, plan, batch, _GREEDY) for batch in plan.batches}
+    sampled = {batch: _step_s(model, plan, batch, _SAMPLED) for batch in plan.batches}
+    kernels = [*kernels_beside(model.shape, model.device, plan.longest)]
+    return Results(choice, decode, prefill, steps, eager, sampled, mixed, cut, kernels, compiled)
+
+
+def _cut_s(model: MadeUpModel, forwards: Forwards, prompt: int, plan: GpuPlan) -> float:
+    """Return the seconds of a prompt in chunks of the budget."""
+    ends = [*range(plan.budget, prompt, plan.budget), prompt]
+    rows = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return sum(forward(model, forwards, [end], count).device_s for end, count in zip(ends, rows, strict=True))
 
 
 def _decode(model: MadeUpModel, forwards: Forwards, plan: GpuPlan) -> list[Measured]:
     rows = [1 + drafted for drafted in plan.drafted]
-    return [forward(model, forwards, batch, each, plan.context) for batch in plan.batches for each in rows]
+    contexts = [[plan.context] * batch for batch in plan.batches]
+    return [forward(model, forwards, each, count) for each in contexts for count in rows]
 
 
 def _config(plan: GpuPlan, enforce_eager: bool) -> ServeConfig:
@@ -107,10 +137,10 @@ def _config(plan: GpuPlan, enforce_eager: bool) -> ServeConfig:
     )
 
 
-def _step_s(model: MadeUpModel, plan: GpuPlan, batch: int) -> float:
-    """Return the seconds of a step of a worker's engine in which `batch` requests decode greedily:
-    scheduling, forward and sampling. On a GPU the engine launches the next step ahead. Contexts start at
-    three quarters of the plan's.
+def _step_s(model: MadeUpModel, plan: GpuPlan, batch: int, how: Mapping[str, Any]) -> float:
+    """Return the seconds of a step of a worker's engine in which `batch` requests decode: scheduling, forward
+    and sampling. On a GPU the engine launches the next step ahead. Contexts start at three quarters of the
+    plan's.
     """
     engine = Engine(model.config(batch, plan.context), speculate=BatchSpeculator)
     prompt_len, steps = plan.context * 3 // 4, plan.context // 16
@@ -119,9 +149,7 @@ def _step_s(model: MadeUpModel, plan: GpuPlan, batch: int) -> float:
             EngineRequest(
                 request_id=str(number),
                 prompt_token_ids=[1 + (number + place) % 100 for place in range(prompt_len)],
-                sampling=SamplingParams(
-                    max_tokens=plan.context - prompt_len, temperature=0.0, ignore_eos=True
-                ),
+                sampling=SamplingParams(max_tokens=plan.context - prompt_len, ignore_eos=True, **how),
             )
         )
     try:

@@ -86,7 +86,7 @@ class MadeUpModel:
         model.eval().requires_grad_(False)
         group = probe(model, torch.bfloat16, shape.layers).kv
         self.costs = Costs.of(model, group.num_values * torch.bfloat16.itemsize)
-        self.device = device
+        self.device, self.shape = device, shape
         loaded = LoadedModel(model, device, torch.bfloat16, group, shape.vocabulary, max_len, [], "00")
         backend, _ = select_backend(device, torch.bfloat16)
         self._loaded = pack_model(loaded, "auto", backend)
@@ -127,18 +127,16 @@ class Forwards:
     def choice(self) -> str:
         return self._runner.choice
 
-    def batch(self, sequences: int, rows_each: int, context: int) -> list[SequenceRows]:
-        """Return the last `rows_each` rows of sequences of `context` tokens, in scattered blocks."""
-        each = -(-context // BLOCK_SIZE)
+    def batch(self, contexts: Sequence[int], rows_each: int) -> list[SequenceRows]:
+        """Return the last `rows_each` rows of sequences of these lengths, in scattered blocks."""
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
-        return [
-            SequenceRows(
-                [1 + (number + row) % 100 for row in range(rows_each)],
-                context - rows_each,
-                [order[number * each : (number + 1) * each]],
-            )
-            for number in range(sequences)
-        ]
+        batch, taken = [], 0
+        for number, context in enumerate(contexts):
+            blocks = order[taken : taken - (-context // BLOCK_SIZE)]
+            taken += len(blocks)
+            token_ids = [1 + (number + row) % 100 for row in range(rows_each)]
+            batch.append(SequenceRows(token_ids, context - rows_each, [blocks]))
+        return batch
 
     def run(self, batch: Sequence[SequenceRows], logits_each: int) -> None:
         rows_each = len(batch[0].token_ids)

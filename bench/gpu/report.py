@@ -17,6 +17,7 @@ def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: GpuPlan, results:
             *_roofline(each, roofs),
             f"{eager_s * 1e3:.3f}",
             f"{results.steps[each.sequences] * 1e3:.2f}",
+            f"{results.sampled_steps[each.sequences] * 1e3:.2f}",
         )
         for each, eager_s in plain
     ]
@@ -34,6 +35,17 @@ def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: GpuPlan, results:
         (each.context, *_roofline(each, roofs), f"{each.context / each.device_s:.0f}")
         for each in results.prefill
     ]
+    if results.mixed is not None:
+        decode.append((f"{results.mixed.sequences}, mixed", *_roofline(results.mixed, roofs), "-", "-", "-"))
+    kernels = [
+        (each.name, f"{each.ours_s * 1e6:.0f}", f"{each.torch_s * 1e6:.0f}", f"{each.ratio:.2f}")
+        for each in results.kernels
+    ]
+    cut = [
+        (tokens, f"{seconds * 1e3:.2f}", f"{tokens / seconds:.0f}")
+        for tokens, seconds in results.cut_s.items()
+    ]
+    verdicts = [("pass" if passed else "FAIL", text) for text, passed in checks(results).items()]
     both = ("ms", "least ms", "share of the roof", "bound by", "host ms", "launches")
     return f"""# Qwen3-{size} on {roofs.name}
 
@@ -42,11 +54,16 @@ Roofs ({roofs.source}): {_rates(roofs)}. A plain copy and a plain product reach 
 `host ms` is when the forward's call returns; `launches` are what it puts on the device; `eager ms` is the
 forward without CUDA graphs.
 
+## Checks
+
+{markdown_table(("", "check"), verdicts, 2)}
+
 ## Decoding
 
-`step ms`: of the engine, with scheduling and sampling.
+`step ms`: of the engine, with scheduling and greedy sampling; `sampled ms`: with top-k and top-p. `mixed` has
+one sequence of {plan.long_context} tokens.
 
-{markdown_table(("requests", *both, "eager ms", "step ms"), decode)}
+{markdown_table(("requests", *both, "eager ms", "step ms", "sampled ms"), decode)}
 
 ## Verifying K drafted tokens
 
@@ -57,7 +74,36 @@ forward without CUDA graphs.
 ## Prompts
 
 {markdown_table(("tokens", *both, "tokens/s"), prefill)}
+
+In chunks of {plan.budget} tokens:
+
+{markdown_table(("tokens", "ms", "tokens/s"), cut)}
+
+## Kernels beside torch's
+
+`ratio`: times as fast as torch's SDPA (from contiguous KV) or cuBLAS.
+
+{markdown_table(("kernel", "us", "torch us", "ratio"), kernels)}
 """
+
+
+def checks(results: Results) -> dict[str, bool]:
+    """Return what a GPU must show, and whether this one did."""
+    compiled = int(results.compilations.get("kernel_compilations_total", 0))
+    slower = [
+        each.sequences
+        for each, eager_s in zip(results.decode, results.eager_s, strict=True)
+        if each.device_s > 1.1 * eager_s
+    ]
+    found = {
+        f"no kernel is compiled after the start ({compiled} were)": not compiled,
+        f"graphs are no slower than eager forwards (slower for {slower or 'none'})": not slower,
+    }
+    if results.mixed is not None:
+        plain = [each.device_s for each in results.decode if each.sequences == results.mixed.sequences]
+        ratio = results.mixed.device_s / plain[0]
+        found[f"one long sequence costs the batch at most its half again ({ratio:.2f} times)"] = ratio < 1.5
+    return found
 
 
 def _rates(roofs: Roofs) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.gpu import roofs
+from bench.gpu.kernels import Beside
 from bench.gpu.measure import GpuPlan, Measured, Results, measure, speedup
 from bench.gpu.model import SHAPES, DecoderShape, MadeUpModel
-from bench.gpu.report import as_markdown
+from bench.gpu.report import as_markdown, checks
 from bench.gpu.roofline import Costs, StepCost, tokens_of
 from bench.gpu.roofs import Roofs, measured, missing, roofs_of
 from tests.gpu.test_bench import SMALL
@@ -105,7 +108,7 @@ def test_the_gain_of_drafts_at_a_given_acceptance() -> None:
 
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[MadeUpModel, GpuPlan, Results]:
-    plan = GpuPlan(batches=[1, 3], drafted=[0, 2], chunks=[32], context=64, acceptance=0.8)
+    plan = GpuPlan([1, 3], [0, 2], [32, 48], context=64, acceptance=0.8, long_context=96, budget=32)
     with torch.inference_mode():
         model = MadeUpModel(TINY, CPU, tmp_path_factory.mktemp("model"), plan.longest)
         return model, plan, measure(model, plan)
@@ -114,8 +117,11 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[MadeUpModel, G
 def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]) -> None:
     _, _, results = on_the_cpu
     assert [(each.sequences, each.rows_each) for each in results.decode] == [(1, 1), (1, 3), (3, 1), (3, 3)]
-    assert [(each.rows_each, each.context) for each in results.prefill] == [(32, 32)]
-    assert results.steps.keys() == {1, 3}
+    assert [(each.rows_each, each.context) for each in results.prefill] == [(32, 32), (48, 48)]
+    assert results.steps.keys() == results.sampled_steps.keys() == {1, 3}
+    assert results.cut_s.keys() == {48}
+    assert results.mixed is not None
+    assert (results.mixed.sequences, results.mixed.context) == (3, 96)
     assert len(results.eager_s) == len(results.decode)
     for each in (*results.decode, *results.prefill):
         assert 0 < each.host_s <= each.device_s
@@ -141,20 +147,26 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 << 30, 24 << 30))
     result = CliRunner().invoke(app, ["gpu"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 2
-    assert "they take 28 GiB, and 20 GiB are free" in result.output
+    assert re.search(r"they take 3\d GiB, and 20 GiB are free", result.output)
 
 
 def test_the_report(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results], tmp_path: Path) -> None:
     _, plan, results = on_the_cpu
+    results = replace(results, kernels=[Beside("attention", 2e-6, 1e-6)])
     text = as_markdown("tiny", ROOFS, Roofs("a device", 5e11, 2e13, ""), plan, results)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert len([row for row in rows if row[0] in ("| 1", "| 3", "| 32")]) == 5
     assert "Roofs (made up): memory 1000 GB/s, products 100 TFLOP/s." in text
     assert "reach memory 500 GB/s, products 20 TFLOP/s." in text
     assert "accepted with a chance of 0.8" in text
-    column = next(row for row in rows if row[0] == "| requests").index("eager ms")
-    assert rows[2][column] == f"{results.eager_s[0] * 1e3:.3f}"
-    share = float(rows[2][3])
+    assert "| attention | 2 | 1 | 0.50 |" in text
+    assert "| pass | no kernel is compiled after the start (0 were) |" in text
+    failed = replace(results, compilations={"kernel_compilations_total": 2.0}, eager_s=[0.0] * 4)
+    assert [*checks(failed).values()][:2] == [False, False]
+    head = next(row for row in rows if row[0] == "| requests")
+    first = rows[rows.index(head) + 2]
+    assert first[head.index("eager ms")] == f"{results.eager_s[0] * 1e3:.3f}"
+    share = float(first[3])
     assert share == pytest.approx(
         results.decode[0].work.least_s(ROOFS) / results.decode[0].device_s, abs=0.01
     )

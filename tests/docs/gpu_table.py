@@ -50,8 +50,14 @@ sampler (`engine/sampler/triton_kernel/`), of verification, of draft trees and o
 (`engine/devices/cuda/recurrent/`) are tested in Triton's interpreter, and compiled here for five GPUs:
 they are launched with tensors without memory, and the figures are read from the machine code. Such a launch
 also shows that a forward never waits for the device, because reading a value would fail. CUDA graphs are
-checked by launching a step's kernels again in the interpreter, on the same memory. On a GPU, run
-`tests/gpu` and `tandem bench gpu`.
+checked by launching a step's kernels again in the interpreter, on the same memory. A test launches thousands
+of steps of random sizes after a warm-up, and Triton's keys of these launches are all known by then, so no
+kernel is compiled while requests are served; `tandem_kernel_compilations_total` counts those that are.
+
+On a GPU, run `make gpu-report`, which takes ten minutes and writes `bench/results/gpu`: checks, rooflines,
+times beside torch's SDPA and cuBLAS, and kernels compiled after the start. It (`PYTHON=python3`) and
+`pytest tests/gpu` need neither Ray nor an HTTP library: PyTorch 2.11 with Triton 3.6, Transformers 5.17,
+accelerate, msgspec, llguidance, psutil, xxhash, typer, rich, pytest and hypothesis are enough.
 
 ## CUDA graphs
 

@@ -7,8 +7,6 @@ import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
-import grimp
-
 _QUOTED = re.compile(r"""["']([a-z_]\w*(?:\.[a-z_]\w*)+)""")
 """A quoted module name that another process imports, as in "worker.loop:Loop"."""
 _STARTED = re.compile(r"""["']-m["'], ["']([a-z_][\w.]*)["']""")
@@ -20,6 +18,8 @@ class Imports:
     """The modules that each module of product and tests uses, by importing, starting or naming them."""
 
     def __init__(self, root: Path) -> None:
+        import grimp  # a host for GPU tests may lack it
+
         tools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]
         packages = tools["importlinter"]["root_packages"]
         graph = grimp.build_graph(*packages, "tests", exclude_type_checking_imports=True, cache_dir=None)
