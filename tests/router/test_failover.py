@@ -18,6 +18,7 @@ from router_clients import (
 
 from protocol.outputs import TokenOutput
 
+pytestmark = pytest.mark.usefixtures("no_races")
 PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"
 NUM_TOKENS = 60
 
@@ -197,7 +198,6 @@ def test_a_request_that_progresses_survives_any_number_of_deaths(every, make_rou
     assert placed_again(router) == 8
 
 
-@pytest.mark.usefixtures("no_races")
 def test_stopped_workers_are_not_blamed_on_the_request(make_router, pool, expected):
     router = make_router(worker_timeout=10.0)
     future, worker, other = stalled(router, pool, 3)
@@ -212,7 +212,6 @@ def test_stopped_workers_are_not_blamed_on_the_request(make_router, pool, expect
     assert placed_again(router) == 5
 
 
-@pytest.mark.usefixtures("no_races")
 def test_stuck_loops_may_be_blamed_on_the_request(make_router, pool):
     """A stuck worker still sends heartbeats, and the request would go from one worker to the next."""
     router = make_router(worker_timeout=10.0)

@@ -8,6 +8,7 @@ from router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
 
+pytestmark = pytest.mark.usefixtures("no_races")
 NUM_TOKENS = 40
 
 
@@ -41,7 +42,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(make_router, pool, no_races) -> Scene:
+def scene(make_router, pool) -> Scene:
     return Scene(make_router(), pool)
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from router_clients import answer, emitted, eventually, is_idle, lose, make_pair, post
 
+pytestmark = pytest.mark.usefixtures("no_races")
 PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"
 FIELDS = {"prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}
 
