@@ -134,6 +134,8 @@ def runner_of_head(
     native: Runner | None = None
     if natively and isinstance(by_table(backend)[0][0], NativeBackend) and unfit_head(program()) is None:
         try:
+            if target.dtype is not torch.bfloat16:
+                dequantize_linears(parts, target.dtype)
             described = _with_rounded_lm_head(program(), target)
             native = NativeDecoder(Description(described, positions), backend)
         except BuildError as error:

@@ -188,7 +188,7 @@ def generate(
     requests: list[EngineRequest], speculative: SpeculativeConfig | None, model: Path = TARGET
 ) -> tuple[list[list[int]], float]:
     """Return the outputs, and the mean number of tokens per step."""
-    config = ServeConfig(model=str(model), dtype="float32", device="cpu", compile="off")
+    config = ServeConfig(model=str(model), dtype="float32", device="cpu")
     config = replace(config, max_num_seqs=NUM_PROMPTS, kv_cache_memory_bytes=32 << 20)
     config = replace(config, speculative_config=speculative)
     engine = Engine(config, speculate=BatchSpeculator if speculative is not None else None)
