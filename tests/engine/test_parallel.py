@@ -125,7 +125,7 @@ def int_weights(format: CodeFormat, compile: str) -> dict[str, Any]:
 
 
 SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
-    **{name: ({"model_type": name}, [2, 4]) for name in ARCHITECTURES},
+    **{name: ({"model_type": name}, [(2, 4)[at % 2]]) for at, name in enumerate(ARCHITECTURES)},
     **{
         f"{heads} heads, {kv_heads} of keys, {dtype}": (qwen2(heads, kv_heads, dtype=dtype), sizes)
         for heads, kv_heads, sizes in ((4, 2, [2, 4]), (6, 1, [3]), (6, 2, [3]), (6, 3, [2]), (12, 4, [6]))
