@@ -85,24 +85,6 @@ def test_trace(url, tmp_path):
     assert summary["duration"] >= 0.1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--request-rate", 0), "--request-rate"),
-        (("--goodput", "speed:1"), "--goodput"),
-        (("--extra-body", "[1]"), "--extra-body"),
-        (("--extra-body", "{"), "--extra-body"),
-        (("--base-url", "localhost"), "URL"),
-        (("--chat",), "--prompt-file"),
-        (("--num-prompts", 0), "num-prompts"),
-    ],
-)
-def test_bad_options_are_named(arguments, complaint):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert complaint in result.output
-
-
 def test_no_server(unused_tcp_port):
     result = run("--base-url", f"http://127.0.0.1:{unused_tcp_port}", "--num-prompts", 1)
     assert result.exit_code == 1

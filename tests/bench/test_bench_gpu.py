@@ -50,21 +50,6 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert not missing()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--size", "7B"], "--size: '7B' is none of 0.6B"),
-        (["--batch", "1,x"], "--batch: '1,x' is no list of whole numbers"),
-        (["--num-tokens", "64"], "--num-tokens: '64' is not within 1 to 63"),
-        (["--chunk", "0"], "--chunk: '0' is not within 1 to 32768"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["gpu", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exit_code == 2
-    assert message in result.output
-
-
 @pytest.mark.parametrize("shape", [SMALL, *SHAPES.values()], ids=str)
 def test_query_heads_must_be_a_multiple_of_kv_heads(shape: DecoderShape) -> None:
     """Attention needs a multiple of the KV heads."""

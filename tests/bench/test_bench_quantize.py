@@ -58,26 +58,3 @@ def test_each_weight_format_is_compared_with_each_kv_format(tmp_path: Path) -> N
         assert memory == found["weight_bytes"][name] + tokens * found["kv_token_bytes"][name]
     table = (tmp_path / "README.md").read_text()
     assert "| int4+head | int8 |" in table
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "reason"),
-    [
-        ("--kv", "bf16,int4", "--kv: 'int4' is not one of bf16,int8,fp8"),
-        ("--checkpoint", "int4=folder", "has no name of its own, as in awq=folder"),
-        ("--checkpoint", "awq=/nowhere", "'/nowhere' is no folder with a model"),
-        (
-            "--checkpoint",
-            f"awq={BUNDLED_MODEL}",
-            "--checkpoint: held-out texts are for --model tandem-code-10m",
-        ),
-        ("--format", "int8,int3", "'int3' is not one of bf16"),
-        ("--concurrency", "1,x", "is no list of whole numbers"),
-        ("--concurrency", "0", "is not within 1 to 64"),
-        ("--shape", "llama-70b", "is not one of llama-29m"),
-    ],
-)
-def test_bad_flags_are_named(flag: str, value: str, reason: str) -> None:
-    done = run(flag, value)
-    assert done.exit_code == 2
-    assert reason in " ".join(done.output.replace("│", " ").split())

@@ -268,9 +268,9 @@ def test_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Engines, "max_prompt_len", 16)
     options = ("--method", "draft_model", "--num-tokens", "0,3,auto", "--dtype", "float32")
     longer = ("--output-len", "20")  # long enough for two requests to decode at the same time
-    result = run(tmp_path, *options, *longer, "--concurrency", "1,2", "--temperature", "0,0.7")
+    result = run(tmp_path, *options, *longer, "--concurrency", "1,2", "--temperature", "0.7")
     assert result.exit_code == 0, result.output
-    document = check_files(tmp_path, cases=16)
+    document = check_files(tmp_path, cases=8)
     drafted = {str(each["case"]["num_tokens"]): each["acceptance"] for each in document["figures"]}
     assert drafted["None"] is None and drafted["0"] is None
     assert 0 < drafted["3"] <= 1
@@ -278,18 +278,3 @@ def test_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     table = (tmp_path / "README.md").read_text()
     assert "| 1 | draft_model | 3 |" in table
     assert "`tandem bench speculate --method draft_model --num-tokens 0,3,auto --concurrency 1,2" in table
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--method", "magic"), "--method: 'magic' is none of draft_model"),
-        (("--workload", "poetry"), "--workload: 'poetry' is none of completion, edit"),
-        (("--num-tokens", "1,x"), "--num-tokens: "),
-        (("--concurrency", "many"), "--concurrency: "),
-    ],
-)
-def test_bad_options_are_named(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
-    result = run(tmp_path, *arguments)
-    assert result.exit_code == 2
-    assert expected in " ".join(result.output.replace("│", " ").split())

@@ -88,9 +88,3 @@ def test_rows_and_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [figure["at_least"] for figure in document["figures"]] == [0.85, None, 0.9, 0.9]
     assert all(figure["value"] > 0 and len(figure["samples"]) == 1 for figure in document["figures"])
     assert "blocks of 1792 KiB" in result.output
-
-
-def test_an_unknown_row_is_named() -> None:
-    result = CliRunner().invoke(app, ["transfer", "--rows", "shm,carrier-pigeon"])
-    assert result.exit_code == 2
-    assert "carrier-pigeon" in result.output

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from bench.cli import app
 from bench.five.experiment import Experiment, PlannedRun, runs_of
 from bench.five.factors import FACTORS, cells_of, serve_options
 from bench.five.figures import finding
@@ -211,29 +209,6 @@ def test_findings_are_shown_as_tables() -> None:
     assert f"| paging+sharing | {both:.2f} | 20.0 | 2.00 | 256 |" in text
     with pytest.raises(ValueError, match="cell paging has 1 repeats, none 2"):
         finding("chat", factors, [each for each in outcomes if each.cell != ["paging"] or each.repeat], 2.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--factors", "sharing,batching"], "--factors: 'batching' is none of disaggregation, speculation"),
-        (["--workload", "chats"], "--workload: 'chats' is none of chat, long-prompts, long-answers"),
-        (["--max-model-len", "512"], "--max-model-len: requests of chat have 640 tokens, got 512"),
-        (["--speculative-config", "{}"], "--speculative-config"),
-        (["--speculative-config", "x"], "--speculative-config: must be JSON"),
-        (["--price", "0"], "--price"),
-        (["--repeats", "0"], "--repeats"),
-        (["--model", "/nowhere"], "--model: there is no folder /nowhere"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_starts(
-    tmp_path: Path, options: list[str], complaint: str
-) -> None:
-    result = CliRunner().invoke(
-        app, ["five", "--output", str(tmp_path / "out"), *options], env={"COLUMNS": "300"}
-    )
-    assert result.exit_code == 2 and complaint in " ".join(result.output.split())
-    assert not (tmp_path / "out").exists()
 
 
 def test_results_describe_how_they_were_made(tmp_path: Path) -> None:

@@ -3,10 +3,6 @@
 import asyncio
 import json
 
-import pytest
-from typer.testing import CliRunner
-
-from bench.cli import app
 from bench.goodput import Goodput, Replays, best, describe, first_seconds, judge
 from bench.peers.systems import System
 from bench.serve.client import Record
@@ -90,15 +86,3 @@ async def test_a_collapsed_system_is_not_tested_at_higher_speed(start_server):
     served = 1
     found = await asyncio.to_thread(lambda: list(replays.measure(system, 0)))
     assert [each.goodput for each in found] == [10.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [(["--speedups", "4,2"], "ascending"), (["--seconds", "0"], "seconds"), (["--rounds", "0"], "rounds")],
-)
-def test_wrong_options_are_refused(wrong, complaint, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    trace.touch()
-    fixed = ["goodput", "--model", str(tmp_path), "--trace", str(trace), "--system", "http://127.0.0.1:1"]
-    result = CliRunner().invoke(app, [*fixed, *wrong])
-    assert result.exit_code == 2 and complaint in result.output

@@ -41,16 +41,10 @@ _GROUP = _object(
     template=_POD,
 )
 _AUTOSCALER = _object(
-    (),
-    idleTimeoutSeconds=_NUMBER,
-    env=_LIST,
-    volumeMounts=_LIST,
-    securityContext={"type": "object"},
+    (), idleTimeoutSeconds=_NUMBER, env=_LIST, volumeMounts=_LIST, securityContext={"type": "object"}
 )
 _REDIS = _object(
-    ("redisAddress",),
-    redisAddress=_STRING,
-    redisPassword=_object((), valueFrom={"type": "object"}),
+    ("redisAddress",), redisAddress=_STRING, redisPassword=_object((), valueFrom={"type": "object"})
 )
 RAY_CLUSTER = _resource(
     "ray.io/v1",
@@ -87,9 +81,6 @@ SERVICE_MONITOR = _resource(
     _object(
         ("selector", "endpoints"),
         selector=_object((), matchLabels=_STRINGS),
-        endpoints={
-            "type": "array",
-            "items": _object((), port=_STRING, path=_STRING, interval=_STRING),
-        },
+        endpoints={"type": "array", "items": _object((), port=_STRING, path=_STRING, interval=_STRING)},
     ),
 )

@@ -17,12 +17,23 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.shapes.tokenizer import save_tokenizer
 from tests.waiting import wait_until
+from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 150.0
 END_S = 60.0
 GONE_S = 5.0
+
+
+def write_served(folder: Path) -> Path:
+    """Write a random model with a tokenizer, which `tandem serve` serves under the name `tiny`."""
+    model = folder / "tiny"
+    model.mkdir()
+    write_tiny_llama(model)
+    save_tokenizer(model, VOCAB_SIZE, 1024)
+    return model
 
 
 def tandem_command(*arguments: str, prelude: str = "") -> list[str]:

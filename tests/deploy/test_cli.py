@@ -60,53 +60,23 @@ def test_help_imports_neither_torch_nor_ray() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--port", "abc"], "--port: must be an integer from 0 to 65535, got 'abc'"),
         (["--port", "99999"], "--port: must be an integer from 0 to 65535, got '99999'"),
-        (["--dtype", "fp16"], "--dtype: must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'fp16'"),
-        (
-            ["--gpu-memory-utilization", "90"],
-            "-utilization: must be a finite number above 0, at most 1, got '90'",
-        ),
-        (["--max-model-len", "0"], "--max-model-len: must be an integer of at least 1, got '0'"),
         (["--max-model-len", "10m"], "--max-model-len: 10000000 exceeds the model's 1024 positions"),
-        (["--decode-replicas", "-1"], "--decode-replicas: must be an integer of at least 1, got '-1'"),
         (["--enable-prefix-caching=maybe"], "'--enable-prefix-caching' does not take a value"),
         (["--root-path", "llm/"], "--root-path: must be a string that matches ^/"),
-        (
-            ["--max-num-batched-tokens", "8"],
-            "--max-num-batched-tokens: must be at least --max-num-seqs (128), got 8",
-        ),
-        (["--kv-transports", "pigeon"], "--kv-transports: unknown transport 'pigeon'; known: shm, ucx"),
         (
             ["--kv-cache-memory-bytes", "1K"],
             "a KV pool of 1024 bytes (--kv-cache-memory-bytes) holds 0 tokens",
         ),
-        (
-            ["--kv-disk-path", "/proc/x", "--kv-disk-size=1", "--kv-offloading-size=1"],
-            "--kv-disk-path: cannot use",
-        ),
-        (
-            ["--quantization", "awq"],
-            "is not quantized by awq; to round its weights at load, write one of int8",
-        ),
+        (["--kv-disk-path=/proc/x", "--kv-disk-size=1", "--kv-offloading-size=1"], "-disk-path: cannot use"),
         (["--model", "a", "b"], "--model: given twice"),
         (["/no/such/folder"], "--model: there is no folder /no/such/folder"),
-        (["{tmp_path}"], "has no config.json"),
-        (["--config", "/nowhere.yaml"], "--config: cannot read /nowhere.yaml: No such file"),
         (["--config", "{tmp_path}/bad.yaml"], "bad.yaml: while parsing a flow sequence"),
-        (
-            ["--config", "{tmp_path}/typo.yaml"],
-            "max-model-length: there is no such option; is --max-model-len meant?",
-        ),
+        (["--config", "{tmp_path}/typo.yaml"], "-length: there is no such option; is --max-model-len meant?"),
         (["--tls-cert", "/x", "--tls-key", "/y"], "--tls-cert: cannot read /x: No such file"),
         (["--lora-modules", "a=/x", "--lora-modules", "b"], "--lora-modules: must be names with folders"),
-        (["--speculative-config", '{"method": "ngram",}'], "--speculative-config: must be JSON, as in"),
         (["--speculative-config", '{"metod": "ngram"}'], "metod: there is no such field; is method meant?"),
-        (["--speculative-config", '{"method": "magic"}'], "--speculative-config: method: must be one of "),
-        (
-            ["--speculative-config.method=ngram", "--spec-tokens=99"],
-            "must be an integer from 0 to 32 or 'auto', got 99",
-        ),
+        (["--speculative-config.method=ngram", "--spec-tokens=99"], "integer from 0 to 32 or 'auto', got 99"),
         (["--speculative-config", '{"model": "./nope"}'], "--speculative-config: model"),
     ],
 )

@@ -27,10 +27,10 @@ KEY = {"authorization": "Bearer secret"}
 OPTIONS = ("--router-replicas", "2", "--decode-replicas", "2", "--placement", "least_loaded", "--enable-lora")
 OPTIONS += ("--api-key", "secret", "--scale-timeout", "20")
 RESTART_S = 120.0
-PAUSE_S = 0.1
+PAUSE_S = 0.3
 """Pause after an answer: requests run at all times, but leave cores to starting workers."""
 
-REQUESTS = [{"prompt": [5, 6, 7 + seed], "seed": seed, "temperature": seed / 2} for seed in range(4)]
+REQUESTS = [{"prompt": [5, 6, 7 + seed], "seed": seed, "temperature": seed / 2} for seed in range(2)]
 STREAM = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
 
 

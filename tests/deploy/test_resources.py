@@ -144,21 +144,9 @@ def test_other_sizes_are_refused_with_the_limit(model: str, flags: dict[str, obj
         load_config({"model": model, **flags}, {})
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ({"prefill_tensor_parallel_size": 5}, "--prefill-.*: 5 does not divide num_attention_heads.*, 12$"),
-        ({"decode_tensor_parallel_size": 24}, "--decode-.*: 24 does not divide num_attention_heads.*, 12$"),
-    ],
-)
-def test_sizes_must_divide_the_heads(model: str, flags: dict[str, object], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        check_heads(load_config({"model": model, **flags}, {}), HEADS)
-
-
-def test_gpt2_names_its_heads_otherwise(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"--decode-.*: 5 does not divide n_head of .*, 12$"):
-        check_heads(load_config({"model": model, "decode_tensor_parallel_size": 5}, {}), {"n_head": 12})
+def test_sizes_must_divide_the_heads(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"--prefill-.*: 5 does not divide num_attention_heads.*, 12$"):
+        check_heads(load_config({"model": model, "prefill_tensor_parallel_size": 5}, {}), HEADS)
 
 
 def test_a_role_without_workers_needs_no_ranks(model: str) -> None:

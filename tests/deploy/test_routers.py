@@ -1,11 +1,15 @@
-"""The launcher's work for the routers of `tandem serve --router-replicas 2`."""
+"""The launcher's work for the routers of `tandem serve --router-replicas 2`, also with fuzzed messages."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +20,27 @@ from deploy.routers.messages import (
     MAX_MESSAGE_BYTES,
     Begins,
     Begun,
+    CannotStart,
     Decided,
     Ends,
     Expect,
     FromRouter,
+    GaveUp,
+    KnownWorker,
     Lead,
+    Leaves,
+    LetGo,
+    Renews,
     RouterReport,
+    Scaled,
+    Scales,
     Serves,
+    StopRouter,
     ToRouter,
+    WorkerDied,
 )
 from deploy.routers.pool import RouterPool, RouterPorts
+from deploy.routers.process import _Control
 from deploy.slots import let_go
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
@@ -33,9 +48,11 @@ from protocol.errors import ConfigError
 from protocol.requests import Adapter
 from protocol.roles import WorkerRange
 from router.scaling.decide import ScalingDecision
-from router.scaling.interface import ScalingEvent
-from router.server import bind_http
+from router.scaling.interface import ScaleAnswer, ScaleRequest, ScalingEvent
+from router.server import RouterPlace, RouterServer, bind_http
 from router.workers.demand import RoleDemand
+from tests.fuzzing import altered, damaged, fuzz
+from tests.worker.harness import tiny_config
 
 
 def test_a_taken_port_is_one_clear_error() -> None:
@@ -215,3 +232,85 @@ def test_a_stop_does_not_wait_for_routers_that_are_starting(pool: Pool) -> None:
     pool.asks(0, 0)
     pool.stop()
     assert (pool.has_ended(0), pool.has_ended(1)) == (False, True)
+
+
+DEMAND = {"decode": RoleDemand(prompts=3, prompt_s=0.5)}
+DECIDED = Decided(ScalingEvent(1.0, ScalingDecision({"decode": 2}, {"decode": "why"}), {"decode": 1}))
+FROM_ROUTER = [
+    RouterReport({"decode-0": KnownWorker("i", 0.5, {"host": "h"})}, DEMAND),
+    Leaves("decode-0", True),
+    Renews("decode-0", "prefill", "i"),
+    Scales(ScaleRequest(targets={"decode": 2}, worth=["decode-0"])),
+    Begins("restart"),
+    Ends("restart"),
+    DECIDED,
+    CannotStart("why"),
+]
+TO_ROUTER = [
+    WorkerDied("decode-0", "i", "why"),
+    Expect({"decode-0": "decode"}, {"decode": 1}),
+    LetGo("decode-0", ""),
+    Scaled(ScaleAnswer(started=["decode-1"])),
+    Begun(""),
+    DECIDED,
+    GaveUp("decode-1", "why"),
+    Lead(DEMAND),
+    StopRouter(),
+]
+
+
+def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    """A router restarts if its messages cannot be decoded. The other router continues."""
+    caplog.set_level(logging.CRITICAL)  # do not keep a line for each
+    pool.asks(0, 1)
+    pool.asks(1, 1)
+    num_ended = 0
+
+    def check(raw: bytes) -> None:
+        nonlocal num_ended
+        pool.says_raw(0, raw)
+        if pool.has_ended(0):
+            num_ended += 1
+            pool.start_anew(0)
+        pool.asks(1, 1)
+        assert not pool.has_ended(1)
+
+    whole = [msgspec.msgpack.encode(message) for message in FROM_ROUTER]
+    fuzz(check, damaged(whole) | altered(whole), examples=300)
+    assert num_ended > 20
+    pool.lose(0)
+    pool.start_anew(0)
+    assert pool.says(1, Begins("restart")) == [Begun("")]
+
+
+@pytest.mark.timeout(900)
+def test_fuzz_the_launcher(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A router drops messages that it does not understand, and answers that nobody waits for."""
+    caplog.set_level(logging.CRITICAL)
+    config = replace(tiny_config(tiny_folder), port=0)
+    place = RouterPlace(router_id="router-0", own_port=0, link_port=0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    async def say(whole: list[bytes]) -> None:
+        control = _Control(theirs, server)
+        waiting = asyncio.ensure_future(server.state.drainer.let_go("decode-0", True))
+        gone = asyncio.ensure_future(server.state.drainer.let_go("decode-7", True))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+
+        def check(raw: bytes) -> None:
+            if raw:  # otherwise the launcher closed its end
+                ours.send(raw)
+                control._read()
+
+        check(msgspec.msgpack.encode(LetGo("decode-7", "")))
+        check(whole[0][:-1])
+        check(msgspec.msgpack.encode(LetGo("decode-0", "it stays")))
+        assert await waiting == "it stays"
+        fuzz(check, damaged(whole) | altered(whole), examples=300)
+
+    with ours, theirs, closing(RouterServer(config, ClusterKeys.generate(), place=place)) as server:
+        asyncio.run(say([msgspec.msgpack.encode(message) for message in TO_ROUTER]))
+        server.expect({"decode-0": "decode"})
+        assert server.state.registry.awaited() == ["decode-0"]

@@ -1,4 +1,4 @@
-"""A host's template is stopped or stuck: its clients wait only briefly and get another one."""
+"""A host's template is stopped, stuck, or answers with fuzzed messages: its clients wait only briefly."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from types import SimpleNamespace
@@ -14,11 +15,22 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from hypothesis import strategies as st
 
 from deploy import processes
 from deploy.processes import IDLE_S, STOPPED_S, ProcessWatch
 from deploy.template import client as template_client
-from deploy.template.client import MAX_MESSAGE_BYTES, Ended, Spawned, TemplateClient, TemplateError
+from deploy.template.client import (
+    MAX_MESSAGE_BYTES,
+    Ended,
+    Spawned,
+    SpawnFailed,
+    TemplateClient,
+    TemplateError,
+    TemplateReply,
+    WorkerExit,
+)
+from tests.fuzzing import altered, damaged, fuzz
 
 WORKER_PID = 7
 PATIENCE_S = 60.0
@@ -228,3 +240,40 @@ def test_a_workers_end_is_reported_by_the_template(templates: Templates, name: s
         theirs.send(raw)
         assert client.status(WORKER_PID) == 9
         assert client.waits_for == ""
+
+
+REPLIES: list[TemplateReply] = [Spawned(7), SpawnFailed("why"), Ended(7, 9)]
+
+
+def test_fuzz_the_template(name: str) -> None:
+    """A client gets an answer or one of our own errors. `test_template` fuzzes the clients."""
+    replies: list[bytes] = []
+
+    def serve() -> None:
+        with suppress(OSError):  # the test is over
+            while True:
+                connection, _ = listener.accept()
+                workers, control = socket.socketpair()
+                with workers, control, connection, suppress(ConnectionError):  # the client has hung up
+                    connection.recv(MAX_MESSAGE_BYTES)
+                    for reply in replies:
+                        socket.send_fds(connection, [reply], [control.fileno()])
+
+    def check(example: list[bytes]) -> None:
+        replies[:] = example
+        with client_of(name) as client, suppress(TemplateError):
+            assert isinstance(client.spawn(b"launch", 60.0).wait(), WorkerExit)
+
+    raw = [msgspec.msgpack.encode(reply) for reply in REPLIES]
+    first = st.sampled_from(raw) | damaged(raw) | altered(raw)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        num_fds = psutil.Process().num_fds()
+        check([raw[0], msgspec.msgpack.encode(Ended(7, 40))])
+        fuzz(check, st.lists(first, max_size=2), examples=200)
+        assert psutil.Process().num_fds() <= num_fds + 2
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()

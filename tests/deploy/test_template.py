@@ -186,7 +186,7 @@ def test_a_worker_ends_with_its_client(host: Host, tiny_folder: Path) -> None:
 
 def test_a_model_is_loaded_ahead_and_held_once(host: Host, tmp_path: Path) -> None:
     LlamaConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, vocab_size=8192
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=8192
     ).save_pretrained(tmp_path)
     config = tiny_config(tmp_path, dtype="bfloat16", load_format="dummy", compile="auto", max_model_len=64)
     used: list[int] = []
@@ -197,13 +197,13 @@ def test_a_model_is_loaded_ahead_and_held_once(host: Host, tmp_path: Path) -> No
     template = client._watch.pid
     before = proportional_bytes(template)
     client.preload(config)
-    host.cluster.wait(lambda: proportional_bytes(template) > before + 200e6, 60)
+    host.cluster.wait(lambda: proportional_bytes(template) > before + 150e6, 60)
     for worker_id in ("memory-0", "memory-1"):
         workers.append(host.spawn(worker_id, config))
         host.wait_ready(worker_id, timeout_s=60)
         host.tokens(worker_id)
         used.append(sum(map(proportional_bytes, [host.template().pid, *(each.pid for each in workers)])))
-    assert used[0] > 400e6, "the weights are there"
+    assert used[0] > 300e6, "the weights are there"
     assert used[1] <= 1.15 * used[0]
 
 

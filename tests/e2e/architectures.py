@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "minimax": {**_MOE, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
 }
 """Models with recurrent layers. Transformers has the functions that they call since 5.23."""
+
+
+def prompt(length: int, seed: int | None = None) -> list[int]:
+    """Return a random text. The same length and seed give the same one."""
+    return random.Random(length if seed is None else seed).choices(range(3, VOCAB_SIZE), k=length)
 
 
 def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:

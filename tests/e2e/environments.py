@@ -31,7 +31,7 @@ def python_with(packages: Sequence[str]) -> Path:
     _make(
         folder,
         [uv, "venv", "--quiet", "--python", sys.executable, str(folder)],
-        [uv, "pip", "install", "--quiet", "--python", str(python), *packages],
+        [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", str(python), *packages],
     )
     return python
 

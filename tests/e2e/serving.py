@@ -97,6 +97,14 @@ class HttpServing:
         samples = (s for family in self.router.state.metrics.registry.collect() for s in family.samples)
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
+    def tokens(self, prompt: str | list[int], max_tokens: int, **fields: Any) -> list[int]:
+        """Return the token ids of an answer: greedy, and past any end of text."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        answer = self.http.post("/v1/completions", json={**body, "return_token_ids": True, **fields})
+        assert answer.status_code == 200, answer.text
+        token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return token_ids
+
     def wait(self, done: Callable[[], bool], timeout_s: float = START_S) -> None:
         pause = threading.Event()
         for _ in range(int(timeout_s / 0.05)):

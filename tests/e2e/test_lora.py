@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from protocol.speculation import parse_speculative_config
-from tests.e2e.architectures import VOCAB_SIZE
+from tests.e2e.architectures import prompt
 from tests.e2e.serving import PAIR, HttpServing
 from tests.engine.adapter_files import merge, write_adapter
 from tests.worker.tiny_model import greedy, load
@@ -36,18 +35,8 @@ def expected(folder: Path, modules: dict[str, str]) -> list[list[int]]:
     return [greedy(models[name], prompt(length), NUM_TOKENS) for name, length in REQUESTS]
 
 
-def prompt(length: int) -> list[int]:
-    return random.Random(length).choices(range(3, VOCAB_SIZE), k=length)
-
-
-def ask(serving: HttpServing, name: str, length: int, **fields: Any) -> list[int]:
-    body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
-    body |= {"model": name, "prompt": prompt(length)} | fields
-    answer = serving.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["model"] == name
-    found: list[int] = answer.json()["choices"][0]["token_ids"]
-    return found
+def ask(serving: HttpServing, name: str, length: int) -> list[int]:
+    return serving.tokens(prompt(length), NUM_TOKENS, model=name)
 
 
 def ask_all(serving: HttpServing) -> list[list[int]]:
@@ -78,7 +67,7 @@ def test_tokens_equal_those_of_merged_weights(
         if variant == "killed":
             assert serving.metric("tandem_requests_placed_again_total") > 0
         serving.wait_empty()
-        assert ask_all(serving) == expected  # once more, with the prefix caches filled
+        assert ask_all(serving) == expected  # again, with the prefix caches filled
         serving.wait_empty()
         assert serving.metric("tandem_request_failures_total") == 0
 

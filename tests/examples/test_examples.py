@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,41 +15,23 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.shapes.tokenizer import save_tokenizer
-from tests.deploy.server_process import ROOT, ServerProcess
-from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+from tests.deploy.server_process import ROOT, ServerProcess, write_served
 
 pytestmark = [pytest.mark.timeout(240)]
 
-SPECULATIVE = {
-    "method": "custom",
-    "drafter": "examples.custom_drafter:LastFollower",
-    "num_speculative_tokens": 3,
-}
+DRAFTER = "examples.custom_drafter:LastFollower"
+SPECULATIVE = {"method": "custom", "drafter": DRAFTER, "num_speculative_tokens": 3}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("examples")
-    model, template = folder / "tiny", folder / "template.jinja"
-    model.mkdir()
-    write_tiny_llama(model)
-    save_tokenizer(model, VOCAB_SIZE, 1024)
+    template = folder / "template.jinja"
     template.write_text(TEMPLATE)
-    running = ServerProcess(
-        model,
-        folder / "log",
-        "--no-disaggregation",
-        "--decode-replicas",
-        "2",
-        "--placement",
-        "examples.custom_policy:long_apart",
-        "--speculative-config",
-        json.dumps(SPECULATIVE),
-        "--chat-template",
-        str(template),
-    )
+    options = ["--decode-replicas", "2", "--placement", "examples.custom_policy:long_apart"]
+    options += ["--speculative-config", json.dumps(SPECULATIVE), "--chat-template", str(template)]
+    running = ServerProcess(write_served(folder), folder / "log", "--no-disaggregation", *options)
     try:
         yield running.wait_ready()
     finally:
@@ -55,10 +39,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def run(name: str, *arguments: str, given: str = "") -> str:
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run an example in this process, which has imported its libraries already, and return its output."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.setattr(sys, "stdin", io.StringIO(given))
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return output.getvalue()
 
 
 def test_each_example_is_run_here() -> None:
@@ -85,10 +72,8 @@ def test_batch(server: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("\n".join(map(json.dumps, prompts)))
     assert "40 answers" in run("batch.py", str(tmp_path / "prompts"), str(tmp_path / "answers"), server.url)
     answers = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
-    assert all(
-        answer["completion_tokens"] <= prompt["max_tokens"]
-        for answer, prompt in zip(answers, prompts, strict=True)
-    )
+    pairs = zip(answers, prompts, strict=True)
+    assert all(answer["completion_tokens"] <= prompt["max_tokens"] for answer, prompt in pairs)
 
 
 def complete(server: ServerProcess, prompt: list[int], **fields: Any) -> dict[str, Any]:

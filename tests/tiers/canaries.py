@@ -10,7 +10,7 @@ _SPECULATION = f"{_E2E}/test_speculation.py::test_answers_equal_those_without_sp
 CANARIES = {
     "split over shm": f"{_E2E}/test_one_seed_one_answer.py::test_disaggregated[shm]",
     "split over tcp": f"{_E2E}/test_one_seed_one_answer.py::test_disaggregated[tcp]",
-    "a worker killed": f"{_E2E}/test_failover.py::test_the_only_decode_worker_is_killed[as it decodes]",
+    "a worker killed": f"{_E2E}/test_failover.py::test_a_worker_is_killed[decode-0-as it decodes]",
     "seeds equal in a crowd": (
         f"{_E2E}/test_one_seed_one_answer.py::test_colocated_in_a_batch_and_after_a_prefix_hit"
     ),

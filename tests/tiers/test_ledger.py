@@ -45,9 +45,7 @@ def test_its_own_time_counts(ledger: Ledger) -> None:
 def test_a_child_counts_once_while_it_runs_and_after_its_end(ledger: Ledger) -> None:
     before = ledger.read()
     child = subprocess.Popen(
-        [sys.executable, "-c", SPEND_AND_WAIT],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", SPEND_AND_WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdout is not None
     child.stdout.readline()
