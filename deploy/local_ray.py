@@ -37,14 +37,14 @@ def start(options: Mapping[str, Any], timeout_s: float, stop: threading.Event) -
 
     Ray's two agents, for metrics and runtime environments, are not started. This halves the time, avoids a
     failure where they need more than Ray's limit of 15 seconds, and leaves no agents when the server is
-    killed.
+    killed. Without `log_to_driver` nothing reads the logs of Ray's workers either.
     """
     import ray
 
     deadline = time.monotonic() + timeout_s
     while True:
         began = time.monotonic()
-        with _bare_head() as nodes:
+        with _bare_head(with_logs=options.get("log_to_driver", True)) as nodes:
             try:
                 ray.init(**options)
                 return
@@ -61,9 +61,9 @@ def start(options: Mapping[str, Any], timeout_s: float, stop: threading.Event) -
 
 
 @contextlib.contextmanager
-def _bare_head() -> Iterator[list[Any]]:
+def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
     """Make `ray.init` start no autoscaler, no agents and no web server, which it starts even without a
-    dashboard. Yields the nodes that it makes.
+    dashboard, and a log monitor only `with_logs`. Yields the nodes that it makes.
 
     Our own cluster never grows, and only we look at it. Ray has no option for this.
     """
@@ -81,6 +81,10 @@ def _bare_head() -> Iterator[list[Any]]:
 
         def start_api_server(self, **_: Any) -> None:
             """Start no web server."""
+
+        def start_log_monitor(self) -> None:
+            if with_logs:
+                super().start_log_monitor()
 
         def start_raylet(self, *args: Any, **options: Any) -> None:
             _tell_ports_of_no_agents(self)

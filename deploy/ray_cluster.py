@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from deploy.launch import forks_workers
 from deploy.local_ray import RayStartError, start
 from deploy.processes import PrivateDirectory, ProcessWatch
 from deploy.slots import Node
@@ -168,7 +169,8 @@ class RayCluster:
         options: dict[str, Any] = {
             "namespace": self.namespace,
             "configure_logging": False,
-            "log_to_driver": True,
+            # The workers that a local template forks write to the launcher's own stderr.
+            "log_to_driver": not (self.is_local and forks_workers(self._config)),
         }
         if self._directory is not None:
             options |= {
