@@ -40,9 +40,7 @@ def test_a_class_has_its_own_rates_beside_the_methods() -> None:
 
 
 def test_survival_is_the_product_of_the_conditional_rates() -> None:
-    """Position 0 is accepted three times in four. After an accepted position 0, position 1 always is, and
-    position 2 never.
-    """
+    """Position 0 is accepted three times in four; after it position 1 always is, and position 2 never."""
     survival = request_of(method_of([(4, 2), (4, 2), (4, 2), (4, 0)] * 50)).survival()
     assert survival[0] == pytest.approx(0.75, abs=0.02)
     assert survival[1] == pytest.approx(survival[0], rel=0.03)

@@ -28,11 +28,7 @@ def profile(kv_tokens: int = 100_000, **changes: Any) -> Profile:
     costs = {name: changes.pop(name) for name in list(changes) if name in StepCosts.__struct_fields__}
     fields = {"link": LinkProfile(latency_s=0.0, bytes_per_s=1e12), "block_size": 10} | changes
     return Profile(
-        name="toy",
-        sources=[],
-        costs=msgspec.structs.replace(COSTS, **costs),
-        kv_tokens=kv_tokens,
-        **fields,
+        name="toy", sources=[], costs=msgspec.structs.replace(COSTS, **costs), kv_tokens=kv_tokens, **fields
     )
 
 

@@ -41,7 +41,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def goodput(rate: float, output: int, count: int = 1000) -> float:
+def goodput(rate: float, output: int, count: int = 500) -> float:
     """Return requests per second within the SLO. Prompts share prefixes within 40 conversations."""
     rng, at, requests = random.Random(2), 0.0, []
     for number in range(count):
@@ -62,11 +62,10 @@ def goodput(rate: float, output: int, count: int = 1000) -> float:
 def test_later_prompts_are_no_reason_to_refuse(refused, output):
     """The ITL budget bounds their share of each step, even if the answer has few tokens to spread it over."""
     assert goodput(8.0, output) > 6.0
-    assert refused["slo_tpot"] <= 5
+    assert refused["slo_tpot"] <= 2
 
 
-@pytest.mark.parametrize("share", [SLO_SHARE, 1.0])
-@pytest.mark.parametrize("output", [FEW, MANY])
+@pytest.mark.parametrize(("output", "share"), [(FEW, 1.0), (MANY, SLO_SHARE)])
 def test_overload_costs_no_goodput(output, share, monkeypatch):
     """This also holds if the SLO equals the step time that the workers' budget allows."""
     monkeypatch.setattr(costs, "SLO_SHARE", share)

@@ -83,9 +83,7 @@ def test_the_routers_policy_is_asked(monkeypatch):
 
 
 def test_a_split_request_is_decoded_once_its_blocks_have_arrived():
-    """Two chunks take 410 ms each. The first one's 4 MB move while the second is computed, whose own take 0.4
-    s. Nine steps follow.
-    """
+    """Two chunks take 410 ms each. The blocks of each take 0.4 s to move. Nine steps follow."""
     [one] = requests = [request(0.0, 800, 10)]
     slow = LinkProfile(latency_s=0.0, bytes_per_s=1e7)
     run(layout(1, 1, "least_loaded"), requests, profile(kv_bytes=10_000, link=slow))

@@ -17,11 +17,7 @@ OUTPUTS, INPUTS, GROUP, TOKENS = 96, 256, 64, 1024
 
 
 def case(num_huge: int) -> tuple[Tensor, Tensor]:
-    """Return a weight and inputs, [tokens, in]. The first `num_huge` inputs are huge, as for a text's first
-    token.
-
-    Inputs are correlated, some channels are large, and weights have heavier tails than a normal distribution.
-    """
+    """Return a weight with heavy tails and correlated inputs [tokens, in], `num_huge` of them huge."""
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(TOKENS, 48, generator=random) @ torch.randn(48, INPUTS, generator=random)
     inputs = inputs + 2 * torch.randn(TOKENS, INPUTS, generator=random)

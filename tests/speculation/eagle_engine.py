@@ -1,6 +1,4 @@
-"""Runs an engine with EAGLE, records its drafts, and can correct them so that the test decides what is
-accepted.
-"""
+"""Runs an engine with a head, records its drafts, and corrects them if a test wants it."""
 
 from __future__ import annotations
 

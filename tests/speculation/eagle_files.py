@@ -164,9 +164,7 @@ def eagle3(
 
 
 def specforge(**options: Any) -> Published:
-    """Write SpecForge's layout. Its layer ids name outputs of layers, which is one less than Transformers'
-    numbers.
-    """
+    """Write SpecForge's layout. Its layer ids are one less than Transformers' numbers."""
     published = eagle3(captured=(2, 4, 6), **options)
     published.config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -176,9 +174,7 @@ def specforge(**options: Any) -> Published:
 
 
 def speculators(**options: Any) -> Published:
-    """Write speculators' layout: a nested layer config, tensors under layers.0, and Transformers' layer
-    numbers.
-    """
+    """Write speculators' layout: a nested layer config, and Transformers' layer numbers."""
     published = eagle3("layers.0", captured=(1, 4, 6), norm_before_residual=True, **options)
     layer = {name: published.config[name] for name in (*_layer_config(), "rope_theta")}
     published.config = {
@@ -200,9 +196,7 @@ def speculators(**options: Any) -> Published:
 
 
 def without_aux() -> Published:
-    """Write a head with `use_aux_hidden_state: false`, which reads only the last hidden state and
-    has no fc.
-    """
+    """Write a head that reads only the last hidden state and has no fc."""
     published = eagle3(captured=(LAYERS,), mixes=False)
     published.config["eagle_config"] = {"use_aux_hidden_state": False}
     return published

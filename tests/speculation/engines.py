@@ -29,7 +29,7 @@ def make_engine(
         model=str(model),
         dtype="float32",
         device="cpu",
-        compile="off",
+        compile="auto",
         max_model_len=512,
         max_num_seqs=max_num_seqs,
         kv_cache_memory_bytes=16 << 20,

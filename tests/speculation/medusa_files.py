@@ -22,9 +22,7 @@ class PlainHeads:
     vocab_size: int = field(default=0)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Return [batch, heads, vocab_size] from [batch, hidden_size], one head and one layer after the
-        other.
-        """
+        """Return [batch, heads, vocab_size] from [batch, hidden_size], one head after the other."""
         found = []
         for layers, lm_head in zip(self.layers, self.lm_heads, strict=True):
             x = features
@@ -86,9 +84,7 @@ def write_config(folder: Path, **fields: Any) -> None:
 
 
 def write_v1(folder: Path, tensors: dict[str, Tensor], suffix: str = ".pt", **config: Any) -> None:
-    """Write a folder like the published v1 repositories, whose config.json says 2 heads whatever the file
-    has.
-    """
+    """Write a folder like the published v1 repositories, whose config.json always says 2 heads."""
     fields = {
         "medusa_num_heads": 2,
         "medusa_num_layers": 1,

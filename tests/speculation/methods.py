@@ -26,9 +26,7 @@ ROOMY, CRAMPED = 128, 26
 
 ALLOWED = [5, 6, 7]
 FEW = {"allowed_token_ids": ALLOWED}
-"""Limits the tiny model to few tokens: it hardly repeats itself otherwise, and some methods need
-repetitions.
-"""
+"""Limits the tiny model to few tokens, so that it repeats itself, as some methods need."""
 
 SAMPLING: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}, {"temperature": 0.0, **FEW}],

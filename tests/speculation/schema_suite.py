@@ -18,9 +18,7 @@ from jsonschema.validators import Draft202012Validator, validator_for
 SUITE = Path(__file__).with_name("schema_suite.jsonl")
 MAX_TOKENS = 200
 EOS_BIAS = {"0": 12.0}
-"""Raises the chance of the end of text. The model was trained on code alone and would continue a number for
-ever.
-"""
+"""Raises the chance of the end of text: trained on code alone, the model would never end a number."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -65,9 +63,7 @@ def load() -> list[Case]:
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
-    """Validate by jsonschema, formats included. Numbers become decimals: as a float 0.0039 is no multiple of
-    0.0001.
-    """
+    """Validate by jsonschema, formats included, with decimals: as a float 0.0039 is no multiple of 0.0001."""
     kind = validator_for(schema, default=Draft202012Validator)
     exact = json.loads(json.dumps(schema), parse_float=_decimal)
     try:

@@ -30,10 +30,7 @@ Answers = Mapping[str, Sequence[int]]
 
 
 class ScriptedDrafter:
-    """Implements `speculation.drafter.Drafter`. `observed` and `forgotten` record its calls.
-
-    It drafts nothing until it is `listening`, so the engine's self-measurement does not count.
-    """
+    """Records its calls. It drafts only while it is `listening`, not as the engine measures itself."""
 
     kv_group: Group | None = None
     state_layout: StateLayout | None = None
@@ -119,9 +116,7 @@ def sometimes_right(answers: Answers, rate: float, vocab_size: int) -> Script:
 
 
 def tree(answers: Answers, rate: float, vocab_size: int) -> Script:
-    """Draft two siblings at each depth, and a wrong child of the wrong one. At this rate one of them is
-    right.
-    """
+    """Draft two siblings a depth, one of them right at this rate, and a wrong child of the wrong one."""
     rng = random.Random(0)
 
     def script(sequence: SequenceState, count: int) -> Draft | None:

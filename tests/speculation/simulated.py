@@ -19,9 +19,7 @@ from speculation.control.controller import DraftController
 from speculation.control.request import Shape, SpeculatingRequest
 
 Rate = Callable[[int, int], float]
-"""Maps (request's number, its tokens so far) to the chance that a drafted token is accepted if those before
-it were.
-"""
+"""Maps (request number, its tokens so far) to the chance that the next drafted token is accepted."""
 
 ROWS = [1 << power for power in range(10)]
 PROMPT = 500
@@ -31,9 +29,7 @@ CAPTURE = 0.15
 
 
 def target_seconds(num_sequences: int, rows: float) -> float:
-    """Return a step's time for a small model on a CPU: sequences and rows cost time, more in larger
-    batches.
-    """
+    """Return a step's time for a small model on a CPU: rows cost more in larger batches."""
     drafted = rows - num_sequences
     return (
         3e-4 + 2.2e-4 * num_sequences + 2e-4 * min(drafted, 1) + (1.9e-4 - 1.1e-4 / num_sequences) * drafted
@@ -41,17 +37,13 @@ def target_seconds(num_sequences: int, rows: float) -> float:
 
 
 def flat_seconds(num_sequences: int, rows: float) -> float:
-    """Return a step's time on an accelerator: rows are free until arithmetic takes longer than reading the
-    weights.
-    """
+    """Return a step's time on an accelerator: rows are free until arithmetic dominates."""
     return max(8e-3, 8e-3 * rows / 96)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A method: its costs in seconds, its acceptance in hard and easy text, and how often it finds
-    a draft.
-    """
+    """A method: its costs in seconds, its acceptance in hard and easy text, how often it finds drafts."""
 
     method: Method
     easy: float
@@ -99,9 +91,7 @@ class Running:
 
 @dataclass(eq=False)
 class SimulatedServer:
-    """Keeps `num_requests` running, each with a prompt and `output_tokens`. A `fixed` of None means
-    "auto".
-    """
+    """Keeps `num_requests` running, each with `output_tokens`. A `fixed` of None means "auto"."""
 
     patch: pytest.MonkeyPatch
     num_requests: int

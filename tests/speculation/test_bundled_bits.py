@@ -31,7 +31,6 @@ METHODS: list[dict[str, Any]] = [
     {"method": "medusa", "num_speculative_tokens": 4, "tree": True},
     {"method": "eagle", "num_speculative_tokens": 4, "tree": True},
     {"method": "self_speculative", "num_speculative_tokens": 4},
-    {"method": "lookahead", "num_speculative_tokens": 4},
 ]
 
 
@@ -46,7 +45,7 @@ def requests() -> list[EngineRequest]:
         EngineRequest(
             request_id=f"r{i}",
             prompt_token_ids=prompt[: 90 + 37 * i],
-            sampling=SamplingParams(max_tokens=72, ignore_eos=True, logprobs=2, **sampling[i]),
+            sampling=SamplingParams(max_tokens=48, ignore_eos=True, logprobs=2, **sampling[i]),
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -9,21 +9,9 @@ import pytest
 
 from costs.explorer import Explorer
 from costs.widths import MeasuredCurve, TargetTime
-from speculation.control.controller import (
-    DRAFT_STANDS,
-    IDLE_STANDS,
-    PLAIN_STANDS,
-    DraftController,
-)
+from speculation.control.controller import DRAFT_STANDS, IDLE_STANDS, PLAIN_STANDS, DraftController
 from speculation.control.request import Shape, SpeculatingRequest
-from tests.speculation.simulated import (
-    PROFILES,
-    Profile,
-    Rate,
-    SimulatedServer,
-    flat_seconds,
-    target_seconds,
-)
+from tests.speculation.simulated import PROFILES, Profile, Rate, SimulatedServer, flat_seconds, target_seconds
 
 SECONDS = {1: 2.0, 2: 3.0, 4: 6.0, 8: 4.0, 16: 4.0, 64: 6.0}
 NGRAM = PROFILES[1]
@@ -53,9 +41,7 @@ def auto_rate(patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **
 def test_it_is_close_to_the_best_number_and_never_below_none(
     profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For 1 to 64 requests, after the first few. A run's end between two prompts changes the rate by up to 3
-    %.
-    """
+    """For 1 to 64 requests, after the first few. The end of a run changes the rate by up to 3 %."""
     ratios = []
     for num_requests in SECONDS:
         plain, *drafting = fixed_rates(monkeypatch, num_requests, profile)
@@ -73,8 +59,7 @@ def test_free_rows_are_used(num_requests: int, monkeypatch: pytest.MonkeyPatch) 
     assert auto >= 0.95 * max(rates) > 1.2 * rates[0]
 
 
-@pytest.mark.parametrize("wrong", [0.4, 2.5])
-@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize(("num_requests", "wrong"), [(1, 2.5), (16, 0.4)])
 def test_a_machine_that_was_busy_at_calibration(
     num_requests: int, wrong: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +102,7 @@ def test_drafting_resumes_when_text_becomes_predictable(monkeypatch: pytest.Monk
     assert server.run(1.0) > 1.3 * before
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.method)
-@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize(("profile", "num_requests"), list(zip(PROFILES, [1, 16] * 3, strict=True)))
 def test_drafts_that_never_pay_cost_little(
     profile: Profile, num_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,12 +117,7 @@ def test_drafts_that_never_pay_cost_little(
 def test_drafts_that_are_rarely_found_are_searched_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     rare = replace(NGRAM, share=0.05, start=0.0, per_token=1e-7)
     server = SimulatedServer(
-        monkeypatch,
-        8,
-        rare,
-        rate=lambda number, place: 0.95,
-        target=flat_seconds,
-        output_tokens=100_000,
+        monkeypatch, 8, rare, rate=lambda number, place: 0.95, target=flat_seconds, output_tokens=100_000
     )
     server.run(4.0)
     looked = []
@@ -240,9 +219,7 @@ def test_a_plan_without_drafts_outlasts_changes_of_the_batch() -> None:
 
 
 def test_fixed_numbers_are_planned_for_once_they_decode() -> None:
-    """Drafts do not pay here, and another such request already decodes while this one's prompt is
-    computed.
-    """
+    """Drafts do not pay here. Another such request decodes while this one's prompt is computed."""
     made = controller(row_seconds=1.0)
     for size in (1, 2):
         assert made.begin_step(size)

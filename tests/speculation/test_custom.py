@@ -18,7 +18,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Drafter
 from speculation.methods import problem
 from speculation.speculator import BatchSpeculator
-from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import VOCAB_SIZE, ask, native_config, prompt_of, run, tokens
 
 HERE = "tests.speculation.test_custom"
 
@@ -57,7 +57,7 @@ def no_drafter(*arguments: Any) -> str:
 def deployed(pair: tuple[Path, Path]) -> Callable[[str], Engine]:
     def make(drafter: str) -> Engine:
         asked = SpeculativeConfig(method="custom", drafter=drafter, num_speculative_tokens=3)
-        return Engine(small_config(pair[0], speculative_config=asked), speculate=BatchSpeculator)
+        return Engine(native_config(pair[0], speculative_config=asked), speculate=BatchSpeculator)
 
     return make
 
@@ -83,7 +83,7 @@ def test_invalid_drafts_are_dropped(
     deployed: Callable[[str], Engine], pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     requests = [ask(f"r{i}", prompt_of(20, i), 24, ignore_eos=True) for i in range(2)]
-    plain = tokens(run(Engine(small_config(pair[0])), requests))
+    plain = tokens(run(Engine(native_config(pair[0])), requests))
     engine = deployed(f"{HERE}:WrongDrafter")
     assert tokens(run(engine, requests)) == plain
     assert engine._speculator is not None

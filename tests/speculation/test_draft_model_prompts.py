@@ -1,4 +1,4 @@
-"""A draft model reads prompts only when a draft is wanted, and in parts; loading errors name their option."""
+"""A draft model reads prompts only when a draft is wanted, and in parts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation import draft_model
 from speculation.speculator import BatchSpeculator
-from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import CHUNK, ask, prompt_of, run, small_config, tokens
+from tests.worker.tiny_model import greedy, load
 
 PROMPT = 60
+NUM_EMITTED = 5
 
 
 def engine_with(pair: tuple[Path, Path]) -> Engine:
@@ -62,3 +64,22 @@ def test_a_draft_that_cannot_be_loaded_is_blamed_on_its_option(
 ) -> None:
     with pytest.raises(ConfigError, match="--speculative-config: model: cannot load"):
         engine_with((pair[0], tmp_path))
+
+
+def test_the_last_chunk_of_a_request_placed_again_drafts_nothing(target: Path) -> None:
+    """One token of its prompt and emitted tokens is left for the second step, which resembles decoding."""
+    prompt = list(range(1, CHUNK + 2 - NUM_EMITTED))
+    expected = greedy(load(target), prompt, 24)
+    engine = engine_with((target, target))
+    request = ask("a", prompt, ignore_eos=True)
+    request.output_token_ids.extend(expected[:NUM_EMITTED])
+    engine.add(request, prefill_only=True)
+    assert not engine.step().outputs
+    [first] = engine.step().outputs
+    assert (first.token_ids, first.drafted_tokens) == (expected[NUM_EMITTED : NUM_EMITTED + 1], 0)
+    assert not engine.step().outputs
+
+    engine.resume("a")
+    rest = run(engine)["a"]
+    assert first.token_ids + rest.token_ids == expected[NUM_EMITTED:]
+    assert rest.drafted_tokens > 0

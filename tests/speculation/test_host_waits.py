@@ -71,9 +71,7 @@ def rows_of(sequence: SequenceState, block: int) -> SequenceRows:
 
 
 def sampling_of(gpu: AbsentGpu, sequences: list[SequenceState]) -> list[str]:
-    """Return the kernels launched after the second step's forward, after checking that the host waited only
-    for tokens.
-    """
+    """Return the kernels after the second step, after checking that the host waited only for tokens."""
     backend = TritonBackend(pool_of().layers(TARGET))
     runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
     sampler = Sampler(512, GPU, [2])

@@ -23,9 +23,9 @@ from tests.speculation.small_engine import (
     VOCAB_SIZE,
     ask,
     drafted_and_accepted,
+    native_config,
     prompt_of,
     run,
-    small_config,
     tokens,
 )
 
@@ -62,7 +62,7 @@ def requests(**sampling: Any) -> list[EngineRequest]:
 
 @pytest.fixture(scope="module")
 def plain(pair: tuple[Path, Path]) -> dict[str, dict[str, TokenOutput]]:
-    engine = Engine(small_config(pair[0]))
+    engine = Engine(native_config(pair[0]))
     return {name: run(engine, requests(**sampling)) for name, sampling in SAMPLING.items()}
 
 
@@ -77,7 +77,7 @@ def test_bug_15_each_position_is_constrained_by_the_tokens_before_it(
     """Also behind drafts that repeat one token."""
     often_right = scripted.sometimes_right(tokens(plain[sampling]), 0.7, VOCAB_SIZE)
     for script in (often_right, repeats):
-        engine = scripted.engine_with(small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED)
+        engine = scripted.engine_with(native_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED)
         found = run(engine, requests(**SAMPLING[sampling]))
         assert tokens(found) == tokens(plain[sampling])
         assert drafted_and_accepted(found)[1] > 20 or script is repeats
@@ -91,7 +91,7 @@ def test_bug_15_a_draft_model_keeps_no_penalties_of_rejected_tokens(
     options = SpeculativeConfig(
         method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED, verification=verification
     )
-    engine = Engine(small_config(target, 256, speculative_config=options), speculate=BatchSpeculator)
+    engine = Engine(native_config(target, 256, speculative_config=options), speculate=BatchSpeculator)
     assert tokens(run(engine, requests(temperature=0.0))) == tokens(plain["greedy"])
 
 
@@ -102,7 +102,7 @@ def test_bug_15_rejection_sampling_obeys_all_constraints(
     """With top_k=1 the sampling path has no choice, so its tokens equal those of greedy requests."""
     script = scripted.sometimes_right(tokens(plain["greedy"]), 0.7, VOCAB_SIZE)
     engine = scripted.engine_with(
-        small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification
+        native_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification
     )
     found = run(engine, requests(temperature=1.0, top_k=1))
     assert tokens(found) == tokens(plain["greedy"])
@@ -123,10 +123,10 @@ def test_bug_16_log_probabilities_equal_those_without_speculation(
         ask(f"r{top}", prompt_of(20, top), ignore_eos=True, logprobs=top, **sampling)
         for top in (0, 1, 5, None)
     ]
-    expected = run(Engine(small_config(pair[0])), asked)
+    expected = run(Engine(native_config(pair[0])), asked)
     script = scripted.sometimes_right(tokens(expected), 0.6, VOCAB_SIZE)
     engine = scripted.engine_with(
-        small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification
+        native_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification
     )
     assert_same_logprobs(run(engine, asked), expected)
 

@@ -20,7 +20,7 @@ from protocol.speculation import Verification
 from tests.engine.sampler_reference import distribution
 from tests.speculation import scripted
 from tests.speculation.scripted import ScriptedDrafter
-from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import VOCAB_SIZE, ask, native_config, prompt_of, run, tokens
 from tests.statistics.toy_speculation import LogitsRunner
 
 BY_CHANCE: list[Verification] = ["standard", "block"]
@@ -50,7 +50,7 @@ def test_bugs_01_and_03_drafts_come_with_the_distribution_they_were_drawn_from(
     name: str, dtype: torch.dtype
 ) -> None:
     """The distribution includes all processing, and comes from the same logits as the ratio, in any dtype."""
-    size, count = 20, 3_000
+    size, count = 20, 1_500
     sequences = [sequence_of(seed, [2, 2, 7], **PROCESSING[name]) for seed in range(count)]
     logits = 2 * torch.randn(2, 1, size, generator=torch.Generator().manual_seed(5)).to(dtype)
     steps = iter(logits)
@@ -65,7 +65,7 @@ def test_bugs_01_and_03_drafts_come_with_the_distribution_they_were_drawn_from(
         counts = torch.bincount(torch.tensor([draft.token_ids[0] for draft in drawn]), minlength=size)
         assert drawn[0].distributions is not None
         frequencies = counts / count
-        assert (frequencies - drawn[0].distributions[0]).abs().max() < 0.05
+        assert (frequencies - drawn[0].distributions[0]).abs().max() < 0.06
         assert counts[drawn[0].distributions[0] == 0].sum() == 0
 
 
@@ -84,10 +84,10 @@ def test_bug_05_the_token_after_a_rejection_comes_from_its_own_row(
 ) -> None:
     """With top_k=1 sampling has no choice, so a token of any other row would show."""
     request = ask("r", prompt_of(20), ignore_eos=True, temperature=1.0, top_k=1)
-    expected = tokens(run(Engine(small_config(pair[0])), [request]))
+    expected = tokens(run(Engine(native_config(pair[0])), [request]))
     script = scripted.wrong_from(expected, depth, VOCAB_SIZE)
     engine = scripted.engine_with(
-        small_config(pair[0]), ScriptedDrafter(script), num_tokens=5, verification=verification
+        native_config(pair[0]), ScriptedDrafter(script), num_tokens=5, verification=verification
     )
     found = run(engine, [request])
     assert tokens(found) == expected
@@ -123,7 +123,7 @@ def test_bugs_06_and_07_a_request_is_the_same_alone_and_in_any_batch(
 ) -> None:
     def engine() -> Engine:
         drafter = ScriptedDrafter(unrelated_drafts)
-        return scripted.engine_with(small_config(pair[0]), drafter, num_tokens=3, verification=verification)
+        return scripted.engine_with(native_config(pair[0]), drafter, num_tokens=3, verification=verification)
 
     together = tokens(run(engine(), crowd()))
     backwards = tokens(run(engine(), crowd()[::-1]))
@@ -144,7 +144,7 @@ def test_bug_06_requests_that_differ_only_in_their_seeds_differ(
         for index, seed in enumerate([1, 2, 3, 1, 1 + 2**32])
     ]
     drafter = ScriptedDrafter(unrelated_drafts)
-    engine = scripted.engine_with(small_config(pair[0]), drafter, num_tokens=3, verification=verification)
+    engine = scripted.engine_with(native_config(pair[0]), drafter, num_tokens=3, verification=verification)
     found = tokens(run(engine, asked))
     assert found["r0"] == found["r3"]
     assert len({tuple(each) for each in found.values()}) == 4
@@ -155,13 +155,13 @@ def test_requests_without_speculation_get_the_tokens_of_a_server_without(
     pair: tuple[Path, Path], verification: Verification
 ) -> None:
     """They run in one batch with others that speculate."""
-    plain = tokens(run(Engine(small_config(pair[0])), crowd()))
+    plain = tokens(run(Engine(native_config(pair[0])), crowd()))
 
     def half_of_them(sequence: SequenceState, count: int) -> Draft | None:
         return unrelated_drafts(sequence, count) if sequence.request_id in ("r1", "r5") else None
 
     drafter = ScriptedDrafter(half_of_them)
-    engine = scripted.engine_with(small_config(pair[0]), drafter, num_tokens=3, verification=verification)
+    engine = scripted.engine_with(native_config(pair[0]), drafter, num_tokens=3, verification=verification)
     found = tokens(run(engine, crowd()))
     assert {name: found[name] for name in plain if name not in ("r1", "r5")} == {
         name: plain[name] for name in plain if name not in ("r1", "r5")

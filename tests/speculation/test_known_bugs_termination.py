@@ -15,7 +15,7 @@ from engine.engine import Engine
 from protocol.outputs import TokenOutput
 from tests.speculation import scripted
 from tests.speculation.scripted import Script, ScriptedDrafter
-from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import VOCAB_SIZE, ask, native_config, prompt_of, run, tokens
 
 PROMPT = prompt_of(20)
 LONG = 40
@@ -25,7 +25,7 @@ NUM_DRAFTED = 8
 @pytest.fixture(scope="module")
 def answer(pair: tuple[Path, Path]) -> list[int]:
     """Return the continuation of the prompt without any end."""
-    engine = Engine(small_config(pair[0]))
+    engine = Engine(native_config(pair[0]))
     return tokens(run(engine, [ask("r", PROMPT, LONG, ignore_eos=True)]))["r"]
 
 
@@ -47,8 +47,8 @@ def both(
 ) -> tuple[TokenOutput, TokenOutput, Engine]:
     """Run one request without and with speculation."""
     request = ask("r", PROMPT, **({"max_tokens": LONG} | sampling))
-    plain = run(Engine(small_config(folder)), [request])["r"]
-    engine = scripted.engine_with(small_config(folder), ScriptedDrafter(script), num_tokens)
+    plain = run(Engine(native_config(folder)), [request])["r"]
+    engine = scripted.engine_with(native_config(folder), ScriptedDrafter(script), num_tokens)
     return plain, run(engine, [request])["r"], engine
 
 
@@ -132,7 +132,7 @@ def test_bug_12_only_output_tokens_count_as_accepted(pair: tuple[Path, Path], an
 
 def test_an_ended_request_leaves_nothing(pair: tuple[Path, Path], answer: list[int]) -> None:
     drafter = ScriptedDrafter(scripted.right({"r": answer}))
-    engine = scripted.engine_with(small_config(pair[0]), drafter, NUM_DRAFTED)
+    engine = scripted.engine_with(native_config(pair[0]), drafter, NUM_DRAFTED)
     run(engine, [ask("r", PROMPT, 7, ignore_eos=True)])
     assert drafter.forgotten == ["r"]
 

@@ -108,19 +108,8 @@ def test_a_window_moves_and_yields_ngrams() -> None:
 
 
 def test_a_short_text_fills_a_window() -> None:
-    assert LookaheadWindow(np.array([7, 8], np.int32), 3, 4, [EOS]).probes() == [
-        8,
-        7,
-        8,
-        8,
-        7,
-        8,
-        7,
-        7,
-        8,
-        7,
-        8,
-    ]
+    probes = LookaheadWindow(np.array([7, 8], np.int32), 3, 4, [EOS]).probes()
+    assert probes == [8, 7, 8, 8, 7, 8, 7, 7, 8, 7, 8]
 
 
 @pytest.mark.parametrize(("ngram", "window", "least"), [(2, 4, 1.4), (3, 5, 1.7), (4, 5, 1.9), (5, 6, 2.0)])

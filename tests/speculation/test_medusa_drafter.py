@@ -33,7 +33,7 @@ from tests.speculation.medusa_files import (
     write_v1,
     write_vllm,
 )
-from tests.speculation.small_engine import joined, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import joined, native_config, prompt_of, run, tokens
 from tests.worker.tiny_model import VOCAB_SIZE, load
 
 NEEDS_KERNEL = pytest.mark.skipif(
@@ -56,7 +56,7 @@ def make_engine(
     if heads is not None:
         asked = SpeculativeConfig(method="medusa", model=str(heads), quantization=heads_in, **options)
         server["speculative_config"] = asked
-    return Engine(small_config(target, 96, **server), speculate=BatchSpeculator)
+    return Engine(native_config(target, 96, **server), speculate=BatchSpeculator)
 
 
 def drafter_of(engine: Engine) -> MedusaDrafter:
@@ -75,9 +75,7 @@ class Drafted:
     heads: PlainHeads
 
     def drafts(self, *requests: Any, **options: Any) -> list[tuple[list[int], Draft, Tensor]]:
-        """Run these requests. Return the committed tokens before each draft, the draft, and the logits
-        [heads, vocab_size] that the heads have there.
-        """
+        """Run requests. Return each draft with the committed tokens before it and the heads' logits there."""
         engine = make_engine(self.target, self.folder, **options)
         drafts = watched(engine)
         run(engine, requests)

@@ -197,29 +197,28 @@ def test_faults_name_the_file_and_the_tensor(tmp_path: Path, change: Any, said: 
     assert str(tmp_path) in message
 
 
-def test_a_missing_shared_lm_head(tmp_path: Path) -> None:
-    heads = random_heads(2, 1, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
-    write_vllm(tmp_path, shared(heads, heads.lm_heads[0]), original_lm_head=True)
-    assert "head 0 has no LM head" in fault(tmp_path)
-
-
-def test_a_token_map_with_unknown_tokens(tmp_path: Path) -> None:
-    heads = random_heads(2, 1, HIDDEN_SIZE, 3, bias=False)
-    tensors = vllm_names(heads) | {"token_map": torch.tensor([1, 2, 300])}
-    write_vllm(tmp_path, tensors, truncated_vocab_size=3)
-    assert "token_map must be a list of token ids below 300, the target" in fault(tmp_path)
-
-
-def test_a_truncated_vocabulary_without_a_map(tmp_path: Path) -> None:
-    write_vllm(tmp_path, vllm_names(random_heads(2, 1, HIDDEN_SIZE, 5, bias=False)), truncated_vocab_size=5)
-    assert "truncated_vocab_size is 5" in fault(tmp_path)
-
-
-@pytest.mark.parametrize("table", [[[0.5]], [[0.5], ["x"]], [[0.5], [1.5]], 3, [[0.5, 0.1], [0.5]]])
-def test_a_bad_table_of_rank_acceptance(tmp_path: Path, table: Any) -> None:
-    heads = random_heads(2, 1, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
-    write_vllm(tmp_path, vllm_names(heads), rank_acceptance=table)
-    assert "rank_acceptance must have" in fault(tmp_path)
+@pytest.mark.parametrize(
+    ("config", "size", "token_map", "said"),
+    [
+        ({"original_lm_head": True}, VOCAB_SIZE, None, "head 0 has no LM head"),
+        ({"truncated_vocab_size": 3}, 3, [1, 2, 300], "token_map must be a list of token ids below 300"),
+        ({"truncated_vocab_size": 5}, 5, None, "truncated_vocab_size is 5"),
+        *(
+            ({"rank_acceptance": table}, VOCAB_SIZE, None, "rank_acceptance must have")
+            for table in ([[0.5]], [[0.5], ["x"]], [[0.5], [1.5]], 3, [[0.5, 0.1], [0.5]])
+        ),
+    ],
+    ids=str,
+)
+def test_faults_of_vllms_layout(
+    tmp_path: Path, config: dict[str, Any], size: int, token_map: list[int] | None, said: str
+) -> None:
+    heads = random_heads(2, 1, HIDDEN_SIZE, size, bias=False)
+    tensors = shared(heads, heads.lm_heads[0]) if "original_lm_head" in config else vllm_names(heads)
+    if token_map is not None:
+        tensors["token_map"] = torch.tensor(token_map)
+    write_vllm(tmp_path, tensors, **config)
+    assert said in fault(tmp_path)
 
 
 class Malicious:

@@ -1,6 +1,4 @@
-"""A sequence that drafts for a remote target is held, given tokens and rewound, and still drafts its model's
-tokens.
-"""
+"""A sequence that drafts for a remote target is held and rewound, and still drafts its model's tokens."""
 
 from __future__ import annotations
 

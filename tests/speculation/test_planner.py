@@ -15,9 +15,7 @@ PLAIN = 1e-2
 
 
 class Batch:
-    """Requests of one method. A drafted row takes `row_seconds`, and one of the method's levels
-    `level_seconds`.
-    """
+    """Requests of one method, with the times of a drafted row and of one of its levels."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from tests.speculation.engines import DRAFT, TARGET, make_engine
 from tests.speculation.schema_suite import EOS_BIAS, MAX_TOKENS, Case, is_valid, load
 from tests.speculation.small_engine import run
 
-CASES = load()[::14]
+CASES = load()[::28]
 
 
 def request(tokenizer: Tokenizer, case: Case, drafts: bool) -> EngineRequest:

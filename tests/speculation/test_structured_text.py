@@ -78,9 +78,7 @@ def answers(engine: Engine, tokenizer: Tokenizer, method: Method) -> dict[str, T
 
 @pytest.fixture(scope="module")
 def plain(tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """Return the answers without speculation, one after the other, without masks computed beside
-    the forward.
-    """
+    """Return the answers without speculation, one by one, without masks computed beside the forward."""
     engine, _ = make_engine(TARGET, None)
     engine._sampler.expect = lambda rows: None  # type: ignore[method-assign]
     found = {}

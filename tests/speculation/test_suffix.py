@@ -1,6 +1,4 @@
-"""Suffix decoding: hand-checked drafts, the search compared with counted substrings, and kept outputs by age
-and tenant.
-"""
+"""Suffix decoding: hand-checked drafts, the search compared with counts, kept outputs by age and tenant."""
 
 from __future__ import annotations
 

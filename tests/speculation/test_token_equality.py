@@ -1,7 +1,4 @@
-"""With coupled verification, speculation changes no token, however a request is served.
-
-fp32, one engine. To test another method, add a line to `METHODS`.
-"""
+"""With coupled verification no method changes a token. A new method needs a line in `METHODS`."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from tests.speculation.small_engine import drafted_and_accepted, run, tokens
 
 CASES = [
     *((method, 5, "seeded", True) for method in METHODS),
-    *((method, 8, "greedy", False) for method in METHODS),
-    *((method, 1, "seeded", False) for method in ("draft_model", "eagle", "medusa", "scripted tree")),
+    *((method, 8, "greedy", False) for method in METHODS if "tree" in method or method == "dflash"),
+    *((method, 1, "seeded", False) for method in ("eagle", "scripted tree")),
     *((method, 1, "greedy", False) for method in ("draft_model tree", "lookahead")),
 ]
 

@@ -43,9 +43,7 @@ def test_a_draft_that_equals_the_target_is_right_to_the_last_token(target: Path)
 def test_the_drafts_kv_equals_that_of_committed_tokens(
     target: Path, tmp_path: Path, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares after each step with a draft model that reads the text from the start. If trees grow on the
-    device, the host does not know which nodes were run.
-    """
+    """Compares after each step with a draft model that reads the text from the start."""
     monkeypatch.setattr(tree_drafting, "stays_on_device", lambda *_: on_device)
     write_noisy(target, tmp_path, 0.08)
     engine, fresh = make_engine(target, tmp_path), Engine(small_config(tmp_path))

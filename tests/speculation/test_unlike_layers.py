@@ -1,6 +1,4 @@
-"""Models with unlike layers, shared KV, sinks or latents give `generate`'s tokens when a similar model
-drafts.
-"""
+"""Models with unlike layers, shared KV, sinks or latents give `generate`'s tokens under drafts."""
 
 from __future__ import annotations
 
@@ -9,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.engine import Engine
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
-from tests.speculation.small_engine import ask, prompt_of, run, small_config
-from tests.worker.tiny_model import greedy, load
+from tests.speculation.small_engine import (
+    ask,
+    drafted_and_accepted,
+    prompt_of,
+    run,
+    small_config,
+    write_noisy,
+)
+from tests.worker.tiny_model import assert_greedy, load
 
 LENGTHS, NUM_TOKENS = [1, 20, 40, 100], 24
 
@@ -28,37 +32,21 @@ def make_engine(folder: Path, **speculation: Any) -> Engine:
     return Engine(replace(config, speculative_config=asked), speculate=BatchSpeculator)
 
 
-def write_pair(model_type: str, folder: Path) -> tuple[Path, Path]:
-    """Write a model and a similar one."""
-    target, draft = folder / "target", folder / "draft"
-    write_model(model_type, target)
-    model = load(target)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.01 * weight.std().nan_to_num() * torch.randn(weight.shape, generator=generator)
-    model.save_pretrained(draft)
-    return target, draft
-
-
 @pytest.mark.parametrize(
-    ("model_type", "is_tree"),
-    [("gemma4_text", True), ("mimo_v2_flash", False), ("gpt_oss", True), ("deepseek_v3", False)],
+    ("model_type", "is_tree"), [("gemma4_text", True), ("gpt_oss", True), ("deepseek_v3", False)]
 )
 def test_drafts_change_no_token(model_type: str, is_tree: bool, tmp_path: Path) -> None:
-    target, draft = write_pair(model_type, tmp_path)
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    write_model(model_type, target)
+    write_noisy(target, draft, 0.01)
     shape = {"tree": True, "tree_nodes": 12} if is_tree else {}
     engine = make_engine(target, method="draft_model", model=str(draft), num_speculative_tokens=4, **shape)
     reference = load(target)
-    prompts = [prompt_of(length, i) for i, length in enumerate(LENGTHS)]
-    asked = [ask(f"r{i}", prompt, NUM_TOKENS, ignore_eos=True) for i, prompt in enumerate(prompts)]
-    outputs = run(engine, asked)
-    expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
-    assert [outputs[request.request_id].token_ids for request in asked] == expected
-    drafted, accepted = (
-        sum(getattr(output, name) for output in outputs.values())
-        for name in ("drafted_tokens", "accepted_tokens")
-    )
+    prompts = {f"r{i}": prompt_of(length, i) for i, length in enumerate(LENGTHS)}
+    found = run(engine, [ask(name, prompt, NUM_TOKENS, ignore_eos=True) for name, prompt in prompts.items()])
+    for name, prompt in prompts.items():
+        assert_greedy(reference, prompt, found[name].token_ids, NUM_TOKENS)
+    drafted, accepted = drafted_and_accepted(found)
     assert 0 < accepted < drafted
 
 

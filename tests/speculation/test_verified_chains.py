@@ -43,11 +43,7 @@ def sequence_with(number: int, draft: Draft | None, **sampling: Any) -> Sequence
 
 
 def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[SequenceState], Tensor]:
-    """Return logits, and sequences with all parameters whose drafts resemble the model, drawn or certain, or
-    absent.
-
-    Certain drafts may begin with the target's own tokens.
-    """
+    """Return logits, and sequences with all parameters and all kinds of drafts that resemble the model."""
     generator = torch.Generator().manual_seed(vocab_size)
     pick = random.Random(vocab_size)
     sampler = Sampler(vocab_size, "cpu", [])
@@ -85,8 +81,16 @@ def summary(verdicts: list[Verdict]) -> list[tuple[list[int], list[int], int, bo
 
 
 @pytest.mark.parametrize("rule", ["coupled", "standard"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("vocab_size", [2, 15, 128, 1000, 4099])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (2, torch.float32),
+        (15, torch.bfloat16),
+        (128, torch.float16),
+        (1000, torch.float32),
+        (4099, torch.bfloat16),
+    ],
+)
 def test_verdicts_equal_torchs(vocab_size: int, dtype: torch.dtype, rule: Verification) -> None:
     """Except where a single bit decides."""
     sequences, logits = crowd(300, vocab_size, dtype)

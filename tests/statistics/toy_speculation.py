@@ -31,9 +31,7 @@ FIRST = 1
 """The prompt's only token."""
 
 NUM_TRIALS = 60_000
-"""With so many trials a chi-squared test of pairs detects a deviation of 4 % (root mean square) in 98 of 100
-cases.
-"""
+"""With so many trials a chi-squared test of pairs detects a deviation of 4 % (RMS) in 98 of 100 cases."""
 
 ALPHA = 1e-4
 _CHUNK = 10_000
@@ -118,9 +116,7 @@ def _alone() -> Iterator[None]:
 
 @dataclass
 class LogitsRunner:
-    """Runs a draft without KV: `logits_of` returns the logits [sequences, vocab_size] after the newest
-    tokens.
-    """
+    """Runs a draft without KV. `logits_of` returns logits [sequences, vocab_size] after the last tokens."""
 
     vocab_size: int
     logits_of: Callable[[list[int]], Tensor]

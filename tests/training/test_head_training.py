@@ -185,9 +185,7 @@ def test_acceptance(target: Target, answers: Tensor, wrong: int | None, expected
 
 
 def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Tensor) -> float:
-    """Compute the loss place by place: each head's cross-entropy with the target where the tokens between
-    equal the target's.
-    """
+    """Compute each head's cross-entropy with the target place by place, where the text is the target's."""
     logits = target.model(input_ids=token_ids).logits
     logits_kept = logits[..., kept]
     hidden = target.model(input_ids=token_ids, output_hidden_states=True).hidden_states[-1]
