@@ -32,7 +32,7 @@ def _values(words, zero, like, KIND: tl.constexpr):
 
 @triton.jit
 def _inputs(x, order, k, is_row, inside):
-    """Columns `k` of the tile's rows: with an `order` those that it names."""
+    """Load columns `k` of the tile's rows, or with an `order` those that it names for `k`."""
     columns = k if order is None else tl.load(order + k)
     return tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
 
@@ -57,14 +57,15 @@ def multiply(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of ROWS rows (program 1) by COLUMNS outputs (program 0). Inputs are added up DEPTH by DEPTH and
-    scaled. A byte of four-bit codes has input k in its low half and input k + DEPTH / 2 in its high one.
+    """Compute a tile of ROWS rows (program 0) by COLUMNS outputs (program 1). Programs that run at once are
+    those of all rows for few outputs, so they share weights in the cache. Inputs are added up DEPTH by DEPTH
+    and scaled. A byte of four-bit codes has input k in its low half and input k + DEPTH / 2 in its high one.
     """
     CODES: tl.constexpr = 2 if (KIND == INT4) | (KIND == MXFP4) else 1
     HALF: tl.constexpr = DEPTH // CODES
     GROUPS: tl.constexpr = INPUTS // GROUP
-    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     i = tl.arange(0, HALF)
     is_row, is_output = (m < num_rows)[:, None], n < OUTPUTS
     x += m.to(tl.int64)[:, None] * x_stride

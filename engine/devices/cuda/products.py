@@ -104,7 +104,7 @@ class TiledWeight:
         columns = 32 if is_few or rows.itemsize > 2 else 128
         copied = _ROWS * rows.itemsize * self.depth // (2 if self.format in _IN_HALVES else 1)
         is_thin = copied < 8 * 32 * 16  # of eight warps, each thread would copy less than 128 bits
-        multiply[(ceil_div(outputs, columns), ceil_div(len(rows), _ROWS))](
+        multiply[(ceil_div(len(rows), _ROWS), ceil_div(outputs, columns))](
             rows,
             self.weight,
             self.scales,

@@ -100,7 +100,7 @@ def test_rows_of_all_filters_and_edits() -> None:
 
 
 def test_edits_of_winning_tokens() -> None:
-    for seed in range(4):
+    for seed in range(2):
         choose(*Case(("greedy",) * len(EDITS), tuple(EDITS), 6, torch.float32, 1.0, 0.0, seed).batch())
     logits = torch.zeros(1, 10)
     logits[0, 9], logits[0, 5] = 2.0, torch.tensor(2.0) / 1.3

@@ -136,11 +136,9 @@ def told(verdicts: Sequence[Verdict]) -> list[Any]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_verdicts(rule: Verification) -> None:
-    for seed in range(2):
-        batch = Batch(seed)
-        expected = told(verify(rule, batch.sequences, batch.logits, sampler_of(Sampler)))
-        found = told(verify(rule, batch.sequences, batch.logits, sampler_of(Weighed)))
-        assert found == expected
+    batch = Batch(0)
+    expected = told(verify(rule, batch.sequences, batch.logits, sampler_of(Sampler)))
+    assert told(verify(rule, batch.sequences, batch.logits, sampler_of(Weighed))) == expected
 
 
 @pytest.mark.parametrize("rule", RULES)
