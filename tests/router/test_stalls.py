@@ -75,6 +75,7 @@ class StallServer:
             "disaggregation": False,
             "tool_call_parser": "hermes",
             "reasoning_parser": "qwen3",
+            "worker_timeout": 60.0,  # on a busy host the worker may be silent for seconds
             **options,
         }
         keys = ClusterKeys.generate()
@@ -233,10 +234,10 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"logprobs": True, "top_logprobs": 20, "max_tokens": 3000},
         "",
     ),
-    "token ids of many choices": (COMPLETION, {"prompt": MANY * 5, "n": 128, "return_token_ids": True}, ""),
+    "token ids of many choices": (COMPLETION, {"prompt": MANY * 20, "n": 128, "return_token_ids": True}, ""),
     "the same in a stream ": (
         COMPLETION,
-        {"prompt": MANY * 5, "n": 128, "return_token_ids": True, "stream": True},
+        {"prompt": MANY * 20, "n": 128, "return_token_ids": True, "stream": True},
         "",
     ),
     "calls": (CHAT, {"tools": TOOLS, "max_tokens": 100_000}, CALL * 1000),
@@ -248,9 +249,9 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "calls of a message": (MESSAGES, {"tools": [{"name": "f"}], "max_tokens": 100_000}, CALL * 1000),
     "reasoning of a message": (MESSAGES, {"max_tokens": 120_000}, THOUGHT),
     "reasoning of a response": (RESPONSES, {"max_output_tokens": 120_000}, THOUGHT),
-    "embeddings": ("/v1/embeddings", {"input": ["x"] * 600}, ""),
+    "embeddings": ("/v1/embeddings", {"input": ["x"] * 1000}, ""),
     "scores": ("/score", {"text_1": ["x"] * 400, "text_2": ["y"] * 400}, ""),
-    "a ranking": ("/v1/rerank", {"documents": ["x"] * 800}, ""),
+    "a ranking": ("/v1/rerank", {"documents": ["x"] * 1000}, ""),
 }
 """Requests with large answers, each with the model's text. Without one the model repeats the prompt."""
 
