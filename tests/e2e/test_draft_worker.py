@@ -17,10 +17,10 @@ from tests.worker.tiny_model import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(240)]
 
-SLOW = "slow:0.01"
+SLOW = "slow:0.02"
 """Slows decoding, so that drafts arrive in time on a busy machine too."""
 WORKERS = {"decode-0": SLOW, "decode-1": SLOW, "draft-0": ""}
-NUM_TOKENS = 300
+NUM_TOKENS = 150
 """Long enough that requests still run when a worker fails."""
 
 
@@ -44,20 +44,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
 
 
 def ask(serving: HttpServing, number: int, drafts: bool = True) -> list[int]:
-    body: dict[str, Any] = {
-        "model": "model",
-        "prompt": [5 + number, 6, 7, 8],
-        "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
-        "temperature": 0.8 * (number % 2),
-        "seed": number,
-        "return_token_ids": True,
-        "speculative": {"enabled": drafts},
-    }
-    answer = serving.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    return token_ids
+    fields = {"temperature": 0.8 * (number % 2), "seed": number, "speculative": {"enabled": drafts}}
+    return serving.tokens([5 + number, 6, 7, 8], NUM_TOKENS, **fields)
 
 
 @pytest.fixture(scope="module")

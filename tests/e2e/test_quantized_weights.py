@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(
         kernel_fault(torch.device("cpu"), torch.bfloat16) is not None,
         reason="this machine has no such kernel",
-    ),
+    )
 ]
 
 NUM_TOKENS = 40
@@ -74,13 +74,8 @@ def alone(weights: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
 
 def ask(serving: HttpServing, number: int) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt and of its answer."""
-    fields = {
-        "prompt": prompt(number),
-        "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    answer = serving.http.post("/v1/completions", json=ALWAYS | fields | REQUESTS[number])
+    body = {"prompt": prompt(number), "max_tokens": NUM_TOKENS, **ALWAYS, **REQUESTS[number]}
+    answer = serving.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
     return choice["prompt_token_ids"], choice["token_ids"]

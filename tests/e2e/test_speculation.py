@@ -35,11 +35,18 @@ SERVERS = [
     ("draft_model_tree", "colocated"),
     ("medusa", "disaggregated"),
     ("eagle", "disaggregated"),
-    ("eagle", "colocated"),
     ("self_speculative", "disaggregated"),
     ("ngram", "disaggregated"),
 ]
-"""Each method in one deployment. EAGLE, which has draft KV and hidden states, also runs colocated."""
+"""Each method in one deployment. Two of them are also used for the tests of what all methods share."""
+
+
+def on(*methods: str) -> pytest.MarkDecorator:
+    """Use the servers of these methods alone."""
+    servers = [server for server in SERVERS if server[0] in methods]
+    return pytest.mark.parametrize("serving", servers, indirect=True, ids="-".join)
+
+
 NUM_TOKENS = 40
 LINES = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()
 PROMPT = json.loads(LINES[20])["prompt"][-700:]
@@ -161,9 +168,8 @@ def method_of(serving: HttpServing) -> str:
     return serving.config.speculative_config.method
 
 
-def total(serving: HttpServing, name: str, method: str | None = None) -> float:
-    label = {"method": method or method_of(serving)}
-    return serving.metric(f"tandem_spec_decode_num_{name}_total", **label)
+def total(serving: HttpServing, name: str) -> float:
+    return serving.metric(f"tandem_spec_decode_num_{name}_total", method=method_of(serving))
 
 
 def test_the_requests_differ_and_end_in_every_way(expected: dict[str, list[dict[str, Any]]]) -> None:
@@ -193,6 +199,7 @@ def test_answers_equal_those_without_speculation(
     serving.wait_empty()
 
 
+@on("draft_model", "medusa")
 def test_requests_choose_their_own_speculation(
     serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
 ) -> None:
@@ -210,6 +217,7 @@ def test_requests_choose_their_own_speculation(
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "speculative.method"
 
 
+@on("draft_model", "self_speculative")
 def test_answers_and_metrics_agree(serving: HttpServing) -> None:
     """The drafts that answers report equal the counts of `/metrics` and `tandem status`."""
 
@@ -247,6 +255,7 @@ def test_answers_and_metrics_agree(serving: HttpServing) -> None:
     assert start_up.startswith(f"{method_of(serving)} (") and "num_speculative_tokens " in start_up
 
 
+@on("draft_model_tree", "eagle")
 def test_a_cancelled_stream_leaves_nothing(
     serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
 ) -> None:
@@ -260,19 +269,16 @@ def test_a_cancelled_stream_leaves_nothing(
     assert_same(ask(serving, REQUESTS["n"]), expected["n"])
 
 
-@pytest.mark.parametrize("method", ["draft_model", "self_speculative"])
-def test_a_decode_workers_death_changes_nothing(
-    method: str, expected: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_decode_workers_death_changes_nothing(expected: dict[str, list[dict[str, Any]]]) -> None:
     """The worker dies after steps of several tokens each. Another one continues with the request's own draft
     settings.
     """
     workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:4", "decode-1": ""}
     asked = {"num_speculative_tokens": 3}
-    with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options(method)) as serving:
+    with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options("draft_model")) as serving:
         for name in ("logprobs", "seeded"):
             assert_same(ask(serving, REQUESTS[name], speculative=asked), expected[name])
         assert serving.metric("tandem_requests_placed_again_total") == 1
         serving.wait_empty()
-        drafts, drafted = (total(serving, name, method) for name in ("drafts", "draft_tokens"))
+        drafts, drafted = (total(serving, name) for name in ("drafts", "draft_tokens"))
         assert 2 < drafted / drafts <= 3

@@ -2,24 +2,26 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from answers import Event
+from click.testing import CliRunner
 from common import API
 
 MODEL = f"- {{model_id: tandem, model_name: model, api_base: '{API}', supports_schema: true}}\n"
 
 with tempfile.TemporaryDirectory() as folder:
+    os.environ["LLM_USER_PATH"] = folder
     Path(folder, "extra-openai-models.yaml").write_text(MODEL)
+    sys.argv[1:] = []  # `llm` looks at them
+    from llm.cli import cli
 
     def llm(*options: str) -> str:
-        command = [Path(sys.executable).with_name("llm"), "-m", "tandem", "--key", "none", *options, "When?"]
-        found = subprocess.run(command, env={**os.environ, "LLM_USER_PATH": folder}, capture_output=True)
-        assert found.returncode == 0, found.stderr.decode()
-        return found.stdout.decode()
+        found = CliRunner().invoke(cli, ["prompt", "-m", "tandem", "--key", "none", *options, "When?"])
+        assert found.exit_code == 0, found.output
+        return found.output
 
     seeded = ("-o", "seed", "1", "-o", "max_tokens", "8")
     assert llm(*seeded) == llm(*seeded, "--no-stream")
