@@ -115,9 +115,7 @@ class Hosts:
 
 
 def _is_users(process: psutil.Process) -> bool:
-    """Tell whether a process belongs to the cluster's user. SSH's own processes, which outlive a command, do
-    not count.
-    """
+    """Tell whether a process is the user's. SSH's own processes, which outlive a command, do not count."""
     try:
         runs = process.status() != psutil.STATUS_ZOMBIE and process.name() != "sshd"
         return runs and process.uids().real >= 1000

@@ -1,8 +1,4 @@
-"""Ray's autoscaler starts nodes for a server under load and ends them afterwards.
-
-The nodes are those of deploy/cluster-cloud.yaml, which Ray's `fake_multinode` provider starts on this
-machine, in its own namespaces.
-"""
+"""Ray's autoscaler starts and ends nodes of cluster-cloud.yaml, made by `fake_multinode` on this machine."""
 
 from __future__ import annotations
 
@@ -60,10 +56,7 @@ def node_types() -> dict[str, Any]:
 
 
 def cluster_file() -> dict[str, Any]:
-    """Return a cluster configuration for nodes that share one address and have no SSH.
-
-    Without `use_node_id_as_ip` and `disable_node_updaters` Ray would end nodes that serve.
-    """
+    """Return a configuration for nodes with one address. Ray ends serving nodes without the `True` fields."""
     provider = {
         "type": "fake_multinode",
         "gcs_address": "127.0.0.1:6379",

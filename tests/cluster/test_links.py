@@ -1,8 +1,4 @@
-"""A prefill worker streams KV to another host over `tcp` while the link is slow, far, lossy, or cut and
-mended.
-
-All time-outs are the defaults. fp32.
-"""
+"""KV goes to another host over `tcp` while the link is slow, far, lossy or cut, with default time-outs."""
 
 from __future__ import annotations
 
@@ -74,9 +70,7 @@ class Link:
         return seconds, self.moved()["kv_transfer_bytes_total"] - before["kv_transfer_bytes_total"]
 
     def check(self, answers: list[Future[dict[str, Any]]]) -> None:
-        """Check that the tokens equal those over an undisturbed link and that every worker is empty
-        afterwards.
-        """
+        """Check that the tokens are those over an undisturbed link, and that every worker is empty."""
         assert tokens(answers) == self.expected
         self.serving.wait_empty()
         assert self.serving.metric("tandem_request_failures_total") == 0
@@ -144,9 +138,7 @@ def test_a_far_and_lossy_link(link: Link) -> None:
 
 @pytest.mark.parametrize("cut", ["between the workers", "off the network"])
 def test_a_link_is_cut_and_mended(link: Link, cut: str) -> None:
-    """While only the link between the workers is cut, the router sees both. A host without network counts as
-    lost.
-    """
+    """A host without network counts as lost; while only the workers' link is cut, the router sees both."""
     network, serving = link.network, link.serving
     placed = serving.metric("tandem_placements_total")
     elsewhere = link.elsewhere()

@@ -34,9 +34,7 @@ def held() -> dict[str, int]:
 
 
 def at_rest() -> dict[str, int]:
-    """Return the counts once they have stopped changing: an open UCX still connects to itself, and its thread
-    may have to wait for a core.
-    """
+    """Return the counts once they are steady: an open UCX still connects to itself."""
     now, since = held(), time.monotonic()
     while time.monotonic() < since + AT_REST_S:
         time.sleep(0.01)

@@ -100,11 +100,7 @@ class Network:
 
     @contextlib.contextmanager
     def relayed(self, delay_s: float, loss: float = 0.0) -> Iterator[Callable[[], int]]:
-        """Delay packets between left and right by `delay_s` each way, and drop a share of them.
-
-        The relay ends with the context, or when the yielded function is called, which returns the number of
-        dropped packets.
-        """
+        """Delay packets each way and drop a share, until the yielded function returns their number."""
         program = [sys.executable, "-m", "tests.faults.packet_relay", str(delay_s), str(loss), self._mtu]
         relay = subprocess.Popen(
             ["ip", "netns", "exec", self._router, *program],
@@ -128,9 +124,7 @@ class Network:
                 end()
 
     def _lead_through_relay(self) -> None:
-        """Route packets through the relay; packets from the relay take the usual route. All packets take the
-        usual route once the relay's device is gone.
-        """
+        """Route packets through the relay and, once they come from it or it is gone, the usual way."""
         _ip("-n", self._router, "route", "add", "default", "dev", DEVICE, "table", _RELAYED)
         if self._leads_through_relay:
             return

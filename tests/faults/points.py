@@ -1,8 +1,4 @@
-"""Names points of the transfer protocol at which a test's process is killed, frozen, held or cut off.
-
-The points are calls of the product's own methods, wrapped inside the test's processes. The product does not
-know of them.
-"""
+"""Names points of the transfer protocol, calls of the product's methods, at which tests strike a process."""
 
 from __future__ import annotations
 
@@ -19,18 +15,12 @@ from typing import Any, Literal
 from kvtransfer.messages import Ack
 
 Action = Literal["KILL", "STOP", "HOLD", "CUT"]
-"""SIGKILL or SIGSTOP to the process itself; wait for the test's permission to continue; break every
-connection.
-"""
+"""A signal to the process itself; wait for the test's permission; break every connection."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point before or after those calls of `owner`'s `method` (module:class or module) that `applies`
-    accepts.
-
-    `applies` gets the call's arguments, and after the call also its result.
-    """
+    """A point before or after those calls of a method whose arguments (and result) `applies` accepts."""
 
     owner: str
     method: str
@@ -102,6 +92,11 @@ RECEIVER_POINTS = {
     "closed": Point("kvtransfer.lease_table:LeaseTable", "close", "after"),
 }
 
+CONNECTING = {
+    "connecting", "connected", "hello sent", "challenge received", "verdict received", "link ready",
+    "accepted", "hello received", "challenge sent", "verdict sent", "reader ready",
+}  # fmt: skip
+"""The points that a pair passes only while it connects."""
 CONVERTING = ("converting", "converted")
 """The points that only pieces of an unlike pool pass."""
 ONLY_OVER = {
@@ -133,9 +128,7 @@ class Fault:
 
 
 class FaultPoints:
-    """This process's faults. `report` tells the test where the process is held or frozen, and returns its
-    permission to continue.
-    """
+    """This process's faults. `report` tells where it is held or frozen, and lets it go on."""
 
     def __init__(self, points: dict[str, Point], report: Connection, cut: Callable[[], None]) -> None:
         self._report = report

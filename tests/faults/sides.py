@@ -1,8 +1,4 @@
-"""Runs in a process of the fault harness: a pool, and the few parts of an engine that a transfer needs.
-
-It hands out blocks, fills them with content that both ends can compute, checks incoming blocks, and reports
-leftovers. Free blocks carry a stamp, so a write to them or data read from them is detected.
-"""
+"""Runs in a process of the harness: a pool with stamped free blocks, and one end of transfers."""
 
 from __future__ import annotations
 
@@ -138,9 +134,7 @@ class End(ABC):
 
     @abstractmethod
     def give_up(self, lease_id: str) -> None:
-        """Act as if the engine's deadline had passed: release the lease, and its blocks as soon as that is
-        safe.
-        """
+        """Act as after the engine's deadline: release the lease, and its blocks as soon as that is safe."""
 
     @abstractmethod
     def cut(self) -> None:
@@ -269,9 +263,7 @@ class SenderEnd(End):
         return left
 
     def _links_through(self, addresses: list[str]) -> list[str]:
-        """Return links through these addresses. A link that is still connecting counts with all its
-        candidates.
-        """
+        """Return links through these addresses; one that is still connecting counts with all candidates."""
         found = []
         for link in list(self.sender._links.values()):
             ways = [link._active] if link._active is not None and link.connected else link._candidates
@@ -289,9 +281,7 @@ class SenderEnd(End):
         return found + [f"the link to {peer} is not idle" for peer in busy]
 
     def _busy_links(self) -> list[str]:
-        """Return the peers of busy links. The receiver acknowledges even aborted pieces that were on their
-        way.
-        """
+        """Return the peers of busy links. The receiver acknowledges even aborted pieces."""
         return [
             link.peer.worker_id
             for link in list(self.sender._links.values())
@@ -322,9 +312,7 @@ class _Reservation:
 
 
 class ReceiverEnd(End):
-    """A decode worker's end: reserves blocks, checks the bytes that arrive, and reuses blocks of closed
-    leases.
-    """
+    """A decode worker's end: reserves blocks, checks arriving bytes, reuses blocks of closed leases."""
 
     def __init__(self, pool: RegisteredPool, options: Options) -> None:
         super().__init__(pool, 0xA5, options)
@@ -352,9 +340,7 @@ class ReceiverEnd(End):
         )
 
     def reserve(self, lease_id: str, seed: int, count: int) -> str:
-        """Open a lease for this number of the sender's blocks. Return why it was refused, or an
-        empty string.
-        """
+        """Open a lease for this number of blocks. Return why it was refused, or an empty string."""
         if count > self.blocks.num_free:
             return f"no room for {count} blocks, {self.blocks.num_free} are free"
         blocks = self.blocks.take(count)
@@ -478,9 +464,7 @@ class Process:
 
     @staticmethod
     def _settled(before: dict[str, int]) -> dict[str, int]:
-        """Return the leftovers after a short wait, since threads and descriptors end a moment after their
-        cause.
-        """
+        """Return the leftovers after a short wait: threads and descriptors end a moment after their cause."""
         deadline = time.monotonic() + SETTLE_S
         while (extra := more_than(before)) and time.monotonic() < deadline:
             time.sleep(0.002)

@@ -7,8 +7,6 @@ import pytest
 from tests.faults.arena import ORPHAN_S, Arena
 from tests.faults.points import Action
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
-
 
 @pytest.fixture
 def arena(arena: Arena) -> Arena:
@@ -16,8 +14,7 @@ def arena(arena: Arena) -> Arena:
     return arena
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("point", ["piece sent", "ack read"])
+@pytest.mark.parametrize(("point", "transport"), [("piece sent", "shm"), ("ack read", "tcp")])
 def test_the_sender_is_killed(arena: Arena, point: str) -> None:
     sender, receiver = arena.sender(), arena.receiver()
     sender.arm(point, "KILL", 2)
@@ -28,9 +25,15 @@ def test_the_sender_is_killed(arena: Arena, point: str) -> None:
     arena.check(receiver)
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("action", ["KILL", "STOP"])
-@pytest.mark.parametrize("point", ["converting", "converted"])
+@pytest.mark.parametrize(
+    ("point", "action", "transport"),
+    [
+        ("converting", "KILL", "tcp"),
+        ("converted", "KILL", "shm"),
+        ("converting", "STOP", "shm"),
+        ("converted", "STOP", "tcp"),
+    ],
+)
 def test_the_receiver_is_killed_or_frozen(arena: Arena, point: str, action: Action) -> None:
     sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, action, 2)
@@ -43,8 +46,7 @@ def test_the_receiver_is_killed_or_frozen(arena: Arena, point: str, action: Acti
     arena.check(sender)
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("point", ["piece admitted", "converting", "converted"])
+@pytest.mark.parametrize(("point", "transport"), [("converting", "tcp"), ("converted", "shm")])
 def test_a_lease_expires_during_a_conversion(arena: Arena, point: str) -> None:
     sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, "HOLD", 2)
@@ -57,8 +59,7 @@ def test_a_lease_expires_during_a_conversion(arena: Arena, point: str) -> None:
     arena.check(sender, receiver)
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("point", ["converting", "in place"])
+@pytest.mark.parametrize(("point", "transport"), [("converting", "shm"), ("in place", "tcp")])
 def test_every_connection_breaks(arena: Arena, point: str) -> None:
     sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, "CUT", 2)

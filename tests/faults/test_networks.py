@@ -12,8 +12,6 @@ PROMPT_S = 6.0
 PATIENCE = {"progress_timeout_s": 1.5, "connect_timeout_s": 1.5}
 """After a second the kernel looks for a silent neighbour again, and repeats a lost SYN."""
 
-POINTS = ["hello sent", "piece begins", "mid payload", "ack arrives"]
-
 
 @pytest.fixture
 def ends(arena: Arena, network: Network) -> tuple[Child, Child]:
@@ -23,8 +21,13 @@ def ends(arena: Arena, network: Network) -> tuple[Child, Child]:
     return sender, arena.receiver(network=right, host=network.hosts[right], **PATIENCE)
 
 
-CUTS = [*((point, "both ways") for point in POINTS)]
-CUTS += [(point, way) for point in POINTS[1::2] for way in ("there", "back")]
+CUTS = [
+    ("hello sent", "both ways"),
+    ("piece begins", "there"),
+    ("mid payload", "both ways"),
+    ("ack arrives", "back"),
+    ("ack arrives", "there"),
+]
 
 
 @pytest.mark.parametrize(("point", "way"), CUTS)
@@ -76,20 +79,17 @@ def test_the_link_is_cut_between_two_requests(
     arena.check(sender, receiver)
 
 
-@pytest.mark.parametrize("unplugged", ["left", "right"])
-def test_a_host_is_unplugged(
-    arena: Arena, network: Network, ends: tuple[Child, Child], unplugged: str
-) -> None:
+def test_a_host_is_unplugged(arena: Arena, network: Network, ends: tuple[Child, Child]) -> None:
     sender, receiver = ends
     sender.arm("piece begins", "HOLD", 2)
     request = arena.begin(sender, receiver)
     sender.wait_at("piece begins")
-    network.unplug(getattr(network, unplugged))
+    network.unplug(network.right)
     sender.go_on()
     arena.finish(request, of="sender", deadline_s=PROMPT_S)
     arena.finish(request, deadline_s=ORPHAN_S)
     assert request.sent == "failed"
-    network.plug_in(getattr(network, unplugged))
+    network.plug_in(network.right)
     arena.check(sender, receiver)
 
 

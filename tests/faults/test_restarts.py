@@ -1,4 +1,4 @@
-"""A process dies and another one listens on its address: messages for the old one change nothing."""
+"""Full pools, expiring leases, aborted requests, and processes that die and come again, at every moment."""
 
 from __future__ import annotations
 
@@ -9,10 +9,119 @@ import msgspec
 import pytest
 
 from tests.faults.arena import ORPHAN_S, Arena, needs_nixl
-from tests.faults.processes import Child
+from tests.faults.processes import SMALL, Child
 from tests.faults.proxy import Damage
 
 OVER_ALL = pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("ucx", marks=needs_nixl)])
+ROOM = SMALL[0]
+
+
+@OVER_ALL
+def test_a_senders_death_frees_a_full_pool(arena: Arena) -> None:
+    doomed, other, receiver = arena.sender("prefill-0"), arena.sender("prefill-1"), arena.receiver()
+    doomed.arm("ack read", "KILL", 2)
+    lost = arena.begin(doomed, receiver, ROOM)
+    assert arena.begin(other, receiver, 1).received == "failed"
+    arena.finish(lost)
+    assert lost.received == "failed"
+    arena.serve(other, receiver, ROOM)
+    arena.check(other, receiver)
+
+
+EXPIRES_AT = {
+    "tcp": ["piece announced", "mid receive", "ack due"],
+    "shm": ["piece admitted", "mid copy", "in place"],
+    "ucx": ["mid read"],
+}
+ABORTED_AT = {
+    "tcp": ["piece announced", "mid receive"],
+    "shm": ["mid copy", "ack due"],
+    "ucx": ["mid read", "in place"],
+}
+
+
+def at(points: dict[str, list[str]]) -> pytest.MarkDecorator:
+    """Name points by transport as a test's parameters."""
+    cases = [
+        pytest.param(name, transport, marks=needs_nixl if transport == "ucx" else ())
+        for transport, names in points.items()
+        for name in names
+    ]
+    return pytest.mark.parametrize(("point", "transport"), cases)
+
+
+@at(EXPIRES_AT)
+def test_a_lease_expires_at(arena: Arena, point: str) -> None:
+    """The lease's blocks are not reused before the writer has left them."""
+    sender, receiver = arena.sender(), arena.receiver()
+    receiver.arm(point, "HOLD", 2)
+    request = arena.begin(sender, receiver)
+    receiver.wait_at(point)
+    receiver.ask("expire", request.lease_id)
+    receiver.go_on()
+    arena.finish(request)
+    assert request.sent == "failed" and "unknown lease" in request.reasons
+    arena.check(sender, receiver)
+
+
+@OVER_ALL
+def test_a_lease_expires_before_the_first_piece(arena: Arena) -> None:
+    sender, receiver = arena.sender(), arena.receiver()
+    request = arena.reserve(sender, receiver)
+    receiver.ask("expire", request.lease_id)
+    arena.push(request)
+    arena.finish(request)
+    assert request.sent == "failed" and "unknown lease" in request.reasons
+    arena.check(sender, receiver)
+
+
+@OVER_ALL
+def test_a_lease_expires_as_its_sender_pauses(arena: Arena) -> None:
+    """The blocks already belong to another request when the remaining pieces come."""
+    sender, receiver = arena.sender(), arena.receiver()
+    request = arena.begin(sender, receiver, 48, until=12)
+    sender.ask("await_sent", request.lease_id, 12)
+    receiver.ask("expire", request.lease_id)
+    other = arena.begin(sender, receiver, ROOM - 48)
+    arena.push(request, first=12)
+    arena.finish(request, other)
+    assert (request.sent, other.sent, other.received) == ("failed", "completed", "completed")
+    arena.check(sender, receiver)
+
+
+@at(ABORTED_AT)
+def test_a_request_is_aborted_at(arena: Arena, point: str) -> None:
+    """The sender reuses its blocks at once. Over `tcp` all bytes may have been sent before."""
+    # A shorter time-out might send everything again before the abort.
+    sender = arena.sender(progress_timeout_s=20.0)
+    receiver = arena.receiver()
+    receiver.arm(point, "HOLD", 2)
+    request = arena.begin(sender, receiver)
+    receiver.wait_at(point)
+    sender.ask("abort", request.lease_id)
+    receiver.go_on()
+    arena.finish(request, of="sender")
+    receiver.ask("arm", [])
+    arena.finish(request, deadline_s=0.6)
+    assert request.received in ("expired", "failed") or arena.transports == ("tcp",)
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_many_requests_share_one_link(arena: Arena) -> None:
+    """One request is aborted, one expires and one is refused. The others complete."""
+    sender, receiver = arena.sender(), arena.receiver()
+    requests = [arena.begin(sender, receiver, 12, chunk=2) for _ in range(7)]
+    sender.ask("abort", requests[1].lease_id)
+    receiver.ask("expire", requests[1].lease_id)
+    late = arena.reserve(sender, receiver, 4)
+    receiver.ask("expire", late.lease_id)
+    arena.push(late)
+    assert arena.begin(sender, receiver, ROOM).received == "failed"
+    arena.finish(*requests, late)
+    good = [request for request in requests if request is not requests[1]]
+    assert {(request.sent, request.received) for request in good} == {("completed", "completed")}
+    arena.check(sender, receiver)
 
 
 def first(arena: Arena) -> Child:
@@ -42,8 +151,10 @@ def test_a_receiver_restarts_between_two_requests(arena: Arena) -> None:
     arena.check(sender, new)
 
 
-@OVER_ALL
-@pytest.mark.parametrize("point", ["piece admitted", "ack sent"])
+@pytest.mark.parametrize(
+    ("point", "transport"),
+    [("piece admitted", "tcp"), ("ack sent", "shm"), pytest.param("piece admitted", "ucx", marks=needs_nixl)],
+)
 def test_a_receiver_restarts_in_the_middle_of_a_request(arena: Arena, point: str) -> None:
     """The sender reconnects at once and recognizes another incarnation."""
     sender, old = arena.sender(), first(arena)

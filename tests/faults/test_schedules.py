@@ -1,6 +1,4 @@
-"""Random schedules of faults over some requests. Each is a function of its seed, which is in the
-test's name.
-"""
+"""Random schedules of faults over some requests, each a function of the seed in its test's name."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ SCHEDULES = 40
 ORPHAN_S = 0.5
 """The time after which a receiver counts its sender as gone."""
 ROUND_S = 4.0
-"""The time in which a schedule's requests must end once nothing holds them up: two time-outs and
-some more.
-"""
+"""Once nothing holds a schedule's requests up, they end in this time: two time-outs and some more."""
 
 AT_ONCE = 4
 

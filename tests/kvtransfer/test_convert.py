@@ -1,4 +1,4 @@
-"""Blocks of one layout converted into a pool of another, compared with moving single tokens."""
+"""The meaning of a block's bytes, and blocks of one layout converted into another or packed for the wire."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import multiprocessing
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,16 @@ from torch import Tensor
 
 from kvtransfer.blocks import convert
 from kvtransfer.blocks.convert import Converter, RangeError
-from kvtransfer.blocks.layout import LayoutError, block_bytes
+from kvtransfer.blocks.layout import (
+    CODE_DTYPES,
+    BlockLayout,
+    LayoutError,
+    block_bytes,
+    conversion_problem,
+    foreign_format,
+    tokens_in_blocks,
+    wire_segments,
+)
 from protocol.handoff import ROW_QUANTIZATIONS, SegmentInfo
 from tests.kvtransfer.plain_layout import (
     parts,
@@ -26,6 +36,143 @@ from tests.kvtransfer.plain_layout import (
     segment,
     write_token,
 )
+
+TARGET = segment(3, 16, 2, 8, dtype="bfloat16")
+DRAFT = segment(1, 16, 1, 4, name="draft", dtype="float32")
+LATENT = msgspec.structs.replace(TARGET, shape=(3, 1, 16, 1, 12))
+
+
+@pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("segments", [(TARGET,), (TARGET, DRAFT), (DRAFT, TARGET), (LATENT, DRAFT)])
+def test_views_show_the_values_of_the_bytes(segments: tuple[SegmentInfo, ...], wire_dtype: str) -> None:
+    wire = wire_segments(segments, wire_dtype)
+    layout = BlockLayout(wire)
+    assert layout.block_bytes == block_bytes(wire) == plain_block_bytes(wire)
+    blocks = random_blocks(wire, 3, torch.Generator().manual_seed(1))
+    tensor = layout.blocks(memoryview(blocks))
+    assert tensor.shape == (3, layout.block_bytes)
+    for index in range(3):
+        block = memoryview(blocks)[index * layout.block_bytes : (index + 1) * layout.block_bytes]
+        for view, part in zip(layout.segments, parts(block, wire), strict=True):
+            values = view.values(tensor)[index].float()
+            if view.quantized:
+                values = values * view.scales(tensor)[index]
+            for slot in range(16):
+                expected = read_token(part, view.info, slot).flatten(0, 1)
+                assert torch.equal(values[:, slot], expected)
+
+
+def test_the_wire_layout_differs_only_in_quantization() -> None:
+    assert wire_segments([TARGET], "auto") == (TARGET,) and wire_segments((), "auto") == ()
+    bundled = segment(4, 16, 2, 64, dtype="bfloat16")
+    for wire_dtype in ("int8", "fp8"):
+        wire = wire_segments([bundled], wire_dtype)
+        assert wire == (msgspec.structs.replace(bundled, quantization=wire_dtype),)
+        assert block_bytes(wire) <= 0.53 * block_bytes([bundled])
+
+
+@pytest.mark.parametrize(
+    ("segments", "wire_dtype", "reason"),
+    [
+        *(([TARGET], name, r"quantization: .* is none of auto, int8, fp8") for name in ("int4", "INT8", "")),
+        ([], "int8", "opaque"),
+        (wire_segments([TARGET], "fp8"), "int8", "the pool itself is quantized"),
+    ],
+)
+def test_impossible_wires_are_refused_by_name(
+    segments: list[SegmentInfo], wire_dtype: str, reason: str
+) -> None:
+    with pytest.raises(LayoutError, match=reason):
+        wire_segments(segments, wire_dtype)
+    with pytest.raises(LayoutError, match="opaque"):
+        block_bytes(())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": "draft"}, "segments"),
+        ({"kind": "state"}, "kind"),
+        ({"kind": "windowed"}, "kind"),
+        ({"block_pool": 1}, "block_pool"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"quantization": "int4"}, "quantization"),
+        ({"shape": (2, 2, 16, 2, 8)}, "layers"),
+        ({"shape": (3, 2, 16, 4, 8)}, "kv_heads"),
+        ({"shape": (3, 2, 16, 2, 16)}, "head_dim"),
+        ({"shape": (3, 2, 32, 2, 8)}, "block_size"),
+        ({"shape": (3, 2, 1025, 2, 8)}, "block_size"),
+        ({"shape": (3, 2, 2**62, 2, 8)}, "block_size"),
+        ({"shape": (3, 1, 16, 2, 8)}, "planes"),
+        ({"shape": (3, 2, 0, 2, 8)}, "shape"),
+        ({"shape": (3, 2, -16, 2, 8)}, "shape"),
+        ({"shape": (3, 2, 16, 16)}, "shape"),
+        ({"shape": ()}, "shape"),
+        ({"shape": (1, 2, 1, 1, 1)}, "shape"),
+    ],
+)
+def test_unconvertible_layouts_are_refused_by_name(changes: dict[str, object], field: str) -> None:
+    problem = conversion_problem([msgspec.structs.replace(TARGET, **changes)], [TARGET])
+    assert problem is not None and problem[0] == field
+    assert 0 < len(problem[1]) < 512
+
+
+QUANTIZED = wire_segments([TARGET], "int8")
+MANY = tuple(msgspec.structs.replace(TARGET, name=f"{index:064}") for index in range(100))
+ODD = msgspec.structs.replace(DRAFT, shape=(1, 2, 8, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "field"),
+    [
+        *((theirs, (TARGET,), "segments") for theirs in ((), (TARGET, DRAFT), (TARGET, TARGET), MANY)),
+        ((TARGET, ODD), (TARGET, DRAFT), "block_size"),
+        ((TARGET,), QUANTIZED, "quantization"),
+    ],
+    ids=["none", "more", "twice", "many", "sizes", "quantized"],
+)
+def test_other_segments_are_refused(
+    theirs: tuple[SegmentInfo, ...], ours: tuple[SegmentInfo, ...], field: str
+) -> None:
+    problem = conversion_problem(theirs, ours)
+    assert problem is not None and problem[0] == field and len(problem[1]) < 512
+
+
+def test_convertible_layouts() -> None:
+    assert conversion_problem((), ()) is conversion_problem(QUANTIZED, QUANTIZED) is None
+    for dtype, quantization in (
+        ("float32", "none"),
+        ("float16", "none"),
+        ("bfloat16", "int8"),
+        ("float32", "fp8"),
+    ):
+        theirs = msgspec.structs.replace(TARGET, dtype=dtype, quantization=quantization)
+        assert conversion_problem([theirs], [TARGET]) is None
+
+
+@pytest.mark.parametrize("name", ROW_QUANTIZATIONS)
+def test_a_pool_in_rows_only_takes_blocks_in_rows(name: str) -> None:
+    ours = msgspec.structs.replace(TARGET, quantization=ROW_QUANTIZATIONS[name])
+    assert block_bytes([ours]) == 3 * 2 * 16 * 2 * (8 + 4)
+    assert conversion_problem([msgspec.structs.replace(ours, dtype="float32")], [ours]) is None
+    unlike = [TARGET, *(msgspec.structs.replace(TARGET, quantization=other) for other in CODE_DTYPES)]
+    pairs = [(their, ours, f"has --kv-cache-dtype auto, here it is {name};") for their in unlike]
+    for their, our, reason in [*pairs, (ours, TARGET, f"has --kv-cache-dtype {name}, here it is auto;")]:
+        problem = conversion_problem([their], [our])
+        assert problem is not None and problem[0] == "quantization" and reason in problem[1]
+    with pytest.raises(LayoutError, match="--kv-wire-dtype auto"):
+        wire_segments([ours], "int8")
+    assert foreign_format([ours], [ours]) == ""
+    assert foreign_format([msgspec.structs.replace(ours, dtype="float32")], [ours]) != ""
+
+
+@given(st.integers(1, 40), st.integers(0, 200))
+def test_tokens_in_blocks(block_size: int, num_tokens: int) -> None:
+    positions = np.arange(210)
+    counted = [len(range(p * block_size, min((p + 1) * block_size, num_tokens))) for p in positions]
+    assert tokens_in_blocks(positions, block_size, num_tokens).tolist() == counted
+
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -139,17 +286,13 @@ def test_values_beyond_float16_are_refused(bad: float) -> None:
         place_one(segment(1, 1, 1, 2), segment(1, 1, 1, 2, dtype="float16"), values)
 
 
-def test_unconvertible_layouts_are_refused_by_name() -> None:
+def test_a_converter_refuses_unconvertible_layouts() -> None:
     with pytest.raises(LayoutError, match="kv_heads"):
         Converter([segment(1, 4, 2, 4)], [segment(1, 4, 1, 4)], memoryview(bytearray(1024)))
 
 
 def place_beside_protected_pages() -> None:
-    """Place blocks 1 and 2 of a prompt of 40 tokens.
-
-    The pages of its cached first block, and those after its last token, are read-only. A token of a plane has
-    512 bytes and a page 4 KiB: 8 tokens of a plane.
-    """
+    """Place blocks 1 and 2 of 40 tokens; pages of the first block and beyond the last token are read-only."""
     page = mmap.PAGESIZE
     ours, wire = segment(1, 16, 1, page // 32), segment(1, 16, 1, page // 32, dtype="bfloat16")
     pages = mmap.mmap(-1, 4 * plain_block_bytes([ours]))
@@ -173,9 +316,7 @@ def test_the_pages_of_cached_tokens_are_not_written_at_all() -> None:
 
 
 def rows_and_scales(block: bytearray | memoryview, info: SegmentInfo) -> tuple[Tensor, Tensor]:
-    """Return codes [layers, planes, block_size, kv_heads, head_dim] of a block in rows, and the bits of their
-    scales [layers, planes, block_size, kv_heads].
-    """
+    """Return codes [layers, planes, block_size, heads, head_dim] of a block in rows, and scales' bits."""
     layers, planes, block_size, heads, head_dim = info.shape
     tokens = torch.frombuffer(block, dtype=torch.uint8).view(layers, planes, block_size, -1)
     codes = tokens[..., : heads * head_dim].unflatten(3, (heads, head_dim))

@@ -145,20 +145,6 @@ def test_checksums_depend_on_the_order_of_bytes_but_not_on_cuts() -> None:
     assert full(data, 5000, [0]) != full(data, 1000, [1, 0, 2, 3, 4])
 
 
-@pytest.mark.parametrize("mode", ["off", "sampled", "full"])
-def test_both_sides_agree_whatever_their_blocks_numbers(mode: str) -> None:
-    for seed in range(10):
-        assert Pair(seed).agree(mode, f"lease-{seed}", seed)
-
-
-@pytest.mark.parametrize("mode", ["sampled", "full"])
-def test_any_wrong_block_is_detected(mode: str) -> None:
-    for index in range(40):
-        pair = Pair(index)
-        pair.put(pair.pairs[index][1], random.Random(index).randbytes(BLOCK_BYTES))
-        assert not pair.agree(mode, "lease", index)
-
-
 @pytest.mark.parametrize("mode", ["sampled", "full"])
 def test_any_two_swapped_blocks_are_detected(mode: str) -> None:
     for index in range(39):

@@ -1,7 +1,9 @@
-"""Writes happen only under open leases, whatever the sender does."""
+"""Writes happen only under open leases, whatever a sender says, and nonsense costs only its connection."""
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +18,11 @@ from kvtransfer.blocks.extents import from_wire
 from kvtransfer.interface import Closed, Completed, Failed, Progress
 from kvtransfer.lease import PieceArrival
 from kvtransfer.lease_table import LeaseTable
-from kvtransfer.messages import GOOD, SPOILED, Piece
+from kvtransfer.messages import GOOD, PREFIX_BYTES, SPOILED, Ack, Piece, encode, frame, unframe
+from kvtransfer.receiver import Receiver
+from protocol.errors import ProtocolError
 from protocol.handoff import Extent
-from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool
+from tests.kvtransfer.transfer_sides import RawPeer, RawReceiver, ReceiverEnd, SenderEnd, block, make_pool
 from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
@@ -35,40 +39,25 @@ def content(end: ReceiverEnd) -> bytes:
 
 
 def test_an_unknown_lease_fails_only_itself(closing: Closing, transport: str) -> None:
+    """The same holds for a closed one, whose events are dropped, too."""
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.open("closed", [1, 2])
+    sender.push(receiver.peer, "closed", [1], final=False)
+    assert receiver.woken.wait(10)
+    for _ in range(2):
+        receiver.receiver.close_lease("closed")
+    assert receiver.receiver.poll() == []
     before = content(receiver)
-    sender.push(receiver.peer, "nobody", [1], final=False)
-    assert sender.wait_lease("nobody") == Failed("nobody", "unknown lease")
-    assert content(receiver) == before
+    for lease, first in (("closed", 1), ("nobody", 0)):
+        sender.push(receiver.peer, lease, [2], first, final=False)
+        assert sender.wait_lease(lease) == Failed(lease, "unknown lease")
+    assert content(receiver) == before and receiver.receiver.poll() == []
     receiver.open("lease", [1])
     sender.push(receiver.peer, "lease", [1])
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert sender.sender.counters()["connections_made"] == 1
-    assert sender.sender.counters()["failures_unknown_lease"] == 1
-    assert receiver.receiver.counters()["failures_unknown_lease"] == 1
-
-
-def test_a_closed_lease_accepts_nothing(closing: Closing, transport: str) -> None:
-    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.open("lease", [1, 2])
-    sender.push(receiver.peer, "lease", [1], final=False)
-    receiver.wait_for(lambda event: isinstance(event, Progress))
-    receiver.receiver.close_lease("lease")
-    receiver.receiver.close_lease("lease")
-    before = content(receiver)
-    sender.push(receiver.peer, "lease", [2], 1)
-    assert sender.wait_lease("lease") == Failed("lease", "unknown lease")
-    assert content(receiver) == before
-    assert receiver.receiver.poll() == []
-
-
-def test_events_of_a_closed_lease_are_dropped(closing: Closing, transport: str) -> None:
-    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.open("lease", [1])
-    sender.push(receiver.peer, "lease", [1])
-    assert receiver.woken.wait(10)
-    receiver.receiver.close_lease("lease")
-    assert receiver.receiver.poll() == []
+    for side in (sender.sender, receiver.receiver):
+        assert side.counters()["failures_unknown_lease"] == 2
 
 
 @pytest.mark.parametrize(
@@ -120,24 +109,6 @@ def test_closing_a_lease_during_a_piece_stops_the_writing(closing: Closing) -> N
     assert receiver.wait_for() == [Progress("next", 1, complete=True)]
 
 
-def test_closing_leases_during_many_pieces_stops_the_writing(closing: Closing, transport: str) -> None:
-    """Repeated many times with real senders and running copies."""
-    num_blocks, block_bytes = 64, 512 * 1024
-    sender = closing(SenderEnd([transport], make_pool(num_blocks, block_bytes, seed=1)))
-    receiver = closing(ReceiverEnd([transport], make_pool(num_blocks, block_bytes, seed=2)))
-    for number in range(10):
-        lease = f"lease-{number}"
-        receiver.pool.buffer[:] = bytes(num_blocks * block_bytes)
-        receiver.open(lease, range(num_blocks))
-        sender.push(receiver.peer, lease, range(num_blocks))
-        wait_until(lambda: any(receiver.pool.buffer[:: block_bytes // 2]))
-        if not receiver.receiver.close_lease(lease):
-            receiver.wait_for(lambda event, lease=lease: event == Closed(lease))
-        receiver.pool.buffer[:] = bytes(num_blocks * block_bytes)
-        sender.wait_lease(lease)
-        assert not np.frombuffer(receiver.pool.buffer, dtype=np.uint8).any()
-
-
 def test_a_damaged_piece_does_not_count(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
@@ -149,10 +120,7 @@ def test_a_damaged_piece_does_not_count(closing: Closing) -> None:
 
 
 def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
-    """It reads for a connection that was given up, so the sender may have reused the blocks since.
-
-    The next attempt may cover only part of the piece.
-    """
+    """It reads for a connection that was given up, so the sender may have reused the blocks since."""
     emptied: list[str] = []
     table = LeaseTable([8], 1, emptied.append)
     table.open("lease", [Extent(0, [5, 6])])
@@ -270,3 +238,114 @@ def test_an_unknown_block_pool_is_refused(closing: Closing) -> None:
     raw.send_bytes(bytes(source.buffer[:BLOCK]) + GOOD)
     assert raw.ack().error == "a block pool that the lease does not have"
     assert content(receiver) == before
+
+
+GOOD_MESSAGE = frame(encode(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True)))
+
+
+def flip(message: bytes, bit: int) -> bytearray:
+    damaged = bytearray(message)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return damaged
+
+
+BAD_MESSAGES = {
+    "oversized": (2**32 - 1).to_bytes(4, "little"),
+    "not msgpack": frame(b"\xc1\xc1\xc1"),
+    "another message": frame(encode(Ack(1))),
+    "nested deep": frame(b"\x91" * 60_000),
+    "bad utf-8": frame(b"\x95\x01\xa2\xff\xfe\x00\xc4\x00\xc3"),
+    "empty": frame(b""),
+    "negative block": frame(encode(Piece(1, "lease", 0, 1, runs((0, -1, 1)), False))),
+    "source out of range": frame(encode(Piece(1, "lease", 0, 1, runs((64, 0, 1)), False))),
+    "too many blocks": frame(encode(Piece(1, "lease", 0, 1, runs(*[(0, 0, 60)] * 1000), False))),
+    "torn runs": frame(encode(Piece(1, "lease", 0, 1, b"12345", False))),
+    "empty lease id": frame(encode(Piece(1, "", 0, 1, runs((0, 0, 1)), False))),
+    "another block by damage": bytes(flip(GOOD_MESSAGE, 8 * GOOD_MESSAGE.index(runs((0, 0, 1))))),
+}
+
+
+def test_any_flipped_bit_of_a_message_is_detected() -> None:
+    assert unframe(bytearray(GOOD_MESSAGE)) == GOOD_MESSAGE[PREFIX_BYTES:]
+    for bit in range(8 * len(GOOD_MESSAGE)):
+        with pytest.raises(ProtocolError, match="damaged on the way"):
+            unframe(flip(GOOD_MESSAGE, bit))
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+def test_a_malformed_piece_closes_only_its_connection(closing: Closing, transport: str, name: str) -> None:
+    receiver = closing(ReceiverEnd([transport]))
+    sender = closing(SenderEnd([transport]))
+    raw = closing(RawPeer.connect(receiver, transport, make_pool()))
+    receiver.open("lease", [1])
+    receiver.open("good", [2])
+    before = bytes(receiver.pool.buffer)
+    raw.send_bytes(BAD_MESSAGES[name])
+    assert raw.is_closed_by_peer()
+    assert receiver.receiver.counters()["failures_malformed"] == 1
+    assert bytes(receiver.pool.buffer) == before
+    sender.push(receiver.peer, "good", [2])
+    assert isinstance(sender.wait_lease("good"), Completed)
+
+
+def test_an_internal_error_does_not_end_the_accepting_thread(
+    closing: Closing, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept_one, defects = Receiver._accept_one, [RuntimeError("a defect")]
+
+    def failing_once(*arguments: Any) -> None:
+        if defects:
+            raise defects.pop()
+        accept_one(*arguments)
+
+    monkeypatch.setattr(Receiver, "_accept_one", failing_once)
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.open("lease", [1])
+    sender.push(receiver.peer, "lease", [1])
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert receiver.receiver.counters()["failures_internal"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        frame(encode(Ack(7))),
+        frame(encode(Ack(2))),
+        frame(b"\xc1"),
+        (2**31).to_bytes(4, "little"),
+        frame(encode(Ack(1))) * 2,
+    ],
+)
+def test_a_receiver_that_acknowledges_nonsense_is_dropped(
+    closing: Closing, transport: str, answer: bytes
+) -> None:
+    sender = closing(SenderEnd([transport]))
+    raw_receiver = closing(RawReceiver(transport, make_pool()))
+    sender.push(raw_receiver.peer, "lease", [0], final=False)
+    raw = closing(raw_receiver.accept())
+    raw_receiver.piece(raw)
+    raw_receiver.close()  # the sender comes again, and need not wait for an answer
+    raw.send_bytes(answer)
+    assert isinstance(sender.wait_for(lambda event: isinstance(event, Failed))[-1], Failed)
+    assert sender.sender.counters()["failures_malformed"] == 1
+
+
+def test_shm_refuses_a_pool_that_could_vanish(closing: Closing) -> None:
+    """A file that the sender could truncate under us would kill us at the next read."""
+    receiver = closing(ReceiverEnd(["shm"]))
+    pool = make_pool()
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, pool.nbytes)
+    short = os.memfd_create("short", os.MFD_ALLOW_SEALING)
+    for descriptor, problem in ((unsealed, "not sealed"), (short, "smaller")):
+        raw = closing(RawPeer.connect_only(receiver, "shm"))
+        raw.authenticate(receiver, "shm", pool)
+        socket.send_fds(raw.channel.socket, [b"\0"], [descriptor])
+        assert raw.is_closed_by_peer(), problem
+        os.close(descriptor)
+    raw = closing(RawPeer.connect_only(receiver, "shm"))
+    raw.authenticate(receiver, "shm", pool)
+    raw.send_bytes(b"\0")
+    assert raw.is_closed_by_peer()
+    assert receiver.receiver.counters()["failures_lost"] == 2
+    assert receiver.receiver.counters()["failures_malformed"] == 1

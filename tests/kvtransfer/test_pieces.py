@@ -1,16 +1,33 @@
-"""The queue of pieces alternates between leases, and a lease's times add up."""
+"""The parts of a copy: queues of pieces, copies of blocks, a pool's memory, abandoned reads."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import mmap
+import os
+import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvtransfer.blocks.extents import NO_BLOCKS
+from kvtransfer.blocks.extents import NO_BLOCKS, Blocks
+from kvtransfer.blocks.memory import PoolMemory, map_peer_pool
 from kvtransfer.lease import ArrivalRecord, PieceArrival
 from kvtransfer.messages import Piece
 from kvtransfer.streams.pieces import PieceQueue, QueuedPiece, TransferTime
+from kvtransfer.transports import shm
+from kvtransfer.transports.shm import Gather
+from kvtransfer.transports.ucx_agent import Remote, Transfer
+from kvtransfer.transports.ucx_reader import OrphanedReads
+from tests.waiting import wait_until
 
 
 def piece(lease: str, index: int, queued_at: float = 0.0, sent_at: float = 0.0) -> QueuedPiece:
@@ -95,3 +112,189 @@ def test_an_arrivals_times_need_no_common_clock() -> None:
     assert arrival.wait_s == pytest.approx(0.6)
     assert arrival.foreign_formats == {"int8"}
     assert now <= arrival.at <= time.monotonic()
+
+
+BLOCK_SIZES = (1, 60, 4096, 16 * 1024 + 4, 100_000)
+NUM_BLOCKS = 24
+
+
+@st.composite
+def permuted_blocks(draw: st.DrawFn) -> Blocks:
+    source = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=NUM_BLOCKS))
+    target = draw(st.permutations(range(NUM_BLOCKS)))
+    if draw(st.booleans()):
+        source, target = sorted(source), sorted(target)
+    return np.array(list(zip(source, target, strict=False)), dtype=np.int64).reshape(-1, 2).T
+
+
+@pytest.fixture(params=["compiled", "compiled, past the caches", "block by block"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Select the code path, whatever the blocks' size."""
+    if request.param == "block by block":
+        monkeypatch.setattr(shm, "compiled", lambda: None)
+    else:
+        assert shm.compiled() is not None
+        monkeypatch.setattr(shm, "GIL_FREE_BYTES", 0)
+        past_caches = "past" in request.param
+        monkeypatch.setattr(shm, "PAST_CACHES_BYTES", 0 if past_caches else 2**62)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
+def test_exactly_the_range_is_copied(way: str, block_bytes: int) -> None:
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, NUM_BLOCKS * block_bytes + 1, dtype=np.uint8)[1:]
+
+    @settings(deadline=None, max_examples=20)
+    @given(permuted_blocks(), st.floats(0, 1), st.floats(0, 1))
+    def check(blocks: Blocks, first: float, last: float) -> None:
+        sources, targets = blocks
+        total = len(sources) * block_bytes
+        begin, end = sorted((int(first * total), int(last * total)))
+        target = np.zeros(NUM_BLOCKS * block_bytes, dtype=np.uint8)
+        expected = target.copy().reshape(NUM_BLOCKS, block_bytes)
+        copied = source.reshape(NUM_BLOCKS, block_bytes)[sources].ravel()
+        copied[:begin] = 0
+        copied[end:] = 0
+        expected[targets] = copied.reshape(-1, block_bytes)
+        Gather(memoryview(source), memoryview(target), block_bytes).copy(sources, targets, begin, end)
+        assert (target == expected.ravel()).all()
+
+    check()
+
+
+def test_nothing_to_copy(way: str) -> None:
+    target = np.zeros(8, dtype=np.uint8)
+    Gather(memoryview(np.ones(8, dtype=np.uint8)), memoryview(target), 4).copy(*NO_BLOCKS, 0, 0)
+    assert not target.any()
+
+
+MIB = 1024 * 1024
+NBYTES = 8 * MIB
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def details(memory: memoryview) -> dict[str, list[str]]:
+    """Return the kernel's description of a mapping, by its own field names."""
+    address, inside, found = int(np.frombuffer(memory, np.uint8).ctypes.data), False, {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            start, end = (int(part, 16) for part in name.split("-"))
+            inside = start <= address < end
+        elif inside:
+            found[name[:-1]] = values
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_is_zeroed_and_writable(shared: bool) -> None:
+    memory = PoolMemory(NBYTES, shared=shared)
+    assert memory.buffer.nbytes == NBYTES
+    assert not np.frombuffer(memory.buffer, dtype=np.uint8).any()
+    memory.buffer[-1] = 7
+    assert memory.buffer[-1] == 7
+    assert (memory.fd is not None) == shared
+    memory.close()
+    memory.close()
+
+
+def test_only_the_owner_writes_to_shared_memory() -> None:
+    memory = PoolMemory(NBYTES)
+    assert memory.fd is not None
+    theirs = map_peer_pool(memory.fd, NBYTES)
+    memory.buffer[5] = 9
+    assert theirs[5] == 9
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.fd, NBYTES)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.fd, b"x", 0)
+    theirs.close()
+    memory.close()
+
+
+def test_the_descriptor_closes_with_the_last_view() -> None:
+    memory = PoolMemory(NBYTES)
+    descriptor, view = memory.fd, memory.buffer[5:]
+    assert descriptor is not None
+    memory.close()
+    del memory
+    inode = os.fstat(descriptor).st_ino
+    del view
+    gc.collect()
+    deadline = time.monotonic() + 10  # the thread that requests huge pages may hold the memory for a moment
+    with contextlib.suppress(OSError):  # it is closed, or another thread has got its number
+        while os.fstat(descriptor).st_ino == inode:
+            assert time.monotonic() < deadline, "the descriptor is still open"
+            time.sleep(0.01)
+
+
+@pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
+def test_huge_pages_are_requested() -> None:
+    memory = PoolMemory(NBYTES, shared=False)
+    assert "hg" in details(memory.buffer)["VmFlags"]
+
+
+@pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
+def test_used_shared_memory_gets_huge_pages() -> None:
+    """Memory beyond the used part is not allocated, and written bytes stay."""
+    memory = PoolMemory(64 * MIB)
+    content = np.random.default_rng(0).integers(0, 256, 18 * MIB, dtype=np.uint8)
+    values = np.frombuffer(memory.buffer, dtype=np.uint8)
+    values[: 18 * MIB] = content
+    deadline = time.monotonic() + 20
+    while details(memory.buffer)["ShmemPmdMapped"][0] != str(32 * 1024):
+        assert time.monotonic() < deadline, details(memory.buffer)
+        time.sleep(0.05)
+    assert np.array_equal(values[: 18 * MIB], content)
+    assert not values[18 * MIB : 32 * MIB].any()
+    assert details(memory.buffer)["Rss"][0] == str(32 * 1024)
+
+
+def test_a_kernel_without_huge_shared_pages_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtransfer.blocks.memory._MADV_COLLAPSE", -1)
+    memory = PoolMemory(NBYTES)
+    memory.buffer[0] = 1
+    wait_until(lambda: caplog.messages)
+    assert "stays on small pages" in caplog.messages[0]
+
+
+def read() -> Transfer:
+    return Transfer(0, Remote("sender", b""))
+
+
+def raising(error: Exception) -> Any:
+    def call(*arguments: object) -> Any:
+        raise error
+
+    return call
+
+
+def test_errors_of_one_read_do_not_affect_others() -> None:
+    over: set[Transfer] = set()
+    failing, unreleasable, good = read(), read(), read()
+
+    def poll(transfer: Transfer) -> bool:
+        if transfer is failing and transfer in over:
+            transfer.is_over = True
+            raise OSError("NIXL: no such peer")
+        return transfer in over
+
+    orphans = OrphanedReads(SimpleNamespace(poll=poll))  # type: ignore[arg-type]
+    released: list[str] = []
+    for transfer, name in ((failing, "failing"), (unreleasable, "unreleasable"), (good, "good")):
+        held = ExitStack()
+        held.callback(released.append, name)
+        if transfer is unreleasable:
+            held.callback(raising(OSError("NIXL: cannot release a list of blocks")))
+        orphans.add(transfer, held)
+    over.add(unreleasable)
+    wait_until(lambda: released == ["unreleasable"])
+    over |= {failing, good}
+    wait_until(lambda: sorted(released) == ["failing", "good", "unreleasable"])
+    wait_until(lambda: not any(thread.name == "kv-ucx-orphan" for thread in threading.enumerate()))
+    orphans.add(good, ExitStack())
+    wait_until(lambda: not len(orphans))
+    orphans.stop()

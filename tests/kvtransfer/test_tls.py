@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import random
 import socket
 import ssl
@@ -22,8 +20,8 @@ from messaging.files import TlsFiles
 from messaging.wake import Wake
 from protocol.ids import PeerAddress
 from tests.faults.proxy import Damage, Proxy
-from tests.kvtransfer.test_fallback import with_offer
-from tests.kvtransfer.transfer_sides import PLAIN, ReceiverEnd, SenderEnd, block, close_memories, make_pool
+from tests.kvtransfer.test_transfer import with_offer
+from tests.kvtransfer.transfer_sides import PLAIN, ReceiverEnd, SenderEnd, block, make_pool
 from tests.tiers.seeds import seeds
 from tests.waiting import wait_until
 
@@ -64,9 +62,7 @@ def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None 
 # --- transfers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("block_bytes", "streams"), [(48, 1), (4096, 3), (16_384, 1), (100_001, 3), (1_835_008, 1)]
-)
+@pytest.mark.parametrize(("block_bytes", "streams"), [(48, 1), (16_384, 1), (100_001, 3), (1_835_008, 1)])
 def test_blocks_arrive_bit_by_bit(closing: Closing, files: TlsFiles, block_bytes: int, streams: int) -> None:
     options = TransportOptions(tcp_streams=streams, tls=files)
     sender = closing(SenderEnd(["tcp"], make_pool(60, block_bytes, seed=1), options))
@@ -82,39 +78,6 @@ def test_blocks_arrive_bit_by_bit(closing: Closing, files: TlsFiles, block_bytes
     assert isinstance(sender.wait_lease("lease"), Completed)
     receiver.wait_lease("lease")
     assert [block(receiver.pool, index) for index in range(70)] == expected
-
-
-def test_an_aborted_lease_leaves_the_connection_usable(closing: Closing, tls: TransportOptions) -> None:
-    sender = closing(SenderEnd(["tcp"], make_pool(64, 1024 * 1024, seed=1), tls))
-    receiver = closing(ReceiverEnd(["tcp"], make_pool(64, 1024 * 1024, seed=2), tls))
-    for number in range(5):
-        receiver.open(f"dropped-{number}", range(40))
-        sender.push(receiver.peer, f"dropped-{number}", range(40), final=False)
-        if number:
-            receiver.wait_for(lambda event: True)
-        sender.sender.abort(f"dropped-{number}")
-        receiver.receiver.close_lease(f"dropped-{number}")
-        receiver.open("next", [50])
-        sender.push(receiver.peer, "next", [50])
-        assert isinstance(sender.wait_lease("next"), Completed)
-        assert block(receiver.pool, 50) == block(sender.pool, 50)
-        receiver.receiver.close_lease("next")
-    assert sender.sender.counters()["connections_made"] == 1
-
-
-def test_closing_leaves_no_descriptor(tls: TransportOptions) -> None:
-    def once() -> int:
-        sender, receiver = SenderEnd(["tcp"], None, tls), ReceiverEnd(["tcp"], None, tls)
-        assert isinstance(transfer(sender, receiver), Completed)
-        sender.close()
-        receiver.close()
-        del sender, receiver
-        close_memories()
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    before = once()
-    assert once() == before
 
 
 # --- what is on the wire ------------------------------------------------------------------------------
@@ -135,7 +98,7 @@ def test_nothing_is_in_plain_text(closing: Closing, tls: TransportOptions, encry
     assert in_clear == [not encrypted] * 3
 
 
-@pytest.mark.parametrize("flip", [3_000, 20_000, 200_000])
+@pytest.mark.parametrize("flip", [3_000, 200_000])
 def test_a_flipped_bit_is_detected_and_repaired_without_checksums(
     closing: Closing, tls: TransportOptions, flip: int
 ) -> None:

@@ -137,9 +137,7 @@ class DraftSide:
 
 
 class Network:
-    """Carries encoded messages between decode workers and draft workers, in order, or as `rng` shuffles them:
-    late, some twice, and a share of `loss` never.
-    """
+    """Carries encoded messages in order, or as `rng` has them: late, twice, or (a share of `loss`) never."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ DRAFTERS = ("draft_model", "eagle", "medusa", "mtp", "dflash", "self_speculative
 WEIGHTLESS = ("ngram", "suffix", "lookahead")
 """Methods that a request may ask for on any server; here on that of self-speculation."""
 PLACES = ("colocated", "split", "moved")
-"""On one worker; prefilled by another; from the third turn on by a worker that fetches the chat's KV."""
+"""On the decode worker; prefilled by the other one; from the third turn on with KV from the other."""
 TURNS, SAID, ANSWERED = 5, 37, 24
 NUM_DRAFTED = 3
 
@@ -82,18 +82,17 @@ def write_family(name: str, folder: Path) -> dict[str, Path]:
 
 @contextmanager
 def workers(family: dict[str, Path], method: str) -> Iterator[tuple[Cluster, list[RunningWorker]]]:
-    """Start a prefill worker and two decode workers that draft by a method."""
+    """Start a prefill worker and a decode worker that draft by a method."""
     options: dict[str, Any] = {"model": str(family[method])} if method in family else {"skip_layers": [1]}
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=NUM_DRAFTED, **options)  # type: ignore[arg-type]
     config = tiny_config(family["target"], block_size=16, speculative_config=speculative, max_num_seqs=4)
     with Cluster() as cluster:
-        prefill, decode = cluster.start_pair(config)
-        yield cluster, [prefill, decode, cluster.start("decode", "decode-1", config)]
+        yield cluster, list(cluster.start_pair(config))
 
 
 def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str) -> Chat:
     """Have a chat with drafts by `method`, or "none"; a salt of its own lets it share no KV with others."""
-    prefill, decode, other = running
+    prefill, decode = running
     speculation = RequestSpeculation(enabled=method != "none", method=None if method == "none" else method)  # type: ignore[arg-type]
     found, history = Chat(), list[int]()
     for turn in range(TURNS):
@@ -111,10 +110,10 @@ def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str
         )
         if place == "split":
             cluster.generate(prefill, asked, decode.address)
-        elif place == "moved" and turn >= 2:
-            cluster.generate(decode, asked, prefix=other.address)
+        elif place == "moved" and turn < 2:
+            cluster.generate(prefill, asked)
         else:
-            cluster.generate(other, asked)
+            cluster.generate(decode, asked, prefix=prefill.address if place == "moved" else None)
         cluster.run(name)
         outputs = [output for _, output in cluster.outputs[name]]
         found.cached.append(next(each.cached_tokens for each in outputs if each.cached_tokens is not None))
@@ -125,9 +124,7 @@ def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str
 
 
 def chats(family: dict[str, Path], method: str) -> dict[str, dict[str, Chat]]:
-    """Return the chats without drafts, by the method, and on the last one's workers by those without weights:
-    by method and place.
-    """
+    """Return chats without drafts, by the method and (the last one) by those without weights."""
     methods = ["none", method, *(WEIGHTLESS if method == DRAFTERS[-1] else ())]
     with workers(family, method) as (cluster, running):
         return {name: {place: chat(cluster, running, name, place) for place in PLACES} for name in methods}

@@ -118,20 +118,6 @@ def test_decode_workers_share_a_draft_worker(
     assert is_empty(drafter)
 
 
-def test_requests_that_edit_logits_are_drafted_for_too(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
-) -> None:
-    requests = [
-        ask("penalties", prompt_of(30), 40, temperature=0.7, seed=5, repetition_penalty=1.3),
-        ask("bias", prompt_of(30), 40, logit_bias={7: 5.0}, min_tokens=10),
-    ]
-    for request in requests:
-        decodes[0].generate(request, remote_plan())
-    Network(decodes, [drafter]).run()
-    assert decodes[0].tokens() == plain_tokens(pair[0], requests)
-    assert decodes[0].accepted("remote") > 0
-
-
 def test_the_plan_of_a_running_request_changes(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
@@ -195,50 +181,6 @@ def test_a_frozen_draft_worker_costs_only_its_drafts_and_is_used_again(begin: Ca
     assert decode.counter("draft_workers_lost_total") == 1
 
 
-def test_lost_messages_are_compensated(begin: Callable[..., Drafted]) -> None:
-    one = begin(150, rng=random.Random(3), loss=0.3)
-    one.finish()
-    assert one.decode.accepted("remote") > 10
-    assert one.drafter.counter("draft_requests_opened_total") == 1
-    one.network.settle()
-    assert len(one.drafter.loop.requests) == 0
-
-
-def test_a_draft_worker_that_lost_a_request_reopens_it(begin: Callable[..., Drafted]) -> None:
-    one = begin(80)
-    one.turn(5)
-    one.drafter.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
-    assert one.drafter.counter("draft_requests_expired_total") == 1
-    assert is_empty(one.drafter)
-    before = one.decode.accepted("remote")
-    one.finish()
-    assert one.decode.accepted("remote") > before
-
-
-def test_a_lost_decode_workers_requests_are_freed_at_once(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
-) -> None:
-    """A decode worker that was only silent continues, and has its drafts again."""
-    silent, other = decodes
-    requests = [ask("a", prompt_of(25), 80, ignore_eos=True), ask("b", prompt_of(25, 1), 80, ignore_eos=True)]
-    network = Network(decodes, [drafter])
-    for decode, request in zip(decodes, requests, strict=True):
-        decode.generate(request, remote_plan())
-    for _ in range(5):
-        network.turn()
-    drafter.tell_gone(address("a", other.incarnation))
-    assert len(drafter.loop.requests) == 2
-    drafter.tell_gone(address("a", silent.incarnation))
-    assert [request.target for request in drafter.loop.requests] == [other.identity]
-    assert drafter.counter("draft_requests_orphaned_total") == 1
-    before = silent.accepted("remote")
-    network.run()
-    assert silent.accepted("remote") > before
-    for decode, request in zip(decodes, requests, strict=True):
-        assert decode.tokens() == plain_tokens(pair[0], [request])
-    assert drafter.counter("draft_requests_opened_total") == 3
-
-
 def test_late_messages_of_a_lost_decode_worker_reopen_nothing(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
@@ -259,6 +201,26 @@ def test_late_messages_of_a_lost_decode_worker_reopen_nothing(
     assert is_empty(drafter)
 
 
+def test_lost_messages_are_compensated(begin: Callable[..., Drafted]) -> None:
+    one = begin(150, rng=random.Random(3), loss=0.3)
+    one.finish()
+    assert one.decode.accepted("remote") > 10
+    assert one.drafter.counter("draft_requests_opened_total") == 1
+    one.network.settle()
+    assert len(one.drafter.loop.requests) == 0
+
+
+def test_a_preempted_request_continues_with_the_same_drafts(pair: Pair, drafter: DraftSide) -> None:
+    decode = DecodeSide("c", *pair, num_blocks=20, num_speculative_tokens=3)
+    requests = [ask(f"{i}", prompt_of(40, i), 60, ignore_eos=True) for i in range(4)]
+    for request in requests:
+        decode.generate(request, remote_plan())
+    Network([decode], [drafter]).run()
+    assert decode.engine.stats().num_preemptions > 0
+    assert decode.tokens() == plain_tokens(pair[0], requests)
+    assert drafter.counter("draft_requests_opened_total") == 4
+
+
 def test_a_leaving_decode_worker_reports_its_last_ends(begin: Callable[..., Drafted]) -> None:
     one = begin(100)
     one.turn(5)
@@ -267,40 +229,6 @@ def test_a_leaving_decode_worker_reports_its_last_ends(begin: Callable[..., Draf
     one.network._collect()
     one.network._deliver()
     assert len(one.drafter.loop.requests) == 0
-
-
-def test_a_small_target_keeps_its_share_beside_a_large_one(pair: Pair, decodes: list[DecodeSide]) -> None:
-    """It gets the one row of four that it can use, however many requests the other has."""
-    large, small = decodes
-
-    def drafted_for_small(beside: int) -> tuple[int, int]:
-        drafter = DraftSide(pair[1], max_num_seqs=4)
-        for decode in decodes:
-            decode.restart()
-        network = Network(decodes, [drafter])
-        for i in range(beside):
-            large.generate(ask(f"l{i}", prompt_of(12, i), 30, ignore_eos=True), remote_plan())
-        for _ in range(4):
-            network.turn()
-        small.generate(ask("s", prompt_of(12, 99), 30, ignore_eos=True), remote_plan())
-        network.run()
-        return small.drafted("remote"), large.drafted("remote")
-
-    alone, _ = drafted_for_small(0)
-    beside, of_others = drafted_for_small(8)
-    assert of_others > 0
-    assert beside >= 0.8 * alone
-
-
-def test_a_request_that_is_aborted_ends_its_drafts(begin: Callable[..., Drafted]) -> None:
-    one = begin(100)
-    one.turn(5)
-    assert len(one.drafter.loop.requests) == 1
-    one.decode.loop.abort("a")
-    one.network.settle()
-    assert len(one.drafter.loop.requests) == 0
-    assert is_empty(one.drafter)
-    assert is_empty(one.decode)
 
 
 @pytest.mark.parametrize("how", ["its end is lost", "it is frozen until that counts as lost"])
@@ -336,17 +264,6 @@ def test_a_lost_draft_worker_hears_of_ended_requests_for_a_while(begin: Callable
     one.decode.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
     assert not one.decode.loop.peers_in_use()
     assert one.decode.counter("draft_workers_lost_total") == 0
-
-
-def test_a_preempted_request_continues_with_the_same_drafts(pair: Pair, drafter: DraftSide) -> None:
-    decode = DecodeSide("c", *pair, num_blocks=20, num_speculative_tokens=3)
-    requests = [ask(f"{i}", prompt_of(40, i), 60, ignore_eos=True) for i in range(4)]
-    for request in requests:
-        decode.generate(request, remote_plan())
-    Network([decode], [drafter]).run()
-    assert decode.engine.stats().num_preemptions > 0
-    assert decode.tokens() == plain_tokens(pair[0], requests)
-    assert drafter.counter("draft_requests_opened_total") == 4
 
 
 # --- invalid messages ---------------------------------------------------------------------------------
@@ -499,18 +416,3 @@ def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path],
     for drafter in drafters:
         assert len(drafter.loop.requests) == 0
         assert drafter.engine.blocks.available == drafter.engine.blocks.num_blocks
-
-
-def test_a_request_may_be_told_twice_not_to_draft(pair: tuple[Path, Path]) -> None:
-    """Another request drafts a fixed number of tokens."""
-    target, draft = pair
-    decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
-    requests = [ask("r", prompt_of(15, 0), 20), ask("s", prompt_of(15, 1), 20)]
-    decode.generate(requests[0], DraftPlan())
-    decode.generate(requests[1], DraftPlan(method="draft_model"))
-    for _ in range(4):
-        decode.step()
-    decode.loop.replan("r", DraftPlan())
-    while decode.engine.has_work():
-        decode.step()
-    assert decode.tokens() == plain_tokens(target, requests)

@@ -1,9 +1,11 @@
-"""Failures that users of other disaggregated servers reported, tried here (see `docs/kv-transfer.md`)."""
+"""A real worker with the test as its peer; failures that users of other servers reported."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -11,12 +13,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.engine import Engine
+from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
-from protocol.worker_to_worker import Handoff, Reserve
+from protocol.handoff import SegmentInfo
+from protocol.worker_to_worker import Handoff, HandoffAck, Reserve
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import DecodeEnd, closing
-from tests.worker.test_worker_handoff import prompt
-from tests.worker.tiny_model import greedy
+from tests.worker.tiny_model import greedy, prompt
 from worker.setup import build_engine
 
 BLOCK_BYTES = 16 * 512
@@ -117,3 +120,88 @@ def test_a_pair_that_was_idle_for_long_serves_the_next_request(
         cluster.run(name)
         assert cluster.tokens(name) == greedy(reference, prompt(40), 12)
         cluster.wait(lambda: all(each.raddr[1:] != (port,) for each in process.net_connections("tcp")))
+
+
+HANDOFF_TIMEOUT_S = 1.5
+
+
+@pytest.fixture
+def prefill(cluster: Cluster, model_folder: Path) -> RunningWorker:
+    return cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=HANDOFF_TIMEOUT_S))
+
+
+@pytest.fixture
+def peer(cluster: Cluster) -> Iterator[DecodeEnd]:
+    memory = PoolMemory(100 * BLOCK_BYTES)
+    pool = RegisteredPool(
+        buffer=memory.buffer,
+        block_bytes=BLOCK_BYTES,
+        num_blocks=100,
+        segments=(SegmentInfo(name="target", dtype="float32", shape=(2, 2, 16, 2, 16)),),
+        memory_fd=memory.fd,
+    )
+    yield from closing(DecodeEnd(cluster, pool))
+
+
+def start(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd, name: str = "r", length: int = 50, **more: Any
+) -> Any:
+    req = request(name, prompt(length), **more)
+    cluster.generate(prefill, req, peer.address)
+    return req
+
+
+def test_the_first_token_waits_for_no_transfer(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
+) -> None:
+    req = start(cluster, prefill, peer)
+    cluster.wait(lambda: len(cluster.outputs["r"]) == 1)
+    reserve = peer.receive(Reserve)
+    peer.reply(peer.grant(reserve.request))
+    manifest = peer.receive(Handoff).manifest
+    assert manifest.first_token == cluster.outputs["r"][0][1].token_ids[0]
+    assert manifest.num_tokens == len(req.prompt_token_ids)
+    cluster.refresh(prefill)
+    assert prefill.used_blocks == 4
+    peer.reply(HandoffAck(request_id="r", lease_id="lease"))
+    cluster.wait_empty(prefill)
+    assert len(cluster.outputs["r"]) == 1
+    assert not cluster.finished("r")
+
+
+def test_a_long_prompt_renews_its_lease(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
+    """The worker's own time-out must not expire while the engine computes."""
+    config = tiny_config(model_folder, handoff_timeout=0.8)
+    prefill = cluster.start("prefill", "prefill-0", config, fault="slow:0.2")
+    start(cluster, prefill, peer, length=900)
+    grant = peer.grant(peer.receive(Reserve).request)
+    peer.reply(grant)
+    renewals = 0
+    while True:
+        message = peer.receive(object)
+        if isinstance(message, Handoff):
+            break
+        assert isinstance(message, Reserve), message
+        renewals += 1
+        peer.reply(grant)
+    assert renewals >= 3
+    peer.reply(HandoffAck(request_id="r", lease_id="lease"))
+    cluster.wait_empty(prefill)
+    assert not cluster.finished("r")
+
+
+def test_waiting_for_room_uses_no_cpu(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
+    config = tiny_config(model_folder, max_model_len=640, kv_cache_memory_bytes=60 * BLOCK_BYTES)
+    prefill = cluster.start("prefill", "prefill-0", config)
+    start(cluster, prefill, peer, name="held", length=600)
+    peer.reply(peer.grant(peer.receive(Reserve).request))
+    peer.receive(Handoff)
+    start(cluster, prefill, peer, name="waiting", length=500)
+    cluster.wait(lambda: prefill.state.num_waiting == 1)
+    process = psutil.Process(prefill.process.pid)
+    before = sum(process.cpu_times()[:2])
+    started = time.monotonic()
+    cluster.refresh(prefill)
+    assert sum(process.cpu_times()[:2]) - before < 0.3 * (time.monotonic() - started)
+    peer.reply(HandoffAck(request_id="held", lease_id="lease"))
+    cluster.wait(lambda: bool(cluster.outputs["waiting"]))

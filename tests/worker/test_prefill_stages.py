@@ -273,6 +273,7 @@ def test_blocks_are_reserved_before_the_prompt_is_computed(
 
     monkeypatch.setattr(runner, "run", run)
     light.generate(prompt_request("short"), DECODES[0])
+    assert not light.peers.sent, "before it is scheduled"
     light.step()
     assert asked == [[Reserve]]
 

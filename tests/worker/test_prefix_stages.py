@@ -91,6 +91,16 @@ def test_a_plan_that_changes_during_the_fetch_is_kept(light: LightLoop, engine: 
     assert cached_tokens(light) == 3 * 16
 
 
+def test_without_room_the_prompt_waits_like_any_other(light: LightLoop) -> None:
+    light.generate(ask("big", range(100, 210), max_tokens=12))
+    light.generate(ask("small", range(200, 220), max_tokens=12))
+    for _ in range(3):
+        light.step()
+    light.generate(request(), prefix=HOLDER)
+    assert not light.peers.sent
+    assert cached_tokens(light) == 0 and light.num_ends("big") == 1
+
+
 def test_values_changed_by_the_transport_are_not_used(light: LightLoop) -> None:
     lease = fetch(light)
     changed = arrival(frozenset({"float32 through int8"}))

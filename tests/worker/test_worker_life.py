@@ -18,15 +18,19 @@ from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 PROMPT = [5, 6, 7, 8]
 
 
-def test_a_failed_step_costs_only_its_requests(cluster: Cluster, model_folder: Path) -> None:
+def test_a_failed_step_or_a_garbled_message_costs_only_its_requests(
+    cluster: Cluster, model_folder: Path
+) -> None:
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder), fault="fail:1")
     cluster.generate(worker, request("first", PROMPT))
     cluster.run("first")
     assert cluster.error("first").error_kind == "internal"
+    cluster._socket.send_multipart([b"decode-0", b"\xc1 not msgpack"])
     cluster.generate(worker, request("second", PROMPT))
     cluster.run("second")
     assert len(cluster.tokens("second")) == 12
     cluster.wait_empty(worker)
+    assert worker.counter("dropped_messages_total") == 1
     assert worker.counter("step_failures_total") == 1
 
 
@@ -110,12 +114,6 @@ def test_an_idle_worker_uses_no_cpu(cluster: Cluster, model_folder: Path) -> Non
         cluster.states.clear()
         beats += 1
     assert seconds() - before < 0.25
-
-
-def test_a_worker_ends_when_told(cluster: Cluster, model_folder: Path) -> None:
-    worker = cluster.start("prefill", "prefill-0", tiny_config(model_folder))
-    worker.stop()
-    assert worker.ended_with() == ""
 
 
 def test_after_a_role_change_a_worker_reports_its_cache_again(cluster: Cluster, model_folder: Path) -> None:

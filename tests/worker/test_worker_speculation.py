@@ -20,7 +20,7 @@ MODELS = Path(BUNDLED_MODEL).parent
 NUM_PROMPTS = 2
 NUM_TOKENS = 48
 TEMPERATURES = (0.0, 0.8)
-HEADS = {"medusa": "tandem-code-10m-medusa", "eagle": "tandem-code-10m-eagle3"}
+HEADS = {"eagle": "tandem-code-10m-eagle3"}
 
 
 def speculating(**options: Any) -> SpeculativeConfig:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 VOCAB_SIZE = 300
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(1, VOCAB_SIZE), k=length)
 
 
 def write_tiny_llama(folder: Path, num_layers: int = 2) -> None:
@@ -34,11 +39,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def assert_greedy(model: PreTrainedModel, prompt: list[int], found: list[int], num_tokens: int) -> None:
-    """Check that `found` has the right length and that each token is the reference's likeliest after those
-    before it.
-
-    That takes a single forward; `greedy` takes one for each token.
-    """
+    """Check length and likeliest tokens of `found` with one forward; `greedy` takes one for each token."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + found]), use_cache=False).logits[0]
     best = logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
