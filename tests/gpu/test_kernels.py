@@ -72,12 +72,21 @@ def test_rows_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, quanti
         assert torch.equal(together[crowd.rows_of(index)], alone)
 
 
-def test_rows_to_verify_have_the_bits_of_decode_rows() -> None:
-    shape = Shape(torch.bfloat16, "none", 2, 4, 128, 128)
-    together = computed(Step.of(Case(shape, Options(), (Sequence(8, 1100, 3),))))
-    for row in range(8):
-        alone = computed(Step.of(Case(shape, Options(), (Sequence(8 - row, 1100, 3),))))
-        assert torch.equal(alone[0], together[row])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("group", "dims", "format"),
+    [(4, (128, 128), FORMATS[1]), (4, (128, 128), FORMATS[-1]), (2, (512, 512), FORMATS[1])],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_in_every_chunk(
+    group: int, dims: tuple[int, int], format: tuple[torch.dtype, str], options: Options
+) -> None:
+    """As a decode row, among rows to verify, and in chunks of several sizes."""
+    shape = Shape(*format, 2, group, *dims)
+    together = computed(Step.of(Case(shape, options, (Sequence(200, 1100, 3),))))
+    for rows in (1, 8, 40, 64, 65, 120):
+        out = computed(Step.of(Case(shape, options, (Sequence(rows, 1100, 3),))))
+        assert torch.equal(out, together[-rows:]), rows
 
 
 def test_the_pool_gets_the_same_bytes_as_by_torch() -> None:

@@ -173,11 +173,12 @@ def test_steps_ahead_change_no_token(sampling: dict[str, Any], tmp_path: Path) -
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> None:
-    """Alone, in a batch, and with drafts."""
+    """Alone, in a batch, in chunks of more rows than a tile has, and with drafts."""
     write_model("qwen3", tmp_path)
     batch = prompts(LENGTHS)
     crowd = generate(engine_of(tmp_path), batch, **sampling)
     assert [generate(engine_of(tmp_path), [prompt], **sampling)[0] for prompt in batch] == crowd
+    assert generate(engine_of(tmp_path, max_num_batched_tokens=4 * CHUNK), batch, **sampling) == crowd
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert generate(engine_of(tmp_path, speculative_config=drafts), batch, **sampling) == crowd
 

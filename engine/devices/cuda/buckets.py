@@ -85,6 +85,8 @@ class Buckets:
             yield StepShape(rows, rows, 1, rows, blocks, trees, first_keys, adapters)
         for sequences in self.sequences:
             yield self._shape(sequences, 1, self.blocks[0], False)
+        for rows_each in {1, self.rows_each[-1]}:  # the most parts, for which memory may have no room
+            yield self._shape(self.sequences[-1], rows_each, self.blocks[-1], False)
 
     def shape_of(self, batch: Sequence[SequenceRows], num_logits: int, block_size: int) -> StepShape | None:
         """None where the step fits none."""

@@ -59,7 +59,7 @@ TREES = Buckets([2], [1, 3], [6], trees=True)
 def small_tiles() -> Iterator[None]:
     """Use small tiles, so that a bucket's contexts have several splits that are merged."""
     with pytest.MonkeyPatch.context() as patch, pageable_memory():
-        patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
+        patch.setattr(tiles, "tile_of", lambda chunk, *_: Tile(32 if chunk else 16, 16, 4, 1))
         patch.setattr(tiles, "SPLIT", 32)
         yield
 

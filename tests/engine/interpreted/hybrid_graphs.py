@@ -71,7 +71,7 @@ Case = tuple[list[SequenceRows], int]
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, pageable_memory():
-        patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
+        patch.setattr(tiles, "tile_of", lambda chunk, *_: Tile(32 if chunk else 16, 16, 4, 1))
         patch.setattr(operators, "_VALUES", 16)
         yield
 

@@ -1,7 +1,7 @@
-"""Attends for a tile of query rows, tokens of one sequence by heads of one KV head, to a split of its keys.
+"""Attends for tiles of query rows, tokens of one sequence by heads of one KV head, to splits of their keys.
 
-Where splits and the blocks of keys in them begin depends on the keys' places alone, so a row's sums do not
-depend on the rows beside it.
+Where splits and the blocks of keys in them begin depends on the keys' places alone, and splits are joined one
+by one in their order. So a row's sums do not depend on the rows beside it, nor on the tile's size.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from engine.devices.cuda.attention.codes import decode
-from engine.devices.cuda.attention.plan import keys_of
+from engine.devices.cuda.attention.plan import keys_of, owner_of
 from engine.devices.cuda.attention.sight import sees, sight
-from engine.devices.cuda.attention.softmax import fade, mean, share, tanh
+from engine.devices.cuda.attention.softmax import fade, join, mean, share, tanh
 from engine.devices.cuda.attention.write import scale_at
 
 
@@ -80,8 +80,12 @@ def _attend_to(
     FP8: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Adds the keys [begin, stop) to `state`. Without EDGE all rows see all of them."""
+    """Adds the keys [begin, stop) to `state`. Without EDGE all rows see all of them.
+
+    Weights are added up by a product with ones, whose order does not depend on how threads share a tile.
+    """
     total, mass, top = state
+    ones = tl.full([KEYS, 16], 1.0, tl.float32).to(MULTIPLIED)
     first, end, fork, path = row_sight
     for start in range(begin, stop, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -127,7 +131,7 @@ def _attend_to(
         new = tl.maximum(top, tl.max(scores, 1))
         faded, offset = fade(top, new)
         weights = tl.exp2(scores - offset[:, None])
-        mass = mass * faded + tl.sum(weights, 1)
+        mass = tl.dot(weights.to(MULTIPLIED), ones, mass * faded[:, None], input_precision="ieee")
         if VALUES_IN_KEYS and KEY_PADDED == VALUE_PADDED:  # what lies behind the values is not stored
             v = k
         else:
@@ -199,7 +203,143 @@ def _seen_by_all(
     return free, tl.maximum(tl.minimum(edge, stop) // KEYS * KEYS, free)
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_tiles", "tile_tokens", "table_row", "window"])
+@triton.jit
+def _split(
+    split,
+    low,
+    high,
+    oldest,
+    first_of_all,
+    q,
+    q_tail,
+    row_sight,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+    blocks,
+    first_key,
+    tree_start,
+    sequence,
+    window,
+    keys_block,
+    keys_token,
+    keys_offset,
+    values_block,
+    values_token,
+    values_offset,
+    kv_head,
+    scale,
+    softcap,
+    ROWS: tl.constexpr,
+    TREES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    TAIL_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    FP8: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+):
+    """Return the mean of a split's values for each row, and the logarithm of the weights' sum."""
+    begin = tl.maximum(low // KEYS * KEYS, split * SPLIT)
+    stop = tl.minimum(high, split * SPLIT + SPLIT)
+    free, edge = _seen_by_all(
+        begin, stop, oldest, high - 1, first_key, first_of_all, tree_start, sequence, window, KEYS, WINDOWED
+    )
+    state = (
+        tl.zeros([ROWS, VALUE_PADDED], tl.float32),
+        tl.zeros([ROWS, 16], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+    )
+    bounds = (begin, free, edge, stop)
+    for part in tl.static_range(3):
+        if part > 0 or WINDOWED or first_key is not None:
+            state = _attend_to(
+                bounds[part],
+                bounds[part + 1],
+                low,
+                state,
+                q,
+                q_tail,
+                row_sight,
+                keys,
+                key_scales,
+                values,
+                value_scales,
+                blocks,
+                keys_block,
+                keys_token,
+                keys_offset,
+                values_block,
+                values_token,
+                values_offset,
+                kv_head,
+                scale,
+                softcap,
+                part != 1,
+                TREES,
+                SOFTCAP,
+                PAGE,
+                KEYS,
+                KEY_DIM,
+                VALUE_DIM,
+                KEY_PADDED,
+                TAIL_PADDED,
+                VALUE_PADDED,
+                VALUES_IN_KEYS,
+                FP8,
+                MULTIPLIED,
+            )
+    total, mass, top = state
+    return mean(total, tl.max(mass, 1), top)
+
+
+@triton.jit
+def _join_rows(
+    parts, masses, is_joined, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr
+):
+    """Join a split, a program's second ROWS rows of `parts`, to the splits before it, its first ones.
+    Few rows at a time: registers have no room for both.
+    """
+    tl.debug_barrier()
+    d = tl.arange(0, VALUE_PADDED)
+    inside = (d < VALUE_DIM)[None, :]
+    for first in range(0, ROWS, 16):
+        row = tl.program_id(0).to(tl.int64) * (2 * ROWS) + first + tl.arange(0, 16)
+        weight = tl.load(masses + 2 * (row + ROWS))
+        joined = is_joined & (row >= 0)
+        mass = tl.load(masses + 2 * row, mask=joined, other=0.0)
+        top = tl.load(masses + 2 * row + 1, mask=joined, other=float("-inf"))
+        faded, counted, mass, top = join(mass, top, weight)
+        place = parts + row[:, None] * VALUE_DIM + d[None, :]
+        before = tl.load(place, mask=inside & is_joined, other=0.0)
+        part = tl.load(place + ROWS * VALUE_DIM, mask=inside, other=0.0)
+        tl.store(masses + 2 * row, mass)
+        tl.store(masses + 2 * row + 1, top)
+        tl.store(place, before * faded[:, None] + part * counted[:, None], mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _finish(
+    out, sinks, row, head, e, mean_of_all, mass, top, live, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """Store rows' means, less a sink's part."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
+        mean_of_all = mean_of_all * share(top, mass, sink)[:, None]
+    place = out + ((row.to(tl.int64) * HEADS + head) * VALUE_DIM)[:, None] + e[None, :]
+    tl.store(place, mean_of_all.to(out.dtype.element_ty), mask=live[:, None] & (e < VALUE_DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles", "tile_tokens", "table_row", "window", "alone"])
 def attend(
     query,
     keys,
@@ -212,6 +352,7 @@ def attend(
     masses,
     tile_sequence,
     tile_row,
+    full_start,
     query_start,
     context_len,
     table,
@@ -219,11 +360,11 @@ def attend(
     first_key,
     visible,
     tree_start,
-    first_tile,
     num_tiles,
     tile_tokens,
     table_row,
     window,
+    alone,
     query_row,
     query_head,
     keys_block,
@@ -251,104 +392,128 @@ def attend(
     SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
     MULTIPLIED: tl.constexpr,
+    JOINS: tl.constexpr,
 ):
-    """Programs: tile, KV head and part of its group, split of the tile's keys. A tile has TOKENS rows of
-    MEMBERS heads. Where it has several splits, the part of each is left to `merge`. SPLIT 0: no splits.
-    Of keys with more than KEY_PADDED values the others are multiplied apart; TAIL_PADDED 0: there are none.
+    """Each program takes works, an item for a part of a KV head's group, until none are left. A tile has
+    TOKENS rows of MEMBERS heads.
+
+    Without JOINS an item is a split of a tile (`plan` counts them): first come those that are full, then each
+    tile's last one. Where a tile has several splits, the part of each is left to `merge`. With JOINS an item
+    is a tile without full splits in the plan, with several splits (or one, if `alone`), which are joined in
+    `parts`. Of keys with more than KEY_PADDED values the others are multiplied apart; TAIL_PADDED 0: there
+    are none.
     """
-    tile = first_tile + tl.program_id(0)
-    sequence = tl.load(tile_sequence + tile)
-    if sequence < 0:
-        return
-    first_row = tl.load(tile_row + tile)
-    end_row, origin, first_of_all, low, high = keys_of(
-        sequence, first_row, query_start, context_len, first_key, tree_start, window, TOKENS, WINDOWED
-    )
-    begin, stop, splits = low // KEYS * KEYS, high, 1
-    if SPLIT:
-        split = low // SPLIT + tl.program_id(2)
-        splits = tl.cdiv(high, SPLIT) - low // SPLIT
-        begin = tl.maximum(begin, split * SPLIT)
-        stop = tl.minimum(stop, split * SPLIT + SPLIT)
-        if begin >= stop:
-            return
-
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
-    kv_head = tl.program_id(1) // PARTS
-    m = tl.arange(0, TOKENS * MEMBERS)
-    member = tl.program_id(1) % PARTS * MEMBERS + m % MEMBERS
-    head = kv_head * GROUP + member
-    token = m // MEMBERS
-    row = first_row + token
-    live = (row < end_row) & (member < GROUP)
-    live = live & (tl.load(slots + row, mask=live, other=-1) >= 0)
-    q_place = query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head
-    q, q_tail = _queries(q_place, live, KEY_DIM, KEY_PADDED, TAIL_PADDED, MULTIPLIED)
-    row_sight = sight(row, live, origin + row, first_of_all, visible, tree_start, sequence, window, WINDOWED)
-
-    oldest, newest = origin + first_row, high - 1
-    free, edge = _seen_by_all(
-        begin, stop, oldest, newest, first_key, first_of_all, tree_start, sequence, window, KEYS, WINDOWED
-    )
-    state = (
-        tl.zeros([TOKENS * MEMBERS, VALUE_PADDED], tl.float32),
-        tl.zeros([TOKENS * MEMBERS], tl.float32),
-        tl.full([TOKENS * MEMBERS], float("-inf"), tl.float32),
-    )
-    blocks = table + sequence * table_row
-    keys_offset, values_offset = kv_head * keys_head, kv_head * values_head
-    bounds = (begin, free, edge, stop)
-    for part in tl.static_range(3):
-        if part > 0 or WINDOWED or first_key is not None:
-            state = _attend_to(
-                bounds[part],
-                bounds[part + 1],
-                low,
-                state,
-                q,
-                q_tail,
-                row_sight,
-                keys,
-                key_scales,
-                values,
-                value_scales,
-                blocks,
-                keys_block,
-                keys_token,
-                keys_offset,
-                values_block,
-                values_token,
-                values_offset,
-                kv_head,
-                scale,
-                softcap,
-                part != 1,
-                visible is not None,
-                SOFTCAP,
-                PAGE,
-                KEYS,
-                KEY_DIM,
-                VALUE_DIM,
-                KEY_PADDED,
-                TAIL_PADDED,
-                VALUE_PADDED,
-                VALUES_IN_KEYS,
-                FP8,
-                MULTIPLIED,
-            )
-
-    total, mass, top = state
-    result, weight = mean(total, mass, top)
+    COLUMNS: tl.constexpr = HEADS // GROUP * PARTS
+    ROWS: tl.constexpr = TOKENS * MEMBERS
+    m = tl.arange(0, ROWS)
     e = tl.arange(0, VALUE_PADDED)
-    mask = live[:, None] & (e < VALUE_DIM)[None, :]
-    if splits == 1:
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
-            result = result * share(weight, 1.0, sink)[:, None]
-        place = (row.to(tl.int64) * HEADS + head) * VALUE_DIM
-        tl.store(out + place[:, None] + e[None, :], result.to(out.dtype.element_ty), mask=mask)
-    else:
-        kept = (tl.program_id(2).to(tl.int64) * num_tiles + tl.program_id(0)) * tile_tokens + token
-        kept = kept * HEADS + head
-        tl.store(masses + kept, weight, mask=live)
-        tl.store(parts + kept[:, None] * VALUE_DIM + e[None, :], result, mask=mask)
+    num_full = 0
+    if not JOINS:
+        num_full = tl.load(full_start + num_tiles)
+    for work in range(tl.program_id(0), (num_full + num_tiles) * COLUMNS, tl.num_programs(0)):
+        item, column = work // COLUMNS, work % COLUMNS
+        tile = item - num_full
+        if JOINS:
+            tile = num_tiles - 1 - item  # a sequence's last rows see the most keys
+        elif item < num_full:
+            tile = owner_of(item, full_start, num_tiles)
+        owner = tl.load(tile_sequence + tile)
+        sequence = tl.maximum(owner, 0)
+        first_row = tl.load(tile_row + tile)
+        end_row, origin, first_of_all, low, high = keys_of(
+            sequence, first_row, query_start, context_len, first_key, tree_start, window, TOKENS, WINDOWED
+        )
+        split, end_split = low // SPLIT, tl.cdiv(high, SPLIT)
+        splits = end_split - split
+        full = tl.load(full_start + tile)
+        listed = tl.load(full_start + tile + 1) > full
+        if JOINS:
+            taken = (owner >= 0) & (not listed) & ((splits > 1) | (alone != 0))
+        else:
+            taken = (owner >= 0) & (listed | (splits == 1))
+            split = tl.where(item < num_full, split + item - full, end_split - 1)
+            end_split = split + 1
+        if taken:
+            kv_head = column // PARTS
+            member = column % PARTS * MEMBERS + m % MEMBERS
+            head = kv_head * GROUP + member
+            token = m // MEMBERS
+            row = first_row + token
+            live = (row < end_row) & (member < GROUP)
+            live = live & (tl.load(slots + row, mask=live, other=-1) >= 0)
+            q_place = query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head
+            q, q_tail = _queries(q_place, live, KEY_DIM, KEY_PADDED, TAIL_PADDED, MULTIPLIED)
+            row_sight = sight(
+                row, live, origin + row, first_of_all, visible, tree_start, sequence, window, WINDOWED
+            )
+            blocks = table + sequence * table_row
+            keys_offset, values_offset = kv_head * keys_head, kv_head * values_head
+            mask = live[:, None] & (e < VALUE_DIM)[None, :]
+            first_split, rows = split, tl.program_id(0).to(tl.int64) * (2 * ROWS) + m
+            for split in range(first_split, end_split):
+                total, weight = _split(
+                    split,
+                    low,
+                    high,
+                    origin + first_row,
+                    first_of_all,
+                    q,
+                    q_tail,
+                    row_sight,
+                    keys,
+                    key_scales,
+                    values,
+                    value_scales,
+                    blocks,
+                    first_key,
+                    tree_start,
+                    sequence,
+                    window,
+                    keys_block,
+                    keys_token,
+                    keys_offset,
+                    values_block,
+                    values_token,
+                    values_offset,
+                    kv_head,
+                    scale,
+                    softcap,
+                    ROWS,
+                    visible is not None,
+                    SOFTCAP,
+                    WINDOWED,
+                    PAGE,
+                    KEYS,
+                    SPLIT,
+                    KEY_DIM,
+                    VALUE_DIM,
+                    KEY_PADDED,
+                    TAIL_PADDED,
+                    VALUE_PADDED,
+                    VALUES_IN_KEYS,
+                    FP8,
+                    MULTIPLIED,
+                )
+                if JOINS:
+                    # The compiler doesn't know this zero. Else it would keep addresses in registers.
+                    second = rows + ROWS + tl.load(full_start, volatile=True)
+                    place = parts + second[:, None] * VALUE_DIM + e[None, :]
+                    if VALUE_DIM == VALUE_PADDED:
+                        tl.store(place, total)
+                    else:
+                        tl.store(place, total, mask=(e < VALUE_DIM)[None, :])
+                    tl.store(masses + 2 * second, weight)
+                    _join_rows(parts, masses, split > first_split, ROWS, VALUE_DIM, VALUE_PADDED)
+                elif splits > 1:
+                    kept = (token.to(tl.int64) + item * tile_tokens) * HEADS + head
+                    tl.store(masses + kept, weight, mask=live)
+                    tl.store(parts + kept[:, None] * VALUE_DIM + e[None, :], total, mask=mask)
+                else:
+                    _finish(out, sinks, row, head, e, total, 1.0, weight, live, HEADS, VALUE_DIM)
+            if JOINS:
+                total = tl.load(parts + rows[:, None] * VALUE_DIM + e[None, :], mask=mask, other=0.0)
+                mass = tl.load(masses + 2 * rows, mask=live, other=1.0)
+                top = tl.load(masses + 2 * rows + 1, mask=live, other=0.0)
+                _finish(out, sinks, row, head, e, total / mass[:, None], mass, top, live, HEADS, VALUE_DIM)
+                tl.debug_barrier()

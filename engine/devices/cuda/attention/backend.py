@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -28,25 +27,25 @@ LARGEST_DIM = 512
 """The largest size of values and coded keys. Other keys may have as many more, as in latent attention."""
 
 PARTS_BYTES = 256 * 1024**2
-"""The size of the splits' parts at a time. A step with more takes several launches a layer."""
+"""The most that the splits' parts take. Tiles for whose splits no room is left are computed whole."""
 
 _TREE_KEYS = 64
 """The most that a tree has."""
 
 _PLANNED_TOGETHER, _MERGED_TOGETHER = 64, 16
+_PROGRAMS = 4
+"""Programs for each multiprocessor: as many as it runs at a time."""
+
 _MOST_MEMBERS = 16
 """Heads of a group in a tile. A larger group takes several tiles."""
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The tiles that `plan` lists."""
+class _Plan(NamedTuple):
+    """The tiles and full splits that `plan` lists."""
 
     sequence: Tensor
     first_row: Tensor
-
-    def __len__(self) -> int:
-        return self.sequence.shape[0]
+    full_start: Tensor
 
 
 class PoolLayer:
@@ -68,7 +67,7 @@ class PoolLayer:
 
 class TritonBackend(CapturableBackend):
     """Reads the blocks in place. A row's result has the same bits whatever shares the step with it, and as
-    a decode row or among up to `tiles.SHORT` rows of its sequence. In a longer chunk they may differ.
+    a decode row or in a chunk of its sequence.
     """
 
     name = "triton"
@@ -87,9 +86,9 @@ class TritonBackend(CapturableBackend):
             raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
         self.block_size = first.shape[1]
         self.layers = [PoolLayer(layer, self._rows) for layer in layers]
-        self._shared = _shared_memory(first.device)
+        self._programs = _most_programs(first.device)
         self._metadata: AttentionMetadata | None = None
-        self._plans: dict[tuple[bool, int], _Plan] = {}
+        self._plans: dict[tuple[bool, int, int, int], _Plan] = {}
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata
@@ -139,13 +138,13 @@ class TritonBackend(CapturableBackend):
         self, of: PoolLayer, query: Tensor, out: Tensor, options: AttentionOptions, shape: dict[str, Any]
     ) -> None:
         assert self._metadata is not None
-        for short in (True, False):
-            if short or self._metadata.max_query_len > tiles.SHORT:
-                self._attend(short, of, query, out, options, shape)
+        for chunk in (False, True):
+            if not chunk or self._metadata.max_query_len >= tiles.CHUNK:
+                self._attend(chunk, of, query, out, options, shape)
 
     def _attend(
         self,
-        short: bool,
+        chunk: bool,
         of: PoolLayer,
         query: Tensor,
         out: Tensor,
@@ -154,44 +153,45 @@ class TritonBackend(CapturableBackend):
     ) -> None:
         step, (scale, window, softcap, sinks) = self._metadata, options
         assert step is not None
-        tile = tiles.tile_of(short, of.dims, query.dtype.itemsize, self._rows.coded, self._shared)
+        tile = tiles.tile_of(chunk, of.dims, query.dtype.itemsize, self._rows.coded)
         members = min(_MOST_MEMBERS, 1 << (shape["GROUP"] - 1).bit_length())
-        tokens = tile.rows // members
-        planned = self._planned(short, tokens, len(query))
-        if not len(planned):
+        tokens, heads = tile.rows // members, shape["HEADS"]
+        count, longest = self._most_tiles(chunk, tokens, len(query))
+        if not count:
             return
-        splits = _most_splits(step.max_context_len, window, tokens) if short else 1
-        together, tile_tokens = len(planned), min(tokens, step.max_query_len)
-        kept = (0, 0, 0, 0)
-        if splits > 1:
-            row_bytes = 4 * splits * tile_tokens * shape["HEADS"] * (of.dims[1] + 1)
-            together = max(1, min(together, PARTS_BYTES // row_bytes))
-            kept = (splits, together, tile_tokens, shape["HEADS"])
-        parts = torch.empty((*kept, of.dims[1]), dtype=torch.float32, device=out.device)
-        masses = torch.empty(kept, dtype=torch.float32, device=out.device)
-        sequences = (step.query_start, step.context_len)
-        for first_tile in range(0, len(planned), together):
-            count = min(together, len(planned) - first_tile)
-            attend[(count, of.kv_heads * ceil_div(shape["GROUP"], members), splits)](
+        tile_tokens = min(tokens, longest)
+        listable = count * (_most_splits(step.max_context_len, window, tokens) - 1)
+        room = PARTS_BYTES // (4 * tile_tokens * heads * (of.dims[1] + 1)) - count
+        full = 0 if chunk else min(listable, max(0, room))
+        planned = self._planned(chunk, tokens, count, longest, window, full)
+        works = of.kv_heads * ceil_div(shape["GROUP"], members)
+
+        def launch(joins: bool) -> tuple[Tensor, Tensor]:
+            programs = min(self._programs, (count if joins else count + full) * works)
+            kept = programs * 2 * tile.rows if joins else (count + full if full else 0) * tile_tokens * heads
+            parts, masses = (
+                torch.empty(kept * each, dtype=torch.float32, device=out.device) for each in (of.dims[1], 2)
+            )
+            attend[(programs,)](
                 query,
                 *of.pool,
                 sinks,
                 out,
                 parts,
                 masses,
-                planned.sequence,
-                planned.first_row,
-                *sequences,
+                *planned,
+                step.query_start,
+                step.context_len,
                 step.block_table,
                 step.slot_mapping,
                 step.first_key,
                 step.visible,
                 step.tree_start,
-                first_tile,
-                together,
+                count,
                 tile_tokens,
                 step.block_table.stride(0),
                 window,
+                int(chunk),
                 *query.stride()[:2],
                 *of.strides,
                 scale / softcap if softcap else scale * LOG2E,
@@ -199,67 +199,81 @@ class TritonBackend(CapturableBackend):
                 MEMBERS=members,
                 TOKENS=tokens,
                 KEYS=tile.keys,
-                SPLIT=tiles.SPLIT if short else 0,
+                SPLIT=tiles.SPLIT,
                 WINDOWED=window > 0,
                 SOFTCAP=bool(softcap),
                 TAIL_PADDED=of.tail_padded,
                 MULTIPLIED=MULTIPLIED[query.dtype],
+                JOINS=joins,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
+                maxnreg=tile.registers,
+                enable_fp_fusion=False,  # a fused product would round otherwise than one beside a mask
                 **shape,
             )
-            if splits > 1:
-                merge[(count * tile_tokens, shape["HEADS"])](
-                    parts,
-                    masses,
+            return parts, masses
+
+        if not chunk:
+            parts = launch(joins=False)
+            if full:
+                merge[(min(self._programs, count * tile_tokens * heads),)](
+                    *parts,
                     sinks,
                     out,
-                    planned.sequence,
-                    planned.first_row,
-                    *sequences,
+                    *planned,
+                    step.query_start,
                     step.slot_mapping,
-                    step.first_key,
-                    step.tree_start,
-                    first_tile,
-                    together,
+                    count,
                     tile_tokens,
-                    window,
-                    HEADS=shape["HEADS"],
-                    TOKENS=tokens,
+                    HEADS=heads,
                     VALUE_DIM=of.dims[1],
                     VALUE_PADDED=of.padded[1],
-                    SPLIT=tiles.SPLIT,
                     TOGETHER=_MERGED_TOGETHER,
-                    WINDOWED=window > 0,
                     num_warps=2,
+                    enable_fp_fusion=False,
                 )
+        if chunk or full < listable:
+            launch(joins=True)
 
-    def _planned(self, short: bool, tokens: int, num_rows: int) -> _Plan:
-        """The step's tiles of so many tokens, made once for all layers."""
+    def _most_tiles(self, chunk: bool, tokens: int, num_rows: int) -> tuple[int, int]:
+        """Return the most tiles of so many tokens, and the most rows of a sequence in them."""
         step = self._metadata
         assert step is not None
-        if (short, tokens) in self._plans:
-            return self._plans[short, tokens]
-        longest = min(step.max_query_len, tiles.SHORT) if short else step.max_query_len
-        shortest = 1 if short else tiles.SHORT + 1
+        longest = step.max_query_len if chunk else min(step.max_query_len, tiles.CHUNK - 1)
+        owners = min(len(step.context_len), num_rows // (tiles.CHUNK if chunk else 1))
+        return min(owners * ceil_div(longest, tokens), num_rows // tokens + owners), longest
+
+    def _planned(
+        self, chunk: bool, tokens: int, count: int, longest: int, window: int, most_full: int
+    ) -> _Plan:
+        """The step's tiles of so many tokens, made once for all layers alike."""
+        step, key = self._metadata, (chunk, tokens, window, most_full)
+        assert step is not None
+        if key in self._plans:
+            return self._plans[key]
         sequences = len(step.context_len)
-        owners = min(sequences, num_rows // shortest)
-        size = min(owners * ceil_div(longest, tokens), num_rows // tokens + owners)
-        size = ceil_div(size, 4) * 4  # so that both lists begin at a multiple of 16 bytes
-        lists = torch.empty((2, size), dtype=torch.int32, device=step.query_start.device)
-        if size:
-            plan[(ceil_div(size, _PLANNED_TOGETHER),)](
-                step.query_start,
-                *lists,
-                sequences,
-                size,
-                shortest,
-                longest,
-                ROWS=tokens,
-                SEQUENCES=power_of_two(sequences),
-                TILES=_PLANNED_TOGETHER,
-            )
-        return self._plans.setdefault((short, tokens), _Plan(*lists))
+        lists = torch.empty(
+            (3, ceil_div(count + 1, 4) * 4), dtype=torch.int32, device=step.query_start.device
+        )
+        plan[(1,)](
+            step.query_start,
+            step.context_len,
+            step.first_key,
+            step.tree_start,
+            *lists,
+            sequences,
+            count,
+            tiles.CHUNK if chunk else 1,
+            longest,
+            window,
+            most_full,
+            ROWS=tokens,
+            SEQUENCES=power_of_two(sequences),
+            TILES=_PLANNED_TOGETHER,
+            SPLIT=tiles.SPLIT,
+            WINDOWED=window > 0,
+        )
+        return self._plans.setdefault(key, _Plan(*lists))
 
 
 def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
@@ -287,7 +301,7 @@ def _most_splits(max_context_len: int, window: int, tokens: int) -> int:
     return min(splits, ceil_div(window + _TREE_KEYS + tokens, tiles.SPLIT) + 1)
 
 
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return tiles.LEAST_SHARED
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+def _most_programs(device: torch.device) -> int:
+    """Return how many programs run at a time, or some where there is no GPU."""
+    count = 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROGRAMS * count

@@ -1,15 +1,14 @@
-"""Adds up the parts that `attend` has left of rows with several splits."""
+"""Joins the parts that `attend` has left of rows with several splits."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from engine.devices.cuda.attention.plan import keys_of
-from engine.devices.cuda.attention.softmax import fade, share
+from engine.devices.cuda.attention.softmax import join, share
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_tiles", "tile_tokens", "window"])
+@triton.jit(do_not_specialize=["num_tiles", "tile_tokens"])
 def merge(
     parts,
     masses,
@@ -17,61 +16,44 @@ def merge(
     out,
     tile_sequence,
     tile_row,
+    full_start,
     query_start,
-    context_len,
     slots,
-    first_key,
-    tree_start,
-    first_tile,
     num_tiles,
     tile_tokens,
-    window,
     HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
-    SPLIT: tl.constexpr,
     TOGETHER: tl.constexpr,
-    WINDOWED: tl.constexpr,
 ):
-    """Programs: row of a tile, head. Splits are added TOGETHER by their numbers from key 0 on, so in the same
-    order wherever a window begins.
+    """Each program takes heads of rows until none are left. TOGETHER parts are loaded at a time, and joined
+    one by one.
     """
-    tile, token, head = tl.program_id(0) // tile_tokens, tl.program_id(0) % tile_tokens, tl.program_id(1)
-    sequence = tl.load(tile_sequence + first_tile + tile)
-    if sequence < 0:
-        return
-    first_row = tl.load(tile_row + first_tile + tile)
-    end_row, _, _, low, high = keys_of(
-        sequence, first_row, query_start, context_len, first_key, tree_start, window, TOKENS, WINDOWED
-    )
-    row = first_row + token
-    begin, stop = low // SPLIT, tl.cdiv(high, SPLIT)
-    if row >= end_row or stop - begin < 2:
-        return
-    if tl.load(slots + row) < 0:
-        return
     d = tl.arange(0, VALUE_PADDED)
-    top, mass = float("-inf"), 0.0
-    total = tl.zeros([VALUE_PADDED], tl.float32)
-    for start in range(begin // TOGETHER * TOGETHER, stop, TOGETHER):
-        split = start + tl.arange(0, TOGETHER)
-        inside = (split >= begin) & (split < stop)
-        kept = (((split - begin).to(tl.int64) * num_tiles + tile) * tile_tokens + token) * HEADS + head
-        weight = tl.load(masses + kept, mask=inside, other=float("-inf"))
-        part = tl.load(
-            parts + kept[:, None] * VALUE_DIM + d[None, :],
-            mask=inside[:, None] & (d < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        new = tl.maximum(top, tl.max(weight, 0))
-        faded, offset = fade(top, new)
-        weight = tl.exp2(weight - offset)
-        mass = mass * faded + tl.sum(weight, 0)
-        total = total * faded + tl.sum(part * weight[:, None], 0)
-        top = new
-    result = total / mass
-    if sinks is not None:
-        result = result * share(top, mass, tl.load(sinks + head).to(tl.float32))
-    place = (row.to(tl.int64) * HEADS + head) * VALUE_DIM
-    tl.store(out + place + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)
+    num_full = tl.load(full_start + num_tiles)
+    for work in range(tl.program_id(0), num_tiles * tile_tokens * HEADS, tl.num_programs(0)):
+        tile, token, head = work // HEADS // tile_tokens, work // HEADS % tile_tokens, work % HEADS
+        full, end = tl.load(full_start + tile), tl.load(full_start + tile + 1)
+        row = tl.load(tile_row + tile) + token
+        taken = end > full
+        if taken:
+            taken = row < tl.load(query_start + tl.load(tile_sequence + tile) + 1)
+        if taken:
+            taken = tl.load(slots + row) >= 0
+        if taken:
+            top, mass = float("-inf"), 0.0
+            total = tl.zeros([VALUE_PADDED], tl.float32)
+            for start in range(full, end + 1, TOGETHER):
+                for split in tl.static_range(TOGETHER):
+                    item = tl.where(start + split < end, start + split, num_full + tile).to(tl.int64)
+                    inside = start + split <= end
+                    kept = (item * tile_tokens + token) * HEADS + head
+                    weight = tl.load(masses + kept, mask=inside, other=float("-inf"))
+                    part = tl.load(parts + kept * VALUE_DIM + d, mask=inside & (d < VALUE_DIM), other=0.0)
+                    faded, counted, mass, top = join(mass, top, weight)
+                    total = total * faded + part * counted
+            result = total / mass
+            if sinks is not None:
+                result = result * share(top, mass, tl.load(sinks + head).to(tl.float32))
+            place = (row.to(tl.int64) * HEADS + head) * VALUE_DIM
+            tl.store(out + place + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)

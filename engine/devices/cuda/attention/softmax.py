@@ -35,6 +35,17 @@ def mean(total, mass, top):
 
 
 @triton.jit
+def join(mass, top, weight):
+    """Add a split, whose weight's logarithm is `weight`, to the splits before it. Return the factors by which
+    their sum and the split's mean count, the new mass and the new maximum.
+    """
+    new = tl.maximum(top, weight)
+    faded, offset = fade(top, new)
+    counted = tl.exp2(weight - offset)
+    return faded, counted, mass * faded + counted, new
+
+
+@triton.jit
 def share(top, mass, sink):
     """The part of all weight, `mass` at maximum `top` and a sink's, that is not the sink's."""
     new = tl.maximum(top, sink * LOG2E)
