@@ -171,7 +171,7 @@ def choose(
         chosen.arrivals,
         logits.stride(0),
         SIZE=size,
-        WORDS=0 if edits is None else ceil_div(size, 32),  # as wide as grammars' masks, if there are any
+        WORDS=0 if edits is None else edits.masks.shape[1],
         GROUP=_GROUP,
         TILES=tiles,
         TILE=TILE,
