@@ -139,8 +139,7 @@ H100, and at most 528 for each of the two kernels that join parts, of which one 
 longest context for which the graph was captured may need more parts than 256 MiB hold.
 
 `rows to verify` is the kernel for up to 64 rows of a sequence, so for decode rows, too.
-The table has 32 heads of 128 values and 8 KV heads. Registers with other layers, coded KV and float32 are not
-listed since tiles changed.
+Unless a row says otherwise, there are 32 heads of 128 values and 8 KV heads.
 
 {columns}"""
 
@@ -231,7 +230,24 @@ class Variant:
 
 VARIANTS = {
     "bf16, rows to verify": Variant(8),
+    "bf16, trees": Variant(8, trees=True),
     "bf16, chunk": Variant(512),
+    "fp32, rows to verify": Variant(8, dtype=torch.float32),
+    "fp8 KV, rows to verify": Variant(8, quantization="fp8_row_scales"),
+    "fp8 KV, chunk": Variant(512, quantization="fp8_row_scales"),
+    "int8 KV, rows to verify": Variant(8, quantization="int8_row_scales"),
+    "gpt-oss (head 64, window, sinks), rows to verify": Variant(8, 64, 8, (64, 64), window=128, sinks=True),
+    "gpt-oss, chunk": Variant(512, 64, 8, (64, 64), window=128, sinks=True),
+    "Gemma 2 (head 256, window, soft cap), rows to verify": Variant(
+        8, 16, 8, (256, 256), window=4096, softcap=50.0
+    ),
+    "Gemma 2, chunk": Variant(512, 16, 8, (256, 256), window=4096, softcap=50.0),
+    "Gemma 4 (head 512), rows to verify": Variant(8, 16, 2, (512, 512)),
+    "Gemma 4, chunk": Variant(512, 16, 2, (512, 512)),
+    "DeepSeek-V3 expanded (keys of 192, values of 128), rows to verify": Variant(8, 32, 32, (192, 128)),
+    "DeepSeek-V3 expanded, chunk": Variant(512, 32, 32, (192, 128)),
+    "DeepSeek-V3 (latents of 576), rows to verify": Variant(8, 128, 1, (576, 512), values_in_keys=True),
+    "DeepSeek-V3, chunk": Variant(512, 128, 1, (576, 512), values_in_keys=True),
 }
 
 
