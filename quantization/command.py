@@ -28,7 +28,7 @@ from quantization.calibration import Calibration, find_blocks, linears
 from quantization.checkpoint import FinishedBlock, Source, Unfinished
 from quantization.preparation import PreparedRun, QuantizeOptions, Recipe, prepare
 from quantization.texts import SHARED_RUN, HeldOut, TextQuality, predict
-from training.data import load_frozen
+from training.data import fast_dtype, load_frozen
 
 _BEFORE = "before.json"
 
@@ -57,6 +57,7 @@ def quantize(options: QuantizeOptions, console: Console) -> QuantizationResult:
     recipe, source = prepared.recipe, prepared.source
     windows, text = prepared.texts.calibration, prepared.texts.held_out
     model = load_frozen(str(source.folder), options.device)
+    model.to(fast_dtype(model.dtype, model.device))
     job = _Job(model, recipe, source)
     unfinished = Unfinished(options.output, _settings(options, recipe, model, windows, text))
     for line in _choices(options, prepared):

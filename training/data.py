@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -32,6 +33,18 @@ def load_frozen(model: str, device_name: str) -> PreTrainedModel:
     device = choose_device(device_name)
     found: PreTrainedModel = load(AutoModelForCausalLM, model, dtype="auto")
     return found.to(device, choose_dtype("auto", found.config, device)).eval().requires_grad_(False)
+
+
+def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in. On CPUs without bfloat16 instructions torch is five times as fast in
+    float32.
+    """
+    return torch.float32 if device.type == "cpu" and not _cpu_has_bfloat16() else dtype
+
+
+@functools.cache
+def _cpu_has_bfloat16() -> bool:
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 
 def read_texts(path: Path, option: str = "--data") -> list[str]:

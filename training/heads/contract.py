@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from protocol.errors import ConfigError
+from training.data import fast_dtype
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,8 @@ class Target:
 
     @property
     def computes_in(self) -> torch.dtype:
-        """The dtype of a training step's products. CPUs without bfloat16 instructions take many times as long
-        for bfloat16 as for float32.
-        """
-        return torch.float32 if self.device.type == "cpu" and not _cpu_has_bfloat16() else self.dtype
+        """The dtype of a training step's products."""
+        return fast_dtype(self.dtype, self.device)
 
     @property
     def num_layers(self) -> int:
@@ -88,11 +86,6 @@ class Target:
     @property
     def config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
-
-
-@functools.cache
-def _cpu_has_bfloat16() -> bool:
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 
 @dataclass(frozen=True)
