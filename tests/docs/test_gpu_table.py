@@ -29,7 +29,7 @@ CELLS = {
 }
 SAMPLES = [
     ("bf16, rows to verify", 90),
-    ("gpt-oss, chunk", 80),
+    ("gpt-oss (head 64, window, sinks), rows to verify", 80),
     ("int8 KV, rows to verify", 120),
     ("head norms, rotary embedding, KV write in fp8", 90),
     ("top logits, with edits", 89),

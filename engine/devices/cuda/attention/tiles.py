@@ -37,6 +37,8 @@ def tile_of(chunk: bool, head_dims: tuple[int, int], itemsize: int, coded: bool)
         return Tile(16, 16, 8, 3)
     keys = 32 if widest <= 256 else 16
     if not chunk:
-        return Tile(16, keys, 4 if widest <= 128 else 8, 3, 128)
+        if widest <= 128 and not coded:
+            return Tile(16, keys, 4, 3, 128)
+        return Tile(16, keys, 4 if widest <= 128 else 8, 3)  # 128 registers would not hold these
     # With 64 rows Hopper and Blackwell multiply by other instructions, which take codes in another order.
     return Tile(64 if widest <= 128 and not coded else 32, keys, 8, 3)
