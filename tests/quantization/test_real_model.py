@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,7 +41,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Rounded:
     folder = smollm2()
     held_out = tmp_path_factory.mktemp("text") / "held_out.md"
     held_out.write_text((ROOT / "LLM_SERVING.md").read_text()[:10_000])
-    model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     for layer in linears(find_blocks(model)[1]).values():
         group = group_size(CodeFormat.INT4, layer.in_features)
         assert group is not None
