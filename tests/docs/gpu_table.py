@@ -140,8 +140,8 @@ longest context for which the graph was captured may need more parts than 256 Mi
 
 `rows to verify` is the kernel for up to 64 rows of a sequence, so for decode rows, too.
 Unless a row says otherwise, there are 32 heads of 128 values and 8 KV heads. Chunks of gpt-oss's layers spill
-registers on a B200, rows to verify of DeepSeek's latents two values on an H100. Other layers with larger heads and
-chunks of coded KV have not been compiled since tiles changed.
+registers on a B200, rows to verify of DeepSeek's latents two values on an H100. Other layers with larger
+heads and chunks of coded KV have not been compiled since tiles changed.
 
 {columns}"""
 
