@@ -54,12 +54,13 @@ def _cases(name: str) -> list[dict[str, Any]]:
 
 def _over_k(axes: Sequence[Axes]) -> None:
     pair, real = axes
+    of_pair, of_real = _cases("speculate-amx-light"), _cases("speculate-smollm2")
     for method, colour in zip(("draft_model", "ngram", "eagle"), COLOURS, strict=False):
         for requests, line in ((1, "-"), (2, ":")):
-            points = _points(_cases("speculate-amx-light"), "K", drafting=method, concurrency=requests)
+            points = _points(of_pair, "K", drafting=method, concurrency=requests)
             pair.plot(*points, line, color=colour, marker="o", label=f"{method}, {requests}")
     for workload in ("chat", "code", "json", "long-form", "rewrite"):
-        real.plot(*_points(_cases("speculate-smollm2"), "K", workload=workload), marker="o", label=workload)
+        real.plot(*_points(of_real, "K", workload=workload), marker="o", label=workload)
     pair.set(title="10 M and its drafts, 1 and 2 requests", xlabel="K", ylabel="speed-up over none")
     real.set(title="SmolLM2-135M, suffix, 1 request", xlabel="K", xscale="log", xticks=[1, 2, 4, 8, 16])
     real.set_xticklabels(["1", "2", "4", "8", "16"])

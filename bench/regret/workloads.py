@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from bench.serve.workload import LoadRequest, random_tokens
-from bench.speculate.workload import WorkloadName, entries
+from bench.speculate.workload import entries
 
 ALONE_INPUT_LEN, ALONE_OUTPUT_LEN = 256, 128
 """The request whose time alone is the unit of rates and objectives."""
@@ -43,8 +44,8 @@ class Draw:
     def tokens(self, count: int) -> list[int]:
         return random_tokens(self._rng, count, self._vocab_size)
 
-    def real(self, name: WorkloadName, output_len: int) -> LoadRequest:
-        known = entries(name)
+    def real(self, known: Sequence[dict[str, Any]], output_len: int) -> LoadRequest:
+        """Return one of the known questions (`bench.speculate.workload.entries`)."""
         return LoadRequest(known[int(self._rng.integers(len(known)))]["prompt"], output_len)
 
     def arriving(
@@ -60,7 +61,8 @@ class Draw:
 
 
 def _chat(draw: Draw) -> list[Chain]:
-    return draw.arriving(2.0, lambda: draw.real("chat", 128))
+    known = entries("chat")
+    return draw.arriving(2.0, lambda: draw.real(known, 128))
 
 
 def _streams(draw: Draw) -> list[Chain]:
@@ -76,7 +78,8 @@ def _summaries(draw: Draw) -> list[Chain]:
 
 
 def _edits(draw: Draw) -> list[Chain]:
-    return draw.arriving(1.2, lambda: draw.real("rewrite", 192))
+    known = entries("rewrite")
+    return draw.arriving(1.2, lambda: draw.real(known, 192))
 
 
 def _agents(draw: Draw) -> list[Chain]:
