@@ -42,11 +42,15 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-class _ChecksLoader(Loader):
-    """Loads Transformers' checks for libraries, and changes the answers of some."""
+class _OwnLoader(Loader):
+    """Loads a module by its plain loader, with changes of its own."""
 
     def __init__(self, plain: Loader) -> None:
         self.plain = plain
+
+
+class _ChecksLoader(_OwnLoader):
+    """Loads Transformers' checks for libraries, and changes the answers of some."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.plain.create_module(spec)
@@ -58,7 +62,7 @@ class _ChecksLoader(Loader):
                 setattr(module, name, lambda: False)
 
 
-class _CompilerLoader(_ChecksLoader):
+class _CompilerLoader(_OwnLoader):
     """Makes a module that loads itself at its first use."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
