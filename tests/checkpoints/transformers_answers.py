@@ -1,15 +1,13 @@
 """Greedy answers of engines to prompts for real models, judged by Transformers on the same file.
 
-`python -m tests.checkpoints.transformers_answers gemma` records judgements in `transformers_answers.json`.
-An answer that is not recorded is judged when a test asks for it: all of SmolLM2's, and those that another CPU
-gives in bfloat16.
+`python -m tests.checkpoints.transformers_answers` records judgements in `transformers_answers.json`. An
+answer that is not recorded, such as one that another CPU gives in bfloat16, is judged when a test asks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,8 +43,8 @@ RAW = [
     "   leading   spaces and\ttabs\n\n",
 ]
 ASKED = ["What is 2+2?", "Name three colours.", "Write a haiku about rain.", "Wer war Goethe? 🤔"]
-LONG = {SMOLLM2.name: ("LLM_SERVING.md", 1_000), GEMMA3.name: ("LICENSE", 5_600)}
-"""The long prompts: the first characters of a file. Gemma's exceeds two of its windows of 512 tokens."""
+LONG = {SMOLLM2.name: 1_000, GEMMA3.name: 5_600}
+"""Characters of LICENSE that are the long prompts. Gemma's exceeds two of its windows of 512 tokens."""
 SIZES: dict[str, Any] = {"max_model_len": 2560, "kv_cache_memory_bytes": 2**28, "device": "cpu"}
 
 
@@ -57,8 +55,8 @@ def tokenizer_of(model: Packaged) -> PreTrainedTokenizer:
 
 @cache
 def prompts_of(model: Packaged) -> dict[str, list[int]]:
-    tokenizer, (file, length) = tokenizer_of(model), LONG[model.name]
-    long = (Path(__file__).parents[2] / file).read_text()[:length]
+    tokenizer = tokenizer_of(model)
+    long = (Path(__file__).parents[2] / "LICENSE").read_text()[: LONG[model.name]]
     prompts = [tokenizer(text).input_ids for text in (*RAW, long)]
     for text in ASKED:
         message = {"role": "user", "content": text}
@@ -75,12 +73,16 @@ def engine_of(model: str | Path, **options: Any) -> Engine:
 
 
 @cache
-def outputs_of(model: Packaged, dtype: str, kv_cache_dtype: str = "auto") -> dict[str, TokenOutput]:
-    """Return what one engine answers to the prompts, and as SmolLM2 to a chat that it may end."""
+def outputs_of(
+    model: Packaged, dtype: str, kv_cache_dtype: str = "auto", names: tuple[str, ...] = ()
+) -> dict[str, TokenOutput]:
+    """Return what one engine answers to the prompts of these names, or to all. SmolLM2 then also answers to
+    a chat, which it may end.
+    """
     engine = engine_of(gguf_file(model), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     prompts = prompts_of(model)
-    asked = [ask(name, ids, NUM_TOKENS, ignore_eos=True) for name, ids in prompts.items()]
-    return run(engine, [*asked, ask("chat", prompts["16"], 60)] if model is SMOLLM2 else asked)
+    asked = [ask(name, prompts[name], NUM_TOKENS, ignore_eos=True) for name in names or prompts]
+    return run(engine, [*asked, ask("chat", prompts["16"], 60)] if model is SMOLLM2 and not names else asked)
 
 
 @cache
@@ -123,24 +125,23 @@ def shortfalls(model: Packaged, dtype: str) -> list[float]:
     return below
 
 
-def main(part: str) -> None:
-    (model,) = (each for each in (SMOLLM2, GEMMA3) if part in each.name)
-    judgements = {}
-    for dtype in ("float32", "bfloat16"):
-        outputs = outputs_of(model, dtype)
-        for name, ids in prompts_of(model).items():
-            answer = outputs[name].token_ids
-            judgements[key_of(ids, answer)] = [round(each, 4) for each in judged(model, ids, answer)]
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    record[model.name] = judgements
+def main() -> None:
+    record: dict[str, dict[str, list[float]]] = {model.name: {} for model in (GEMMA3, SMOLLM2)}
+    for model in (GEMMA3, SMOLLM2):
+        for dtype in ("float32", "bfloat16"):
+            outputs = outputs_of(model, dtype)
+            for name, ids in prompts_of(model).items():
+                answer = outputs[name].token_ids
+                below = [round(each, 4) for each in judged(model, ids, answer)]
+                record[model.name][key_of(ids, answer)] = below
     models = (
         f"{json.dumps(name)}: {{\n"
         + ",\n".join(f"{json.dumps(key)}: {below}" for key, below in known.items())
         + "\n}"
-        for name, known in sorted(record.items())
+        for name, known in record.items()
     )
     RECORD.write_text("{\n" + ",\n".join(models) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -18,15 +19,8 @@ from router.api_keys import hash_of, read_key_file
 from tests.deploy.server_process import ROOT, tandem_command
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        tandem_command(*arguments),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", **environment},
-    )
+def invoke(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=environment)
 
 
 def shown(*arguments: str) -> str:
@@ -109,31 +103,28 @@ def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
 
 
 def test_environment_and_file_are_read(tmp_path: Path) -> None:
-    done = run("serve", TANDEM_BLOCK_SIZE="0")
-    assert "TANDEM_BLOCK_SIZE: " in done.stderr
     (tmp_path / "options.yaml").write_text("block-size: zero\n")
-    done = run("serve", "--config", str(tmp_path / "options.yaml"))
-    assert "options.yaml: block-size: " in done.stderr
-    done = run("serve", "--block-size", "0", TANDEM_BLOCK_SIZE="7")
-    assert "--block-size: " in done.stderr
+    options = ("--config", str(tmp_path / "options.yaml"))
+    assert "TANDEM_BLOCK_SIZE: " in invoke("serve", TANDEM_BLOCK_SIZE="0").stderr
+    assert "options.yaml: block-size: " in invoke("serve", *options).stderr
+    assert "--block-size: " in invoke("serve", "--block-size", "0", TANDEM_BLOCK_SIZE="7").stderr
 
 
-def test_commands_without_a_server_fail_clearly() -> None:
-    for arguments in (["status", "--once"], ["complete", "abc"]):
-        done = run(*arguments, "--url", "http://127.0.0.1:9")
-        assert done.returncode == 1
-        assert done.stderr.startswith("tandem: http://127.0.0.1:9"), done.stderr
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("arguments", [["status", "--once"], ["complete", "abc"]])
+def test_commands_without_a_server_fail_clearly(arguments: list[str]) -> None:
+    done = invoke(*arguments, "--url", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("tandem: http://127.0.0.1:9"), done.stderr
 
 
 def test_version() -> None:
-    assert run("version").stdout.strip() and run("--version").stdout == run("version").stdout
+    assert invoke("version").stdout.strip() and invoke("--version").stdout == invoke("version").stdout
 
 
 def test_help_is_fast() -> None:
     """Measured in CPU time, which a busy machine does not stretch."""
     before = _children_seconds()
-    run("serve", "--help")
+    subprocess.run(tandem_command("serve", "--help"), cwd=ROOT, capture_output=True, check=True, timeout=60)
     assert _children_seconds() - before < 1.5
 
 
@@ -145,13 +136,13 @@ def _children_seconds() -> float:
 def test_a_key_is_added_and_shown_once(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     options = ("--api-key-file", str(path), "--requests-per-minute", "60", "--priority", "5")
-    done = run("key", "add", "alice", *options)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = invoke("key", "add", "alice", *options)
+    assert (done.exit_code, done.stderr) == (0, "")
     (entry,) = read_key_file(str(path))
     assert (entry.name, entry.requests_per_minute, entry.priority) == ("alice", 60, 5)
     assert entry.sha256 == hash_of(done.stdout.strip()) and done.stdout.strip() not in path.read_text()
-    again = run("key", "add", "alice", *options)
-    assert (again.returncode, again.stdout) == (2, "")
+    again = invoke("key", "add", "alice", *options)
+    assert (again.exit_code, again.stdout) == (2, "")
     assert again.stderr.startswith("tandem: --api-key-file: ") and again.stderr.count("\n") == 1
 
 

@@ -202,8 +202,12 @@ def test_native_sources_and_pages_are_part_of_the_packages() -> None:
         for path in (ROOT / package).glob(pattern)
     }
     tops = {name.rstrip("*") for name in packages["packages"]["find"]["include"]}
-    sources = {path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in (".cpp", ".h")}
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    files = {path for path in map(ROOT.joinpath, names) if path.is_file()}
+    sources = {path for path in files if path.suffix in (".cpp", ".h")}
+    sources = {path for path in sources if path.relative_to(ROOT).parts[0] in tops}
     assert len(sources) > 10
-    pages = set((ROOT / "router" / "api" / "pages").iterdir())
+    pages = {path for path in files if path.parent == ROOT / "router" / "api" / "pages"}
     assert len(pages) > 10
     assert sources | pages <= packaged
