@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from protocol.speculation import Source
-from speculation.control.request import Origin, SpeculatingRequest
+from speculation.control.estimator import Origin, SpeculatingRequest
 
 logger = logging.getLogger("tandem.speculation")
 

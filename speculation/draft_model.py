@@ -31,7 +31,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
-from speculation.control.request import default_drafted
+from speculation.control.estimator import default_drafted
 from speculation.drafter import Computed, Drafter
 from speculation.tree_drafting import TreeDrafting
 

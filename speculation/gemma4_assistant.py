@@ -35,7 +35,7 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
 from speculation.checkpoint import Checkpoint, round_draft
-from speculation.last_state import LastStateDrafter
+from speculation.target_states import LastStateDrafter
 
 
 class AssistantDrafter(LastStateDrafter):

@@ -34,11 +34,11 @@ def build_drafter(
 
             return LookaheadDrafter(options, loaded.eos_token_ids)
         case "medusa":
-            from speculation.medusa.drafter import MedusaDrafter
+            from speculation.medusa import MedusaDrafter
 
             return MedusaDrafter(options, loaded)
         case "eagle":
-            from speculation.eagle.weights import load_eagle
+            from speculation.eagle import load_eagle
             from speculation.head_drafter import HeadDrafter
 
             assert options.model is not None
@@ -58,11 +58,11 @@ def build_drafter(
                 return AssistantDrafter(checkpoint, options, config, loaded)
             return HeadDrafter(load_mtp(checkpoint, loaded, options), options, config)
         case "dflash":
-            from speculation.dflash.drafter import DFlashDrafter
+            from speculation.dflash import DFlashDrafter
 
             return DFlashDrafter(options, config, loaded)
         case "self_speculative":
-            from speculation.self_speculative.drafter import SelfDrafter
+            from speculation.self_speculative import SelfDrafter
 
             return SelfDrafter(options, config, loaded)
         case "custom":

@@ -25,8 +25,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import FIELD, Checkpoint
-from speculation.head_drafter import DraftHead
-from speculation.several_heads import SeveralHeads
+from speculation.head_drafter import DraftHead, SeveralHeads
 
 _FLAG = "--speculative-config: method mtp"
 

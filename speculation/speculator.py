@@ -24,14 +24,18 @@ from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import CUSTOM, REMOTE, Source, SpeculationState, SpeculativeConfig
 from speculation.account import Account, DraftTurn
-from speculation.control.calibration import measure_reading, measure_target
 from speculation.control.controller import DraftController
-from speculation.control.request import SpeculatingRequest, default_drafted, most_drafted
+from speculation.control.estimator import (
+    SpeculatingRequest,
+    default_drafted,
+    measure_reading,
+    measure_target,
+    most_drafted,
+)
 from speculation.drafter import MOST_STEPS, Computed, Drafter, UnreadSteps
-from speculation.grammar_drafts import GrammarDrafts
 from speculation.methods import problem
 from speculation.remote import RemoteDrafter
-from speculation.sources import DraftSources
+from speculation.sources import DraftSources, GrammarDrafts
 from speculation.verification.verify import prepare, verify
 
 

@@ -27,7 +27,7 @@ from worker.setup import build_kernels, set_up_worker_logging
 _IMPORTED = (
     "bench.transfer.sides",
     "speculation.head_drafter",
-    "speculation.medusa.drafter",
+    "speculation.medusa",
     "tests.faults.sides",
     "tests.kvtransfer.transfer_sides",
     "tests.worker.child",

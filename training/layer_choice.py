@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from protocol.errors import ConfigError
 from protocol.speculation import SELF
-from speculation.self_speculative.layers import with_layers
+from speculation.self_speculative import with_layers
 from training.data import encode_texts, load, load_frozen, read_texts, spread_windows
 
 MOST_DRAFTED = 8

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from costs.drafting import MIN_GAIN
 from costs.explorer import TRIAL_SHARE, Explorer
 from protocol.speculation import Source
-from speculation.control.estimator import Estimator, MethodEstimate
-from speculation.control.request import SpeculatingRequest
+from speculation.control.estimator import Estimator, MethodEstimate, SpeculatingRequest
 
 DRAFT_STANDS = 8
 """[steps] The duration of a plan that drafts: planning takes 5 % of a 0.4 ms step."""

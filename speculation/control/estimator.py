@@ -1,15 +1,29 @@
-"""Estimates of the machine, the methods and the requests, learned from windows of steps."""
+"""Estimates of the machine, the methods and the requests: measured at start, then learned from steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
 
 from costs.acceptance import MethodAcceptance, RequestAcceptance
-from costs.widths import UNMEASURED, DraftTime, TargetTime
-from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
-from speculation.control.request import Shape, SpeculatingRequest
+from costs.widths import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
+from engine.step.draft import Draft, Verdict
+from engine.step.profiling import ProfilingRun
+from engine.step.sequence import SequenceState
+from protocol.speculation import (
+    METHODS,
+    MethodState,
+    RequestClass,
+    Source,
+    SpeculationState,
+    SpeculativeConfig,
+    StepTimeState,
+)
+from speculation.drafter import Computed, Drafter, HiddenRows
 
 DRAFT_LEVEL = 0.003
 """[plain steps] A level of drafting, until it is measured. Optimistic, so that it is tried and measured."""
@@ -23,6 +37,64 @@ FIRST_PROMPT, FIRST_OUTPUT = 256.0, 128.0
 """[tokens] The mean prompt and answer before any request ended. Reading a text must pay within the answer."""
 LENGTH_PACE = 0.05
 """[share] The weight of a request that ends in both means."""
+
+
+Origin = Literal["computed", "prefix_hit", "handed_over"]
+"""The source of a prompt's KV: all computed here, partly from the prefix cache, or from another worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The drafts of a method: chains of up to `max_tokens`; `whole`: so many tokens or none."""
+
+    max_tokens: int
+    whole: bool = False
+
+    @property
+    def width(self) -> int:
+        """The tokens of a slot, which are drafted together or not at all."""
+        return self.max_tokens if self.whole else 1
+
+
+@dataclass(slots=True, eq=False)
+class SpeculatingRequest:
+    """One request of the batch. Without a `method` it does not speculate; `fixed_tokens` None is "auto".
+    It drafts `most` tokens at most, if that is not None.
+
+    `place` is its number of tokens, `unread` those that the drafter must read before it drafts; `is_blind`:
+    its prompt was not read, and can't be any more. It drafts `granted` tokens in each step of the present
+    plan.
+    """
+
+    method: Source | None
+    fixed_tokens: int | None
+    acceptance: RequestAcceptance
+    origin: Origin = "computed"
+    place: int = 0
+    unread: int = 0
+    is_blind: bool = False
+    granted: int = 0
+    most: int | None = None
+
+
+def draft_shape(method: Source, options: SpeculativeConfig) -> Shape:
+    """Return the numbers of tokens that the controller can choose from for a request of this method."""
+    if method == "lookahead":
+        return Shape(options.lookahead_rows, whole=True)
+    if options.tree and method == options.method:
+        return Shape(options.tree_nodes, whole=True)
+    return Shape(options.max_speculative_tokens)
+
+
+def default_drafted(options: SpeculativeConfig) -> int:
+    """Return the most tokens that a request drafts which asks for no number of its own."""
+    fixed = options.fixed_tokens
+    return draft_shape(options.method, options).max_tokens if fixed is None else fixed
+
+
+def most_drafted(options: SpeculativeConfig) -> int:
+    """Return the most tokens of a request's draft, by any method that it may ask for."""
+    return max(draft_shape(method, options).max_tokens for method in METHODS)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,3 +257,80 @@ class Estimator:
 
 def _powers_of_two(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
+
+
+Verify = Callable[[Sequence[SequenceState], Tensor], list[Verdict]]
+
+_RUNS = 3
+"""Runs of each measurement. The fastest counts: disturbances only add."""
+_LONGEST_S = 0.05
+"""Forwards that take longer are not measured, so that workers start soon."""
+_CONTEXT, _PROMPT = 64, 256
+"""Tokens of a sequence that decodes, and of one that is prefilled."""
+_ROWS = 32
+"""The most rows of a sequence: drafts are hardly ever longer."""
+
+
+def measure_target(profiling: ProfilingRun, verify: Verify, max_sequences: int) -> MeasuredCurve:
+    """Measure at start how long the target's forwards of made-up sequences take, in about 0.2 seconds: for
+    powers of two of rows, of as few sequences as may have so many. Return `UNMEASURED` if two do not fit.
+    """
+    rows: list[int] = []
+    seconds: list[float] = []
+    while not seconds or 2 * seconds[-1] < _LONGEST_S:
+        count = 1 << len(rows)
+        num_sequences = -(-count // _ROWS)
+        found = None
+        if num_sequences <= max_sequences:
+            found = _verify_seconds(profiling, verify, num_sequences, count // num_sequences)
+        if found is None:
+            break
+        rows.append(count)
+        seconds.append(found)
+    if len(rows) < 2:
+        return UNMEASURED
+    prompt = min(_PROMPT, profiling.max_model_len - 1)
+    sequences = profiling.sequences(1, prompt, 1)
+    per_token = UNMEASURED.per_prompt_token
+    if sequences is not None:
+        per_token = _least_seconds(lambda: profiling.forward(sequences, wants_hidden=False)) / prompt
+    return MeasuredCurve(rows, seconds, per_token)
+
+
+def _verify_seconds(profiling: ProfilingRun, verify: Verify, num_sequences: int, rows: int) -> float | None:
+    """Measure a decode step with so many rows of each sequence; None if there is no room for it."""
+    sequences = profiling.sequences(num_sequences, _CONTEXT, rows)
+    if sequences is None:
+        return None
+    for sequence in sequences:
+        sequence.num_computed = _CONTEXT - 1
+        sequence.draft = Draft([1] * (rows - 1)) if rows > 1 else None
+    return _least_seconds(lambda: verify(sequences, profiling.forward(sequences).logits))
+
+
+def measure_reading(profiling: ProfilingRun, drafter: Drafter) -> float | None:
+    """Measure the seconds that a head adds to each token of a prompt; None if there is no room."""
+    prompt = min(_PROMPT, profiling.max_model_len - 1)
+    sequences = profiling.sequences(1, prompt, 1)
+    if sequences is None:
+        return None
+
+    def read() -> None:
+        drafter.begin(sequences[0], 0, None)
+        hidden = profiling.forward(sequences).hidden
+        assert hidden is not None
+        drafter.observe([Computed(sequences[0], 0, prompt, HiddenRows(hidden, range(prompt)))])
+
+    plain = _least_seconds(lambda: profiling.forward(sequences, wants_hidden=False))
+    reading = _least_seconds(read)
+    drafter.forget(sequences[0].request_id)
+    return max(reading - plain, 0.0) / prompt
+
+
+def _least_seconds(action: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(1 + _RUNS):  # the first one may compile
+        started = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])

@@ -16,7 +16,7 @@ from costs.widths import MeasuredCurve, TargetTime
 from protocol.speculation import Method
 from speculation.control import estimator
 from speculation.control.controller import DraftController
-from speculation.control.request import Shape, SpeculatingRequest
+from speculation.control.estimator import Shape, SpeculatingRequest
 
 Rate = Callable[[int, int], float]
 """Maps (request number, its tokens so far) to the chance that the next drafted token is accepted."""

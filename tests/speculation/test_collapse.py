@@ -8,7 +8,7 @@ import random
 import pytest
 
 from speculation.account import Account
-from speculation.control.request import Origin
+from speculation.control.estimator import Origin
 
 
 def feed(account: Account, rate: float, count: int, origin: Origin = "computed", seed: int = 0) -> int:

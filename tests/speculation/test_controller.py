@@ -10,7 +10,7 @@ import pytest
 from costs.explorer import Explorer
 from costs.widths import MeasuredCurve, TargetTime
 from speculation.control.controller import DRAFT_STANDS, IDLE_STANDS, PLAIN_STANDS, DraftController
-from speculation.control.request import Shape, SpeculatingRequest
+from speculation.control.estimator import Shape, SpeculatingRequest
 from tests.speculation.simulated import PROFILES, Profile, Rate, SimulatedServer, flat_seconds, target_seconds
 
 SECONDS = {1: 2.0, 2: 3.0, 4: 6.0, 8: 4.0, 16: 4.0, 64: 6.0}

@@ -19,7 +19,7 @@ from engine.sampler.rows import SamplingRow
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
-from speculation.dflash.weights import load_dflash
+from speculation.dflash_weights import load_dflash
 from tests.speculation import dflash_files as files
 from tests.speculation import eagle_files
 from tests.speculation.dflash_files import PlainBlock
@@ -130,7 +130,7 @@ def test_blocks_without_draft_kv_are_not_read(target: Path, model: PreTrainedMod
 def test_steps_without_drafts_are_caught_up(
     target: Path, model: PreTrainedModel, original: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculation.draft_kv.MOST_UNREAD", 8)
+    monkeypatch.setattr("speculation.target_states.MOST_UNREAD", 8)
     watched = watch(target, original)
     prompt = prompt_of(20)
     watched.ask("a", prompt, 28)

@@ -21,9 +21,9 @@ from engine.step.sequence import SequenceState
 from engine.step.speculation_interface import MakeRoom
 from protocol.sampling import SamplingParams
 from speculation.control.controller import DraftController
-from speculation.draft_kv import Known
 from speculation.drafter import Computed, HiddenRows
 from speculation.drawing import rank
+from speculation.target_states import Known
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.eagle_reference import PlainHead
@@ -130,7 +130,7 @@ def drafts_if(monkeypatch: pytest.MonkeyPatch, drafts: Callable[[], bool]) -> No
 def test_steps_without_drafts_are_caught_up(
     target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculation.draft_kv.MOST_UNREAD", 8)
+    monkeypatch.setattr("speculation.target_states.MOST_UNREAD", 8)
     watched = Watched(target, official)
     prompt = prompt_of(20)
     watched.ask("a", prompt, 40)

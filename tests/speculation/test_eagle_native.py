@@ -14,8 +14,7 @@ from engine.quantization.weight import CodeFormat
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Quantization, Verification
-from speculation.eagle.head import head_program
-from speculation.eagle.weights import EagleHead
+from speculation.eagle import EagleHead, head_program
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 

@@ -14,7 +14,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from speculation.eagle.weights import load_eagle
+from speculation.eagle import load_eagle
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_files import Published
 

@@ -28,9 +28,9 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
+from speculation import self_speculative as self_drafter
 from speculation.chains import ChainDrafting, DraftRows
-from speculation.self_speculative import drafter as self_drafter
-from speculation.self_speculative.drafter import SelfDrafter
+from speculation.self_speculative import SelfDrafter
 from speculation.verification.verify import prepare, verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.step.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of

@@ -23,8 +23,8 @@ from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
+from speculation import self_speculative as self_drafter
 from speculation.draft_model import DraftModel, DraftStateSlots
-from speculation.self_speculative import drafter as self_drafter
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation import scripted

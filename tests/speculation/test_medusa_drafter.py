@@ -22,7 +22,7 @@ from protocol.errors import ConfigError
 from protocol.handoff import REBUILD
 from protocol.speculation import Quantization, SpeculativeConfig
 from speculation import drawing
-from speculation.medusa.drafter import MedusaDrafter, StaticTree, assumed_acceptance, choose_tree
+from speculation.medusa import MedusaDrafter, StaticTree, assumed_acceptance, choose_tree
 from speculation.speculator import BatchSpeculator
 from tests.speculation import small_engine
 from tests.speculation.medusa_files import (

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from engine.step.draft import Draft
-from speculation.medusa.drafter import StaticTree, assumed_acceptance, choose_tree
+from speculation.medusa import StaticTree, assumed_acceptance, choose_tree
 
 TABLE = [[0.6, 0.15, 0.1, 0.02], [0.4, 0.2, 0.05], [0.3, 0.1]]
 

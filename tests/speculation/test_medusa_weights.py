@@ -16,8 +16,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from speculation.medusa.drafter import MedusaHeads
-from speculation.medusa.weights import read_heads
+from speculation.medusa import MedusaHeads, read_heads
 from tests.speculation.medusa_files import (
     PlainHeads,
     own_names,

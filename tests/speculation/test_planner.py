@@ -7,8 +7,7 @@ import pytest
 from costs.acceptance import MethodAcceptance, RequestAcceptance
 from costs.widths import DraftTime, MeasuredCurve, TargetTime
 from speculation.control.controller import Plan, PlannedStep, plain_and_best
-from speculation.control.estimator import Estimator
-from speculation.control.request import Shape, SpeculatingRequest
+from speculation.control.estimator import Estimator, Shape, SpeculatingRequest
 
 PLAIN = 1e-2
 """Seconds of a step without drafts."""

@@ -25,7 +25,7 @@ from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
-from speculation.self_speculative import drafter
+from speculation import self_speculative
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation.scripted import Answers
@@ -136,7 +136,7 @@ def test_drafts_of_all_layers_are_always_right(
     folders: dict[str, Path], model: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer with another's KV, or out of order, would sometimes be wrong."""
-    monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
+    monkeypatch.setattr(self_speculative, "with_defaults", lambda options, *_, **__: options)
     drafted, accepted = drafted_and_accepted(run(engine_of(folders[model], dtype), REQUESTS))
     assert drafted == accepted > 40
 
@@ -148,7 +148,7 @@ def test_layers_with_two_mixers_or_experts_draft_natively(
     model: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers draft, so unquantized drafts are always right."""
-    monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
+    monkeypatch.setattr(self_speculative, "with_defaults", lambda options, *_, **__: options)
     write_model(model, tmp_path)
     config = replace(config_of(tmp_path, **options), compile="auto")
     engine = Engine(config, speculate=BatchSpeculator)
@@ -180,10 +180,10 @@ def test_draft_and_verification_write_the_same_bits_in_the_first_layers(
 ) -> None:
     engine = engine_of(folders["llama"], exit_layer=3)
     drafting: list[tuple[SequenceState, int, list[int], Tensor]] = []
-    propose = drafter.SelfDrafter.propose
+    propose = self_speculative.SelfDrafter.propose
 
     def watched(
-        self: drafter.SelfDrafter, sequences: list[SequenceState], counts: list[int]
+        self: self_speculative.SelfDrafter, sequences: list[SequenceState], counts: list[int]
     ) -> list[Draft | None]:
         drafts = propose(self, sequences, counts)
         for sequence, draft in zip(sequences, drafts, strict=True):
@@ -193,7 +193,7 @@ def test_draft_and_verification_write_the_same_bits_in_the_first_layers(
             drafting.append((sequence, last, list(draft.token_ids), written))
         return drafts
 
-    monkeypatch.setattr(drafter.SelfDrafter, "propose", watched)
+    monkeypatch.setattr(self_speculative.SelfDrafter, "propose", watched)
     for request in REQUESTS:
         engine.add(request)
     compared = 0
@@ -244,7 +244,7 @@ def test_inputs_are_quantized_if_that_pays(
     monkeypatch.setattr(packed_quantized, "_rounded_inputs_pay", lambda: pays)
     config = config_of(folders[name], quantization="int8")
     assert config.speculative_config is not None
-    drafter.SelfDrafter(config.speculative_config, config, load_packed(config))
+    self_speculative.SelfDrafter(config.speculative_config, config, load_packed(config))
     assert groups == {128 if pays else 0}
 
 

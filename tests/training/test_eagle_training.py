@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.errors import ConfigError
-from speculation.eagle.head import MidLayer
+from speculation.eagle import MidLayer
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from tests.training.recorded import continued, hidden_states

@@ -19,7 +19,7 @@ from deploy.cli import app
 from engine.engine import Engine
 from protocol.errors import ConfigError
 from protocol.speculation import Method, SpeculativeConfig
-from speculation.medusa.weights import read_heads
+from speculation.medusa import read_heads
 from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import ask, drafted_and_accepted, run, small_config, tokens
 from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import ConfigError
-from speculation.eagle.head import Head, HeadShape, head_program
+from speculation.eagle import Head, HeadShape, head_program
 from training.heads.contract import HeadOptions, Target, write_head
 from training.heads.unrolled import DEFAULT_DEPTH, UnrolledTraining
 

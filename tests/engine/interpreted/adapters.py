@@ -34,9 +34,8 @@ from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.self_speculative import drafter as drafts
-from speculation.self_speculative.drafter import SelfDrafter
-from speculation.self_speculative.layers import with_layers
+from speculation import self_speculative as drafts
+from speculation.self_speculative import SelfDrafter, with_layers
 from tests.engine.adapter_files import write_adapter
 from tests.engine.interpreted.graphs import CPU, STEPS, chain, made_model, made_pool, small_tiles
 from tests.engine.interpreted.hybrid_graphs import Side as HybridSide

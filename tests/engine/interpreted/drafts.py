@@ -34,8 +34,8 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation import tree_drafting
 from speculation.chains import ChainDrafting, DraftRows
-from speculation.eagle.head import Head, HeadShape, head_program
-from speculation.self_speculative.layers import with_layers
+from speculation.eagle import Head, HeadShape, head_program
+from speculation.self_speculative import with_layers
 from speculation.tree_drafting import TreeDrafting
 from tests.engine.interpreted.graphs import (
     BLOCK,

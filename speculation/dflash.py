@@ -1,5 +1,4 @@
 """Drafting with DFlash: one pass over a block of masks drafts all tokens (Chen et al. 2026).
-
 The layers see a text as keys and values that `Context` makes of the target's hidden states. They lie in the
 places of the text's tokens, of which the last committed one has no hidden states yet: it begins the block.
 """
@@ -7,6 +6,7 @@ places of the text's tokens, of which the last committed one has no hidden state
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,8 +16,9 @@ from torch import Tensor
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
 from engine.copies import upload_to
-from engine.devices.attention import select_backend
+from engine.devices.attention import TablesBackend, select_backend
 from engine.devices.loaded_model import LoadedModel
+from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from engine.kv.layout import DRAFT, Group, Segment
 from engine.kv.pool import KVPool
 from engine.load.select import runner_of_head
@@ -28,10 +29,9 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.dflash.attention import BlockBackend
-from speculation.dflash.weights import load_dflash
-from speculation.draft_kv import DraftKvDrafter, Known
+from speculation.dflash_weights import load_dflash
 from speculation.drawing import Drawing, in_whole_vocabulary
+from speculation.target_states import DraftKvDrafter, Known
 
 
 class DFlashDrafter(DraftKvDrafter):
@@ -128,3 +128,46 @@ class DFlashDrafter(DraftKvDrafter):
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed
         self._known[sequence.request_id] = Known(0 if num_drafted >= place else place, place)
+
+
+class BlockBackend(TablesBackend):
+    """Attention over the layers of one pool, where each layer has its `sight`: None if its rows see no later
+    one, else the tokens that a row sees before itself and with itself, 0 for all, beside all later rows.
+    """
+
+    is_causal = False
+
+    def __init__(
+        self, backend: type[AttentionBackend], layers: Sequence[LayerKv], sights: Sequence[int | None]
+    ) -> None:
+        self._sights = list(dict.fromkeys(sights))
+        super().__init__([backend(layers) for _ in self._sights], list(map(self._sights.index, sights)))
+        self.num_tables, self.can_capture = 1, False
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        for sight, backend in zip(self._sights, self.backends, strict=True):
+            backend.begin_step(metadata if sight is None else _whole(metadata, sight))
+
+
+def _whole(metadata: AttentionMetadata, sight: int) -> AttentionMetadata:
+    """Make each row a sequence of its own with the keys of all rows."""
+    starts = metadata.query_start.long()
+    counts = starts.diff()
+    owners = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    rows = torch.arange(len(owners), device=counts.device)
+    context_len = metadata.context_len[owners]
+    first_key = torch.zeros_like(context_len)
+    if metadata.first_key is not None:
+        first_key = metadata.first_key[owners]
+    if sight:
+        places = context_len - counts[owners] + rows - starts[owners]
+        first_key = first_key.maximum(places + 1 - sight).int()
+    return replace(
+        metadata,
+        query_start=torch.arange(len(owners) + 1, dtype=torch.int32, device=counts.device),
+        context_len=context_len,
+        block_table=metadata.block_table[owners],
+        first_key=first_key,
+        max_query_len=1,
+        query_lens=[1] * len(owners),
+    )

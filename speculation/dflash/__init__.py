@@ -1,1 +1,0 @@
-"""Drafting a block of tokens in one pass over the target's hidden states: DFlash."""
