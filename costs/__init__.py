@@ -1,1 +1,1 @@
-"""Predicts, and learns from what runs, the time of steps, of drafts and of their trials."""
+"""Predictions of the time of steps, of drafts and of trials of either, learned from steps that ran."""

@@ -1,33 +1,33 @@
-"""How likely drafted tokens are to be accepted, learned from those that were verified.
+"""Estimates of how likely draft tokens are to be accepted, learned from verified drafts.
 
-Token i of a draft can only be accepted after token i - 1. So a method has a conditional rate for each
-position, over all of its requests. A request has one number besides, how hard its text is: its own rejections
-over those expected from the method's rates, fading as the text goes on.
+Token i of a draft can only be accepted after token i - 1, so each method has a conditional rate for each
+position, over all of its requests. Each request has one more number, the hardness of its text: its rejections
+divided by those that the method's rates predict. Both counts fade as the text grows.
 """
 
 from __future__ import annotations
 
 FIRST_RATE = 0.75
-"""[share] Acceptance at each position before any draft. Optimistic: what is tried is soon known, what is not
-tried never.
+"""[share] Acceptance at each position before any draft. It is optimistic, because a method that is never
+tried is never measured.
 """
 FIRST_WEIGHT = 20.0
-"""[drafts] The weight of `FIRST_RATE`: a method that fails is given up after about so many."""
+"""[drafts] The weight of `FIRST_RATE`: a method that fails is given up after about as many drafts."""
 METHOD_MEMORY = 500.0
-"""[drafts] A method's rates are averaged over so many: those of a few dozen requests."""
+"""[drafts] A method's rates average over as many of its latest drafts: those of a few dozen requests."""
 OWN_WEIGHT = 1.0
-"""[rejections] The weight of the method's rates against a request's own: a few failures in a row stop a
-request of a good method.
+"""[rejections] The weight of the method's rates against a request's own rejections. It is low, so that a few
+failures in a row stop drafting for a request of a good method.
 """
 TEXT_MEMORY = 16.0
-"""[tokens] A request's own rates fade over so many: hard passages of code are hardly longer."""
+"""[tokens] A request's counts average over as many of its latest tokens: about a hard passage of code."""
 
 
 class MethodAcceptance:
-    """Conditional acceptance rates by position. `found` is the share of granted tokens that was drafted."""
+    """A method's conditional acceptance rates by position. `found`: the share of granted tokens drafted."""
 
     def __init__(self, num_positions: int, rates: list[float] | None = None) -> None:
-        """Begin with these `rates`, as uncertain as before any draft."""
+        """Start from `rates`, with the same uncertainty as before any draft."""
         self._tried = [FIRST_WEIGHT] * num_positions
         self._accepted = [FIRST_WEIGHT * rate for rate in rates or [FIRST_RATE] * num_positions]
         self.found = 1.0
@@ -39,21 +39,21 @@ class MethodAcceptance:
         return [min(accepted / tried, 1.0) for accepted, tried in pairs]
 
     def observe(self, depth: int, num_accepted: int) -> None:
-        """Note that the first `num_accepted` tokens of a draft of `depth` were accepted."""
+        """Record that the first `num_accepted` tokens of a draft of `depth` tokens were accepted."""
         kept = 1 - 1 / METHOD_MEMORY
         for position in range(min(num_accepted + 1, depth, len(self._tried))):
             self._tried[position] = kept * self._tried[position] + 1
             self._accepted[position] = kept * self._accepted[position] + (position < num_accepted)
 
     def observe_found(self, num_granted: int, num_drafted: int) -> None:
-        """Note that a request drafted `num_drafted` of the `num_granted` tokens that it might."""
+        """Record that a request drafted `num_drafted` of the `num_granted` tokens that it was allowed."""
         self._num_drafts += 1
         pace = max(1 / METHOD_MEMORY, 1 / (FIRST_WEIGHT + self._num_drafts))
         self.found += pace * (num_drafted / num_granted - self.found)
 
 
 class RequestAcceptance:
-    """One request's chances. Its drafts count for its method too, and for its class with that method."""
+    """One request's acceptance. Its drafts also count for its method, and for its class with that method."""
 
     def __init__(self, method: MethodAcceptance, of_class: MethodAcceptance | None = None) -> None:
         self.method = method
@@ -63,7 +63,7 @@ class RequestAcceptance:
         self._place = 0
 
     def survival(self) -> list[float]:
-        """Return for each position the chance that a draft is accepted up to there."""
+        """Return for each position the probability that a draft is accepted up to and including it."""
         hardness = (self._rejected + OWN_WEIGHT) / (self._expected + OWN_WEIGHT)
         survival, chance = [], 1.0
         for rate in self.method.rates():
@@ -72,14 +72,14 @@ class RequestAcceptance:
         return survival
 
     def age(self, place: int) -> None:
-        """Let what was learned fade: the request is `place` tokens long by now."""
+        """Fade the counts of earlier drafts, now that the request is `place` tokens long."""
         kept = (1 - 1 / TEXT_MEMORY) ** max(place - self._place, 0)
         self._rejected *= kept
         self._expected *= kept
         self._place = place
 
     def observe(self, depth: int, num_accepted: int, place: int, *, is_blind: bool = False) -> None:
-        """Learn from a draft. `is_blind`: it was made with truncated context, so it tells nothing of other
+        """Learn from a draft. With `is_blind` its context was truncated, so it does not count for other
         requests.
         """
         self.age(place)

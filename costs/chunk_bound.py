@@ -1,4 +1,4 @@
-"""Bounds the prompt tokens of a step that also decodes, so that the decoding sequences do not stall."""
+"""A bound on the prompt tokens of a step that also decodes, so that the decoding sequences do not stall."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from protocol.costs import StepCosts, itl_bound
 
 
 class ChunkBound:
-    """The bound of one step after the other. Without a budget (0), or with nothing to decode, there is none.
-    `least_tokens` of a prompt always fit.
+    """The bound of each step in turn. It does not apply without an ITL budget (0) or without decoding
+    sequences. `least_tokens` of a prompt always fit.
     """
 
     def __init__(self, costs: Callable[[], StepCosts], itl_budget_s: float, least_tokens: int) -> None:
@@ -18,8 +18,8 @@ class ChunkBound:
         self._left_s: float | None = None
 
     def begin(self, rows: int, context: int, slo_tpot_s: float = inf) -> None:
-        """Begin a step that decodes so many sequences, which attend to `context` tokens in all. The strictest
-        of their clients asks for `slo_tpot_s`.
+        """Begin a step that decodes `rows` sequences, which attend to `context` tokens in all. `slo_tpot_s`
+        is the strictest time per output token that their clients ask for.
         """
         if not rows or not self._budget_s:
             self._left_s = None
@@ -28,7 +28,7 @@ class ChunkBound:
         self._left_s = self._costs().chunk_seconds(rows, context, budget_s)
 
     def tokens(self, wanted: int, before: int) -> int:
-        """Return how many of the `wanted` tokens of a prompt, after `before` others, still fit."""
+        """Return how many of a prompt's `wanted` tokens, which follow `before` computed ones, still fit."""
         if self._left_s is None:
             return wanted
         if self._left_s <= 0:

@@ -1,13 +1,13 @@
-"""Predicts the tokens a second of a decode worker's batch, by the place where its drafts are made.
+"""Predictions of the tokens per second of a decode worker's batch, by the place where its drafts are made.
 
-Token i of a draft is accepted, together with all before it, with the chance S(i). So a step that verifies K
-drafted tokens brings tau = 1 + S(1) + ... + S(K) tokens to its request. With B requests it takes T(K)
-seconds.
+S(i) is the probability that token i of a draft is accepted together with all tokens before it. A step that
+verifies K draft tokens then yields tau = 1 + S(1) + ... + S(K) tokens for each request. With B requests it
+takes T(K) seconds.
 
 - Without drafts: B / T(0).
-- On the decode worker, which drafts between its steps: B tau / (T(K) + drafting).
-- On a draft worker, which drafts while the decode worker computes. Only the share x of a request's steps
-  finds a draft: B (1 + x (tau - 1)) / T(x K).
+- Drafts made on the decode worker, between its steps: B tau / (T(K) + drafting).
+- Drafts made on a draft worker while the decode worker computes. Only the share x of a request's steps finds
+  a draft: B (1 + x (tau - 1)) / T(x K).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from protocol.speculation import Method, MethodState, StepTimeState
 
 @dataclass(frozen=True, slots=True)
 class SharedDrafter:
-    """A draft worker, as one target sees it.
+    """A draft worker, from the point of view of one target.
 
-    It drafts with `method` for `others` requests of other targets, with `context_tokens` each, and has
-    `waiting_tokens` of texts to read. A target that sends it a message between two steps has the answer,
-    between two steps, after `answer_s`; 0: not measured.
+    It drafts with `method` for `others` requests of other targets, each with `context_tokens`, and still has
+    to read `waiting_tokens` of their texts. `answer_s` is the time from a target's message to the worker's
+    answer, both between two of the target's steps; 0 if not measured.
     """
 
     worker_id: str
@@ -42,18 +42,18 @@ class SharedDrafter:
 
 
 MIN_GAIN = 0.03
-"""[share] Drafting must be faster by so much: about the uncertainty of a step's time."""
+"""[share] The least gain in speed that makes drafting worthwhile: about the uncertainty of a step's time."""
 
 
 class Rate(NamedTuple):
-    """The rate of a batch, and the tokens that a step brings to each of its requests."""
+    """The token rate of a batch, and the tokens that a step yields for each of its requests."""
 
     tokens_per_s: float
     tokens_per_step: float
 
 
 class StepCurve:
-    """Seconds of a target's step, by the number of drafted tokens that each of its requests verifies."""
+    """The seconds of a target's step as a function of the draft tokens that each request verifies."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StepCurve:
         costs: StepCosts = UNKNOWN_COSTS,
         context_tokens: float = 0.0,
     ) -> None:
-        """`costs` count if the worker reports no sound table of times."""
+        """Read the times from `table`, or from `costs` if the worker reports no sound table."""
         if _is_sound(table):
             columns = zip(*table.seconds, strict=True)
             self._drafted: Sequence[float] = table.drafted
@@ -82,8 +82,8 @@ def plain_rate(rows: float, curve: StepCurve) -> Rate:
 def local_rate(
     rows: float, curve: StepCurve, state: MethodState, chances: Sequence[float], drafted: int, levels: int
 ) -> Rate:
-    """Predict the rate with drafts of `drafted` tokens, made in `levels` sequential passes, if the decode
-    worker finds a draft.
+    """Predict the rate with drafts of `drafted` tokens, made on the decode worker in `levels` sequential
+    passes. Only the share `state.found` of the requests gets a draft.
     """
     tokens = 1 + state.found * sum(chances)
     drafting_s = state.start_s + state.level_s * levels + state.token_s * rows * drafted
@@ -99,12 +99,12 @@ def remote_rate(rows: float, curve: StepCurve, chances: Sequence[float], drafter
 
 
 def _steps_without(chances: Sequence[float], step_s: float, drafter: SharedDrafter, rows: float) -> float:
-    """Return how many steps find no draft for each step that finds one.
+    """Return the number of steps without a draft for each step with one.
 
-    If the target accepts a whole draft and its next token is the one that was drafted next, the draft worker
-    is ahead already, and the next draft arrives after the steps that it takes to make. Otherwise the draft
-    worker is notified and starts over. The tokens that the target adds until the new draft arrives must
-    agree with it, too.
+    If the target accepts a whole draft, and its next token is the one that the draft worker drafted next,
+    then the draft worker is already ahead, and the next draft arrives as soon as it is made. Otherwise the
+    draft worker is notified and starts again; the tokens that the target adds until the new draft arrives
+    must then agree with that draft, too.
     """
     drafted = len(chances)
     draft_step_s = _draft_step_seconds(drafter, rows)
@@ -118,21 +118,19 @@ def _steps_without(chances: Sequence[float], step_s: float, drafter: SharedDraft
 
 
 def _draft_step_seconds(drafter: SharedDrafter, rows: float) -> float:
-    """Return the seconds of a draft worker's step for these rows and those of its other targets."""
+    """Return the seconds of a draft worker's step for `rows` rows and the rows of its other targets."""
     drafting = drafter.others + rows
     return drafter.costs.decode_s(drafting, drafting * drafter.context_tokens)
 
 
 def reading_seconds(drafter: SharedDrafter, num_tokens: int) -> float:
-    """Return the time until a draft worker has read `num_tokens` of a text, after the tokens that wait
-    there.
-    """
+    """Return the time until a draft worker has read `num_tokens` of a text, after its waiting tokens."""
     costs = drafter.costs
     return costs.chunks_s(drafter.waiting_tokens + num_tokens, 0, costs.chunk_tokens)
 
 
 def _is_sound(table: StepTimeState) -> bool:
-    """Return whether the table has positive seconds for each pair of its axes, and the axes ascend."""
+    """Return whether both axes of the table ascend, with a positive time for each pair of their values."""
     axes = table.sequences, table.drafted
     return (
         all(axis and all(a < b for a, b in pairwise(axis)) for axis in axes)
@@ -142,7 +140,7 @@ def _is_sound(table: StepTimeState) -> bool:
 
 
 def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Interpolate linearly, and extrapolate linearly beyond the ends."""
+    """Interpolate linearly; extrapolate linearly beyond both ends."""
     if len(xs) < 2:
         return ys[0]
     above = min(max(bisect_right(xs, x), 1), len(xs) - 1)

@@ -1,10 +1,10 @@
-"""How long a worker's steps take by what they compute, learned from every step that runs.
+"""The times of a worker's steps as a function of their work, learned from every step that runs.
 
-The latest steps count most. Those that were measured at the start count little and are never forgotten: they
-stand for what has not run lately.
+The latest steps count most. Steps measured at the start count little but are never forgotten: they represent
+the kinds of steps that have not run lately.
 
-Steps on cores that idle workers lend tell about the worker's own cores too: on `spread` times as many a step
-takes spread ** -scaling as long, and the scaling is learned with the rest.
+Steps on cores lent by idle workers count, too: a step on `spread` times the worker's own cores takes spread
+** -scaling times as long, and the scaling is learned with the other weights.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import numpy as np
 from protocol.costs import StepCosts
 
 MEMORY = 500.0
-"""[steps] The memory of the model, for steps that only decode and for those that compute prompts."""
+"""[steps] The number of latest steps that count, for decode-only steps and for those with prompts."""
 DECODE_SCALING, PREFILL_SCALING = 0.5, 0.9
-"""Assumed until steps on lent cores have run. Decoding waits for memory, which more cores share."""
+"""The scalings until steps ran on lent cores. Decoding waits for memory, which more cores share."""
 SCALING_MEMORY = 100.0
-"""[steps on lent cores]"""
+"""[steps on lent cores] The number of latest steps that count for a scaling."""
 _MOST_PENDING = 8192
-"""Steps that are kept until somebody asks for the costs."""
+"""The most steps that are kept until `costs` is called."""
 _DECODE, _PROMPT = slice(0, 3), slice(3, 6)
-"""The features of decoding rows, and those of a prompt's chunks."""
+"""The features of decode rows, and the features of prompt chunks."""
 
 
 class ComputedSequence(Protocol):
-    """A sequence of which `num_computed` tokens are computed."""
+    """A sequence with `num_computed` tokens computed."""
 
     num_computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of a step: `rows` sequences that decode and attend to `context` tokens, and `tokens` of
-    prompts, whose pairs with the tokens before them are `pairs`.
+    """The work of a step: `rows` decoding sequences that attend to `context` tokens in all, and `tokens`
+    prompt tokens, which attend to earlier tokens in `pairs` pairs.
     """
 
     rows: int = 0
@@ -51,8 +51,8 @@ class StepWork:
 
 
 def work_of(sequences: Sequence[ComputedSequence], counts: Sequence[int]) -> StepWork:
-    """Return the work of a step that is about to run. A prompt's last token alone costs as much as a decoded
-    one.
+    """Return the work of a step that is about to run. A prompt's last token on its own counts as a decode
+    row.
     """
     rows = context = tokens = 0
     pairs = 0.0
@@ -74,7 +74,7 @@ class _Step(NamedTuple):
 
 
 class StepTimes:
-    """Learns a worker's costs. `observe` belongs to the engine's thread; `costs` is for any."""
+    """A worker's costs. Only the engine's thread calls `observe`; any thread may call `costs`."""
 
     def __init__(
         self,
@@ -86,25 +86,25 @@ class StepTimes:
         self.latest = StepCosts(
             chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, kv_windows=kv_windows, itl_budget_s=itl_budget_s
         )
-        """The latest answer of `costs`; costs nothing to read."""
+        """The latest result of `costs`, free to read."""
         self._model = Regression(6, MEMORY, num_kinds=2)
         self._decode_scaling, self._prefill_scaling = _Scaling(DECODE_SCALING), _Scaling(PREFILL_SCALING)
         self._pending: deque[_Step] = deque(maxlen=_MOST_PENDING)
         self.borrows = False
-        """Whether idle workers lend it cores."""
+        """Whether idle workers lend cores to this worker."""
         self._accepted = self._rows = 0.0
         self._error = self._judged = 0.0
         self._lock = threading.Lock()
 
     def seed(self, measured: Sequence[tuple[StepWork, float]]) -> None:
-        """Learn from steps measured at the start, on the worker's own cores."""
+        """Learn from steps measured at the start, on the worker's own cores, and never forget them."""
         with self._lock:
             self._learn([_Step(work, seconds) for work, seconds in measured])
             self._model.keep()
         self.costs()
 
     def observe(self, work: StepWork, seconds: float, accepted: int = 0, spread: float = 1.0) -> None:
-        """Note a step that ran on `spread` times the worker's own cores and accepted so many drafted
+        """Record a step that ran on `spread` times the worker's own cores and accepted `accepted` draft
         tokens.
         """
         self._pending.append(_Step(work, seconds, accepted, spread))
@@ -127,7 +127,7 @@ class StepTimes:
             return self.latest
 
     def _judge(self, steps: Sequence[_Step]) -> None:
-        """Compare new steps with what was known before them."""
+        """Compare new steps with the predictions made before them."""
         fade = (1 - 1 / MEMORY) ** len(steps)
         features, seconds, spread = _columns(steps)
         predicted = (features * self._shares(spread)) @ self._model.weights
@@ -149,13 +149,13 @@ class StepTimes:
             self._model.learn(features[rows], seconds[rows], kind)
 
     def _shares(self, spread: np.ndarray) -> np.ndarray:
-        """Return for each step and feature how many times as long it takes as on the worker's own cores."""
+        """Return each step's factor for each feature: its time relative to the worker's own cores."""
         shares = self._decode_scaling.share(spread), self._prefill_scaling.share(spread)
         return np.repeat(np.column_stack(shares), 3, axis=1)
 
 
 class _Scaling:
-    """How much sooner steps end on more cores: they take spread ** -scaling as long."""
+    """The exponent by which more cores shorten a step: it takes spread ** -scaling times as long."""
 
     def __init__(self, first: float) -> None:
         self.value = first
@@ -165,7 +165,7 @@ class _Scaling:
         return share
 
     def learn(self, spread: np.ndarray, seconds: np.ndarray, on_own_cores: np.ndarray) -> None:
-        """Learn from the steps on lent cores. Their median counts: a pause of the machine says nothing."""
+        """Learn from the steps on lent cores. Only their median counts: pauses of the machine do not."""
         useful = (spread > 1) & (seconds > 0) & (on_own_cores > 0)
         count = int(useful.sum())
         if count:
@@ -175,19 +175,19 @@ class _Scaling:
 
 
 def _columns(steps: Sequence[_Step]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the steps' features, seconds and shares of cores."""
+    """Return the steps' features, seconds and spreads."""
     works = [step.work for step in steps]
     features = [(1.0, w.rows, w.context, float(w.tokens > 0), w.tokens, w.pairs) for w in works]
     return np.array(features), np.array([s.seconds for s in steps]), np.array([s.spread for s in steps])
 
 
 SEED_WEIGHT = 0.1
-"""The weight of each row that is kept for good."""
+"""The weight of each row that is never forgotten."""
 
 
 class Regression:
-    """Least squares of relative errors. A row counts e times less after `memory` more of its kind: rows of a
-    rare kind would else be forgotten before there are enough of them.
+    """Least squares of relative errors. `memory` later rows of the same kind cut a row's weight to 1/e. Kinds
+    fade separately; otherwise rows of a rare kind would be forgotten before there are enough of them.
     """
 
     def __init__(self, num_features: int, memory: float, num_kinds: int = 1) -> None:
@@ -206,11 +206,11 @@ class Regression:
         self._solve()
 
     def keep(self) -> None:
-        """Never forget what was learned so far."""
+        """Keep everything learned so far for good."""
         self._kept, self._recent = SEED_WEIGHT * self._recent.sum(axis=0), np.zeros_like(self._recent)
 
     def _solve(self) -> None:
-        """Leave out the feature with the most negative weight until there is none."""
+        """Solve for weights, dropping the feature with the most negative weight until none is negative."""
         sums = self._recent.sum(axis=0) + self._kept
         squares, products = sums[:, :-1], sums[:, -1]
         sizes = np.sqrt(np.maximum(np.diag(squares), 1e-30))

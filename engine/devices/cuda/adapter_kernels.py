@@ -1,4 +1,4 @@
-"""Adds adapters to rows of a product. Each row names its own adapter by an address."""
+"""Kernels that add adapters to rows of a product. Each row names its adapter by an address."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of(adapters, row, num_rows, ROWS: tl.constexpr):
-    """The rows of the tile in which `row` lies, which of them have its adapter, the adapter, and whether
-    this row is the first one that has it: a program computes all of them, or none.
+    """Return the rows of the tile that contains `row`, which of them have its adapter, the adapter, and
+    whether `row` is the first of these: only the first row's program computes, for all of them.
     """
     m = row // ROWS * ROWS + tl.arange(0, ROWS)
     adapter = tl.load(adapters + row)
@@ -20,7 +20,7 @@ def _rows_of(adapters, row, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _side(adapter, layer, SIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return a layer's `down` or `up` from an adapter's table [layers, 3], and its rank, 0 for none."""
+    """Return a layer's `down` or `up` from an adapter's table [layers, 3], and its rank (0: no adapter)."""
     fields = adapter.to(tl.pointer_type(tl.int64)) + layer * 3
     matrix = tl.multiple_of(tl.load(fields + SIDE).to(tl.pointer_type(DTYPE)), 16)
     return matrix, tl.multiple_of(tl.load(fields + 2).to(tl.int32), 8)
@@ -45,8 +45,8 @@ def shrink(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Products of rows with `down` [rank, INPUTS]: of a row (program 0), a part (program 1), and RANKS ranks
-    and SPLIT inputs (program 2), to float32 `out` [rows, PARTS, SPLITS, BLOCKS * RANKS].
+    """Grid: (rows, parts, splits * blocks). Multiply rows by RANKS ranks and SPLIT inputs of `down` [rank,
+    INPUTS]; write the products to float32 `out` [rows, PARTS, SPLITS, BLOCKS * RANKS].
     """
     row, part = tl.program_id(0), tl.program_id(1)
     split, block = tl.program_id(2) // BLOCKS, tl.program_id(2) % BLOCKS
@@ -88,8 +88,8 @@ def expand(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds products of `shrunk` with `up` [outputs, rank] to rows of `out`: of a row (program 0), a part
-    (program 1) and COLUMNS of its outputs (program 2). Parts begin and end at whole multiples of STEP.
+    """Grid: (rows, parts, blocks of COLUMNS outputs). Add the products of `shrunk` with `up` [outputs, rank]
+    to rows of `out`. Parts begin and end at multiples of STEP.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     first, outputs = tl.load(parts + part * 3 + 1), tl.load(parts + part * 3 + 2)

@@ -1,7 +1,7 @@
-"""Adapters beside a product on a CUDA device: two launches add what each row's own one adds to it.
+"""Adapters on a CUDA device: two launches add the part of each row's adapter to a product.
 
-A row's result has the same bits in every batch: inputs are added up in splits of one size, and a tile's rows
-that have one adapter are multiplied side by side, as in the tiles of `products`.
+A row's result has the same bits in every batch: inputs are summed in splits of one size, and rows of a tile
+with the same adapter are multiplied together, as in the tiles of `products`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from engine.triton_support import ceil_div, power_of_two
 _ROWS, _COLUMNS, _MOST_RANKS = 16, 128, 64
 """The rows, columns and ranks that one program computes."""
 _SPLIT, _DEPTH_BYTES = 1024, 256
-"""Inputs that a program adds up, and how much of them at a time."""
+"""Inputs that a program sums, and the bytes of them that it loads at a time."""
 _STEP = 16
-"""More would make no wider loads."""
+"""The most useful alignment of parts: a larger one makes loads no wider."""
 
 
 @dataclass(frozen=True)
 class AdaptedProduct:
-    """One product of one input, of which linear layers are parts, side by side: `parts` int32 [parts, 3] has
-    each layer's number in adapters' tables, its first column and its outputs, of which the widest has
-    `widest`; all begin and end at whole multiples of `step`. Adapters have the `dtype`, and at most
-    `max_rank`.
+    """One product of one input, of which linear layers are adjacent parts. `parts`, int32 [parts, 3], has
+    each layer's number in adapters' tables, its first column and its number of outputs, at most `widest`.
+    Parts begin and end at multiples of `step`. Adapters have the dtype `dtype` and ranks up to `max_rank`.
     """
 
     parts: Tensor
@@ -57,8 +56,8 @@ class AdaptedProduct:
         return cls(on_device, shapes[0].inputs, max(outputs), step, adapters.max_rank, adapters.dtype)
 
     def add(self, out: Tensor, x: Tensor, adapters: Tensor) -> None:
-        """To `out` [..., outputs], for its inputs `x` [..., inputs], which each row's adapter adds: int64
-        [rows], its address (`Adapters.addresses`).
+        """Add each row's adapter's part, for the inputs `x` [..., inputs], to `out` [..., outputs].
+        `adapters`, int64 [rows], has the adapters' addresses (`Adapters.addresses`).
         """
         rows, whole = x.reshape(-1, self.inputs).to(self.dtype), out.view(-1, out.shape[-1])
         if rows.stride(1) != 1:
@@ -113,14 +112,14 @@ class AdaptedProduct:
 
 
 def adapted_modules(adapters: Adapters) -> Callable[[Tensor], ModuleAdapters]:
-    """Return what makes the additions of a model's modules in a step, of the addresses of rows' adapters."""
+    """Return a function that makes a step's additions to modules from the addresses of rows' adapters."""
     products = {path: AdaptedProduct.of([path], adapters) for path in adapters.linears}
     return partial(ModuleAdapters, products)
 
 
 class ModuleAdapters(NamedTuple):
-    """The additions of a model's modules in a step (`engine.lora.layers`): `products` by linear
-    layers' paths, `adapters` of the rows, as `AdaptedProduct.add` has them.
+    """The additions to a model's modules in a step (`engine.lora.layers`): `products` by linear layers'
+    paths, and the rows' `adapters` as `AdaptedProduct.add` takes them.
     """
 
     products: Mapping[str, AdaptedProduct]

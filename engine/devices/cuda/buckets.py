@@ -1,4 +1,4 @@
-"""The shapes that steps of decode rows and of drafts to verify are padded to."""
+"""The shapes to which steps of decode rows and of drafts to verify are padded."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from engine.triton_support import ceil_div
 from protocol.config import ServeConfig
 
 MOST_ROWS = 512
-"""A step with more keeps the device busy for longer than the host needs to launch it."""
+"""The most rows of a bucket: a larger step keeps the device busy for longer than its launches take."""
 
 _POWERS_UP_TO = 16
 _EAGER_ROWS = (2, 128)
-"""Fewer than a tile's rows, and more."""
+"""Fewer rows than a tile has, and more."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """By sequences, rows of each, and blocks of keys, all rising. A step takes the least of each that it
-    fits.
+    """The buckets by number of sequences, rows of each, and blocks of keys, all ascending. A step takes the
+    smallest bucket that it fits.
     """
 
     sequences: Sequence[int]
     rows_each: Sequence[int]
     blocks: Sequence[int]
     trees: bool
-    """Whether several rows of a sequence may be a tree."""
+    """Whether several rows of a sequence may form a tree."""
     first_keys: bool = False
-    """Whether rows may not look at the first keys."""
+    """Whether a sequence's first keys may be hidden from its rows."""
     adapters: bool = False
-    """Whether there are steps with these, and without."""
+    """Whether each shape has two buckets, with and without adapters."""
     drafts: bool = False
-    """Whether lone rows of sequences may be drafted, too."""
+    """Whether a sequence's only row may be a draft token."""
 
     @classmethod
     def of(cls, config: ServeConfig, max_model_len: int, adapters: bool = False) -> Buckets:
@@ -46,12 +46,12 @@ class Buckets:
 
     @classmethod
     def of_drafts(cls, config: ServeConfig, max_model_len: int) -> Buckets:
-        """For a model that drafts chains: of what was verified, one or two tokens are new to it."""
+        """Return buckets for a draft model, to which one or two of the verified tokens are new."""
         return cls._for(config, max_model_len, [1, 2], drafts=True)
 
     @classmethod
     def of_heads(cls, config: ServeConfig, max_model_len: int) -> Buckets:
-        """For a head that drafts chains: it reads what was verified, but for the text's first token."""
+        """Return buckets for a draft head, which reads the verified tokens except the text's first."""
         rows_each = [1 + count for count in _drafted(config)[0]]
         return cls._for(config, max_model_len, rows_each, first_keys=True)
 
@@ -63,7 +63,7 @@ class Buckets:
         return cls(sequences, rows_each, _blocks(longest, config.block_size), trees, **kinds)
 
     def __iter__(self) -> Iterator[StepShape]:
-        """The largest first."""
+        """Yield the shapes, the largest first."""
         for blocks in reversed(self.blocks):
             for rows_each in reversed(self.rows_each):
                 for sequences in reversed(self.sequences):
@@ -73,7 +73,7 @@ class Buckets:
 
     def eager_forms(self) -> Iterator[StepShape]:
         """Yield steps that launch each kernel in all forms that eager steps take: few and many rows, few and
-        many keys, and inputs that are there or not.
+        many keys, with and without optional inputs.
         """
         for rows, blocks, trees, first_keys, adapters in product(
             _EAGER_ROWS,
@@ -85,11 +85,11 @@ class Buckets:
             yield StepShape(rows, rows, 1, rows, blocks, trees, first_keys, adapters)
         for sequences in self.sequences:
             yield self._shape(sequences, 1, self.blocks[0], False)
-        for rows_each in {1, self.rows_each[-1]}:  # the most parts, for which memory may have no room
+        for rows_each in {1, self.rows_each[-1]}:  # the most partial results: memory may lack room for them
             yield self._shape(self.sequences[-1], rows_each, self.blocks[-1], False)
 
     def shape_of(self, batch: Sequence[SequenceRows], num_logits: int, block_size: int) -> StepShape | None:
-        """None where the step fits none."""
+        """Return the smallest bucket that the step fits, or None."""
         if not self.first_keys and any(rows.first_key for rows in batch):
             return None
         if not (self.trees or are_chains(batch)):
@@ -122,22 +122,22 @@ def _next(rising: Sequence[int], least: int) -> int | None:
 
 
 def _sequences(most: int) -> list[int]:
-    """Powers of two, and from 16 on the numbers halfway between them."""
+    """Return the powers of two and, from 16 on, the numbers halfway between them, up to `most`."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
     halfway = [power * 3 // 2 for power in powers if power >= _POWERS_UP_TO]
     return sorted(number for number in {*powers, *halfway, most} if number <= most)
 
 
 def _blocks(max_model_len: int, block_size: int) -> list[int]:
-    """Blocks of one split of keys, of two, four and so on: attention is launched by the most splits."""
+    """Return the blocks of 1, 2, 4, ... splits of keys and of the longest text: launches count splits."""
     keys = [tiles.SPLIT << exponent for exponent in range((max_model_len // tiles.SPLIT).bit_length())]
     needed = ceil_div(max_model_len, block_size)
     return sorted({needed, *(max(1, each // block_size) for each in keys if each < max_model_len)})
 
 
 def _drafted(config: ServeConfig) -> tuple[list[int], bool]:
-    """Tokens of a draft: none, and the most halved again and again, as far as speculation goes by itself. And
-    whether they are trees.
+    """Return the numbers of draft tokens, and whether drafts are trees. The numbers are 0 and the most that
+    speculation chooses by itself, repeatedly halved.
     """
     options = config.speculative_config
     if options is None:

@@ -1,6 +1,6 @@
-"""Runs a program on a CUDA device: cuBLAS or our kernels multiply, Triton does most of the rest.
+"""The decoder of programs on a CUDA device: cuBLAS or our kernels multiply, Triton does most of the rest.
 
-Operations without a kernel of their own run by torch's operators. None of them waits for the device.
+Operations without a kernel of their own run by torch's operators. No operation waits for the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PlainWeight(NamedTuple):
 
 
 class SeveralWeights(NamedTuple):
-    """Linear layers of one input that no one product replaces."""
+    """Linear layers of one input that cannot be joined into one product."""
 
     linears: tuple[nn.Module, ...]
 
@@ -61,14 +61,14 @@ Weight = PlainWeight | TiledWeight | SeveralWeights
 
 
 class PackedProduct(NamedTuple):
-    """A weight, the products of adapters that are added to its output, and factors of the sum, if any."""
+    """A weight, the adapters' products that are added to its output, and the sum's factors, if any."""
 
     weight: Weight
     adapted: AdaptedProduct | None
     multipliers: Tensor | None
 
     def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """Multiply, with the rows' `adapters` if some row may have one."""
+        """Multiply, and add the rows' `adapters`; None if no row can have one."""
         out = self.weight(x)
         if self.adapted is not None and adapters is not None:
             self.adapted.add(out, x, adapters)
@@ -76,8 +76,8 @@ class PackedProduct(NamedTuple):
 
 
 class CudaDecoder(Operations[StepInputs]):
-    """Ten kernels for a layer of attention and a gated MLP, or nine where no sequence has several splits of
-    keys, and eight more where some row may have an adapter.
+    """A decoder with ten kernels per layer of attention and gated MLP; nine if no sequence has several splits
+    of keys; eight more if some row may have an adapter.
     """
 
     name = "CUDA decoder"
@@ -94,8 +94,8 @@ class CudaDecoder(Operations[StepInputs]):
         operators: StepOperators | None = None,
         recurrent: Sequence[RecurrentLayer] = (),
     ) -> None:
-        """For a program for which `unfit` finds nothing. Its linear layers keep views of the weights that are
-        joined here. `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
+        """Take a program in which `unfit` finds no fault. Its linear layers become views of the weights that
+        are joined here. `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
         """
         self.adapters, self.operators, self.recurrent = adapters, operators, recurrent
         backends, self._tables = by_table(backend)
@@ -114,7 +114,7 @@ class CudaDecoder(Operations[StepInputs]):
         self._residual_multiplier = None if factor == 1 else factor
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """Return logits of the rows asked for, and hidden states of all rows. The backend has begun."""
+        """Return logits of the requested rows, and all rows' hidden states. The backend's step has begun."""
         program, added, added_norm = self._program, None, None
         residual = embedding(inputs.token_ids, program.embeddings)
         residual = scaled(residual, program.embedding_multiplier)
@@ -165,7 +165,7 @@ class CudaDecoder(Operations[StepInputs]):
     def _add_norm(
         self, added: Tensor | None, added_norm: Norm | None, residual: Tensor, norm: Norm | None
     ) -> Tensor:
-        """Add to `residual`, in place, and return its norm."""
+        """Add `added` to `residual` in place; return the norm of the sum."""
         assert norm is not None
         out, (rows, size) = torch.empty_like(residual), residual.shape
         add_norm[(rows,)](
@@ -226,7 +226,7 @@ class CudaDecoder(Operations[StepInputs]):
 
 
 def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None:
-    """Why the decoder can't run the program; None if it can."""
+    """Return why the decoder can't run the program; None if it can."""
     if program.entry is not None or program.final_norm is None:
         return "it is a draft head"
     for layer in program.layers:
@@ -247,7 +247,7 @@ def _packed(product: Product, adapters: Adapters | None) -> PackedProduct:
 
 
 def _joined(linears: tuple[nn.Module, ...]) -> Weight:
-    """Join layers of one input. Two decoders of the same layers share what is joined."""
+    """Join layers of one input. Two decoders of the same layers share the joined weight."""
     tiled = [each for each in linears if isinstance(each, TiledLinear)]
     if len(tiled) == len(linears) and all(each.tiled.is_like(tiled[0].tiled) for each in tiled):
         return join(tiled)

@@ -1,4 +1,4 @@
-"""CUDA graphs: what a function puts on the device, recorded once and replayed in one call."""
+"""CUDA graphs: the launches of a function, recorded once and replayed in one call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.batch.step_inputs import StepShape
 logger = logging.getLogger("tandem.engine")
 
 MOST_S = 60.0
-"""For all graphs of a model."""
+"""The longest time that capturing all graphs of a model takes."""
 
 
 class CudaGraphs:
-    """Graphs that never run at once, so that what they compute may lie in the same memory."""
+    """Graphs that never run at the same time, so they share the memory of intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,13 +27,13 @@ class CudaGraphs:
         return CudaGraph(self._pool)
 
     def free_bytes(self) -> int:
-        """Free memory of the device."""
+        """Return the free memory of the device."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def fault(self, work: Callable[[], object]) -> str:
-        """Why `work`, which has run before, cannot be captured, as where it waits for the device. Empty if it
-        can.
+        """Return why `work`, which has run before, cannot be captured, for example because it waits for the
+        device; an empty string if it can.
         """
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -51,7 +51,7 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, work: Callable[[], object]) -> None:
-        """Record what `work` launches, which has run before: nothing is compiled or set up on the way."""
+        """Record what `work` launches. It has run before, so nothing is compiled or set up meanwhile."""
         # Other threads of the worker may ask CUDA for memory meanwhile. If the device refuses,
         # `torch.cuda.graph` leaves the thread on its own stream.
         with (
@@ -61,14 +61,14 @@ class CudaGraph:
             work()
 
     def replay(self) -> None:
-        """Launch it again: the same constants, and the same addresses."""
+        """Launch the recorded work again, with the same constants and addresses."""
         self._graph.replay()
 
 
 def capture_all(
     shapes: Sequence[StepShape], capture: Callable[[StepShape], CudaGraph], graphs: CudaGraphs
 ) -> dict[StepShape, CudaGraph]:
-    """One for each shape, as far as `MOST_S` and half of the free memory go."""
+    """Capture a graph for each shape until `MOST_S` or half of the free memory is used up."""
     captured: dict[StepShape, CudaGraph] = {}
     started, free = time.monotonic(), graphs.free_bytes()
     for shape in _by_need(shapes):
@@ -95,8 +95,8 @@ def capture_all(
 
 
 def _by_need(shapes: Sequence[StepShape]) -> list[StepShape]:
-    """First the largest for each number of rows of a sequence, in whose memory the others find theirs, and
-    which any of their steps fits. Then from the smallest on: launches are most of a small step's time.
+    """Order shapes for capture: first the largest for each number of rows per sequence, which fits all their
+    steps and lends its memory to the others. Then the smallest first: launches take most of their time.
     """
     rising = sorted(shapes, key=_size)
     largest = {shape.rows_each: shape for shape in rising}
@@ -105,7 +105,7 @@ def _by_need(shapes: Sequence[StepShape]) -> list[StepShape]:
 
 
 def stand_ins(shapes: Sequence[StepShape], captured: Collection[StepShape]) -> dict[StepShape, StepShape]:
-    """For shapes that were not captured, the least captured one that takes their steps, if any does."""
+    """Return, for shapes without a graph, the smallest captured shape that takes their steps, if any."""
     rising = sorted(captured, key=_size)
     found = {}
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""The decoder's kernels between matrix products. Values are rounded where Transformers' modules round."""
+"""The decoder's kernels between matrix products. They round where Transformers' modules round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rounded(values, like):
 
 @triton.jit
 def _weighted(values, weight, like, KIND: tl.constexpr):
-    """Multiply normalized values by the weights of a norm of this kind, unrounded."""
+    """Multiply normalized values by the weights of a norm of this kind, without rounding."""
     if KIND == _CENTRED:
         return values * (1.0 + weight)
     if KIND == _PLAIN:
@@ -42,8 +42,8 @@ def add_norm(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Add a row of `added`, normed if there is an `added_norm` and times `factor` if there is one, to
-    `residual`; write the sum, normed, to `out`. Without `added` the sum is the residual.
+    """Add a row of `added` to `residual` and write the normed sum to `out`. The row is first normed if there
+    is an `added_norm`, and multiplied by `factor` if given. Without `added` the sum is the residual.
     """
     i = tl.arange(0, PADDED)
     inside = i < SIZE
@@ -76,8 +76,8 @@ def _turned(
     PADDED: tl.constexpr,
     ROTATED: tl.constexpr,
 ):
-    """Return a head's query or key, normed if there is a `norm`. These cosines and sines rotate its first
-    `ROTATED` values.
+    """Return a head's query or key, normed if there is a `norm`, with its first `ROTATED` values rotated by
+    these cosines and sines.
     """
     d = tl.arange(0, PADDED)
     inside, turns = d < DIM, d < ROTATED
@@ -100,7 +100,7 @@ def _turned(
     return _rounded(_rounded(own * cosine, head) + _rounded(other * sine, head), head)
 
 
-@triton.jit(do_not_specialize=["slots"])  # a table's slots may begin anywhere among those of all tables
+@triton.jit(do_not_specialize=["slots"])  # a table's slots may begin anywhere in the slots of all tables
 def rotate(
     qkv,
     query_norm,
@@ -131,9 +131,8 @@ def rotate(
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """For a row (program 0) and a head (program 1), write the query to `query`, or the key or value to the
-    pool; padding rows write no KV. With `GATED` 1 an output gate follows each query. `write` explains the
-    strides.
+    """Grid: (rows, heads). Write a query to `query`, or a key or value to the pool; padding rows write no KV.
+    With `GATED` 1 an output gate follows each query in `qkv`. `write` explains the strides.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PADDED)

@@ -8,12 +8,12 @@ import triton.language as tl
 from engine.devices.cuda.attention.codes import decode
 
 PLAIN, INT8, FP8, INT4, MXFP4 = map(tl.constexpr, range(5))
-"""Kinds of weights. Values of FP8 are multiplied divided by 256, and those of MXFP4 doubled."""
+"""The kinds of weights. Decoded FP8 values are divided by 256; decoded MXFP4 values are doubled."""
 
 
 @triton.jit
 def _values(words, zero, like, KIND: tl.constexpr):
-    """Decode the low four bits of `words`, or all eight, exactly, into the dtype of `like`."""
+    """Decode the low four bits of `words`, or all eight, exactly, to the dtype of `like`."""
     if KIND == PLAIN:
         values = words
     elif KIND == INT8:
@@ -32,7 +32,7 @@ def _values(words, zero, like, KIND: tl.constexpr):
 
 @triton.jit
 def _inputs(x, order, k, is_row, inside):
-    """Load columns `k` of the tile's rows, or with an `order` those that it names for `k`."""
+    """Load columns `k` of the tile's rows, or columns `order[k]` if there is an `order`."""
     columns = k if order is None else tl.load(order + k)
     return tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
 
@@ -57,9 +57,9 @@ def multiply(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a tile of ROWS rows (program 0) by COLUMNS outputs (program 1). Programs that run at once are
-    those of all rows for few outputs, so they share weights in the cache. Inputs are added up DEPTH by DEPTH
-    and scaled. A byte of four-bit codes has input k in its low half and input k + DEPTH / 2 in its high one.
+    """Grid: (ROWS rows, COLUMNS outputs). Compute a tile of products. Programs of the same outputs run
+    together and share weights in the cache. Every DEPTH inputs are summed, then scaled. A byte of four-bit
+    codes has input k in its low half and input k + DEPTH / 2 in its high half.
     """
     CODES: tl.constexpr = 2 if (KIND == INT4) | (KIND == MXFP4) else 1
     HALF: tl.constexpr = DEPTH // CODES
@@ -72,7 +72,7 @@ def multiply(
     weight += n.to(tl.int64)[:, None] * (INPUTS // CODES) + i[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, INPUTS, DEPTH):
-        inside = (start + i < INPUTS)[None, :]  # always, but where a plain matrix ends within a tile
+        inside = (start + i < INPUTS)[None, :]  # false only where a plain matrix ends within a tile
         words = tl.load(weight + start // CODES, mask=is_output[:, None] & inside, other=0)
         zero = None
         if zeros is not None:

@@ -1,4 +1,4 @@
-"""Linear layers on a CUDA device that multiply by our kernel: quantized ones, and with `--deterministic` all.
+"""Linear layers that our kernel multiplies on a CUDA device: quantized ones, and with `--deterministic` all.
 
 A row's result has the same bits in every batch, since tiles have a fixed number of rows.
 """
@@ -27,20 +27,20 @@ _KINDS = {
     CodeFormat.MXFP4: product_kernel.MXFP4,
 }
 _FACTORS = {CodeFormat.FP8: 256.0, CodeFormat.MXFP4: 0.5}
-"""Factors of scales, where the kernel's values are not the format's."""
+"""Factors of scales for formats whose values the kernel decodes to a multiple."""
 _IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
 _DEPTH, _LEAST_DEPTH = 64, 32
-"""Inputs that are added up before the sum is scaled; the lesser for small groups, and for float32."""
+"""Inputs that are summed before the sum is scaled; the smaller number for small groups and for float32."""
 _TENSORS = ("weight", "scales", "zeros", "order", "bias")
 _ROWS = 64
-"""Rows of a tile, for any batch: few rows take the time that memory takes to deliver the weights."""
+"""Rows of a tile in any batch: few rows take no longer than memory takes to deliver the weights."""
 
 
 @dataclass(frozen=True)
 class TiledWeight:
-    """A product's tensors, each [outputs, ...]: `weight` has values or codes, two 4-bit codes in a byte;
-    `scales`, and `zeros` if there are zero points, are float32 [outputs, groups]. `order` is int32 [inputs]
-    where codes are not in the order of the inputs. `format` is None for plain values.
+    """A product's tensors, each [outputs, ...]: `weight` has values or codes, two 4-bit codes per byte;
+    `scales`, and `zeros` if there are zero points, are float32 [outputs, groups]. `order`, int32 [inputs], is
+    given if codes are not in the order of the inputs. `format` is None for plain values.
     """
 
     format: CodeFormat | None
@@ -53,7 +53,7 @@ class TiledWeight:
 
     @classmethod
     def quantized(cls, weight: QuantizedWeight, bias: Tensor | None) -> TiledWeight:
-        """Make it of a weight that `fits`."""
+        """Pack a weight that `fits`."""
         depth = _depth(weight.group_size)
         assert depth is not None
         codes = weight.codes.view(torch.uint8)
@@ -70,7 +70,7 @@ class TiledWeight:
         return cls(None, depth, weight, None, None, None, bias)
 
     def is_like(self, other: TiledWeight) -> bool:
-        """Whether both can be one weight of the same inputs."""
+        """Return whether both can be joined into one weight of the same inputs."""
         return self._kind == other._kind and same_order(self.order, other.order)
 
     @property
@@ -84,13 +84,13 @@ class TiledWeight:
         return self.weight, self.scales, self.zeros, self.bias
 
     def rows(self, rows: slice) -> TiledWeight:
-        """With these outputs alone."""
+        """Return the weight of these outputs alone."""
         weight, scales, zeros, bias = (None if each is None else each[rows] for each in self.tensors)
         assert weight is not None
         return replace(self, weight=weight, scales=scales, zeros=zeros, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` [..., inputs] to [..., outputs]."""
+        """Multiply `x` [..., inputs]; return [..., outputs]."""
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -103,7 +103,7 @@ class TiledWeight:
         is_few = len(rows) <= _ROWS
         columns = 32 if is_few or rows.itemsize > 2 else 128
         copied = _ROWS * rows.itemsize * self.depth // (2 if self.format in _IN_HALVES else 1)
-        is_thin = copied < 8 * 32 * 16  # of eight warps, each thread would copy less than 128 bits
+        is_thin = copied < 8 * 32 * 16  # each thread of eight warps would copy less than 128 bits
         multiply[(ceil_div(len(rows), _ROWS), ceil_div(outputs, columns))](
             rows,
             self.weight,
@@ -128,7 +128,7 @@ class TiledWeight:
 
 
 class TiledLinear(nn.Module):
-    """Replaces a linear layer."""
+    """A linear layer that multiplies by our kernel."""
 
     weight: Tensor
     scales: Tensor | None
@@ -158,7 +158,7 @@ class TiledLinear(nn.Module):
 
 
 def fits(weight: QuantizedWeight) -> bool:
-    """Whether the kernel multiplies by it."""
+    """Return whether the kernel can multiply by the weight."""
     return _depth(weight.group_size) is not None
 
 
@@ -183,8 +183,8 @@ def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
 
 
 def join(linears: Sequence[TiledLinear]) -> TiledWeight:
-    """Layers of one input that are alike, as one product, of which they become parts. What is joined once is
-    the same when it is asked for again.
+    """Join compatible layers of one input into one product, and make the layers views of it. Joining the same
+    layers again returns the same memory.
     """
     parts = [linear.tiled for linear in linears]
     if len(parts) == 1:
@@ -200,7 +200,7 @@ def join(linears: Sequence[TiledLinear]) -> TiledWeight:
 
 
 def concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Tensors [outputs, ...], or None for each. Of parts of one that was made so before, that one."""
+    """Concatenate tensors [outputs, ...]; None if all are None. Parts of one tensor return that tensor."""
     there = [part for part in parts if part is not None]
     if not there:
         return None

@@ -1,4 +1,4 @@
-"""The runner of models on a CUDA device, whose steps graphs replay."""
+"""The runner of models on a CUDA device, which replays steps as graphs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from protocol.config import ServeConfig
 
 
 class CudaRunner(StepRunner):
-    """Steps that fit a bucket have its shape, and their inputs lie at its addresses. With `graphs` they are
-    replayed: padding changes no row, and the bucket's kernels are those that run eagerly.
+    """A runner that pads steps to buckets, with inputs at the bucket's addresses. With `graphs` the steps are
+    replayed: padding changes no row, and graphs run the same kernels as eager steps.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class CudaRunner(StepRunner):
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._captured: dict[StepShape, CudaGraph] = {}
         self._stand_ins: dict[StepShape, StepShape] = {}
-        """The larger buckets whose graphs serve those without one."""
+        """The larger buckets whose graphs serve buckets without one."""
         self._hidden: Tensor | None = None
-        """A draft head's hidden states in buckets."""
+        """The hidden states that a draft head reads in bucket steps."""
         if forward.no_hidden is not None:
             self._hidden = forward.no_hidden.new_zeros((MOST_ROWS, forward.no_hidden.shape[1]))
 
     @torch.inference_mode()
     def warm_up(self) -> float:
-        """Compile the kernels of eager steps. Capture the buckets' graphs, if the forward can be captured."""
+        """Compile the kernels of eager steps. Capture the buckets' graphs if the forward can be captured."""
         started = time.monotonic()
         for shape in self._buckets.eager_forms():
             self._compute(self._inputs(Step([], []), shape))
@@ -77,7 +77,7 @@ class CudaRunner(StepRunner):
         return time.monotonic() - started
 
     def _capture(self, graphs: CudaGraphs, shape: StepShape) -> CudaGraph:
-        """Capture a step of padding rows, which write nowhere."""
+        """Capture a step of padding rows, which write nothing to the pool."""
         inputs = self._inputs(Step([], []), shape)
         self._compute_kept(inputs)
         graph = graphs.new()
@@ -85,7 +85,7 @@ class CudaRunner(StepRunner):
         return graph
 
     def _compute_kept(self, inputs: StepInputs) -> None:
-        """Compute to where every graph's results go; graphs share the rest of their memory."""
+        """Compute, and copy the results to the place that all graphs share."""
         for kept, computed in zip(self._kept, self._compute(inputs), strict=True):
             if kept is not None and computed is not None:
                 kept[: len(computed)].copy_(computed)
@@ -100,7 +100,7 @@ class CudaRunner(StepRunner):
         return self._upload_bucket if shape.sequences else self._upload
 
     def _placed(self, hidden: Tensor, rows: int) -> Tensor:
-        """Return the hidden states where graphs read them, if there is room."""
+        """Return the hidden states at the address that graphs read, if they fit there."""
         if self._hidden is None or rows > len(self._hidden):
             return super()._placed(hidden, rows)
         self._hidden[: len(hidden)].copy_(hidden)
@@ -124,8 +124,8 @@ def runner_of(
     state_slots: StateSlots | None = None,
     drafts: bool = False,
 ) -> CudaRunner:
-    """Return a runner by the CUDA decoder where that fits. `drafts`: it drafts chains. Recurrent layers need
-    `state_slots`.
+    """Return a runner that uses the CUDA decoder if it fits the program. `drafts`: the model drafts chains.
+    Recurrent layers need `state_slots`.
     """
     adapters, longest, program = loaded.adapters, loaded.max_model_len, loaded.program
     operators = None if state_slots is None else TritonOperators(state_slots)
@@ -148,7 +148,7 @@ def runner_of(
 def runner_of_head(
     config: ServeConfig, program: TorchProgram, target: LoadedModel, backend: AttentionBackend, products: str
 ) -> CudaRunner:
-    """Return a runner of a head that drafts for `target`."""
+    """Return a runner for a draft head of `target`."""
     forward, buckets = ProgramForward(program, backend), Buckets.of_heads(config, target.max_model_len)
     graphs = graphs_for(config, target.device)
     return CudaRunner(forward, backend, target.device, products, buckets, graphs)

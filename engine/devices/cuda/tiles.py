@@ -1,4 +1,4 @@
-"""Linear layers for our kernel on a GPU (`engine.devices.cuda.products`)."""
+"""The choice of our kernel for linear layers on a GPU (`engine.devices.cuda.products`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from protocol.config import ServeConfig
 
 _TILED = (nn.Linear, Conv1D, QuantizedLinear)
 _STATES = "A_log"
-"""A recurrent layer's parameter, which like its convolution our operators read, row by row."""
+"""A recurrent layer's parameter that our operators read row by row, like its convolution."""
 
 
 def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, plain: bool = False) -> None:
-    """Pack the model's quantized layers, and with `plain` all linear ones. Where that can't be, torch
-    dequantizes layers in each step.
+    """Pack the model's quantized layers, and with `plain` all linear ones. Without Triton, torch dequantizes
+    quantized layers in each step.
     """
     if backend_fault("triton", device, dtype) is None:
         importlib.import_module("engine.devices.cuda.products").tile_linears(model, dtype, plain=plain)
 
 
 def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why `--deterministic` can't be kept on a GPU, whatever the model."""
+    """Return why `--deterministic` can't be kept on a GPU, whatever the model; None if it can."""
     if config.serves_adapters and config.compile != "auto":
         how = f"with --compile {config.compile} torch's operators add adapters"
         return f"{how}, whose sums depend on the batch"
@@ -40,7 +40,7 @@ def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dty
 
 
 def fault_of_weights(model: nn.Module) -> str | None:
-    """Why a model's products can't all be in tiles: some weights are no linear layer's."""
+    """Return why a model's products can't all be in tiles; None if all weights are linear layers'."""
     for path, module in model.named_modules():
         if type(module) in _TILED or isinstance(module, nn.Embedding | nn.Conv1d):
             continue

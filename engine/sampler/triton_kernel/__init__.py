@@ -1,1 +1,1 @@
-"""Sampling on a CUDA device, in Triton: the tokens of `native.py`, which the host waits for once."""
+"""Sampling on a CUDA device, in Triton: the same tokens as `native.py`, with one wait of the host."""

@@ -1,6 +1,4 @@
-"""Chooses the tokens of a batch on a CUDA device, in two kernels. One more writes down what they are drawn
-from.
-"""
+"""The sampler of a CUDA device: two kernels choose a batch's tokens, a third writes their distributions."""
 
 from __future__ import annotations
 
@@ -23,41 +21,41 @@ from engine.sampler.triton_kernel.weigh import weigh
 from engine.triton_support import ceil_div
 
 TILE = 4096
-"""Tokens of a program: enough programs for a single row, and few parts."""
+"""Tokens per program: enough programs for a single row, and few partial results."""
 
 _GROUP, _WIDTH = 64, 16
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Fused products and sums would round otherwise than the host's."""
+"""Options of all kernels. Fused multiply-adds would round differently from the host."""
 _REGISTERS = 128
-"""Registers of a thread that sifts: with more a multiprocessor has room for one program only."""
+"""Registers per thread of `sift`: with more, only one program fits a multiprocessor."""
 LISTS_BYTES = 256 * 1024**2
-"""The most memory for edited logits and lists of candidates. A step with more rows takes several launches."""
+"""The most memory for edited logits and candidate lists. A step with more rows takes several launches."""
 
 _ALIGNED_ROWS = 16
-"""Launches begin at such rows, so that no tensor's address needs another compilation."""
+"""The row alignment of launches, so that no tensor's address needs another compilation."""
 _LISTED_BYTES = 10
-"""The bytes of a listed token: two float32 and its place."""
+"""The bytes of a listed token: two float32 and its place in the tile."""
 
 
 class Chosen(NamedTuple):
-    """Rows' tokens, and from what the probabilities of these and of all others are computed."""
+    """The tokens of n rows, and the tensors from which `shares` computes the rows' probabilities."""
 
     tokens: Tensor
     """int64 [n], -1 where no token has a finite score."""
     logits: Tensor
-    """[n, vocab], with all edits; tokens lie one behind the other."""
+    """[n, vocab] with all edits applied; contiguous along the vocabulary."""
     numbers: Tensor
-    """float64 [3, n], of which the first are temperatures, 0 for greedy rows."""
+    """float64 [3, n]: temperatures (0 for greedy rows), min-p floors and top-p."""
     scales: Tensor
-    """float64 [n, 3], if a row is not greedy: its greatest logit; the least that may be chosen and what all
-    of these weigh, of logits less the greatest and divided by the temperature.
+    """float64 [n, 3], if a row is not greedy: its greatest logit, then the least value that can be chosen and
+    the sum of exp over all that can. A value is (logit - greatest) / temperature.
     """
     arrivals: Tensor
-    """int32 [n], zeros: in it a kernel counts a row's programs, so that the last one concludes."""
+    """int32 [n], zeros: `sift` counts a row's finished programs here; the last one chooses the token."""
 
 
 class TritonSampler:
-    """A row's token is the same alone and in any batch: sums are in the order of the row's own tokens."""
+    """A sampler with the same token for a row in any batch: sums run in the row's own token order."""
 
     on_device = True
 
@@ -65,7 +63,7 @@ class TritonSampler:
         self._upload, self._download = upload_to(device), Downloader(device)
 
     def begin(self, batch: Batch) -> TokenChoice:
-        """Whoever waits does so for the tokens and nothing else."""
+        """Launch the kernels and the download of the tokens; `wait` waits for that download only."""
         chosen = self.tokens(batch)
         arrive = self._download.begin(chosen)
 
@@ -84,18 +82,18 @@ class TritonSampler:
         return chosen.tokens, self.shares(chosen)
 
     def tokens(self, batch: Batch, further: Tensor | None = None) -> Tensor:
-        """Return the tokens on the device, -1 where none has a finite score. With `further`, int64 [n], rows
-        are so much further than their positions.
+        """Return the tokens on the device, -1 where none has a finite score. `further`, int64 [n], is added
+        to the rows' positions.
         """
         return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], further, keeps=False).tokens
 
     def chosen(self, batch: Batch, further: Tensor | None = None) -> Chosen:
-        """As `tokens`, with what probabilities are computed from; it holds until the next call."""
+        """Like `tokens`, but return all of `Chosen`, valid until the next call."""
         return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], further, keeps=True)
 
     @staticmethod
     def shares(chosen: Chosen) -> Tensor:
-        """float32 [n, vocab], what the tokens are drawn from: only zeros where none has a finite score."""
+        """Return the distributions of the tokens, float32 [n, vocab]: zeros where no score is finite."""
         count, size = chosen.logits.shape
         shares = torch.empty((count, size), device=chosen.logits.device)
         weigh[(ceil_div(size, TILE), count)](
@@ -112,7 +110,7 @@ class TritonSampler:
         return shares
 
     def _chosen(self, batch: Batch, seeds: np.ndarray, further: Tensor | None, *, keeps: bool) -> Chosen:
-        """Choose with the noise of these `seeds`. `keeps`: more than the tokens is wanted."""
+        """Choose with the noise of `seeds`. With `keeps`, fill logits and scales for `shares`, too."""
         logits, edits, count = batch.logits, batch.edits, len(batch.index)
         if len(logits) != count:
             raise ValueError(f"{count} rows of logits, got {tuple(logits.shape)}")
@@ -149,8 +147,8 @@ class TritonSampler:
 def choose(
     logits: Tensor, integers: Tensor, edits: EditLists | None, chosen: Chosen, *, is_greedy: bool, keeps: bool
 ) -> None:
-    """Fills `chosen`, but for its numbers, which are given, and for its logits where there are no `edits`.
-    Scales are found if it `keeps` them.
+    """Fill `chosen`, except the given `numbers`, and the `logits` if there are no `edits`. Fill its scales
+    only with `keeps`.
     """
     count, size = logits.shape
     tiles = ceil_div(size, TILE)

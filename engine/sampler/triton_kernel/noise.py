@@ -1,4 +1,4 @@
-"""The noise of `engine.sampler.noise`, and values as integers in the same order."""
+"""The noise of `engine.sampler.noise` in Triton, and a map from float32 to integers in the same order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
 _SLACK = tl.constexpr(1e-6)
-"""The greatest error of bounds in float32."""
+"""The greatest error of bounds computed in float32."""
 SPAN = tl.constexpr(NOISE_SPAN)
 LEAST = tl.constexpr(-0x7F800001)
 """The `order` of -inf."""
@@ -31,32 +31,32 @@ def _mix(x):
 
 @triton.jit
 def stream_key(seed, position):
-    """uint64, of two int64."""
+    """Return the uint64 key of an int64 seed and position."""
     return _mix(_mix(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * _GAMMA)
 
 
 @triton.jit
 def noise_bits(key, tokens):
-    """int32, uniform, and the noise grows with it."""
+    """Return uniform int32 bits; the noise grows with them."""
     return (_mix_upper(key + (tokens.to(tl.int64) + 1).to(tl.uint64) * _GAMMA) >> 32).to(tl.int32)
 
 
 @triton.jit
 def uniform(bits):
-    """float64 in (0, 1) of `noise_bits`."""
+    """Map `noise_bits` to a float64 in (0, 1)."""
     return (bits.to(tl.float64) + 2147483648.5) * 2.3283064365386963e-10  # 2**-32
 
 
 @triton.jit
 def gumbel(bits):
-    """float32 of `noise_bits`; logarithms are in float64, which is slow on many devices."""
+    """Map `noise_bits` to float32 Gumbel noise, by float64 logarithms, which are slow on many devices."""
     return (-tl.log(-tl.log(uniform(bits)))).to(tl.float32)
 
 
 @triton.jit
 def may_reach(values, bits, bar):
-    """Whether value + noise may be greater than `bar`, by a bound that is soon computed: -log u is at least
-    1 - u. Hardly any token may.
+    """Return whether value + noise can exceed `bar`, by a bound that is cheap to compute: -log u >= 1 - u.
+    Few tokens pass.
     """
     tail = 0.5 - bits.to(tl.float32) * 2.3283064365386963e-10
     return tl.exp(tl.minimum(values - bar, 1.0)) - tail >= -_SLACK
@@ -64,12 +64,12 @@ def may_reach(values, bits, bar):
 
 @triton.jit
 def order(values):
-    """int32 in the order of float32."""
+    """Map float32 to int32 in the same order."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def at_order(number):
-    """The value with this `order`."""
+    """Return the value with this `order`."""
     return (number ^ ((number >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

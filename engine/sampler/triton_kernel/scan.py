@@ -1,6 +1,4 @@
-"""Reads logits, edits them where that is asked for, and finds the greatest of each tile and of each group of
-tokens in it.
-"""
+"""The pass over the logits: it edits them if asked to and finds the peaks of tiles and of token groups."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ def _edit(
     masks,
     WORDS: tl.constexpr,
 ):
-    """A tile of a row with the edits of `edits.edit_lists`, which is written to `edited`. Each step sees what
-    the one before has written.
+    """Apply the edits of `edits.edit_lists` to a tile of a row; write it to `edited` and return it. Each step
+    reads the results of the one before.
     """
     allowed, biased, forbidden, penalized, end = (
         tl.load(bounds),
@@ -72,7 +70,7 @@ def _edit(
 
 @triton.jit
 def _ours(edit_tokens, first, end, least, last):
-    """Tokens of a list from `first` on, and which of them are in the tile."""
+    """Return a list's tokens from entry `first` on, and which of them are in the tile."""
     entries = first + tl.arange(0, _TOGETHER)
     token = tl.load(edit_tokens + entries, mask=entries < end, other=-1)
     return token, (token >= least) & (token <= last)
@@ -99,10 +97,10 @@ def scan(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Programs: tile, row. `tops` and `firsts` [rows, TILES] get a tile's greatest value, NaN if one is, and
-    the first token that has it; `peaks` [rows, TILES * TILE / GROUP] the greatest of each group.
-    `edited` [rows, SIZE] gets the logits in float32 with all edits, if there are any, and `arrivals`
-    [rows] zeros.
+    """Grid: (tiles, rows). Write a tile's greatest value (NaN if any value is) and the first token that has
+    it to `tops` and `firsts` [rows, TILES], and each group's greatest value to `peaks` [rows, TILES * TILE /
+    GROUP]. Write the float32 logits with all edits, if any, to `edited` [rows, SIZE], and zeros to `arrivals`
+    [rows].
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = tile * TILE + tl.arange(0, TILE)
@@ -137,7 +135,7 @@ def scan(
 
 @triton.jit
 def likeliest(tops, firsts, row, TILES: tl.constexpr, PADDED: tl.constexpr):
-    """A row's greatest value and the first token that has it, -1 if no value is finite or any is NaN."""
+    """Return a row's greatest value and its first token, or -1 if no value is finite or any is NaN."""
     tiles = tl.arange(0, PADDED)
     of_tiles = tl.load(tops + row * TILES + tiles, mask=tiles < TILES, other=float("-inf"))
     fails = tl.max((of_tiles != of_tiles).to(tl.int32), 0) > 0

@@ -1,4 +1,4 @@
-"""Chooses each row's token: the filters' floor among those listed, then the race; or the likeliest."""
+"""The choice of each row's token: from the listed tokens above the filters' floor, or the likeliest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDING = tl.constexpr(1e-4)
 
 @triton.jit
 def read_row(integers, numbers, row, num_rows):
-    """The parameters of a row's request: seed, position, top-k; temperature, min-p's floor and top-p."""
+    """Load the request parameters of a row: the noise key, top-k, temperature, min-p's floor and top-p."""
     seed = tl.load(integers + row)
     position = tl.load(integers + num_rows + row)
     top_k = tl.load(integers + 2 * num_rows + row).to(tl.int32)
@@ -35,7 +35,7 @@ def read_row(integers, numbers, row, num_rows):
 def _above(
     bound, values, lists, lengths, longest, WEIGHED: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """How many of the listed values are greater than `bound`, and what they weigh, in one order of adding."""
+    """Return the number of listed values above `bound` and the sum of exp over them, in a fixed order."""
     counts = tl.zeros([PADDED, WIDTH], tl.int32)
     masses = tl.zeros([PADDED, WIDTH], tl.float64)
     for first in range(0, longest, WIDTH):
@@ -64,7 +64,7 @@ def _floor(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The least value, of the `count` listed ones from `low` on, that has less than `wanted` above it."""
+    """Return the least of the `count` listed values from `low` on that has less than `wanted` above it."""
     outside, inside = order(low) - 1, tl.full([], 0, tl.int32)
     num_outside, num_inside = count, tl.full([], 0, tl.int32)
     # A single value between the two is inside as well: no more is above it than above `inside`.
@@ -79,7 +79,7 @@ def _floor(
 
 @triton.jit
 def _least(floor, values, lists, lengths, longest, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """The least listed value from `floor` on; those that are not listed may be, too."""
+    """Return the least listed value that is at least `floor`."""
     least = tl.zeros([PADDED, WIDTH], tl.float32)
     for first in range(0, longest, WIDTH):
         at = first + tl.arange(0, WIDTH)
@@ -102,7 +102,7 @@ def _race(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The token with the greatest value + noise, the first of equal ones; `best` has the value 0."""
+    """Return the token with the greatest value + noise, the first of equal ones. `best` has the value 0."""
     score = gumbel(noise_bits(key, best))
     bar = score - _ROUNDING
     for first in range(0, longest, WIDTH):
@@ -140,8 +140,8 @@ def settle_row(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The token of a row that is not greedy, by the lists of `sift`. If they are there, `scales` [rows, 3]
-    get its greatest logit, the least value that may be chosen and what all of these weigh.
+    """Return the token of a non-greedy row, chosen from the lists of `sift`. Write the row's greatest logit,
+    the least value that can be chosen and the sum of exp of all that can be to `scales` [rows, 3], if given.
     """
     key, top_k, _, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
     top, best = likeliest(tops, firsts, row, TILES, PADDED)
@@ -165,7 +165,7 @@ def settle_row(
     if scales is not None:
         if (top_k > 0) | (top_p < 1):
             floor = _least(floor, values, lists, lengths, longest, PADDED, WIDTH)
-            # 0, the greatest value, is not above -0, which is next to it in order.
+            # 0, the greatest value, is not above -0, the next lower value in order.
             below = at_order(tl.maximum(tl.minimum(order(floor) - 1, -2), LEAST))
             count, total = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
         else:
@@ -178,7 +178,7 @@ def settle_row(
 
 @triton.jit
 def settle(tops, firsts, chosen, TILES: tl.constexpr, PADDED: tl.constexpr):
-    """Program: greedy row. `chosen` gets its token, -1 where none has a finite score."""
+    """Grid: (greedy rows). Write a row's likeliest token to `chosen`, -1 if no token has a finite score."""
     row = tl.program_id(0).to(tl.int64)
     _, best = likeliest(tops, firsts, row, TILES, PADDED)
     tl.store(chosen + row, best.to(tl.int64))

@@ -1,4 +1,4 @@
-"""Lists the tokens of each tile that may be chosen, usually few of them, and chooses among them."""
+"""The lists of each tile's tokens that can be chosen, usually few, and the choice among them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUNDING = tl.constexpr(1e-4)
 
 @triton.jit
 def _kth(values, k):
-    """The k-th greatest, or the least finite number if there are not so many."""
+    """Return the k-th greatest value, or the least finite number if there are fewer than k."""
     low, high = tl.full([], LEAST, tl.int32), tl.full([], 0, tl.int32)
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -44,15 +44,16 @@ def _low(
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """No filter has its floor below this."""
+    """Return a lower bound of the floors of all filters."""
     groups = tl.arange(0, PADDED)
     of_groups = tl.load(peaks + row * GROUPS + groups, mask=groups < GROUPS, other=float("-inf"))
     of_groups = tl.div_rn(of_groups - top, temperature)
     low = min_p_floor
-    if top_k > 0:  # the k-th greatest of all is no less than that of groups' greatest
+    if top_k > 0:  # the k-th greatest value of the row is at least the k-th greatest of the groups' peaks
         low = tl.maximum(low, _kth(of_groups, top_k))
     elif (top_p < 1) & (low == float("-inf")):
-        # Tokens each lighter than this weigh less than 1 - top_p together, so that the nucleus lies above.
+        # Tokens that are each lighter than this weigh less than 1 - top_p together, so the nucleus is above
+        # it.
         mass = tl.sum(tl.exp(of_groups), 0)
         low = tl.log(tl.maximum((1 - top_p).to(tl.float32) * mass / SIZE, 1e-37)) - _SLACK
     return low
@@ -82,10 +83,11 @@ def sift(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Programs: tile, row. Lists in `values` and `places` [rows, TILES, TILE] what may be chosen of the tile,
-    in the order of tokens: with top-k or top-p all that these may leave, else what its noise may lift over
-    the likeliest token. `counts` [rows, TILES] says how many, `masses` what min-p leaves, if top-p needs it
-    or `scales` without top-k. A row's last program to come here lets `settle_row` choose from all lists.
+    """Grid: (tiles, rows). List the tile's tokens that can be chosen, in order, in `values` and `places`
+    [rows, TILES, TILE], their number in `counts` [rows, TILES]: with top-k or top-p all that these can leave,
+    else all that the noise can lift above the likeliest. If top-p, or `scales` without top-k, needs it,
+    `masses` gets min-p's sum of exp. A row's last program lets `settle_row` choose from all of the row's
+    lists.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
@@ -116,7 +118,7 @@ def sift(
     tl.store(values + to, value, mask=listed)
     tl.store(places + to, (tokens - tile * TILE).to(tl.int16), mask=listed)
     tl.store(counts + row * TILES + tile, tl.sum(listed.to(tl.int32), 0))
-    tl.debug_barrier()  # behind the stores of all threads; the addition releases and acquires them
+    tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them
     if tl.atomic_add(arrivals + row, 1) == TILES - 1:
         token = settle_row(
             row,

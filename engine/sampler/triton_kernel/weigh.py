@@ -1,4 +1,4 @@
-"""The distributions that rows' tokens are drawn from."""
+"""The distributions from which rows' tokens are drawn."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.sampler.triton_kernel.noise import SPAN
 
 @triton.jit
 def share_of(target, row, tokens, inside):
-    """float32, the probabilities of a row's tokens, a block of them or one, by what `settle_row` has found;
-    zeros where no token has a finite score. `target` is the tuple of `Chosen`'s tokens, logits, numbers,
-    scales and the logits' stride.
+    """Return the float32 probabilities of a row's `tokens`, one or a block, from the scales of `settle_row`;
+    zeros if no token has a finite score. `target` is the tuple of `Chosen`'s tokens, logits, numbers, scales
+    and logits stride.
     """
     chosen, logits, numbers, scales, stride = target
     best = tl.load(chosen + row)
@@ -30,7 +30,7 @@ def share_of(target, row, tokens, inside):
 
 @triton.jit
 def weigh(chosen, logits, numbers, scales, shares, stride, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Programs: tile, row. `shares`, float32 [rows, SIZE], gets the tokens' probabilities."""
+    """Grid: (tiles, rows). Write the tokens' probabilities to `shares`, float32 [rows, SIZE]."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = tile * TILE + tl.arange(0, TILE)
     inside = tokens < SIZE

@@ -1,7 +1,7 @@
-"""Attends for tiles of query rows, tokens of one sequence by heads of one KV head, to splits of their keys.
+"""Attention of tiles of query rows (tokens of one sequence by heads of one KV head) to splits of their keys.
 
-Where splits and the blocks of keys in them begin depends on the keys' places alone, and splits are joined one
-by one in their order. So a row's sums do not depend on the rows beside it, nor on the tile's size.
+The start of each split, and of each block of keys in it, depends on key places alone, and splits are joined
+one by one in order. So a row's sums depend neither on other rows of the batch nor on the tile's size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _rows_of(
     FP8: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Stored rows [keys, PADDED], and the factors of coded ones."""
+    """Load stored rows [keys, PADDED]; return them and the scale factors of coded rows."""
     d = tl.arange(0, PADDED)
     mask = inside[:, None]
     if DIM != PADDED:
@@ -80,9 +80,9 @@ def _attend_to(
     FP8: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Adds the keys [begin, stop) to `state`. Without EDGE all rows see all of them.
+    """Add the keys [begin, stop) to `state`. Without EDGE all rows see all of them.
 
-    Weights are added up by a product with ones, whose order does not depend on how threads share a tile.
+    Weights are summed by a product with ones, whose order does not depend on how threads share a tile.
     """
     total, mass, top = state
     ones = tl.full([KEYS, 16], 1.0, tl.float32).to(MULTIPLIED)
@@ -132,7 +132,7 @@ def _attend_to(
         faded, offset = fade(top, new)
         weights = tl.exp2(scores - offset[:, None])
         mass = tl.dot(weights.to(MULTIPLIED), ones, mass * faded[:, None], input_precision="ieee")
-        if VALUES_IN_KEYS and KEY_PADDED == VALUE_PADDED:  # what lies behind the values is not stored
+        if VALUES_IN_KEYS and KEY_PADDED == VALUE_PADDED:  # columns after the values are not stored
             v = k
         else:
             v, v_factor = _rows_of(
@@ -162,7 +162,7 @@ def _queries(
     TAIL_PADDED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Load rows from `place`: the part for the first KEY_PADDED values of a key, and the rest."""
+    """Load query rows from `place`: the part for a key's first KEY_PADDED values, and the rest."""
     d = tl.arange(0, KEY_PADDED)
     q = tl.load(place + d[None, :], mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0).to(MULTIPLIED)
     q_tail = q
@@ -187,8 +187,8 @@ def _seen_by_all(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Return the begin and end, within the keys [begin, stop), of the blocks of KEYS without a mask: rows at
-    places from `oldest` to `newest` see all of them.
+    """Return the begin and end, within the keys [begin, stop), of the blocks of KEYS that need no mask: rows
+    at places from `oldest` to `newest` see all of these keys.
     """
     free = begin
     if WINDOWED:
@@ -247,7 +247,7 @@ def _split(
     FP8: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Return the mean of a split's values for each row, and the logarithm of the weights' sum."""
+    """Return the mean of a split's values for each row, and the logarithm of the sum of weights."""
     begin = tl.maximum(low // KEYS * KEYS, split * SPLIT)
     stop = tl.minimum(high, split * SPLIT + SPLIT)
     free, edge = _seen_by_all(
@@ -305,8 +305,8 @@ def _split(
 def _join_rows(
     parts, masses, is_joined, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr
 ):
-    """Join a split, a program's second ROWS rows of `parts`, to the splits before it, its first ones.
-    Few rows at a time: registers have no room for both.
+    """Join a split, the program's second ROWS rows of `parts`, to the splits before it, the program's first
+    ROWS rows. Join 16 rows at a time: registers cannot hold both parts.
     """
     tl.debug_barrier()
     d = tl.arange(0, VALUE_PADDED)
@@ -331,7 +331,7 @@ def _join_rows(
 def _finish(
     out, sinks, row, head, e, mean_of_all, mass, top, live, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
-    """Store rows' means, less a sink's part."""
+    """Store rows' means, scaled by the share of the weight that is not the sink's."""
     if sinks is not None:
         sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
         mean_of_all = mean_of_all * share(top, mass, sink)[:, None]
@@ -394,14 +394,13 @@ def attend(
     MULTIPLIED: tl.constexpr,
     JOINS: tl.constexpr,
 ):
-    """Each program takes works, an item for a part of a KV head's group, until none are left. A tile has
-    TOKENS rows of MEMBERS heads.
+    """Process work items until none are left: each is a tile or a split, for one part of a KV head's group. A
+    tile has TOKENS rows of MEMBERS heads.
 
-    Without JOINS an item is a split of a tile (`plan` counts them): first come those that are full, then each
-    tile's last one. Where a tile has several splits, the part of each is left to `merge`. With JOINS an item
-    is a tile without full splits in the plan, with several splits (or one, if `alone`), which are joined in
-    `parts`. Of keys with more than KEY_PADDED values the others are multiplied apart; TAIL_PADDED 0: there
-    are none.
+    Without JOINS an item is a split of a tile (`plan` counts them): first all full splits, then each tile's
+    last. The results of a tile with several splits go to `parts` for `merge`. With JOINS an item is a tile
+    without full splits in the plan but with several splits (or one, if `alone`), which are joined in `parts`.
+    A key's values after the first KEY_PADDED are multiplied separately; TAIL_PADDED is 0 if there are none.
     """
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     COLUMNS: tl.constexpr = HEADS // GROUP * PARTS
@@ -496,7 +495,7 @@ def attend(
                     MULTIPLIED,
                 )
                 if JOINS:
-                    # The compiler doesn't know this zero. Else it would keep addresses in registers.
+                    # The compiler cannot know that this is 0; otherwise it would keep addresses in registers.
                     second = rows + ROWS + tl.load(full_start, volatile=True)
                     place = parts + second[:, None] * VALUE_DIM + e[None, :]
                     if VALUE_DIM == VALUE_PADDED:

@@ -1,4 +1,4 @@
-"""The host's side of the Triton kernels. It launches, and reads nothing from the device."""
+"""The host's side of the Triton attention kernels: launches, without reads from the device."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from protocol.handoff import ROW_QUANTIZATIONS
 
 LOG2E = 1.4426950408889634
 MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""The type that the matrix units multiply for rows of a dtype."""
+"""The type that the matrix units multiply, by the dtype of rows."""
 
 LARGEST_DIM = 512
-"""The largest size of values and coded keys. Other keys may have as many more, as in latent attention."""
+"""The largest size of values and of coded keys. Other keys may have as many more, as in latent attention."""
 
 PARTS_BYTES = 256 * 1024**2
-"""The most that the splits' parts take. Tiles for whose splits no room is left are computed whole."""
+"""The most memory for partial results of splits. Tiles whose splits do not fit are joined by one program."""
 
 _TREE_KEYS = 64
-"""The most that a tree has."""
+"""The most keys of a tree."""
 
 _PLANNED_TOGETHER, _MERGED_TOGETHER = 64, 16
 _PROGRAMS = 4
-"""Programs for each multiprocessor: as many as it runs at a time."""
+"""Programs per multiprocessor: as many as it runs at a time."""
 
 _MOST_MEMBERS = 16
-"""Heads of a group in a tile. A larger group takes several tiles."""
+"""The most heads of a group in a tile. A larger group takes several tiles."""
 
 
 class _Plan(NamedTuple):
@@ -49,7 +49,7 @@ class _Plan(NamedTuple):
 
 
 class PoolLayer:
-    """A layer's part of the pool, as the kernels take it."""
+    """A layer's part of the pool, in the form that the kernels take."""
 
     def __init__(self, kv: LayerKv, rows: KvRows) -> None:
         _, self.block_size, self.kv_heads, key_dim = kv.keys.shape
@@ -66,8 +66,8 @@ class PoolLayer:
 
 
 class TritonBackend(CapturableBackend):
-    """Reads the blocks in place. A row's result has the same bits whatever shares the step with it, and as
-    a decode row or in a chunk of its sequence.
+    """A backend that reads the blocks in place. A row's result has the same bits in any batch, and both as a
+    decode row and in a prefill chunk.
     """
 
     name = "triton"
@@ -131,7 +131,7 @@ class TritonBackend(CapturableBackend):
             *of.strides,
             **shape | {"KEY_PADDED": power_of_two(of.dims[0])},
             num_warps=1,
-            enable_fp_fusion=False,  # codes would round otherwise than on other devices
+            enable_fp_fusion=False,  # fused, codes would round differently from other devices
         )
 
     def _attend_to_all(
@@ -208,7 +208,7 @@ class TritonBackend(CapturableBackend):
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 maxnreg=tile.registers,
-                enable_fp_fusion=False,  # a fused product would round otherwise than one beside a mask
+                enable_fp_fusion=False,  # a fused product would round differently from one with a mask
                 **shape,
             )
             return parts, masses
@@ -236,7 +236,7 @@ class TritonBackend(CapturableBackend):
             launch(joins=True)
 
     def _most_tiles(self, chunk: bool, tokens: int, num_rows: int) -> tuple[int, int]:
-        """Return the most tiles of so many tokens, and the most rows of a sequence in them."""
+        """Return the most tiles of `tokens` tokens, and the most rows of a sequence in them."""
         step = self._metadata
         assert step is not None
         longest = step.max_query_len if chunk else min(step.max_query_len, tiles.CHUNK - 1)
@@ -246,7 +246,7 @@ class TritonBackend(CapturableBackend):
     def _planned(
         self, chunk: bool, tokens: int, count: int, longest: int, window: int, most_full: int
     ) -> _Plan:
-        """The step's tiles of so many tokens, made once for all layers alike."""
+        """Return the step's tiles of `tokens` tokens, planned once for all layers of the same kind."""
         step, key = self._metadata, (chunk, tokens, window, most_full)
         assert step is not None
         if key in self._plans:
@@ -277,7 +277,7 @@ class TritonBackend(CapturableBackend):
 
 
 def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
-    """The constants that all kernels of a layer take."""
+    """Return the constants that all kernels of a layer take."""
     return {
         "HEADS": heads,
         "GROUP": heads // of.kv_heads,
@@ -292,8 +292,8 @@ def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
 
 
 def _most_splits(max_context_len: int, window: int, tokens: int) -> int:
-    """That a tile's keys lie in. With a window these are at most the window's before its rows and those of
-    a tree that began before these, and the rows themselves.
+    """Return the most splits that a tile's keys fall into. With a window these keys are at most the window
+    before the tile's rows, or before an earlier start of their tree, and the rows themselves.
     """
     splits = ceil_div(max_context_len, tiles.SPLIT)
     if not window:
@@ -302,6 +302,6 @@ def _most_splits(max_context_len: int, window: int, tokens: int) -> int:
 
 
 def _most_programs(device: torch.device) -> int:
-    """Return how many programs run at a time, or some where there is no GPU."""
+    """Return how many programs run at a time; a small number without a GPU."""
     count = 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
     return _PROGRAMS * count

@@ -1,5 +1,5 @@
-"""Coded rows (`engine.kv.row_codes`): one byte a value and a float32 scale. Plain arithmetic on bits, which
-gives the same bytes on every device, with units for FP8 or without.
+"""Coded rows (`engine.kv.row_codes`): one byte per value and a float32 scale. Plain bit arithmetic gives the
+same bytes on every device, with or without FP8 units.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SMALLEST = tl.constexpr(1e-30)
 
 @triton.jit
 def decode(codes, FP8: tl.constexpr):
-    """The values of bytes [...] in float16, exactly; those of E4M3 divided by 256."""
+    """Decode bytes [...] to float16 exactly, except that E4M3 values come out divided by 256."""
     if FP8:  # an exponent biased by 7 becomes one biased by 15
         bits = codes.to(tl.uint16)
         values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -23,7 +23,7 @@ def decode(codes, FP8: tl.constexpr):
 
 @triton.jit
 def encode(values, FP8: tl.constexpr):
-    """Bytes and scale of a row of float32 values."""
+    """Return the bytes and the scale of a row of float32 values."""
     largest: tl.constexpr = 448.0 if FP8 else 127.0
     top = tl.max(tl.abs(values), 0)
     finite = tl.sum((tl.abs(values) < float("inf")).to(tl.int32), 0) == values.shape[0]
@@ -41,10 +41,10 @@ def encode(values, FP8: tl.constexpr):
 
 @triton.jit
 def _to_e4m3(values):
-    """Rounded halves to even. The magnitudes are at most 448 and a little."""
+    """Round to E4M3, halves to even. Magnitudes are at most 448 plus rounding."""
     bits = tl.abs(values).to(tl.uint32, bitcast=True)
     normal = (bits - (120 << 23) + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    # Below 2**-6 steps are of 2**-9, which is the last bit of a float near 2**14.
+    # Below 2**-6 the steps are 2**-9, the last bit of a float near 2**14.
     small = (tl.abs(values) + 16384.0).to(tl.uint32, bitcast=True) - (141 << 23)
     magnitude = tl.where(bits < (121 << 23), small, normal)
     sign = (values.to(tl.uint32, bitcast=True) >> 24) & 0x80

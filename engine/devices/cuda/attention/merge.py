@@ -1,4 +1,4 @@
-"""Joins the parts that `attend` has left of rows with several splits."""
+"""The kernel that joins the partial results of `attend` for rows with several splits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def merge(
     VALUE_PADDED: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Each program takes heads of rows until none are left. TOGETHER parts are loaded at a time, and joined
-    one by one.
+    """Process one head of one row after the other until none are left. Partial results are loaded TOGETHER at
+    a time and joined one by one.
     """
     d = tl.arange(0, VALUE_PADDED)
     num_full = tl.load(full_start + num_tiles)

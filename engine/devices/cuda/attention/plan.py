@@ -1,6 +1,4 @@
-"""The tiles of a step: which query rows are computed together, and the splits of their keys. A tile has rows
-of one sequence.
-"""
+"""The tiles of a step (query rows of one sequence, computed together) and the splits of their keys."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ def plan(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Each tile's sequence and first row, of sequences with `shortest` to `longest` rows, cut at every ROWS.
-    The tiles left over have sequence -1. Tile t has the full splits full_start[t] to full_start[t + 1]: all
-    but its last one, or none if there would be more than `most_full`. SEQUENCES is num_sequences rounded up
-    to a power of two.
+    """Write each tile's sequence and first row, for sequences with `shortest` to `longest` rows cut at every
+    ROWS; unused tiles get sequence -1. Tile t has the full splits full_start[t] to full_start[t + 1]: all but
+    its last one, or none if the total would exceed `most_full`. SEQUENCES is num_sequences rounded up to a
+    power of two.
     """
     sequence = tl.arange(0, SEQUENCES)
     start = tl.load(query_start + tl.minimum(sequence, num_sequences))
@@ -62,7 +60,7 @@ def plan(
 
 @triton.jit
 def owner_of(item, full_start, num_tiles):
-    """Return the tile whose full split this is, by halving."""
+    """Return the tile of full split `item`, by binary search."""
     tile, beyond = 0, num_tiles
     while beyond - tile > 1:
         middle = (tile + beyond) // 2
@@ -84,8 +82,8 @@ def keys_of(
     ROWS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Return for a tile: the row after its sequence's last, the place that row 0 would have in the sequence,
-    the first key of the sequence that may be seen, and the keys [low, high) that the tile's rows may see.
+    """Return for a tile: the end row of its sequence (exclusive), the place that row 0 would have in the
+    sequence, the sequence's first visible key, and the keys [low, high) that the tile's rows may see.
     """
     end_row = tl.load(query_start + sequence + 1)
     origin = tl.load(context_len + sequence) - end_row

@@ -1,4 +1,4 @@
-"""Which keys a query row sees: those between two places, and those whose bits are set for a row of a tree."""
+"""The keys that a query row sees: those between two places and, in a tree, those whose bits are set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def popcount(bits):
 @triton.jit
 def highest_bits(bits, count):
     """Return the `count` highest set bits of uint64, at least one."""
-    below = tl.zeros(bits.shape, tl.uint64)  # binary search: this many bits may go
+    below = tl.zeros(bits.shape, tl.uint64)  # binary search for the number of low bits to clear
     for power in tl.static_range(5, -1, -1):
         many = popcount(bits >> (below + ((1 << power) - 1))) > count
         below += many.to(tl.uint64) << power
@@ -27,7 +27,7 @@ def highest_bits(bits, count):
 
 @triton.jit
 def sight(row, live, place, first_key, visible, tree_start, sequence, window, WINDOWED: tl.constexpr):
-    """A row sees the keys [first, end), and key `fork` + i where bit i of `path` is set."""
+    """Return the keys that a row sees: [first, end), and key `fork` + i if bit i of `path` is set."""
     position, end, fork = place, place + 1, 0
     path = tl.zeros(row.shape, tl.uint64)
     if visible is not None:
@@ -47,7 +47,7 @@ def sight(row, live, place, first_key, visible, tree_start, sequence, window, WI
 
 @triton.jit
 def sees(key, first, end, fork, path, TREES: tl.constexpr):
-    """Bool [rows, keys]."""
+    """Return whether each row sees each key: bool [rows, keys]."""
     seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
     if TREES:
         bit = tl.minimum(tl.maximum(key - fork, 0), 63).to(tl.uint64)

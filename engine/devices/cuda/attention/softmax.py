@@ -10,7 +10,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def tanh(x):
-    """To a unit of float32's last place near zero, where exponentials would cancel: a polynomial, fitted."""
+    """Return tanh to a unit in float32's last place; near 0, where exponentials cancel, by a polynomial."""
     z = x * x
     near = -0.053786684 + z * (0.020805383 - z * 0.0059058662)
     near = x + x * z * (-0.33333299 + z * (0.13331959 + z * near))
@@ -20,8 +20,8 @@ def tanh(x):
 
 @triton.jit
 def fade(top, new):
-    """By which sums with maximum `top` count where the maximum is `new`, and an offset for new exponents.
-    Both maxima may be minus infinity.
+    """Return the factor that rescales sums from maximum `top` to maximum `new`, and the offset of new
+    exponents. Both maxima may be minus infinity.
     """
     offset = tl.where(new == float("-inf"), 0.0, new)
     return tl.exp2(top - offset), offset
@@ -29,15 +29,15 @@ def fade(top, new):
 
 @triton.jit
 def mean(total, mass, top):
-    """Return the weighted mean of the sums of rows [M], and the logarithm of the weights' sum."""
+    """Return the weighted means of the rows' sums, and the logarithms [M] of the sums of weights."""
     safe = tl.where(mass == 0.0, 1.0, mass)
     return total / safe[:, None], top + tl.log2(safe)
 
 
 @triton.jit
 def join(mass, top, weight):
-    """Add a split, whose weight's logarithm is `weight`, to the splits before it. Return the factors by which
-    their sum and the split's mean count, the new mass and the new maximum.
+    """Add a split, with the logarithm `weight` of its weight, to the splits before it. Return the factors of
+    their sum and of the split's mean, the new mass and the new maximum.
     """
     new = tl.maximum(top, weight)
     faded, offset = fade(top, new)
@@ -47,7 +47,7 @@ def join(mass, top, weight):
 
 @triton.jit
 def share(top, mass, sink):
-    """The part of all weight, `mass` at maximum `top` and a sink's, that is not the sink's."""
+    """Return the share of all weight that is not the sink's; `mass` is the rest at maximum `top`."""
     new = tl.maximum(top, sink * LOG2E)
     weight = mass * tl.exp2(top - new)
     return weight / (weight + tl.exp2(sink * LOG2E - new))

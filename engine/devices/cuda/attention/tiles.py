@@ -1,4 +1,4 @@
-"""How large tiles are, for a layer's shape."""
+"""The sizes of tiles for a layer's shape."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from engine.triton_support import power_of_two
 
 SPLIT = 512
-"""Keys of a split: enough programs for one request with a long context, and parts that weigh little."""
+"""Keys of a split: enough programs for one request with a long context, and small partial results."""
 
 CHUNK = 65
-"""A sequence with as many query rows is a chunk of a prompt: it fills the device without splits, and larger
-tiles suit it."""
+"""The least query rows of a sequence that are a prefill chunk: they fill the device without splits, and
+larger tiles suit them.
+"""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` are tokens by heads; `warps`, `stages` and `registers` (the most of a thread) are Triton's. Keys
-    are under way in a buffer for every two stages after the first: the block table is read in one before.
+    """A tile of `rows` (tokens by heads) and `keys`. `warps`, `stages` and `registers` (the most of a thread)
+    are Triton's. Two `stages` after the first hold one buffer of keys: the block table is read a stage
+    earlier.
     """
 
     rows: int
@@ -28,12 +30,12 @@ class Tile:
 
 
 def tile_of(chunk: bool, head_dims: tuple[int, int], itemsize: int, coded: bool) -> Tile:
-    """For chunks or fewer rows, with keys and values of these sizes. `itemsize` is of what is multiplied.
-    `keys` may not depend on `chunk`, since a row's bits depend on it. As large as registers hold:
-    `tests.docs.gpu_table`.
+    """Return the tile for chunks or for fewer rows, with `head_dims` of keys and values and `itemsize` of the
+    multiplied dtype. `keys` must not depend on `chunk`, since it changes a row's bits. Tiles are as large as
+    registers can hold: `tests.docs.gpu_table`.
     """
     widest = power_of_two(max(head_dims))
-    if itemsize > 2:  # products of float32 are made without matrix units
+    if itemsize > 2:  # products of float32 use no matrix units
         return Tile(16, 16, 8, 3)
     keys = 32 if widest <= 256 else 16
     if not chunk:

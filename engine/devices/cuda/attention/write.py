@@ -1,4 +1,4 @@
-"""Puts a step's keys and values into the pool, and zeros where padding rows' results go."""
+"""The kernel that writes a step's keys and values to the pool, and zeros to padding rows' results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scale_at(scales, block, token, head, block_bytes, token_bytes):
 
 @triton.jit
 def store_row(values, place, scale_place, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
-    """A head's key or value [PADDED], as the pool keeps it; `scale_place` is None where it is not coded."""
+    """Store a head's key or value [PADDED] in the pool's format; `scale_place` is None if it is not coded."""
     d = tl.arange(0, PADDED)
     if scale_place is None:
         tl.store(place + d, values.to(place.dtype.element_ty), mask=d < DIM)
@@ -56,7 +56,7 @@ def write(
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Write a row (program 0) of a KV head (program 1). Strides are in elements, for codes in bytes."""
+    """Grid: (rows, KV heads). Write a key and a value. Strides are in elements, for codes in bytes."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:

@@ -1,7 +1,7 @@
 """Linear attention: a program walks through a sequence's tiles, for a head and a block of its values.
 
-A tile has the rows of one grid, each where its position puts it, so what is computed of a row has the same
-shapes and order of sums in a prompt, alone, drafted and in a tree. Rows that are not there count as zeros.
+A tile has the rows between two grid points, each in the slot that its position determines. So a row's shapes
+and order of sums are the same in a prompt, alone, drafted and in a tree. Missing rows count as zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRECISION = tl.constexpr("tf32x3")
 
 @triton.jit
 def _known(rows, window, sources, offset, inside, WIDTH: tl.constexpr):
-    """[n, m] of the step's rows or the state slot's window, of WIDTH columns each, from `offset` on."""
+    """Load columns `offset` of n tokens from the step's rows or the window, each with WIDTH columns."""
     row, is_row, place, is_kept = sources
     mine = rows + row[:, None] * WIDTH + offset[None, :]
     new = tl.load(mine, mask=is_row[:, None] & inside[None, :], other=0.0)
@@ -34,7 +34,7 @@ def _known(rows, window, sources, offset, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _totals(decay, decays, sources, offset, inside, WIDTH: tl.constexpr):
-    """The logarithms of the decays from the grid point until behind each row."""
+    """Return the logarithm of the decay from the grid point through each row."""
     known = _known(decay, decays, sources, offset, inside, WIDTH)
     if known.shape[1] == 1:  # Triton 3.6 compiles no scan of a single column
         totals = tl.cumsum(tl.sum(known, 1), 0)[:, None]
@@ -108,7 +108,7 @@ def _read(
 
 @triton.jit
 def _solved(low, high, value, strength, lacks, by_key, added):
-    """Solve, one row after the other, for what rows add to the state under their keys (delta rule)."""
+    """Solve, row after row, for the values that rows add to the state under their keys (delta rule)."""
     slot = tl.arange(0, added.shape[0])
     for t in range(low, high):
         at = (slot == t)[:, None]
@@ -139,7 +139,7 @@ def _advance(
     BY_CHANNEL: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Puts the state behind a whole grid of rows at `target`."""
+    """Write the state after a whole grid of rows to `target`."""
     last = (tl.arange(0, ROWS) == ROWS - 1)[:, None]
     for first in range(0, KEY_DIM, PART):
         d = first + tl.arange(0, PART)
@@ -187,8 +187,8 @@ def attend(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Programs: sequence, head and block of its values. Keys are read PART values at a time. `drafted` are
-    the states behind drafted rows. `keep` does what is left of the windows.
+    """Grid: (sequences, heads * blocks of values). Keys are read PART values at a time. `drafted` has the
+    states after draft rows. `keep` then writes the rest of the windows.
     """
     BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
     DELTA: tl.constexpr = beta is not None
@@ -261,7 +261,7 @@ def attend(
             tl.store(out + value_place, result, mask=is_new)
             tl.store(delta_place, added, mask=is_new & (row >= kept)[:, None])
         if flags & ADVANCE:
-            tl.debug_barrier()  # all have read the state
+            tl.debug_barrier()  # all threads have read the state
             _advance(
                 key,
                 decay,
@@ -282,4 +282,4 @@ def attend(
                 BY_CHANNEL,
                 ROWS,
             )
-        tl.debug_barrier()  # what a tile leaves is there for those behind it
+        tl.debug_barrier()  # later tiles read what this one wrote

@@ -20,7 +20,7 @@ def _inputs_at(
     TAPS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Inputs of sources [n], of these channels: [n, channels]."""
+    """Load the inputs of n sources for these channels: [n, channels]."""
     c = channel[None, :]
     known = inside[:, None] & (c < CHANNELS)
     is_row, is_recent = source >= 0, (source < 0) & (source >= -WINDOW)
@@ -56,7 +56,7 @@ def convolve(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run a sequence (program 0). REACH is the width of the tables `before` and `tails`."""
+    """Grid: (sequences, blocks of channels). REACH is the width of the tables `before` and `tails`."""
     sequence = tl.program_id(0)
     entry = sequences + sequence * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)
@@ -88,7 +88,7 @@ def convolve(
     is_tail = tap < TAPS - 1
     source = tl.load(tails + sequence * REACH + (REACH - TAPS + 1) + tap, mask=is_tail, other=0)
     values = _inputs_at(source, is_tail, inputs, recent, tail, channel, CHANNELS, TAPS, WINDOW)
-    tl.debug_barrier()  # all is read that is written over from here on
+    tl.debug_barrier()  # all that is overwritten from here on has been read
     new_tail = tail + tap[:, None] * CHANNELS + channel[None, :]
     tl.store(new_tail, values, mask=is_tail[:, None] & is_channel[None, :])
     keep_rows(inputs, recent, entry, channel, CHANNELS, WINDOW)

@@ -1,4 +1,4 @@
-"""Puts what later rows will read of a step's rows into their state slots' windows."""
+"""The writes of a step's rows to their state slots' windows, for later rows to read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS = tl.constexpr(16)
 
 @triton.jit
 def keep_rows(rows, window, entry, column, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
-    """These columns of a sequence's rows."""
+    """Write these columns of a sequence's rows to its window."""
     start, first = tl.load(entry + 1), tl.load(entry + 2)
     kept, end = tl.load(entry + 3), tl.load(entry + 4)
     for begin in range(kept, end, _ROWS):
@@ -27,7 +27,7 @@ def keep_rows(rows, window, entry, column, WIDTH: tl.constexpr, WINDOW: tl.const
 
 @triton.jit
 def clear_rows(out, entry, column, WIDTH: tl.constexpr):
-    """These columns of the rows of a sequence without a state_slot."""
+    """Clear these columns of the rows of a sequence without a state slot."""
     first, end = tl.load(entry + 2), tl.load(entry + 4)
     for begin in range(first, end, _ROWS):
         row = begin + tl.arange(0, _ROWS)
@@ -49,8 +49,8 @@ def keep(
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keep a sequence's (program 0) block of key columns and of decay columns. Heads share keys, so
-    this comes behind all of them.
+    """Grid: (sequences, blocks of columns). Keep a block of key columns and of decay columns. Heads share
+    keys, so this runs after the kernels of all heads.
     """
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The host's side of the Triton kernels. It launches, and reads nothing from the device."""
+"""The host's side of the Triton kernels of recurrent layers: launches, without reads from the device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PART, _PART_BY_CHANNEL, _VALUES = 32, 16, 32
 
 
 class TritonOperators(StepOperators):
-    """A row has the same bits in any chunks and company, drafted or not. In the state slots' windows the
-    decays are those of each token alone.
+    """Operators that give a row the same bits in any chunk and batch, drafted or not. The state slots'
+    windows have each token's own decay.
     """
 
     name = "triton"
@@ -118,7 +118,7 @@ class TritonOperators(StepOperators):
             ROWS=tile_rows(layout.grid),
             WINDOW=layout.window,
             num_warps=4,
-            num_stages=1,  # rows of a tree read what the tiles before have written
+            num_stages=1,  # rows of a tree read what earlier tiles have written
         )
         self._keep(of, key, decay)
         return out
@@ -176,6 +176,6 @@ class TritonOperators(StepOperators):
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Kernels are compiled anew for rows that are not, and other code might sum in another order."""
+    """Copy rows unless they are aligned and contiguous: other kernels might sum in another order."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % ALIGNMENT else rows

@@ -1,5 +1,5 @@
-"""Mamba's selective scan: a program walks through a sequence's tiles, for a block of heads, and adds one
-token after the other to the state at the grid point.
+"""Mamba's selective scan: a program walks through a sequence's tiles, for a block of heads, and adds token
+after token to the state at the grid point.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.devices.cuda.recurrent.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_
 
 @triton.jit
 def _token_at(source, rows, window, column, inside, WIDTH: tl.constexpr):
-    """Load a token from the step's rows or from the state slot's window, WIDTH columns each."""
+    """Load a token from the step's rows or from the state slot's window, both with WIDTH columns."""
     mine = rows + source.to(tl.int64) * WIDTH
     return tl.load(
         tl.where(source >= 0, mine, window + (-1 - source) * WIDTH) + column, mask=inside, other=0.0
@@ -46,7 +46,7 @@ def scan(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Programs: sequence, block of heads. `keep` does what is left of the windows."""
+    """Grid: (sequences, blocks of heads). `keep` then writes the rest of the windows."""
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -77,8 +77,8 @@ def scan(
                 row = source.to(tl.int64)
                 q = tl.load(query + row * KEY_DIM + d, mask=is_key, other=0.0)
                 tl.store(out + row * HEADS + h, tl.sum(held * q[None, :], 1), mask=is_head)
-        tl.debug_barrier()  # all have read the state
+        tl.debug_barrier()  # all threads have read the state
         if flags & ADVANCE:
             tl.store(tl.where((flags & CERTAIN) != 0, settled, ahead), held, mask=is_cell)
-        tl.debug_barrier()  # it is there for the tiles behind this one
+        tl.debug_barrier()  # later tiles read it
     keep_rows(value, deltas, entry, h, HEADS, WINDOW)
