@@ -1,1 +1,1 @@
-"""`tandem quantize`: quantizes a model block by block, with calibration, and writes a published layout."""
+"""`tandem quantize`: block by block, calibrated quantization of a model, written in a published layout."""

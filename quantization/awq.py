@@ -1,9 +1,9 @@
-"""AWQ: finds the input channels' scales and the groups' ranges that change a layer's outputs least.
+"""AWQ: a search for the input channel scales and the clipping ranges that change a layer's outputs least.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (2023). The
 scales are powers of the inputs' mean magnitudes; the exponent is searched on a grid (section 3.2). Then each
-group's range is searched. The error is that of a layer's outputs over all calibration tokens, computed from
-the inputs' second moments.
+group's range is searched. The error is the squared change of the layer's outputs over all calibration tokens,
+computed from the inputs' second moments.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ROWS_AT_ONCE = 512
 def search_scales(
     weights: Sequence[Tensor], moments: Tensor, inputs: Tensor, index: Tensor, bits: int, group_size: int
 ) -> Tensor:
-    """Return the scales, float32 [n]. Input channel c of the layers has the scale at `index[c]`.
+    """Return the scales, float32 [n]; input channel c of the layers has the scale `index[c]`.
 
-    `weights`, each float32 [out, in], belong to layers with the same inputs. `moments` [in, in] is the sum
-    of x x^T. `inputs` [n] is the mean of |x|, or a multiple of it, over the channels that share a scale.
+    `weights`, each float32 [out, in], belong to layers with the same inputs. `moments` [in, in] is the sum of
+    x x^T. `inputs` [n] is the mean of |x|, or a multiple of it, over the channels that share a scale.
     """
 
     def error(scales: Tensor) -> float:
@@ -56,7 +56,7 @@ def output_error(difference: Tensor, moments: Tensor) -> float:
 
 
 def quantize(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Round each group to a grid that is clipped such that the group's part of the outputs changes least."""
+    """Round each group to a grid, clipped so that the group's share of the outputs changes least."""
     groups = grid.in_groups(weight, group_size)
     within = _diagonal_blocks(moments, group_size)
 

@@ -1,4 +1,4 @@
-"""Runs a model block by block on calibration text. Only one block's activations are in memory."""
+"""Block-by-block runs of a model on calibration text. Only one block's activations are in memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from protocol.errors import ConfigError
 _STRIP = 1024
 """The number of rows of the matrix of moments that one product updates."""
 _SAME = 1e-2
-"""The most that a replayed block's output may differ in the model's dtype, as a share of its root mean
+"""Tolerance for a replayed block's output: difference in the model's dtype, as a share of the root mean
 square.
 """
 
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """The names of a block's linear layers that read the same tensor, in the order in which they run.
+    """A block's linear layers that read the same tensor, by name, in the order in which they run.
 
     `norm` is the module that wrote this tensor, if it has one weight for each channel.
     """
@@ -34,13 +34,13 @@ class LinearGroup:
 
 @dataclass
 class Moments:
-    """The sums of x x^T, float32 [in, in], and of |x|, over a group's inputs x at all calibration tokens.
+    """The sums of x x^T, float32 [in, in], and of |x| over a group's inputs x at all calibration tokens.
 
     Each x is divided by its root mean square. In some layers the inputs of a few tokens, such as a text's
     first, are hundreds of times as large as all others; without the division these tokens alone would
     determine the sums.
 
-    `add` skips most of the products below the diagonal, a third of its time; `complete` fills them in.
+    `add` skips most products below the diagonal, which saves a third of the time; `complete` fills them in.
     """
 
     products: Tensor
@@ -73,8 +73,8 @@ class Moments:
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the decoder blocks and the name of their list in the model. Raises `ConfigError` if there is
-    none.
+    """Return the decoder blocks and the name of their list in the model. Raises `ConfigError` if the model
+    has no such list.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
@@ -89,8 +89,8 @@ def linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 @dataclass(frozen=True)
 class _Call:
-    """A block's arguments without the hidden states, and the hidden states before and after it, [1, length,
-    hidden].
+    """A block's arguments except the hidden states, and the hidden states [1, length, hidden] before and
+    after it.
     """
 
     arguments: dict[str, Any]
@@ -100,20 +100,20 @@ class _Call:
 
 @dataclass
 class Calibration:
-    """The hidden states before block `position`, one [1, length, hidden] for each window of tokens."""
+    """A run in progress: the states [1, length, hidden] of each window before block `position`."""
 
     blocks: nn.ModuleList
     hidden: list[Tensor]
     head_dim: int
     value_width: int
-    """The width of attention's values, all heads together."""
+    """Width of the attention values of all heads together."""
     _arguments: list[dict[str, Any]]
     position: int = field(default=0, init=False)
 
     @classmethod
     @torch.inference_mode()
     def begin(cls, model: PreTrainedModel, windows: Tensor) -> Calibration:
-        """Run the model on `windows`, int64 [n, length] with n of 2 at least, up to its first block.
+        """Run the model on `windows`, int64 [n, length] with n >= 2, up to its first block.
 
         Raises `ConfigError` for a model whose blocks cannot be run one by one.
         """
@@ -143,13 +143,13 @@ class Calibration:
         return self._run(self.position, self.hidden[0])
 
     def advance(self) -> None:
-        """Run this block as it is now on all windows, and go on to the next block."""
+        """Run the current block on all windows and move to the next block."""
         self.hidden = [self._run(self.position, each) for each in self.hidden]
         self.position += 1
 
     def groups(self) -> list[LinearGroup]:
-        """Return all linear layers of the block. A layer that the first window does not run is a group of
-        its own.
+        """Return all linear layers of the block. A layer that does not run on the first window forms a group
+        of its own.
         """
         inputs: dict[str, Tensor] = {}
         outputs: dict[str, Tensor] = {}
@@ -168,7 +168,7 @@ class Calibration:
         return _grouped(linears(self.block), inputs, outputs)
 
     def moments(self, groups: Iterable[LinearGroup]) -> dict[LinearGroup, Moments]:
-        """Return the moments of the inputs that these groups get from the block as it is now.
+        """Return the moments of each group's inputs in the block with its current weights.
 
         Raises `ConfigError` if they are not finite.
         """
@@ -198,7 +198,7 @@ class Calibration:
 
 
 def _values_shape(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the size of a head, and the width of the values of all heads."""
+    """Return the head size and the width of the values of all heads together."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -247,7 +247,7 @@ def _record(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor)
 
 
 class _ReachedError(Exception):
-    """Ends a forward at the first block."""
+    """An exception that ends a forward pass at the first block."""
 
 
 def _embed(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def _embed(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) 
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Split a block's arguments into the hidden states and all others."""
+    """Split a block's arguments into the other arguments and the hidden states."""
     if args:
         return kwargs, args[0]
     return {name: value for name, value in kwargs.items() if name != "hidden_states"}, kwargs["hidden_states"]

@@ -1,5 +1,5 @@
-"""Checkpoints of a quantization: the source as its publisher stored it, the unfinished run within the output,
-from which the same command continues, and the finished folder with quantized weights of the linear layers.
+"""Checkpoints that `tandem quantize` reads and writes: the published source; the unfinished run in the output
+folder, which the same command resumes; and the finished folder with quantized linear layers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def check_output(output: Path) -> None:
 
 
 class Unfinished:
-    """Opens or begins the run with `settings` in `output`. Raises `ConfigError` if there is a run with other
-    settings.
+    """An unfinished run in `output`, opened or begun with `settings`. Raises `ConfigError` if `output` has a
+    run with other settings.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -121,10 +121,10 @@ def write(
     load: LoadBlock,
     unquantized: Sequence[str],
 ) -> int:
-    """Write one shard for each shard of the source. Returns the shards' bytes.
+    """Write one shard for each shard of the source. Return the shards' size in bytes.
 
     `blocks` maps the prefix of a block's tensor names to the block's number. The linear layers `unquantized`
-    are copied as they are. config.json is written last, so an incomplete folder cannot be loaded as a model.
+    are copied unchanged. config.json is written last, so an incomplete folder cannot be loaded as a model.
     """
     cached = lru_cache(maxsize=1)(load)
     weight_map: dict[str, str] = {}
@@ -195,7 +195,7 @@ class Source:
 
     @property
     def size(self) -> int:
-        """The bytes of its weights."""
+        """Size of the weights in bytes."""
         return sum((self.folder / name).stat().st_size for name in self.shards)
 
     def has(self, tensor: str) -> bool:

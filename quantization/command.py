@@ -1,6 +1,4 @@
-"""`tandem quantize`: makes a quantized checkpoint of a model, with a model card that states the loss of
-quality.
-"""
+"""`tandem quantize`: a quantized checkpoint of a model, with a model card that states the quality loss."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _BEFORE = "before.json"
 
 @dataclass(frozen=True)
 class QuantizationResult:
-    """The measurements of the model before and after; sizes are bytes of weights."""
+    """The model's measurements before and after; sizes are bytes of weights."""
 
     before: TextQuality
     after: TextQuality
@@ -44,7 +42,7 @@ class QuantizationResult:
 
     @property
     def change(self) -> float:
-        """The change of the bits per byte, as a share."""
+        """Relative change of the bits per byte."""
         return self.after.bits_per_byte / self.before.bits_per_byte - 1
 
 
@@ -81,7 +79,7 @@ def quantize(options: QuantizeOptions, console: Console) -> QuantizationResult:
 
 
 class _Job:
-    """Quantizes `model` in place."""
+    """One quantization of `model`, in place."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, source: Source) -> None:
         self._model, self._recipe, self._source = model, recipe, source
@@ -129,7 +127,7 @@ class _Job:
         return FinishedBlock(quantized, {n: t for n, t in others.items() if not torch.equal(t, before[n])})
 
     def write(self, output: Path, unfinished: Unfinished) -> int:
-        """Write the checkpoint. Returns the bytes of its weights."""
+        """Write the checkpoint. Return the size of its weights in bytes."""
         prefixes = {f"{self._name}.{index}.": index for index in range(len(self.blocks))}
         unquantized = [name for name in linears(self._model) if not name.startswith(f"{self._name}.")]
         unquantized += [f"{self._name}.{name}" for name in _other_weights(self.blocks)]
@@ -138,9 +136,7 @@ class _Job:
 
 
 class _Bar:
-    """Shows the finished blocks and the time left. Prints a line for each block where the output is no
-    terminal.
-    """
+    """A progress bar with finished blocks and time left; off a terminal, a line for each block."""
 
     def __init__(self, total: int, console: Console) -> None:
         columns = (TextColumn("block"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
@@ -188,7 +184,7 @@ def _restore(block: nn.Module, saved: FinishedBlock) -> None:
 
 
 def _choices(options: QuantizeOptions, prepared: PreparedRun) -> Iterator[str]:
-    """Yield a line for each option that was chosen by default, and one for the windows that were left out."""
+    """Yield a line for each defaulted option, and one for the windows that were left out."""
     recipe, found = prepared.recipe, prepared.texts
     if recipe.calibrates and options.group_size is None:
         inputs = " and ".join(f"{count:,}" for count in prepared.inputs)
@@ -206,7 +202,7 @@ def _choices(options: QuantizeOptions, prepared: PreparedRun) -> Iterator[str]:
 def _settings(
     options: QuantizeOptions, recipe: Recipe, model: PreTrainedModel, windows: Tensor, text: HeldOut
 ) -> dict[str, Any]:
-    """Return all that a run's result depends on. Keys are the names of options where there is one."""
+    """Return everything that a run's result depends on, keyed by option name where an option exists."""
     return {
         "model": options.model,
         "weights": model_fingerprint(model).hex(),

@@ -1,9 +1,9 @@
-"""Folds the scales of a group's inputs into the module before it, so that the block computes the same.
+"""Folding of a group's input scales into the module before it, so that the block computes the same.
 
-A trial, not a name, tells which module can take the scales: scales that are powers of two, which cause no
-rounding error, must leave the block's output as it is. Usually a norm's weight can take them; so can the
-values' projection before attention's output, if no other module is between them, and the branch of a gated
-MLP that has no activation.
+A trial, not a name, decides which module can take the scales: scales that are powers of two, which cause no
+rounding error, must leave the block's output unchanged. Usually a norm's weight can take them; so can the
+value projection before attention's output projection, if no other module is between them, and the branch of a
+gated MLP that has no activation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantization.calibration import Calibration, LinearGroup, linears
 
 _MOST_CHANGED = 0.01
-"""The most of the output's elements that may change, which float16's subnormal numbers can cause. The size
+"""Largest share of the output's elements that may change, as float16's subnormal numbers can cause. The size
 of the change would be no measure: a few elements of a real model's hidden states are a thousand times as
 large as the others.
 """
@@ -25,7 +25,7 @@ large as the others.
 
 @dataclass(frozen=True)
 class Fold:
-    """The last `channels` outputs of `module` take the scales of `group`.
+    """A fold of the scales of `group` into the last `channels` outputs of `module`.
 
     Input channel c of the group has the scale of output `index[c]`. With grouped queries, several input
     channels of attention's output projection share one channel of the values.
@@ -41,8 +41,8 @@ class Fold:
         return int(self.index.max()) + 1
 
     def pooled(self, inputs: Tensor) -> Tensor:
-        """Sum over the input channels that share a scale: [in] to [channels]. Each scale has equally many
-        channels.
+        """Sum over the input channels that share a scale: [in] to [channels]. Every scale covers the same
+        number of input channels.
         """
         return inputs.new_zeros(self.channels).index_add_(0, self.index, inputs)
 
@@ -66,7 +66,7 @@ class Fold:
         return [block.get_submodule(name).weight.data for name in self.group.linears]
 
     def is_exact(self, calibration: Calibration) -> bool:
-        """Return whether the block's output stays the same. The block itself is not changed."""
+        """Return whether the fold leaves the block's output unchanged. Restore the block after the trial."""
         block = calibration.block
         touched = self._before(block) + self._after(block)
         kept = [tensor.clone() for tensor in touched]
@@ -80,7 +80,7 @@ class Fold:
 
 
 def find_fold(calibration: Calibration, groups: Sequence[LinearGroup], group: LinearGroup) -> Fold | None:
-    """Return the module that takes the group's scales, or None if no module before the group can."""
+    """Return the fold of the group's scales, or None if no module before the group can take them."""
     return next(
         (fold for fold in _candidates(calibration, groups, group) if fold.is_exact(calibration)), None
     )

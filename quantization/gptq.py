@@ -1,9 +1,9 @@
-"""GPTQ: rounds a layer's weights column by column; the later columns compensate for the error.
+"""GPTQ: column-by-column rounding of a layer's weights; later columns compensate for the error.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022),
-algorithm 1. A block of its lazy updates is a group here, so a group's grid is chosen from weights that have
-the updates of all groups before it. The grid is clipped such that the outputs change least, by the
-algorithm's own measure: a column's squared error over the square of its diagonal entry.
+algorithm 1. A block of the paper's lazy updates is a group here, so a group's grid is chosen after the
+updates by all earlier groups. The grid is clipped so that the outputs change least by the algorithm's own
+measure: a column's squared error over the square of its diagonal entry.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from engine.quantization.weight import QuantizedWeight
 from quantization import grid
 
 DAMPING = 0.01
-"""The share of the mean of the Hessian's diagonal that is added to the diagonal."""
+"""Damping of the Hessian's diagonal, as a share of the diagonal's mean."""
 
 
 def quantize(
     weight: Tensor, hessian: Tensor, bits: int, group_size: int, desc_act: bool = False
 ) -> QuantizedWeight:
-    """Quantize `weight`, float32 [out, in]. `hessian`, float32 [in, in], is the sum of x x^T over the
-    layer's inputs.
+    """Quantize `weight`, float32 [out, in]. `hessian`, float32 [in, in], is the sum of x x^T over the layer's
+    inputs.
 
-    With `desc_act` the columns with the largest inputs come first, and the groups follow this order.
+    With `desc_act` the columns with the largest inputs come first, and groups follow this order.
     """
     permutation = hessian.diagonal().argsort(descending=True, stable=True) if desc_act else None
     if permutation is not None:
@@ -46,15 +46,15 @@ def quantize(
 
 
 def _factor(hessian: Tensor) -> Tensor:
-    """Return the upper triangular U for which U^T U is the inverse of the damped Hessian.
+    """Return the upper triangular U with U^T U equal to the inverse of the damped Hessian.
 
     If all inputs were 0, the damping is 1.
     """
     scale = hessian.diagonal().mean()
     damping = DAMPING * scale if scale > 0 else torch.ones_like(scale)
     identity = torch.eye(len(hessian), device=hessian.device)
-    # The factor of the Hessian in reverse order is the inverse of the factor that we need: one inversion is
-    # enough.
+    # The Cholesky factor of the reversed Hessian is the inverse of the factor that we need: one inversion
+    # suffices.
     lower = torch.linalg.cholesky((hessian + damping * identity).flip(0, 1))
     return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
 

@@ -41,9 +41,9 @@ class Grid:
 
 
 def symmetric(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
-    """Return one grid for each row of the last dimension; its middle code is 0.
+    """Return one symmetric grid for each row of the last dimension; the middle code is 0.
 
-    The value farthest from 0, times `clip`, gets the code 0, which has no opposite. Scales may be negative.
+    The value farthest from 0, times `clip`, gets code 0, which has no opposite. Scales may be negative.
     """
     farthest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
     middle = 2 ** (bits - 1)
@@ -52,8 +52,7 @@ def symmetric(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
 
 
 def spanning(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
-    """Return one grid for each row of the last dimension, from its lowest to its highest value, which
-    includes 0.
+    """Return one grid for each row of the last dimension. The grid spans the row's values and 0.
 
     Values beyond `clip` times the largest magnitude are cut off.
     """
@@ -67,7 +66,7 @@ def spanning(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
 def closest(
     weight: Tensor, bits: int, make: Callable[[Tensor, int, Tensor], Grid], error: Callable[[Tensor], Tensor]
 ) -> Grid:
-    """Return the grids of `make` with the clip that costs least, for each row of the last dimension.
+    """Return the grids of `make` with the cheapest clip for each row of the last dimension.
 
     `error` gets rounded minus exact weights, [..., n], and returns their cost, [..., 1].
     """

@@ -1,4 +1,4 @@
-"""Quantizes one block of a model in place with each method."""
+"""In-place quantization of one block of a model, by method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Quantized = dict[str, QuantizedWeight]
 
 
 def calibrate_block(recipe: Recipe, calibration: Calibration, log: Callable[[str], None]) -> Quantized:
-    """Quantize the block, which then computes with the dequantized weights. `log` gets a line for each
+    """Quantize the block, which then computes with the dequantized weights. Pass `log` a line for each
     skipped part.
     """
     if recipe.method == "awq":
@@ -37,7 +37,7 @@ def round_block(recipe: Recipe, block: nn.Module) -> Quantized:
 
 
 def set_weights(block: nn.Module, quantized: Quantized) -> None:
-    """Replace the block's weights with these, dequantized."""
+    """Replace the block's weights with the dequantized values of `quantized`."""
     layers = linears(block)
     for name, weight in quantized.items():
         _replace(layers[name], weight)

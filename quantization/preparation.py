@@ -1,4 +1,4 @@
-"""Checks a run of `tandem quantize`, its method and options too, before the model's weights are loaded."""
+"""Checks of a `tandem quantize` run, including method and options, before the model's weights are loaded."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DEFAULT_LENGTH = 512
 GROUP_SIZES = (32, 64, 128)
 _BITS: Mapping[str, tuple[int, ...]] = {"awq": (4,), "gptq": (4, 8), "int8": (8,), "fp8": (8,)}
 _OUTPUTS_OF_A_WORD = 8
-"""The number of 4-bit codes that a 32-bit word holds. AWQ packs weights along the outputs; AWQ and GPTQ pack
-their zero points along them.
+"""Number of 4-bit codes in a 32-bit word. AWQ packs weights along the outputs; AWQ and GPTQ pack zero points
+along the outputs.
 """
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method with its options. If `group_size` is None, there is one scale for each output channel."""
+    """A method with its options. A `group_size` of None means one scale for each output channel."""
 
     method: Method
     bits: int
@@ -43,7 +43,7 @@ class Recipe:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the method uses activations. The others round to nearest."""
+        """Whether the method uses activations; the other methods round to nearest."""
         return calibrates(self.method)
 
     def layout(self) -> Layout:
@@ -61,7 +61,7 @@ def calibrates(method: Method) -> bool:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The command's options by their names. None stands for the method's or the model's default."""
+    """The command's options by name. None stands for the method's or the model's default."""
 
     method: Method
     model: str
@@ -79,7 +79,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked run. `inputs` are the different numbers of inputs that the layers to quantize have."""
+    """A checked run. `inputs` are the distinct input widths of the layers to quantize."""
 
     source: Source
     recipe: Recipe
@@ -121,7 +121,7 @@ def prepare(options: QuantizeOptions) -> PreparedRun:
 
 @contextmanager
 def _collected(faults: list[str]) -> Iterator[None]:
-    """Add the message of a `ConfigError` to the faults: later checks do not depend on it."""
+    """Append the message of a `ConfigError` to `faults` and continue: later checks do not depend on it."""
     try:
         yield
     except ConfigError as error:
@@ -142,8 +142,8 @@ def _option_faults(options: QuantizeOptions) -> Iterator[str]:
 
 
 def _recipe(options: QuantizeOptions, layers: Mapping[str, nn.Linear]) -> Recipe:
-    """Fill in the method's defaults. The default of `group_size` is the largest that divides the inputs of
-    all layers. Raises `ConfigError`, with a line for each fault of the layers.
+    """Fill in the method's defaults. By default, `group_size` is the largest that divides the inputs of all
+    layers. Raises `ConfigError`, with a line for each fault of the layers.
     """
     method, group_size = options.method, options.group_size
     faults = list(_layer_faults(method, layers))
@@ -190,7 +190,7 @@ def _either(choices: Sequence[int]) -> str:
 
 
 def _layers(source: Source, config: PretrainedConfig) -> dict[str, nn.Linear]:
-    """Return the linear layers of the model's blocks, without their weights."""
+    """Return the linear layers of the model's blocks, on the meta device."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Cuts the texts for calibration and for measurement into windows of tokens, and measures a model on them."""
+"""The texts for calibration and measurement as windows of tokens, and a model's quality on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HeldOut:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the model predicts."""
+        """Number of tokens that the model predicts."""
         return self.windows[:, 1:].numel()
 
 
@@ -54,13 +54,13 @@ DEFAULT_SAMPLES = 128
 _LEAST_SAMPLES = 2
 
 SHARED_RUN = 32
-"""A window that shares this many tokens in a row with the calibration is not measured on."""
+"""Number of consecutive tokens shared with the calibration that exclude a window from the measurement."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Windows for calibration, int64 [samples, length], and for measurement. `num_seen` of the latter were
-    left out because the calibration has seen them.
+    """Windows for calibration, int64 [samples, length], and for measurement. `num_seen` measurement windows
+    were left out because they overlap the calibration.
     """
 
     calibration: Tensor
@@ -103,8 +103,8 @@ def cut(
 def _unseen(
     windows: Tensor, calibration: Tensor, num_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[HeldOut, int]:
-    """Choose windows spread over the text; return those that the calibration has not seen, and the number of
-    others.
+    """Choose windows spread over the text. Return those that do not overlap the calibration, and the number
+    of the rest.
     """
     if not len(windows):
         length = windows.shape[1]
