@@ -1,1 +1,1 @@
-"""Finds what a checkpoint consists of on disk: its configuration, tokenizer and weights' files."""
+"""The files of a checkpoint on disk: configuration, tokenizer and weights."""

@@ -1,4 +1,4 @@
-"""Finds the drafting method that a published draft model or head is for, by its config.json."""
+"""The drafting method of a published draft model or head, found from its config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.errors import ConfigError
 from protocol.speculation import Method
 
 SPECULATORS: Mapping[str, Method] = MappingProxyType({"eagle3": "eagle", "mtp": "mtp", "dflash": "dflash"})
-"""The method by the `speculators_model_type` of a checkpoint in the Speculators format."""
+"""The method by a Speculators checkpoint's `speculators_model_type`."""
 
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -23,17 +23,17 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "xpress": "DFlash with a refining head, which vLLM serves",
     }
 )
-"""The types that no method here drafts with: what they are, and what serves them."""
+"""Types that no method here drafts with; each value says what the type is and what serves it."""
 
 ASSISTANTS = "gemma4_assistant", "gemma4_unified_assistant"
-"""Types of models that draft over the KV of a larger one: the method `mtp`."""
+"""Types of models that draft over a larger model's KV: the method `mtp`."""
 
 _EAGLE_FIELDS = "eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size"
 
 
 def draft_method(model: str, flag: str) -> Method:
-    """Return the method for a folder or a hub id. Raises ConfigError that names `flag` where config.json
-    tells none, or one that is not served.
+    """Return the method for a folder or a hub id. Raises ConfigError that names `flag` if config.json names
+    no method, or one that is not served.
     """
     path = Path(model).expanduser() / "config.json"
     try:
@@ -54,7 +54,7 @@ def draft_method(model: str, flag: str) -> Method:
 
 
 def refusal(config: Mapping[str, Any]) -> str:
-    """Return why no method drafts with the checkpoint that has this config.json; "" if one may."""
+    """Return why no method drafts with the checkpoint of this config.json, or "" if one does."""
     kind = config.get("speculators_model_type")
     if kind is None or kind in SPECULATORS:
         return ""

@@ -1,13 +1,13 @@
 """How published checkpoints name the tensors of their MTP heads.
 
-All share the formula of DeepSeek-V3 (2024), section 2.2. A head's row has the embedding of a token and the
-hidden state before it. Both are normed, `joint` makes one vector of the two, and a decoder layer of the
+All heads share the formula of DeepSeek-V3 (2024), section 2.2. A head's row has the embedding of a token and
+the hidden state before it. Both are normed, `joint` makes one vector of the two, and a decoder layer of the
 target's own kind and a final norm follow. The LM head scores the output.
 
-The first head's hidden states are the target's, after its final norm. Further heads, each with a layer of its
-own, read the output of the head before them.
+The first head's hidden states are the target's, after its final norm. Each further head has its own layer and
+reads the previous head's output.
 
-Some servers put zeros for the first row's token, others do not. Here it is like any other row's.
+Some servers zero the first row's token embedding, others do not. Here the first row is like any other.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 NUMBER = "{number}"
-"""Stands for the numbers of a head's decoder layers, where it has several."""
+"""Placeholder for the number of a decoder layer within a head that has several."""
 _HEAD, _LAYER = "{head}", "{layer}"
-"""Stand for a head's number, and for its number as a layer behind the target's."""
+"""Placeholders for a head's number, and for its layer number, counted on after the target's layers."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a head's parts. `block` is the prefix of its decoder layer's tensors, some of which are
-    `renamed` to what the target's layers call them. `joint` multiplies the token's half of its input first,
-    or last with `hidden_first`. `lm_head` is None where the target's LM head scores.
+    """The names of a head's parts. `block` is the prefix of its decoder layer's tensors; `renamed` maps some
+    of them to the target layers' names. The input of `joint` is the token's half, then the hidden state's;
+    the reverse with `hidden_first`. `lm_head` is None where the target's LM head scores.
     """
 
     block: str
@@ -36,13 +36,13 @@ class Layout:
     lm_head: str | None = None
     hidden_first: bool = False
     reads_target: bool = False
-    """Whether further heads read the target's hidden states, too."""
+    """Whether further heads also read the target's hidden states."""
     before_norm: bool = False
-    """Whether the target's hidden states are those before its final norm."""
+    """Whether the head reads the target's hidden states from before the final norm."""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, num_layers: int, head: int = 0) -> Layout:
-        """Return the layout of one head of a target with so many layers."""
+        """Return the layout of head `head` of a target with `num_layers` layers."""
         filled = {
             name: value.replace(_HEAD, str(head)).replace(_LAYER, str(num_layers + head))
             for name, value in vars(self).items()
@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The names of the parts outside the decoder layer, by the names that they get here."""
+        """The checkpoint's names of the parts outside the decoder layer, by field of this class."""
         names = ("joint", "token_norm", "hidden_norm", "final_norm", "lm_head")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -61,7 +61,7 @@ class Layout:
 
 
 def _beside(block: str, final_norm: str, **changed: str) -> Layout:
-    """Return a layout whose parts lie beside those of the decoder layer."""
+    """Return a layout in which all parts have the decoder layer's prefix."""
     names = {"joint": "eh_proj", "token_norm": "enorm", "hidden_norm": "hnorm"} | changed
     joint, token_norm, hidden_norm = (block + names[part] for part in ("joint", "token_norm", "hidden_norm"))
     return Layout(block, joint, token_norm, hidden_norm, block + final_norm)
@@ -107,12 +107,12 @@ LAYOUTS = {
     ),
     "Speculators": _beside("mtp_layers.{head}.", "final_layernorm", **_LONG_NAMES),
 }
-"""By the families that have published them. A checkpoint has the first that fits its tensors' names."""
+"""The layouts by the families that published them. A checkpoint has the first that fits its tensor names."""
 
 
 def find_layouts(names: Collection[str], num_layers: int) -> list[Layout]:
-    """Return the layout of each head of a checkpoint with tensors of these names, in the order in which they
-    draft. Raises LookupError with the reason.
+    """Return the layouts of a checkpoint's heads, found by its tensor `names`, in drafting order. Raises
+    LookupError with the reason.
     """
     for layout in LAYOUTS.values():
         found = [layout.of(num_layers)]

@@ -1,4 +1,4 @@
-"""Finds the Hugging Face files of a model, whatever container it comes in."""
+"""The Hugging Face files of a model, whichever container it comes in."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ GGUF = ".gguf"
 
 
 def is_gguf(model: str) -> bool:
-    """Say whether a model is a GGUF file, by its name."""
+    """Return whether a model's name is that of a GGUF file."""
     return model.endswith(GGUF)
 
 
 def use_download_dir(folder: str | None) -> None:
-    """Make this process and its children keep files from the hub in the folder, if one is given."""
+    """Make this process and its children store hub downloads in `folder`, if given."""
     if folder is None:
         return
     from huggingface_hub import constants
@@ -27,7 +27,7 @@ def use_download_dir(folder: str | None) -> None:
 def hf_source(model: str, revision: str | None = None) -> str:
     """Return the local folder, or the hub id, with the model's `config.json` and tokenizer.
 
-    Makes the folder of a GGUF file at the first call. Raises ConfigError.
+    For a GGUF file, make the folder at the first call. Raises ConfigError.
     """
     if not is_gguf(model):
         return model

@@ -1,1 +1,1 @@
-"""Reads GGUF, the single-file format of llama.cpp: metadata as Hugging Face files, tensors as stored."""
+"""GGUF, llama.cpp's single-file format: metadata as Hugging Face files, tensors as stored."""

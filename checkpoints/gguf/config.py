@@ -1,7 +1,6 @@
-"""Writes the metadata of a GGUF file as a Hugging Face `config.json`.
+"""The metadata of a GGUF file as a Hugging Face `config.json`.
 
-The metadata's names are those of ggml's docs/gguf.md and of llama.cpp's `convert_hf_to_gguf.py`, which writes
-them.
+Metadata names come from ggml's docs/gguf.md and from llama.cpp's `convert_hf_to_gguf.py`, which writes them.
 """
 
 from __future__ import annotations
@@ -43,11 +42,13 @@ class Family:
     fields: dict[str, str] = field(default_factory=dict)
     """Names of further fields that every file of the architecture has."""
     more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
-    """Returns fields that have to be worked out."""
+    """Function that returns fields that must be computed."""
 
 
 def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp tells the 27 B models, whose queries are scaled otherwise, by their number of layers."""
+    """Return Gemma's own fields. Like llama.cpp, tell the 27 B models, with other query scales, by their
+    layers.
+    """
     largest = {"gemma2": 46, "gemma3": 62}[file.architecture]
     is_largest = config["num_hidden_layers"] == largest
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -97,7 +98,7 @@ def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     shared = file.get("expert_shared_feed_forward_length")
-    normalizes = file.architecture == "qwen3moe"  # llama.cpp does, whatever the file says
+    normalizes = file.architecture == "qwen3moe"  # llama.cpp always does, whatever the file says
     return {"norm_topk_prob": normalizes} | (
         {"shared_expert_intermediate_size": shared} if shared is not None else {}
     )
@@ -114,7 +115,7 @@ FAMILIES = {
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
     "phi3": Family("phi3", "Phi3ForCausalLM", more=_phi3),
 }
-"""The architectures whose tensors we read as stored, by the name in `general.architecture`."""
+"""Architectures whose tensors are read as stored, by the name in `general.architecture`."""
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
@@ -145,8 +146,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _config_of_transformers(file: GgufFile) -> dict[str, Any]:
-    """Return what Transformers' own reader makes of an architecture that is not in `FAMILIES`."""
-    # They import torch, which takes seconds.
+    """Return the config that Transformers' own reader makes of an architecture not in `FAMILIES`."""
+    # Imported here since both import torch, which takes seconds.
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -157,7 +158,7 @@ def _config_of_transformers(file: GgufFile) -> dict[str, Any]:
         file.fail(
             f"general.architecture: is {file.architecture!r}, not one of {', '.join(FAMILIES)}, and {known}"
         )
-    except Exception as error:  # it takes the fields of a whole file for granted
+    except Exception as error:  # the reader assumes the fields of a whole file
         file.fail(
             f"general.architecture: Transformers cannot read this file of {file.architecture}: {error!r}"
         )
@@ -173,7 +174,7 @@ def _quantization(file: GgufFile) -> dict[str, Any]:
 
 
 def _end_tokens(file: GgufFile) -> list[int]:
-    """Return the ids that end an answer: the end of the text, of a turn and of a message."""
+    """Return the token ids that end an answer: end of text, of a turn and of a message."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
     return [*dict.fromkeys(each for each in found if isinstance(each, int))]
@@ -198,7 +199,7 @@ def _need(file: GgufFile, name: str) -> Any:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return float32 if all matrices are, and bfloat16 otherwise: norms are float32 in every file."""
+    """Return float32 if all matrices are float32, else bfloat16. Norms are float32 in every file."""
     matrices = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return "float32" if matrices <= {GGMLQuantizationType.F32} else "bfloat16"
 
@@ -218,8 +219,8 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of Llama 3's scaling. llama.cpp stores what each frequency is divided by, and the
-    slowest one is divided by the factor.
+    """Return the parameters of Llama 3's scaling. llama.cpp stores each frequency's divisor; the divisor of
+    the slowest frequency is the factor.
     """
     found = _floats(file, "rope_freqs.weight")
     frequencies = config["rope_theta"] ** -(np.arange(len(found)) / len(found))
@@ -236,7 +237,7 @@ def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_factors(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
-    """Return what Llama 3.1 divides frequencies by: the factor for slow ones, 1 for fast ones."""
+    """Return Llama 3.1's divisors of the frequencies: the factor for slow ones, 1 for fast ones."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)

@@ -1,4 +1,4 @@
-"""Gives a GGUF file the look of a Hugging Face folder: whatever reads such folders reads the file's metadata.
+"""A Hugging Face folder for a GGUF file, so that readers of such folders read the file's metadata.
 
 The weights stay in the file, which the folder's `config.json` names.
 """
@@ -18,22 +18,22 @@ from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
 from native.ownership import cache_dir, check_own, open_own, own_folder
 
 _LAYOUT = 1
-"""Changes when other content is written for the same file."""
+"""Version of the folder's content; raise it when the content written for a file changes."""
 
 
 def gguf_folder(path: Path) -> Path:
-    """Return the folder of a GGUF file, in the cache; it is made at the first call. Raises GgufError."""
+    """Return the cached folder of a GGUF file; make it at the first call. Raises GgufError."""
     path = path.absolute()
     try:
         return _made_once(path, own_folder(cache_dir() / "gguf"))
-    except OSError as error:  # of the file, or of a cache that is full or another user's
+    except OSError as error:  # from the file, or from a cache that is full or another user's
         raise GgufError(f"{path}: cannot be read: {error}") from error
 
 
 def _made_once(path: Path, cache: Path) -> Path:
     target = cache / _key(path)
     with open(open_own(cache / f"{target.name}.lock", os.O_RDWR | os.O_CREAT), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the host wait, and find it made
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the host wait here and find the folder made
         if not target.is_dir():
             file = read_gguf(path)
             with tempfile.TemporaryDirectory(dir=cache) as made:

@@ -1,4 +1,4 @@
-"""Reads a GGUF file's metadata and finds its tensors' bytes.
+"""A parser of GGUF metadata that also finds the tensors' bytes.
 
 ggml's docs/gguf.md specifies the format. The package `gguf` reads it too, but needs seconds to open a file:
 it makes several Python objects for each token of the vocabulary.
@@ -33,8 +33,8 @@ class GgufError(ConfigError):
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """`shape` has the outputs first, as in torch. `data` is uint8 [rows, bytes of a row], in the file's
-    pages.
+    """A tensor in the file. `shape` has the outputs first, as in torch. `data` is uint8 [rows, bytes of a
+    row], mapped from the file.
     """
 
     name: str
@@ -71,7 +71,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read a file, and the other shards if it is the first one of several. Raises GgufError."""
+    """Read a file, and all other shards if it is the first of several. Raises GgufError."""
     first = _read_one(path)
     count = first.metadata.get("split.count", 1)
     if count in (0, 1):
@@ -88,7 +88,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 def _read_one(path: Path) -> GgufFile:
     try:
-        content = np.memmap(path, dtype=np.uint8, mode="c")  # torch warns of memory that it must not write
+        content = np.memmap(path, dtype=np.uint8, mode="c")  # copy-on-write: torch warns of read-only memory
     except (OSError, ValueError) as error:
         raise GgufError(f"{path}: cannot be read: {error}") from error
     return _Parser(path, content).parse()
@@ -125,7 +125,7 @@ class _Parser:
         return GgufFile(self._path, metadata, tensors)
 
     def _describe(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read a tensor's name, shape, type and place among the tensors' bytes."""
+        """Read a tensor's name, shape, type and offset among the tensors' bytes."""
         self._reading = "the list of tensors"
         self._reading = name = self._string()
         num_dimensions = self._number("I")

@@ -1,4 +1,4 @@
-"""Builds a `tokenizers.Tokenizer` and the settings of `tokenizer_config.json` from a GGUF file's metadata."""
+"""A `tokenizers.Tokenizer` and the `tokenizer_config.json` settings from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from checkpoints.gguf.reader import GgufFile
 
 _SPACE = "\u2581"
-"""How SentencePiece writes a space."""
+"""SentencePiece's mark for a space."""
 
 
 class Kind(IntEnum):
-    """The values of `tokenizer.ggml.token_type` that matter here."""
+    """The values of `tokenizer.ggml.token_type` that the tokenizer uses."""
 
     NORMAL = 1
     CONTROL = 3
@@ -28,12 +28,12 @@ class Split:
     """How text is cut into words before merges apply."""
 
     pattern: str | None = None
-    """A regular expression; None for GPT-2's."""
+    """A regular expression; None for GPT-2's own."""
     digits_alone: bool = False
     takes_whole_words: bool = False
-    """Whether a word that is a token needs no merges."""
+    """Whether a word that is itself a token skips the merges."""
     composes: bool = False
-    """Whether text is brought to Unicode's composed form (NFC) first."""
+    """Whether text is first normalized to Unicode's composed form (NFC)."""
 
 
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,13 +61,13 @@ SPLITS = (
     | {"qwen35": Split(_QWEN35, composes=True), "tekken": Split(_TEKKEN, takes_whole_words=True)}
     | dict.fromkeys(("gpt-4o", "llama4"), Split(_GPT4O))
 )
-"""By `tokenizer.ggml.pre`, as llama.cpp names them. The expressions are those of the models' tokenizers."""
+"""Splits by `tokenizer.ggml.pre`, in llama.cpp's names. The expressions come from the models' tokenizers."""
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:
-    """Raises GgufError, naming the field, for a kind of tokenizer that cannot be built."""
+    """Build the tokenizer. Raises GgufError, naming the field, if it cannot be built."""
     model = file.need("tokenizer.ggml.model", str)
     tokens = file.need("tokenizer.ggml.tokens", list)
     if model == "gpt2":
@@ -136,7 +136,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocab = {token: place for place, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab, merges, ignore_merges=split.takes_whole_words)
-    except Exception as error:  # tokenizers has no class of its own for it
+    except Exception as error:  # tokenizers raises no class of its own
         file.fail(f"tokenizer.ggml.merges: {error}")
     tokenizer = Tokenizer(model)
     if split.composes:
@@ -155,8 +155,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
 def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     """Build SentencePiece's byte-pair encoding.
 
-    Gemma's scores do not tell the order of its merges, the places of its tokens do; and its runs of spaces
-    are stored as such.
+    Gemma's merges are ordered by token id instead of score, and its runs of spaces are stored as spaces.
     """
     is_gemma = file.architecture.startswith("gemma")
     if is_gemma:
@@ -189,7 +188,7 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
 def _merges(
     vocab: dict[str, int], tokens: Sequence[str], scores: Sequence[float]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each pair of tokens that makes up another one, the pairs of the best token first."""
+    """Yield each pair of tokens that merges into another token, the best token's pairs first."""
     for place in sorted(range(len(tokens)), key=lambda place: -scores[place]):
         token = tokens[place]
         for cut in range(len(token) - 1, 0, -1):
@@ -199,7 +198,7 @@ def _merges(
 
 
 def _adds(file: GgufFile, end: str) -> bool:
-    """Say whether a text begins with `bos`, or ends with `eos`."""
+    """Return whether the tokenizer adds the end token, `bos` or `eos`, to a text."""
     is_usual = end == "bos" and (
         file.metadata["tokenizer.ggml.model"] == "llama"
         or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
