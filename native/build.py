@@ -1,7 +1,7 @@
 """Compiles a kernel for this machine at first use, and loads it.
 
-The library lies in a cache (TANDEM_CACHE_DIR, default ~/.cache/tandem) under a name made of the sources, the
-compiler and the CPU, so a changed source or another machine on the same home directory gets its own.
+The library is cached (TANDEM_CACHE_DIR, default ~/.cache/tandem) under a name derived from the sources, the
+compiler and the CPU, so a changed source or another machine with the same home directory gets its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(RuntimeError):
-    """The kernel cannot be built here; the message says why."""
+    """A failed build of a kernel; the message says why."""
 
 
 def _compiler() -> list[str]:
@@ -78,7 +78,7 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """Return a description of the CPU, on which the effect of -march=native depends."""
+    """Return a description of the CPU, which decides the effect of -march=native."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().split("\n\n", 1)[0].splitlines() if cpuinfo.exists() else []
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -86,7 +86,7 @@ def _cpu() -> str:
 
 
 def own_inductor_cache() -> None:
-    """Keep what torch.compile builds in the cache: its default is in /tmp, where anybody can make it first.
+    """Keep what torch.compile builds in our cache: in Inductor's default, under /tmp, anybody may be first.
 
     Inductor loads libraries and pickles from there. Raises OSError.
     """
@@ -96,7 +96,7 @@ def own_inductor_cache() -> None:
 
 
 def _inductors_default() -> Path:
-    """Torch writes it to the environment when it is imported."""
+    """Return Inductor's default folder; torch writes it to the environment when it is imported."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return Path(default_cache_dir())
@@ -112,7 +112,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 def build(source: Path) -> Path:
-    """Return the library of a source and its headers; compile it if new. Raises BuildError."""
+    """Return the library of a source and its headers; compile it if it is not cached. Raises BuildError."""
     return _build([source])[0]
 
 
@@ -189,10 +189,10 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
 
 
 def load_library(source: Path, *structs: type[ctypes.Structure], keep_gil: bool = False) -> ctypes.CDLL:
-    """Load the library made of a source. Raises BuildError.
+    """Load the library built from `source`. Raises BuildError.
 
-    `structs` are the structures that Python fills for it; their sizes must equal those in its array
-    `tandem_sizes`. `keep_gil` is for calls that take microseconds: getting the lock back from a busy thread
+    `structs` are the structures that Python fills for the library; their sizes must equal the library's array
+    `tandem_sizes`. `keep_gil` is for calls that take microseconds: getting the GIL back from a busy thread
     can take milliseconds.
     """
     path = build(source)

@@ -1,4 +1,4 @@
-// An exponential that loops can use.
+// An exponential that compilers can vectorize.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// exp by a polynomial on [-ln2/2, ln2/2], so that loops over it become vector code; relative error below 1e-6.
+// exp by a polynomial on [-ln2/2, ln2/2], so that loops over it are vectorized; relative error below 1e-6.
 inline float exp_of(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
     const float n = std::floor(x * 1.44269504f + 0.5f);

@@ -1,9 +1,9 @@
-"""Files that other users may not have made or changed, nor read where they are secret.
+"""Safe access to files that other users must not have made or changed, nor, if secret, read.
 
-Each file that is trusted, or that holds secrets or requests, is opened or checked here: it is a regular file,
-its owner is this user or root, and its mode keeps others out. A file that is read may be reached by a
-symbolic link, as Kubernetes mounts secrets and certbot keeps certificates: what is opened is what is checked.
-A file that is written may not.
+Each file that is trusted, or that holds secrets or requests, is opened or checked here: it must be a regular
+file, owned by this user or root, with a mode that keeps others out. A file to read may be reached by a
+symbolic link, as Kubernetes mounts secrets and certbot keeps certificates: the check is on the opened file. A
+file to write may not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OTHERS, _OTHERS_OF_ROOTS = 0o077, 0o037
 
 
 class OwnershipError(PermissionError):
-    """Others may have made or changed the file, or may read it; the text names it and says why."""
+    """A file that others may have made, changed or read; the message names it and says why."""
 
 
 def check_own(path: Path) -> None:
@@ -30,15 +30,15 @@ def check_own(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise OwnershipError unless it is a regular file, no link, that this user alone can read and write."""
+    """Raise OwnershipError unless `path` is a file, not a link, that only this user can read or write."""
     status = path.lstat()
     _check_file(path, status, _OTHERS)
 
 
 def read_own(path: str | Path, *, private: bool = False) -> bytes:
-    """The bytes of a file that only this user (or root) can have written, or with `private` read.
+    """Return the bytes of a file that only this user (or root) can have written; with `private`, also read.
 
-    Raises OSError; OwnershipError where it is another one's.
+    Raises OSError; OwnershipError if others could.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
@@ -49,7 +49,7 @@ def read_own(path: str | Path, *, private: bool = False) -> bytes:
 
 
 def open_own(path: str | Path, flags: int, mode: int = 0o600, *, private: bool = True) -> int:
-    """A descriptor of a file to be written, which `mode` is for if it is made now. Raises as `read_own`."""
+    """Open a file for writing; return its descriptor. A new file gets `mode`. Raises like `read_own`."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
@@ -65,7 +65,7 @@ def open_own(path: str | Path, flags: int, mode: int = 0o600, *, private: bool =
 
 
 def _check_file(path: str | Path, status: os.stat_result, refused: int) -> None:
-    """`refused` are bits that its mode may not have."""
+    """Raise OwnershipError unless this is a regular file of ours without the permission bits `refused`."""
     if stat.S_ISLNK(status.st_mode):
         raise OwnershipError(f"{path} is a symbolic link: name the file itself")
     if not stat.S_ISREG(status.st_mode):
@@ -84,7 +84,7 @@ def _check_owner(path: str | Path, status: os.stat_result, refused: int = 0) -> 
 
 
 def _is_users_own_group(group_id: int) -> bool:
-    """Whether it is the group that a distribution made for this user alone."""
+    """Return whether the group is this user's private group, as distributions make one for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
     except KeyError:
@@ -99,7 +99,7 @@ def cache_dir() -> Path:
 
 
 def own_folder(folder: Path) -> Path:
-    """Return the folder, made if it is not there. Raises OSError, also if others may write to it."""
+    """Return the folder; make it if missing. Raises OSError, also if others may write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_own(folder)
     return folder

@@ -7,12 +7,12 @@
 
 namespace {
 
-// Calls the function on the caller's thread, and on up to `threads` - 1 others that are free. Returns when all have.
-// That is tandem_parallel (threads.cpp), or OpenMP's GOMP_parallel, which waits for all threads.
+// Calls the function on the caller's thread and on up to `threads` - 1 other free threads. Returns when all calls have
+// returned. Implemented by tandem_parallel (threads.cpp), or by OpenMP's GOMP_parallel, which waits for all threads.
 using Parallel = void (*)(void (*function)(void*), void* argument, unsigned threads, unsigned flags);
 
-// Calls work(thread) on up to `threads` threads, which share out the work among themselves: one may do it all.
-// `thread` is below `threads`, and unlike on each.
+// Calls work(thread) on up to `threads` threads, which share the work among themselves: one thread may do all of it.
+// Each call gets a different `thread`, below `threads`.
 template <class Work> void on_threads(int64_t threads, Parallel parallel, const Work& work) {
     if (threads <= 1 || !parallel) return work(0);
     struct Job {
@@ -26,12 +26,12 @@ template <class Work> void on_threads(int64_t threads, Parallel parallel, const 
     parallel(run, &job, unsigned(threads), 0);
 }
 
-// Hands out the numbers below `count` in ranges, long ones first: a thread that comes late takes less.
+// Hands out the numbers below `count` in ranges of decreasing length, so a late thread takes less.
 class Ranges {
   public:
     Ranges(int64_t count, int64_t threads) : count(count), divisor(threads + 1) {}
 
-    // Whether there was a range left.
+    // Takes the next range. Returns false if none is left.
     bool take(int64_t& begin, int64_t& end) {
         begin = next.load();
         do {

@@ -1,5 +1,5 @@
-// Threads that help with a caller's work while they have a core. The caller waits only for those that have begun, so
-// another program on a core costs that core's help; OpenMP's threads would all be waited for, in each product.
+// Threads that help with a caller's work while they have a core. The caller waits only for helpers that have begun, so
+// another program on a core costs only that core's help; with OpenMP, each product would wait for all threads.
 
 #include <atomic>
 #include <chrono>
@@ -20,7 +20,7 @@ using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == sizeof(uint32_t));
 
 constexpr std::chrono::microseconds SPIN{200};  // products of a step follow each other faster than a thread wakes
-constexpr int CHECKS = 32;                     // between two looks at the clock
+constexpr int CHECKS = 32;                     // spins between two reads of the clock
 
 void relax() {
 #if defined(__x86_64__)
@@ -30,14 +30,14 @@ void relax() {
 #endif
 }
 
-// Returns when the word is no longer `value`, or now and then before.
+// Returns when the word differs from `value`, or spuriously earlier.
 void sleep_while(Word& word, uint32_t value) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 
 void wake_all(Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
 
-// Waits for another value: first awake, then asleep. `sleepers` counts those that need to be woken.
+// Waits until the word differs from `value`: spins first, then sleeps. `sleepers` counts threads that need a wake-up.
 uint32_t await_change(Word& word, uint32_t value, Word& sleepers) {
     const auto end = std::chrono::steady_clock::now() + SPIN;
     do {
@@ -66,7 +66,7 @@ class Helpers {
         for (uint32_t now = left; now != all;) now = await_change(left, now, waiting);
     }
 
-    // In a process that was forked: there are no threads in it yet.
+    // Resets the state in a forked process, which has no helper threads yet.
     void forget() { new (this) Helpers; }
 
   private:
@@ -75,7 +75,7 @@ class Helpers {
     void start() {
         sigset_t all, before;
         sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the program's
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are left to the program's own threads
         std::thread([this] { help(); }).detach();
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
@@ -100,12 +100,12 @@ class Helpers {
 
     std::mutex in_use;
     unsigned started = 0;
-    // The job. They change while nobody can enter.
+    // The job, written only while no helper can enter.
     Function function = nullptr;
     void* argument = nullptr;
     std::atomic<uint32_t> most{0};
-    alignas(64) Word jobs{0};     // so far
-    alignas(64) Word entered{0};  // helpers that have begun, and whether more may
+    alignas(64) Word jobs{0};     // jobs so far
+    alignas(64) Word entered{0};  // helpers that have begun, with OPEN set while more may begin
     alignas(64) Word left{0};     // helpers that have ended
     Word sleeping{0}, waiting{0};
 };
@@ -121,7 +121,7 @@ Helpers& helpers() {
 
 }  // namespace
 
-// Calls the function on this thread, and on up to `threads` - 1 helpers at the same time.
+// Calls the function on this thread and on up to `threads` - 1 helpers at the same time.
 extern "C" void tandem_parallel(Function function, void* argument, unsigned threads, unsigned) {
     helpers().run(function, argument, threads);
 }

@@ -1,4 +1,4 @@
-"""The threads that our kernels run on: torch's own between its operators, and a pool of ours."""
+"""The threads that our kernels run on: torch's between its operators, and a pool of our own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger("tandem.engine")
 
 @functools.cache
 def gomp_parallel() -> int:
-    """Return the address of GOMP_parallel in the OpenMP runtime that torch itself uses, or 0.
+    """Return the address of GOMP_parallel in torch's own OpenMP runtime, or 0.
 
-    Torch's threads spin for a while after each operator, so threads of our own would wait for a core.
+    Torch's threads spin for a while after each operator, so other threads would wait for a core.
     """
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
