@@ -1,1 +1,1 @@
-"""Quantized weights: what they are, how checkpoints store them, and rounding at load."""
+"""Quantized weights, the layouts in which checkpoints store them, and rounding at load."""

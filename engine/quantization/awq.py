@@ -1,7 +1,7 @@
-"""AWQ's `gemm` layout (AutoAWQ): int4 with zero points, [in_features, out_features / 8] words of int32.
+"""AWQ's `gemm` layout (AutoAWQ): int4 with zero points, in int32 words [in_features, out_features / 8].
 
-Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration". The
-eight outputs of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7.
+Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration". A word
+holds eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
 _BITS = 4
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place of each of eight outputs in its word: the inverse of `_ORDER`."""
+"""Each output's place in its word of eight: the inverse of `_ORDER`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Awq:
         )
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Scales are rounded to float16. Outputs are a multiple of 8, and inputs have no permutation."""
+        """Return the layer's tensors; scales become float16. Outputs: a multiple of 8; no permutation."""
         assert weight.format is CodeFormat.INT4 and weight.permutation is None
         zeros = weight.zeros
         if zeros is None:
@@ -80,7 +80,7 @@ class Awq:
 
 
 def _unpack(stored: Tensor) -> Tensor:
-    """uint8 [out_features, columns] of int32 [columns, out_features / 8]."""
+    """Return uint8 [out_features, columns] from int32 [columns, out_features / 8]."""
     codes = words.unpack(stored, _BITS).view(len(stored), -1, 8)
     return codes[:, :, _PLACES].flatten(1).T.contiguous()
 

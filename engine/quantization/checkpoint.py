@@ -18,22 +18,22 @@ from engine.quantization.weight import QuantizedWeight
 
 
 class Layout(Protocol):
-    """How a checkpoint stores its quantized linear layers."""
+    """The way in which a checkpoint stores its quantized linear layers."""
 
     def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
-        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
+        """Return the `quantization_config` of config.json. The linear layers `unquantized` are excluded."""
 
     def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these are of a quantized layer. Names are without the layer's."""
+        """Return whether a layer with these tensors, named by suffix, is quantized."""
 
     def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
-        """Outputs and inputs of the layer that these are of; None if the tensor that tells is missing."""
+        """Return the layer's outputs and inputs, or None if the tensor that shows them is missing."""
 
     def read(self, layer: StoredLayer) -> QuantizedWeight:
-        """Raises UnsupportedModelError, naming a tensor."""
+        """Return the layer's weight. Raises UnsupportedModelError, naming a tensor."""
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The layer's tensors, without its bias; names are without the layer's."""
+        """Return the layer's tensors by suffix, without its bias."""
 
 
 _PARSE: dict[Any, Callable[[Mapping[str, Any]], Layout]] = {
@@ -54,10 +54,10 @@ def parse_layout(config: Mapping[str, Any]) -> Layout:
 
 
 def int8_layout() -> Layout:
-    """int8 with a scale for each output, by inputs of int8."""
+    """Return the layout of int8 weights with a scale for each output, multiplied by int8 inputs."""
     return CompressedTensors.of(Scheme("int-quantized", rounds_inputs=True))
 
 
 def fp8_layout() -> Layout:
-    """FP8 E4M3 with a scale for each output."""
+    """Return the layout of FP8 E4M3 weights with a scale for each output."""
     return CompressedTensors.of(Scheme("float-quantized"))

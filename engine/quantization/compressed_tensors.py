@@ -1,6 +1,6 @@
 """The layouts of compressed-tensors, which llm-compressor writes: a configuration for each group of layers.
 
-Of what it says of activations one thing is read: that a layer's inputs are rounded to int8 around zero.
+The activations' configuration is ignored except for inputs rounded symmetrically to int8.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _INTEGERS = ("pack-quantized", "int-quantized")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of some layers are stored: `format` is the library's name for it."""
+    """The storage of some layers' weights; `format` is the library's name for it."""
 
     format: str
     bits: int = 8
     symmetric: bool = True
     group_size: int | None = None
-    """None: a scale for each output, or one for all."""
+    """None means one scale for each output or for the layer."""
     block: tuple[int, int] | None = None
     rounds_inputs: bool = False
 
     @classmethod
     def parse(cls, format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
-        """`inputs` is what it says of the layers' inputs."""
+        """Return the scheme of a group of layers from its `weights` and `inputs` configuration."""
         kind = choice(weights, "type", ("int", "float"), "int")
         if format == "naive-quantized":
             format = f"{kind}-quantized"
@@ -71,7 +71,7 @@ class Scheme:
         return cls(format, bits, symmetric, rounds_inputs=rounds)
 
     def weights(self) -> dict[str, Any]:
-        """Return the scheme as `parse` reads it."""
+        """Return the configuration that `parse` reads."""
         strategy = "block" if self.block else "group" if self.group_size else "channel"
         return {
             "num_bits": self.bits,
@@ -87,11 +87,11 @@ class Scheme:
 @dataclass(frozen=True)
 class CompressedTensors:
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
-    """Targets (names or classes of layers, or `re:` and a pattern of names), and how they are stored."""
+    """Targets (names or classes of layers, or `re:` and a pattern of names), with their scheme."""
 
     @classmethod
     def of(cls, scheme: Scheme) -> CompressedTensors:
-        """Every linear layer alike."""
+        """Return a layout that stores every linear layer by `scheme`."""
         return cls(((("Linear",), scheme),))
 
     @classmethod
@@ -157,7 +157,7 @@ class CompressedTensors:
         return replace(weight, input_group=layer.in_features) if scheme.rounds_inputs else weight
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the tensors of a weight in the first scheme."""
+        """Return a weight's tensors in the first scheme."""
         scheme = self.schemes[0][1]
         return _WRITE[scheme.format](weight, scheme)
 
@@ -176,15 +176,15 @@ def _is_named(target: str, name: str) -> bool:
 
 
 def _are_int8(inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs are rounded to int8. A fixed scale becomes one for each row. Asymmetric inputs keep
-    their precision.
+    """Return whether inputs are rounded to int8. A fixed scale becomes one for each row. Asymmetric inputs
+    keep their precision.
     """
     kind = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("symmetric", True)
     return kind == (8, "int", True)
 
 
 def _activations(scheme: Scheme) -> dict[str, Any] | None:
-    """Other engines have kernels for FP8 by FP8 alone."""
+    """Return the inputs' configuration. FP8 weights get FP8 inputs, the only FP8 kernels of other engines."""
     if not (scheme.rounds_inputs or scheme.format == "float-quantized"):
         return None
     kind = scheme.weights()["type"]
@@ -211,7 +211,7 @@ def _read_packed(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
 
 
 def _permutation(layer: StoredLayer, groups: int) -> Tensor | None:
-    """Older files have it; -1 throughout if inputs are in their order."""
+    """Return the order of inputs by group, in older files; None without one. All -1 means sorted inputs."""
     group_of = layer.tensors.get("weight_g_idx")
     if group_of is None or (group_of == -1).all():
         return None
@@ -219,7 +219,7 @@ def _permutation(layer: StoredLayer, groups: int) -> Tensor | None:
 
 
 def _packed_zeros(layer: StoredLayer, groups: int) -> Tensor:
-    """float32 [out_features, groups]. Older files have them as int8, from -8, without packing."""
+    """Return zero points, float32 [out_features, groups]. Older files store them unpacked: int8 from -8."""
     rows, suffix = layer.out_features, "weight_zero_point"
     if suffix in layer.tensors and layer.tensors[suffix].dtype is torch.int8:
         return layer.take(suffix, (torch.int8,), (rows, groups)).to(torch.float32) + 8
@@ -278,7 +278,7 @@ def _read_mxfp4(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
 
 
 def _write_mxfp4(weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
-    """Scales are powers of two."""
+    """Return a weight's tensors. Its scales must be powers of two."""
     exponents = torch.log2(weight.scales).round() + 127
     return {"weight_packed": words.pack_pairs(weight.codes), "weight_scale": exponents.to(torch.uint8)}
 

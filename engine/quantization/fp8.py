@@ -1,4 +1,4 @@
-"""FP8 E4M3 with a scale per 128 x 128 weights, as DeepSeek-V3 and Qwen3 are published, or for a layer."""
+"""FP8 E4M3 with a scale per 128 x 128 weights, as in DeepSeek-V3 and Qwen3, or per layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from engine.quantization.stored import (
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 _SCALES = ("weight_scale_inv", "weight_scale")
-"""The names of the factors of weights."""
+"""The scales' names; they multiply the weights."""
 
 
 @dataclass(frozen=True)
 class Fp8:
     block: tuple[int, int] | None = (128, 128)
-    """Outputs and inputs with one scale; None: those of a layer have one."""
+    """Outputs and inputs of a block with one scale; None if the layer has one scale."""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Fp8:
@@ -60,7 +60,7 @@ class Fp8:
         return QuantizedWeight(CodeFormat.FP8, codes, block_scales(layer, suffix, self.block))
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The weight's scales are alike within each block."""
+        """Return a weight's tensors. Its scales must be equal within each block."""
         assert weight.format is CodeFormat.FP8
         rows, columns = self.block or weight.codes.shape
         scales = weight.scales[::rows, :: max(1, columns // weight.group_size)]

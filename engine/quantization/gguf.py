@@ -28,22 +28,22 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 logger = logging.getLogger("tandem.engine")
 
 _BLOCK = 32
-"""Values that share a scale in the types that stay quantized."""
+"""Number of values that share a scale in the types that stay quantized."""
 _ROWS_AT_ONCE = 1 << 12
 _BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
 _FLOATS = ("F32", "F16", "BF16")
 _UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that `config.json` has instead."""
+"""Tensors whose content is in `config.json`."""
 _EXPERT_LAYERS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 
 
 def read_weights(
     file: GgufFile, empty: PreTrainedModel, experts: Iterable[str], dtype: torch.dtype, device: torch.device
 ) -> StoredWeights:
-    """Read what the model `empty`, with fused `experts` at these paths, needs: quantized weights to `device`,
-    the rest to the CPU.
+    """Read the tensors that the model `empty`, with fused `experts` at these paths, needs: quantized weights
+    to `device`, the rest to the CPU.
 
-    Logs which types were dequantized. Raises GgufError, naming a tensor.
+    Log the types that were dequantized. Raises GgufError, naming a tensor.
     """
     if file.architecture not in FAMILIES:
         return _read_with_transformers(file, empty, dtype)
@@ -67,14 +67,14 @@ def _read_with_transformers(file: GgufFile, empty: PreTrainedModel, dtype: torch
         read = load_gguf_checkpoint(
             str(file.path), return_tensors=True, model_to_load=empty, torch_dtype=dtype
         )
-    except Exception as error:  # it takes the tensors of a whole file for granted
+    except Exception as error:  # the reader assumes the tensors of a whole file
         file.fail(f"Transformers cannot read its tensors: {error!r}")
     logger.info("%s: %s is dequantized to %s", file.path, file.architecture, dtype_name(dtype))
     return StoredWeights(read["tensors"])
 
 
 class _Reader:
-    """Finds the file's tensors for parameters of the model, and reads them."""
+    """A reader that finds the file's tensors for the model's parameters."""
 
     def __init__(
         self, file: GgufFile, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device
@@ -92,7 +92,7 @@ class _Reader:
         self._dequantized: Counter[str] = Counter()
 
     def read(self, parameter: str, linear: str | None) -> None:
-        """Read a parameter, of a linear layer or another one, if the file has it."""
+        """Read a parameter, if the file has it. `linear` is the name of its linear layer, if any."""
         layer, _, suffix = parameter.rpartition(".")
         tensor = self._file.tensors.get(f"{self._names.get_name(layer)}.{suffix}")
         if tensor is None:
@@ -109,7 +109,7 @@ class _Reader:
                 self._dequantized[tensor.type.name] += 1
 
     def read_tied_head(self) -> None:
-        """Read the embeddings once more, for the head: in their own format they are fewer bytes."""
+        """Read the embeddings again, for the tied head: their own format has fewer bytes."""
         head = self._empty.get_output_embeddings()
         name = next((name for name, each in self._empty.named_modules() if each is head), None)
         tensor = self._file.tensors.get("token_embd.weight")
@@ -117,7 +117,7 @@ class _Reader:
             self._stays_quantized(tensor, name, self.found.linears)
 
     def read_experts(self, path: str) -> None:
-        """Read the layers of fused experts: the file has each layer of all experts as one tensor."""
+        """Read the layers of fused experts. The file has one tensor for each layer of all experts."""
         block = _BLOCK_NUMBER.search(path)
         for layer, kind in _EXPERT_LAYERS.items():
             tensor = self._file.tensors.get(f"blk.{block[1]}.{kind}.weight") if block else None
@@ -133,7 +133,7 @@ class _Reader:
                     self._dequantized[tensor.type.name] += 1
 
     def finish(self) -> None:
-        """Refuse tensors that were not read. Log what was dequantized."""
+        """Refuse tensors that were not read. Log the dequantized types."""
         unknown = sorted(self._file.tensors.keys() - self._used - {*_UNUSED})
         if unknown:
             self._file.fail(f"tensor {unknown[0]}: {type(self._empty).__name__} has no such tensor")
@@ -157,16 +157,16 @@ class _Reader:
     def _plain(self, tensor: GgufTensor) -> Tensor:
         """Return a tensor's values in the model's dtype."""
         if self._file.architecture.startswith("gemma") and tensor.name.endswith("norm.weight"):
-            return (dequantized(tensor, torch.float32) - 1).to(self._dtype)  # llama.cpp adds 1 to them
+            return (dequantized(tensor, torch.float32) - 1).to(self._dtype)  # llama.cpp stores w + 1
         values = dequantized(tensor, self._dtype)
         order = self._order(tensor)
         return values if order is None else values[order]
 
     def _order(self, tensor: GgufTensor) -> Tensor | None:
-        """Return where the model's outputs lie in the tensor, if their order differs.
+        """Return the places of the model's outputs in the tensor, or None if the order is equal.
 
-        llama.cpp rotates neighbours and Transformers the halves of a head, so outputs of queries and keys
-        of the architecture llama are interleaved.
+        llama.cpp rotates neighbours and Transformers the halves of a head, so the outputs of queries and keys
+        are interleaved in the architecture llama.
         """
         kind = tensor.name.split(".")[-2]
         if self._file.architecture != "llama" or kind not in ("attn_q", "attn_k"):
@@ -178,10 +178,7 @@ class _Reader:
 def quantized_weight(
     tensor: GgufTensor, device: torch.device = torch.device("cpu")
 ) -> QuantizedWeight | None:
-    """Return the weight of a matrix [outputs, inputs] as it is stored, or None if no format holds its type.
-
-    Scales and zero points are rounded to float32.
-    """
+    """Return the weight of a matrix [outputs, inputs] as stored, or None if no format holds its type."""
     read = _READ.get(tensor.type)
     if read is None or len(tensor.shape) != 2:
         return None
@@ -190,7 +187,7 @@ def quantized_weight(
 
 
 def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a tensor of any type, some rows at a time: in float32 all may need much memory."""
+    """Return the values of a tensor of any type. Convert in pieces, since all in float32 need much memory."""
     values = torch.empty(tensor.shape, dtype=dtype)
     rows = values.view(len(tensor.data), -1)
     for start in range(0, len(rows), _ROWS_AT_ONCE):
@@ -200,41 +197,41 @@ def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> QuantizedWeight:
-    """A float16 scale, and 32 codes with 8 as zero: the first 16 in the low halves of 16 bytes."""
+    """Read a float16 scale and 32 codes with zero point 8; the first 16 are the low halves of 16 bytes."""
     return QuantizedWeight(CodeFormat.INT4, _nibbles(blocks[..., 2:]).flatten(1), _half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> QuantizedWeight:
-    """A float16 scale and minimum, and 32 codes."""
+    """Read a float16 scale, a float16 minimum and 32 codes."""
     codes = _nibbles(blocks[..., 4:]).flatten(1)
     return _with_minimum(CodeFormat.INT4, codes, _half(blocks, 0), _half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> QuantizedWeight:
-    """A float16 scale, the fifth bits of 32 codes, and the others as in Q4_0; 16 is zero."""
+    """Read a float16 scale, the fifth bits of 32 codes, and the other bits like Q4_0; zero point 16."""
     codes = _nibbles(blocks[..., 6:]) | (_bits(blocks[..., 2:6]) << 4)
     return QuantizedWeight(CodeFormat.INT8, (codes.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> QuantizedWeight:
-    """A float16 scale and minimum, the fifth bits of 32 codes, and the others as in Q4_0."""
+    """Read a float16 scale and minimum, the fifth bits of 32 codes, and the other bits like Q4_0."""
     codes = _nibbles(blocks[..., 8:]) | (_bits(blocks[..., 4:8]) << 4)
     return _with_minimum(CodeFormat.INT8, codes.to(torch.int8).flatten(1), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> QuantizedWeight:
-    """A float16 scale and 32 codes of int8."""
+    """Read a float16 scale and 32 int8 codes."""
     codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
     return QuantizedWeight(CodeFormat.INT8, codes, _half(blocks, 0))
 
 
 def _q4_k(blocks: Tensor) -> QuantizedWeight:
-    """Two float16 factors, six-bit scales and minima of eight groups, and 256 codes."""
+    """Read two float16 factors, six-bit scales and minima of eight groups, and 256 codes."""
     return _with_minimum(CodeFormat.INT4, _k_codes(blocks[..., 16:]).flatten(1), *_k_scales(blocks))
 
 
 def _q5_k(blocks: Tensor) -> QuantizedWeight:
-    """Q4_K with the fifth bits of group g as bit g of 32 bytes before the codes."""
+    """Read Q4_K with fifth bits: those of group g are bit g of the 32 bytes before the codes."""
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     fifth = (blocks[..., 16:48, None] >> shifts) & 1
     codes = _k_codes(blocks[..., 48:]) | (fifth.transpose(-1, -2).flatten(-2) << 4)
@@ -250,13 +247,13 @@ _READ = {
     GGMLQuantizationType.Q4_K: (144, _q4_k),
     GGMLQuantizationType.Q5_K: (176, _q5_k),
 }
-"""The types that stay quantized, with the bytes of a block."""
+"""The types that stay quantized, with their bytes per block."""
 
 
 def _with_minimum(format: CodeFormat, codes: Tensor, scales: Tensor, minima: Tensor) -> QuantizedWeight:
-    """Return the weight whose values are `scales * codes + minima`.
+    """Return the weight with values `scales * codes + minima`.
 
-    Where a scale is 0, all values are the minimum: the codes become 1, and the minimum is the scale.
+    A group whose scale is 0 is all minimum: its codes become 1, and its scale becomes the minimum.
     """
     flat = scales == 0
     if flat.any():
@@ -267,30 +264,31 @@ def _with_minimum(format: CodeFormat, codes: Tensor, scales: Tensor, minima: Ten
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """Return a float16 of each block as float32 [rows, blocks]."""
+    """Return a float16 of each block, as float32 [rows, blocks]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Return the low halves of bytes, then the high halves, uint8 [..., 2 * bytes]."""
+    """Return the bytes' low halves, then their high halves, uint8 [..., 2 * bytes]."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """Return the bits of bytes, the lowest first, uint8 [..., 8 * bytes]."""
+    """Return the bytes' bits, lowest first, uint8 [..., 8 * bytes]."""
     return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten(-2)
 
 
 def _k_codes(packed: Tensor) -> Tensor:
-    """Return 256 codes of four bits: 32 bytes have two groups of 32."""
+    """Return 256 four-bit codes; every 32 bytes have two groups of 32."""
     return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and minima of groups of 32, float32 [rows, 8 * blocks].
 
-    Twelve bytes have six bits of each: of the first four groups whole, of the others the upper two bits lie
-    above those.
+    Twelve bytes hold six bits of each: bytes 0 to 3 the first four groups' scales, bytes 4 to 7 their minima.
+    The other groups have the low four bits in bytes 8 to 11, and the high two in the top bits of bytes 0 to
+    7.
     """
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], dim=-1)

@@ -1,8 +1,8 @@
 """GPTQ's layout (AutoGPTQ, GPTQModel): int32 words along the inputs, [in_features * bits / 32, out_features].
 
 Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
-Version 1 stores zero points less one, version 2 as they are. `g_idx` has each input's group: with `desc_act`,
-inputs were quantized in another order than they have.
+Version 1 stores zero points minus one, version 2 unchanged. `g_idx` has each input's group: `desc_act`
+quantizes inputs in another order than the layer's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.quantization.stored import GROUP_SIZES, WHOLE_ROW, StoredLayer, choi
 from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""One in each code of a word. GPTQModel subtracts it from whole words, and so borrows across codes."""
+"""A one in each code of a word. GPTQModel subtracts it from whole words, and so borrows across codes."""
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 
@@ -91,7 +91,7 @@ class Gptq:
         return QuantizedWeight(CodeFormat.INT4, codes.contiguous(), scales, zeros, permutation)
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Scales are rounded to float16. Some readers of version 1 take the zero point 0 for 16."""
+        """Return the layer's tensors; scales become float16. Some readers of version 1 read zero 0 as 16."""
         codes, zeros = weight.codes, weight.zeros
         if weight.format is CodeFormat.INT8:
             codes = words.move_zero(codes)

@@ -1,6 +1,6 @@
-"""gpt-oss's own MXFP4 checkpoints: a tensor has the weights of all experts.
+"""gpt-oss's own MXFP4 checkpoints, in which one tensor has the weights of all experts.
 
-E2M1 codes, and one power of two (E8M0) for 32 inputs: OCP Microscaling Formats, 2023.
+E2M1 codes, with one power of two (E8M0) for each 32 inputs: OCP Microscaling Formats, 2023.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.quantization.words import E8M0_NAN, powers, unpack_pairs
 
 METHOD = "mxfp4"
-"""The `quant_method` of their `quantization_config`."""
+"""The checkpoints' `quant_method` in `quantization_config`."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _GROUP_BYTES = 16
-"""The bytes of 32 codes; the lower four bits of a byte come first."""
+"""Number of bytes of 32 codes; a byte's lower four bits come first."""
 
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """All experts': uint8 [experts, outputs, groups, 16] and [experts, outputs, groups]."""
+    """The weights of all experts: uint8 [experts, outputs, groups, 16] and [experts, outputs, groups]."""
 
     blocks: Tensor
     scales: Tensor
@@ -39,10 +39,7 @@ class StackedWeights:
 
 
 def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, StackedWeights]]:
-    """The checkpoint without NAME_blocks and NAME_scales, and what these are, by NAME.
-
-    Raises UnsupportedModelError, naming a tensor.
-    """
+    """Return the checkpoint without NAME_blocks and NAME_scales, and the weights made of these, by NAME."""
     rest = {name: tensor for name, tensor in tensors.items() if not name.endswith((BLOCKS, SCALES))}
     weights = {}
     for name, blocks in tensors.items():

@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint stores for one linear layer, and what every layout checks about them."""
+"""The tensors that a checkpoint stores for one linear layer, and the checks that all layouts share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from engine.errors import UnsupportedModelError
 from engine.quantization.weight import QuantizedWeight
 
 GROUP_SIZES = (32, 64, 128)
-"""Inputs with a scale of their own, in layouts that have groups."""
+"""Group sizes: numbers of inputs that share a scale."""
 WHOLE_ROW = -1
-"""A group size: one scale for each output."""
+"""The group size that stands for one scale for each output."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """`tensors` are those of the checkpoint whose names begin with `name` and a dot, without these."""
+    """A linear layer's stored tensors, by their names in the checkpoint without `name` and a dot."""
 
     name: str
     out_features: int
@@ -31,7 +31,7 @@ class StoredLayer:
     tensors: Mapping[str, Tensor]
 
     def take(self, suffix: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
-        """Raises UnsupportedModelError if it is missing, or its shape or dtype is wrong."""
+        """Return a tensor. Raises UnsupportedModelError if it is missing, or its shape or dtype is wrong."""
         tensor = self.tensors.get(suffix)
         if tensor is None:
             raise self.wrong(suffix, "is missing")
@@ -44,14 +44,14 @@ class StoredLayer:
         return tensor
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> Tensor:
-        """float32, finite."""
+        """Return finite scales as float32. Raises UnsupportedModelError."""
         scales = self.take(suffix, FLOATS, *shapes).to(torch.float32)
         if not scales.isfinite().all():
             raise self.wrong(suffix, f"has {int((~scales.isfinite()).sum())} scales that are NaN or infinite")
         return scales
 
     def group_size(self, configured: int) -> int:
-        """Raises UnsupportedModelError if groups of this size do not fill a row."""
+        """Return a group's size. Raises UnsupportedModelError if groups of this size do not fill a row."""
         if configured == WHOLE_ROW:
             return self.in_features
         if self.in_features % configured:
@@ -69,8 +69,8 @@ class StoredWeights:
     """A checkpoint's weights, whatever container and layout they come from.
 
     `plain` is by the model's parameter, with a `placeholder` for each quantized linear layer. `linears` is by
-    the model's linear layer. `fused` is by the published name of a layer that the model holds together with
-    others: `{experts}.{number}.{layer}`.
+    the model's linear layer. `fused` holds the parts of the model's fused tensors, such as experts, by their
+    published names: `{experts}.{number}.{layer}`.
     """
 
     plain: dict[str, Tensor] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def placeholder(weight: Tensor) -> Tensor:
 
 
 def order_by_group(layer: StoredLayer, suffix: str, groups: int) -> Tensor | None:
-    """The inputs sorted by the group that a tensor puts them in, int64 [in_features]; None if they are."""
+    """Return the inputs sorted by their groups, int64 [in_features], or None if they are sorted already."""
     group_of = layer.take(suffix, (torch.int32, torch.int64), (layer.in_features,)).long()
     outside = group_of[(group_of < 0) | (group_of >= groups)]
     if len(outside):
@@ -100,14 +100,14 @@ def order_by_group(layer: StoredLayer, suffix: str, groups: int) -> Tensor | Non
 
 
 def row_scales(layer: StoredLayer, suffix: str) -> Tensor:
-    """One scale for the layer, or one for each output, as float32 [out_features, 1]."""
+    """Return one scale for each output, float32 [out_features, 1]. The layer may store a single one."""
     rows = layer.out_features
     scales = layer.scales(suffix, (rows, 1), (rows,), (1,), (), (1, 1))
     return scales.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
 def block_scales(layer: StoredLayer, suffix: str, block: tuple[int, int]) -> Tensor:
-    """Scales of blocks of outputs and inputs, as float32 [out_features, groups]: groups fill a row."""
+    """Return the scales of blocks of outputs and inputs, as float32 [out_features, groups]."""
     rows, columns = block
     shape = -(-layer.out_features // rows), -(-layer.in_features // columns)
     scales = layer.scales(suffix, shape).repeat_interleave(rows, dim=0)[: layer.out_features]
@@ -121,7 +121,7 @@ def block_scales(layer: StoredLayer, suffix: str, block: tuple[int, int]) -> Ten
 
 
 def float8_codes(layer: StoredLayer) -> Tensor:
-    """The layer's `weight`, finite float8_e4m3fn [out_features, in_features]."""
+    """Return the layer's `weight`, finite float8_e4m3fn [out_features, in_features]."""
     codes = layer.take("weight", (torch.float8_e4m3fn,), (layer.out_features, layer.in_features))
     if ((codes.view(torch.uint8) & 127) == 127).any():
         raise layer.wrong("weight", "has values that are NaN")
@@ -129,7 +129,7 @@ def float8_codes(layer: StoredLayer) -> Tensor:
 
 
 def block_shape(config: Mapping[str, Any], field: str) -> tuple[int, int]:
-    """Outputs and inputs of a block: a list, or as in "128x128". Raises UnsupportedModelError."""
+    """Return a block's outputs and inputs from a list or from "128x128". Raises UnsupportedModelError."""
     value = config.get(field)
     sizes = value.split("x") if isinstance(value, str) else value
     try:
@@ -142,7 +142,7 @@ def block_shape(config: Mapping[str, Any], field: str) -> tuple[int, int]:
 
 
 def choice(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-    """A field of a `quantization_config`. Raises UnsupportedModelError if its value isn't `allowed`."""
+    """Return a field of a `quantization_config`. Raises UnsupportedModelError if it is not `allowed`."""
     value = config.get(field, default)
     if value not in allowed:
         listed = ", ".join(map(str, allowed))

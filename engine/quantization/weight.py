@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class CodeFormat(Enum):
-    """The kind of number that a code of `QuantizedWeight` is. Names are those of `--quantization`."""
+    """The number format of a weight's codes, in the names of `--quantization`."""
 
     INT8 = "int8"  # -128 to 127
-    INT4 = "int4"  # 0 to 15; 8 is zero where there are no zero points
+    INT4 = "int4"  # 0 to 15; zero is 8 unless there are zero points
     FP8 = "fp8"  # float8_e4m3fn
     MXFP4 = "mxfp4"  # the sixteen values of E2M1, by their index
 
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""OCP Microscaling Formats, section 5.3.3."""
+"""The values of E2M1 by code: OCP Microscaling Formats, section 5.3.3."""
 
 INT4_ZERO = 8
 
 
 def same_order(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two orders of a weight's inputs are equal; None is the inputs' own."""
+    """Return whether two orders of a weight's inputs are equal; None is the inputs' own order."""
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
@@ -33,13 +33,13 @@ def same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """`codes` is [out_features, in_features]: int8 for INT8, uint8 for INT4 and MXFP4, float8_e4m3fn for FP8.
+    """A linear layer's codes [out_features, in_features], with their scales.
 
-    `scales` is float32 [out_features, in_features / group_size], and so is `zeros`, if there are zero points
-    (INT4 and INT8 alone). Where `permutation` is given, column k of the codes multiplies input
-    `permutation[k]` (int64 [in_features]): GPTQ's `desc_act`, sorted by group. If `input_group` is not 0
-    (INT8 and INT4 alone), so many inputs at a time may be rounded to int8, in units of their largest
-    magnitude / 127.
+    `codes` is int8 for INT8, uint8 for INT4 and MXFP4, float8_e4m3fn for FP8. `scales`, and `zeros` for zero
+    points (INT8 and INT4 only), are float32 [out_features, in_features / group_size]. With `permutation`,
+    int64 [in_features], column k of the codes multiplies input `permutation[k]`: GPTQ's `desc_act`, sorted by
+    group. A nonzero `input_group` (INT8 and INT4 only) is a number of adjacent inputs that may be rounded
+    together to int8, in units of their largest magnitude / 127.
     """
 
     format: CodeFormat
@@ -54,12 +54,12 @@ class QuantizedWeight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def describe(self) -> str:
-        """Return the format, and how many weights share a scale."""
+        """Return the format and the number of weights that share a scale."""
         shared = f"in groups of {self.group_size}" if self.scales.shape[1] > 1 else "with a scale an output"
         return f"{self.format.value} {shared}{' and zero points' if self.zeros is not None else ''}"
 
     def dequantized(self) -> Tensor:
-        """float32 [out_features, in_features], columns in the order of the inputs."""
+        """Return the weight in float32 [out_features, in_features], with columns in the inputs' order."""
         values = self._values()
         if self.zeros is not None:
             values = values - self.zeros.repeat_interleave(self.group_size, dim=1)
