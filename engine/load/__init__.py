@@ -1,1 +1,1 @@
-"""Loads a checkpoint, probes it, packs its weights and chooses the forward that runs it."""
+"""Loading: reading a checkpoint, probing it, packing its weights and choosing the forward that runs it."""

@@ -1,7 +1,7 @@
-"""Loads decoder layers that a checkpoint has behind its model's, such as those of an MTP head.
+"""Decoder layers that a checkpoint has in addition to its model's, such as an MTP head's.
 
-They become a model of the target's own class, with these layers alone and the target's embedding and, unless
-they have one, its LM head. So whatever loads, rounds and runs the target does so for them.
+They become a model of the target's own class with only these layers, the target's embedding and, unless they
+bring an LM head, the target's LM head. So the target's code for loading, rounding and running serves them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from engine.quantization.stored import placeholder
 from engine.quantization.weight import CodeFormat
 
 _FINAL_NORMS = "norm", "norm_f"
-"""The decoder's final norm, by the names that models have for it."""
+"""The names of the decoder's final norm in different models."""
 
 
 class Entrance(nn.Module):
-    """The parts that make a layer's input from a token's embedding and the hidden state before it."""
+    """The parts that make a layer's input from a token's embedding and the previous hidden state."""
 
     def __init__(self, norm: nn.Module, hidden_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Entrance(nn.Module):
         self.joint = nn.Linear(2 * hidden_size, hidden_size, bias=bias)
 
     def forward(self, embeddings: Tensor, before: Tensor) -> Tensor:
-        """[rows, hidden_size] from two of the same shape."""
+        """Return [rows, hidden_size] from two tensors of this shape."""
         both = torch.cat([self.token_norm(embeddings), self.hidden_norm(before)], dim=-1)
         joined: Tensor = self.joint(both)
         return joined
@@ -56,9 +56,9 @@ def load_extra_layers(
 ) -> LoadedModel:
     """Load layers of these types, with an Entrance as `entry`, between the target's embedding and an LM head.
 
-    `tensors` are named `layers.0.` and so on, `entry.` and, for parts that the layers may have, `final_norm.`
-    and `lm_head.`. `method` is their `quantization_config`, and `format` rounds linear layers. Raises
-    UnsupportedModelError that names a tensor, or ValueError if the format fits none.
+    `tensors` have the prefixes `layers.0.` and so on, `entry.` and, optionally, `final_norm.` and `lm_head.`.
+    `method` is their `quantization_config`; `format` rounds linear layers. Raises UnsupportedModelError that
+    names a tensor, or ValueError if the format fits no layer.
     """
     own_lm_head = "lm_head.weight" in tensors
     with torch.device("meta"):
@@ -109,8 +109,8 @@ def make_layers(
     bias: bool = False,
     own_lm_head: bool = False,
 ) -> PreTrainedModel:
-    """Make a model of the target's class that has layers of these types alone, and an Entrance as `entry`. An
-    LM head of its own has the final norm before it, which then does not norm the model's output.
+    """Make a model of the target's class that has only layers of these types, and an Entrance as `entry`.
+    With `own_lm_head`, the final norm moves into the LM head and no longer norms the model's output.
     """
     kind = type(target)
 
@@ -134,7 +134,7 @@ def make_layers(
 
 
 def layers_config(config: Any, layer_types: Sequence[str], *, has_experts: bool) -> Any:
-    """Return the configuration of a model like this one with so many layers, all with experts or none."""
+    """Return a copy of the configuration with layers of these types, all or none of them with experts."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     count = len(layer_types)
@@ -147,7 +147,7 @@ def layers_config(config: Any, layer_types: Sequence[str], *, has_experts: bool)
         "moe_layer_end_index": count - 1,
         "mlp_only_layers": [] if has_experts else [*range(count)],
     }
-    if getattr(text, "is_heterogeneous", False):  # fields that differ between the target's kinds of layers
+    if getattr(text, "is_heterogeneous", False):  # fields that differ between the target's layer types
         given = text.to_dict()["per_layer_config"]
         by_type = {text.layer_types[int(number)]: changed for number, changed in given.items()}
         fields["per_layer_config"] = {

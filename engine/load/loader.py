@@ -1,4 +1,4 @@
-"""Loads a Transformers decoder. A probe refuses models that the engine would serve wrong."""
+"""Loading of a Transformers decoder. A probe refuses models that the engine would serve wrong."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from protocol.handoff import ROW_QUANTIZATIONS
 logger = logging.getLogger("tandem.engine")
 
 DUMMY_SEED = 0
-"""Workers with `--load-format dummy` must make the same weights."""
+"""Seed of `--load-format dummy`, so that all workers make the same weights."""
 
 
 def load_model(config: ServeConfig) -> LoadedModel:
-    """Raises `UnsupportedModelError` or `ConfigError`, naming what is wrong."""
+    """Load the configuration's model. Raises `UnsupportedModelError` or `ConfigError`, naming the fault."""
     loaded = take_preloaded(config)
     if loaded is not None:
         return loaded
@@ -120,7 +120,7 @@ def _stored_as(group: Group, kv_cache_dtype: str) -> Group:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's dtype and the most that it takes, known without its weights."""
+    """A model's dtype, vocabulary and longest sequence, known without its weights."""
 
     dtype: torch.dtype
     vocab_size: int
@@ -178,7 +178,7 @@ def _longest(config: ServeConfig, text_config: Any) -> int:
 
 
 def _refuse_chunks(text_config: Any, longest: int) -> None:
-    """Attention in chunks is plain attention within the first."""
+    """Refuse sequences longer than an attention chunk. Within the first chunk it is plain attention."""
     chunk = getattr(text_config, "attention_chunk_size", None)
     if chunk is not None and longest > chunk:
         raise UnsupportedModelError(
@@ -205,7 +205,7 @@ def _load_hf_config(config: ServeConfig) -> Any:
 
 
 def _size(config: ServeConfig) -> str:
-    """The size of the model's files, where they lie in a folder."""
+    """Return the size of the model's files if they are in a local folder."""
     folder = Path(config.model)
     if config.load_format == "dummy" or not folder.exists():
         return "unknown size"
@@ -239,13 +239,13 @@ def _load_weights(
             if device.type == "cuda" and is_accelerate_available():
                 options["device_map"] = {
                     "": device
-                }  # each tensor as it is read: the host needs no room for all
+                }  # each tensor as it is read, so the host need not hold all
             model = load_checkpoint(config.model, hf_config, revision=config.revision, dtype=dtype, **options)
     except UnsupportedModelError:
         raise
     except OSError as error:
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
-    except (ValueError, ImportError) as error:  # some parts need packages of their own
+    except (ValueError, ImportError) as error:  # some models need further packages
         raise UnsupportedModelError(f"{hf_config.model_type}: {error}") from error
     except KeyError as error:
         if error.args != (transformers_hook.NAME,):
@@ -269,14 +269,14 @@ def _eos_token_ids(config: ServeConfig, model: PreTrainedModel, text_config: Any
 
 
 SAMPLES = 256
-"""Elements of each tensor that are looked at; training changes nearly all of them."""
+"""Number of elements sampled from each tensor; training changes nearly all elements."""
 
 _OF_NO_CONSEQUENCE = ("_name_or_path", "transformers_version")
 
 
 def model_fingerprint(model: PreTrainedModel) -> bytes:
-    """16 bytes that depend on the model's configuration, device type and a sample of each weight tensor, and
-    on how layers round their inputs.
+    """Return 16 bytes that depend on the model's configuration, its device type, a sample of each weight
+    tensor and the layers' input rounding.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_NO_CONSEQUENCE}
     digest = hashlib.blake2b(digest_size=16)

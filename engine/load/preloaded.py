@@ -1,4 +1,4 @@
-"""Models that a process has loaded for those that it forks. They share it, as nobody writes to weights."""
+"""Models that a process loads before it forks. Its children share the weights, which are read-only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from huggingface_hub import try_to_load_from_cache
 from protocol.config import ServeConfig
 
 ModelIdentity: TypeAlias = tuple[object, ...]
-"""Equal where the same files would be loaded and packed in the same way, on the same host."""
+"""A key that is equal for configurations that load and pack the same files in the same way on one host."""
 
 _preloaded: dict[ModelIdentity, Any] = {}
 
 
 def keep_preloaded(models: Sequence[tuple[ServeConfig, Any]]) -> None:
-    """Keep these loaded models, and no others, for `load_model`."""
+    """Keep exactly these loaded models for `load_model`."""
     _preloaded.clear()
     _preloaded.update({_identity(config): loaded for config, loaded in models})
 
@@ -29,7 +29,7 @@ def is_preloaded(config: ServeConfig) -> bool:
 
 
 def take_preloaded(config: ServeConfig) -> Any:
-    """The `LoadedModel` that was kept for this configuration, if any. Whoever takes it may change it."""
+    """Return the `LoadedModel` kept for this configuration, if any, and forget it: callers may change it."""
     return _preloaded.pop(_identity(config)) if is_preloaded(config) else None
 
 
@@ -41,6 +41,6 @@ def _identity(config: ServeConfig) -> ModelIdentity:
     paths = [folder, *sorted(folder.rglob("*"))]
     stats = [(str(path), path.stat()) for path in paths if path.is_file()]
     files = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-    # What a worker gets of its host changes nothing about its weights.
+    # The worker's share of its host changes nothing about its weights.
     alike = replace(config, worker_threads=None, worker_host=None, gpu_memory_utilization=1.0)
     return msgspec.msgpack.encode(alike), files

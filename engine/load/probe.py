@@ -1,13 +1,13 @@
-"""The load probe: runs a model a few times to find out whether the engine serves it right.
+"""The load probe: a few runs of a model that show whether the engine serves it correctly.
 
-1. Rows may influence each other through attention alone. That is switched off, and one row's embedding
-   is NaN: no other row may become NaN. This finds recurrent state and convolutions over tokens in any dtype,
-   since a NaN survives every decay, and no rounding error is one. Two rows with the same token and position
-   must be alike: this finds models that number rows by themselves.
-   So are our operators over tokens, where a model has recurrent layers that call them.
-2. A text in two chunks, each beside another request, runs through the paged pool. Its logits must be those
-   that Transformers computes for it whole and alone. They may differ by rounding: by a multiple of what
-   happens in the same model when embeddings change in their last bit.
+1. Rows may influence each other only through attention. The probe switches attention off and makes one
+   row's embedding NaN: no other row may become NaN. This finds recurrent state and convolutions over tokens
+   in any dtype, since a NaN survives every decay and no rounding error makes one. Two rows with the same
+   token and position must be alike: this finds models that number rows by themselves.
+   Our operators over tokens are switched off too, where recurrent layers call them.
+2. A text in two chunks, each batched with another request, runs through the paged pool. Its logits must
+   equal Transformers' logits for the whole text alone. They may differ by rounding: by a multiple of the
+   difference that changing the embeddings' last bit makes in the same model.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ logger = logging.getLogger("tandem.engine")
 
 _BLOCK_SIZE = 4
 _TEXT, _SPLIT, _MATE = 6, 3, 2
-"""Tokens of the text, of its first chunk, and of the request beside it. Few: large models take time."""
+"""Number of tokens of the text, of its first chunk, and of its batch mate. Few: large models take time."""
 _TABLE = ((1, 0), (3, 2))
-"""Blocks of the other request, and of the text."""
+"""Block tables of the batch mate and of the text."""
 _MAX_SEGMENTS = MAX_SEGMENTS // 2
-"""The other half is for a draft model."""
+"""Most KV shapes of a target; the other half of the segments is for a draft model."""
 _TWINS = 0, 2
-"""Rows with the same token and position."""
+"""The two rows with the same token and position."""
 _POISONED = 1
 _MAX_TWIN_DIFFERENCE = 0.1
-"""The limit, relative to the root mean square. Another position turns keys by more, rounding by less."""
+"""Limit relative to the root mean square. Another position turns keys by more, rounding by less."""
 _SLACK = 8.0
-"""The difference allowed between logits, in multiples of that by rounding. Right models stay near 1, or reach
-5 where rounding swaps experts. Wrong ones exceed 1000 in float32."""
+"""Largest difference between logits, in multiples of the difference made by rounding. Correct models stay
+near 1, or reach 5 where rounding swaps experts. Wrong ones exceed 1000 in float32.
+"""
 _ATTEMPTS = 3
-"""Texts to try, since rounding may swap experts that are nearly tied."""
+"""Number of texts to try, since rounding may swap nearly tied experts."""
 
 
 class KeptLayout(NamedTuple):
-    """The KV and the states that a model keeps."""
+    """The KV and the recurrent states that a model keeps."""
 
     kv: Group
     state: StateLayout | None = None
@@ -65,7 +66,7 @@ class KeptLayout(NamedTuple):
 def probe(
     model: PreTrainedModel, dtype: torch.dtype, num_layers: int, hooks: RecurrentHooks | None = None
 ) -> KeptLayout:
-    """Raises UnsupportedModelError with the architecture and the reason."""
+    """Probe a model. Raises UnsupportedModelError with the architecture and the reason."""
     name = model.config.model_type
     state = None
     try:
@@ -102,18 +103,18 @@ def probe(
 
 
 class _AttentionOff:
-    """Stands in for a backend: attends to nothing, and looks at what each layer hands over."""
+    """An attention backend that attends to nothing and inspects each layer's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.layers: dict[int, LayerShape | int] = {}
-        """The layers as `Group.of_layers` takes them."""
+        """The layers in the form that `Group.of_layers` takes."""
         self.sights: dict[int, int] = {}
-        """The layers' sliding windows; 0: none."""
+        """The layers' sliding windows; 0 for none."""
         self._handed: list[tuple[int, Tensor, Tensor]] = []
-        """Layers with KV of their own, and that: kept, so that no later one gets its memory."""
+        """Layers with their own KV, and this KV, kept alive so that no later tensor reuses its memory."""
         self.num_leaks = self.num_unlike = torch.zeros(())
-        """Tensors with NaN in rows that were not poisoned, and those in which twins differ."""
+        """Number of tensors with NaN in rows that were not poisoned; number of tensors where twins differ."""
 
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -142,7 +143,7 @@ class _AttentionOff:
 
 
 class _OperatorsOff:
-    """Stand in for the operators of recurrent layers: each row is alone."""
+    """Operators of recurrent layers that keep rows apart."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -169,7 +170,7 @@ class _OperatorsOff:
         return value + sum(part.sum(1, keepdim=True) for part in (query, key, times))
 
     def _attend(self, layer: int, *heads: int) -> None:
-        """Set the heads of linear attention, which follows the layer's convolution if it has one."""
+        """Record the heads of linear attention, which follows the layer's convolution, if any."""
         if layer == len(self.layers):
             self.layers.append(RecurrentLayer(0, 1))
         of = self.layers[layer]
@@ -184,7 +185,7 @@ class _OperatorsOff:
 
 
 def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Not equal, but the same memory: a layer hands over what another has computed."""
+    """Return whether the tensors are the same memory: a layer that reuses another layer's KV."""
     return all(
         (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
         for a, b in zip(tensors, others, strict=True)
@@ -192,7 +193,7 @@ def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def _is_part(value: Tensor, key: Tensor) -> bool:
-    """Say whether values are the first ones of one head's keys, in the same memory."""
+    """Return whether `value` is the leading part of a single head's `key`, in the same memory."""
     is_smaller = key.shape[1] == 1 and value.shape[2] < key.shape[2]
     return is_smaller and _are_same([value], [key[..., : value.shape[2]]])
 
@@ -200,8 +201,9 @@ def _is_part(value: Tensor, key: Tensor) -> bool:
 def _probe_structure(
     model: PreTrainedModel, name: str, num_layers: int, hooks: RecurrentHooks | None
 ) -> tuple[list[LayerShape | int | None], list[int], list[RecurrentLayer]]:
-    """Each layer's KV and what it sees, as `Group.of_layers` takes them, and the recurrent layers.
-    Tokens may meet in our functions alone.
+    """Return the layers' KV and windows in the form of `Group.of_layers`, and the recurrent layers.
+
+    Tokens may meet only in our own functions.
     """
     attention, operators = _AttentionOff(name), _OperatorsOff(name)
     if hooks is not None:
@@ -248,7 +250,7 @@ def _same_logits(
 
 
 def _reference(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """float32 [2, text, vocab]: Transformers' own logits, and those of embeddings rounded otherwise."""
+    """Return Transformers' logits for the text and for slightly changed embeddings, [2, text, vocab]."""
 
     def change_last_bits(embeddings: Tensor) -> Tensor:
         up = torch.arange(embeddings[1].numel(), device=model.device).view_as(embeddings[1]) % 2
@@ -271,7 +273,7 @@ def _served(
     text: Tensor,
     mates: list[Tensor],
 ) -> Tensor:
-    """float32 [text, vocab]: the logits of the text in two chunks, each beside another request."""
+    """Return the text's logits from two chunks, each batched with another request, float32 [text, vocab]."""
     pool = KVPool(PoolLayout((kept.kv,), _BLOCK_SIZE), 4, model.device, None)
     backend = select_backend(model.device, dtype)[0](pool.layers(TARGET))
     operators = None
@@ -292,7 +294,7 @@ def _served(
 
 
 def _metadata(start: int, end: int, device: torch.device) -> AttentionMetadata:
-    """Make the metadata of a whole mate and the text's rows from `start` to `end`."""
+    """Return the metadata of a whole mate and the text's rows from `start` to `end`."""
     spans = (0, _MATE), (start, end)
     slots = [
         blocks[place // _BLOCK_SIZE] * _BLOCK_SIZE + place % _BLOCK_SIZE
@@ -316,7 +318,7 @@ def _metadata(start: int, end: int, device: torch.device) -> AttentionMetadata:
 def _forward(
     model: PreTrainedModel, attention: str, backend: Any, token_ids: Tensor, positions: Tensor
 ) -> Tensor:
-    """Logits [rows, vocab] of packed rows."""
+    """Return the logits [rows, vocab] of packed rows."""
     model.set_attn_implementation(attention)
     transformers_hook.set_current_backend(backend)
     output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
@@ -326,7 +328,7 @@ def _forward(
 
 @contextmanager
 def _embeddings(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """The model's input embeddings are changed before anything is made of them."""
+    """Apply `change` to the model's input embeddings before any layer reads them."""
     hook = model.get_input_embeddings().register_forward_hook(lambda _, __, output: change(output))
     try:
         yield
@@ -335,6 +337,6 @@ def _embeddings(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> I
 
 
 def _distance(logits: Tensor, others: Tensor) -> Tensor:
-    """Root mean square of the differences, in the row where it is greatest; NaN where a logit is NaN."""
+    """Return the largest of the rows' root mean square differences; NaN where a logit is NaN."""
     squares = torch.where(logits == others, 0.0, logits - others).square()
     return squares.mean(-1).sqrt().amax()

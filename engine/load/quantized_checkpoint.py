@@ -1,8 +1,8 @@
-"""Loads checkpoints whose linear layers are quantized, without the packages that made them.
+"""Loading of checkpoints with quantized linear layers, without the packages that made them.
 
-Transformers loads the rest as it always does. Where it gets a quantized layer's weight, it gets a placeholder
-without memory, and a `QuantizedLinear` takes the layer's place afterwards. Experts that the model holds as
-one tensor stay quantized, each for itself, or fill the tensor.
+Transformers loads everything else as usual. For a quantized layer's weight it gets a placeholder without
+memory; a `QuantizedLinear` replaces the layer afterwards. Experts that the model holds as one tensor either
+stay quantized one by one or are dequantized into this tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def quantization_config(hf_config: Any) -> dict[str, Any] | None:
 
 
 def describe_checkpoint(model: PreTrainedModel, hf_config: Any, run_as: str) -> str:
-    """Return what quantized a loaded checkpoint, how, and what its weights are run as; "" if nothing did."""
+    """Return a loaded checkpoint's quantization method, formats and `run_as`; "" if it is not quantized."""
     method = quantization_config(hf_config)
     if method is None:
         return ""
@@ -65,9 +65,9 @@ def load_quantized(
     *,
     keeps_experts: bool,
 ) -> PreTrainedModel:
-    """The model, made with Transformers' `options`: quantized weights go from the files to `device`, layer by
-    layer; the rest is on the CPU. With `keeps_experts` those that the model fuses stay quantized where they
-    can, and are to be joined (`join_experts`); else they are dequantized.
+    """Load a model, made with Transformers' `options`. Quantized weights go from the files to `device` layer
+    by layer; the rest stays on the CPU. With `keeps_experts`, fused experts stay quantized where possible,
+    and `join_experts` must join them; else they are dequantized.
 
     Raises UnsupportedModelError, naming a tensor or a field of the configuration, or ConfigError.
     """
@@ -108,8 +108,8 @@ def load_tensors(
     *,
     keeps_experts: bool,
 ) -> PreTrainedModel:
-    """Return the model, which has no memory yet, with a checkpoint's tensors. `method` is their
-    `quantization_config`, if any. Raises as `load_quantized`.
+    """Return the model `empty`, which has no memory yet, filled with `tensors`. `method` is their
+    `quantization_config`, if any. Raises like `load_quantized`.
     """
     if method is None:
         return _load_rest(empty, tensors)
@@ -126,7 +126,7 @@ def _filled(
     *,
     keeps_experts: bool,
 ) -> PreTrainedModel:
-    """Return the model with what is stored, and with these experts by the names of its tensors."""
+    """Return the model filled with the stored weights and with `experts`, by the names of its tensors."""
     rest, fused, dtype = stored.plain, stored.fused, empty.dtype
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
     if dequantized:
@@ -205,19 +205,19 @@ def _take_generation_config(loaded: PreTrainedModel, model: str, revision: str |
     try:
         loaded.generation_config = GenerationConfig.from_pretrained(model, revision=revision)
     except OSError:
-        return  # it has none: what the configuration says stays
+        return  # the model's configuration applies
 
 
 _INPUTS, _OUTPUTS = ("gate_proj", "up_proj"), "down_proj"
-"""An expert's layers, as most models name them; the model joins the first two."""
+"""The usual names of an expert's layers; the model joins the first two."""
 
 
 def take_experts(
     weights: dict[str, QuantizedWeight], known: Mapping[str, Any]
 ) -> dict[str, list[QuantizedWeight]]:
-    """Takes the weights of `known` experts' layers and returns them by the names of the model's tensors.
+    """Remove the layers of `known` experts from `weights`; return them by the names of the model's tensors.
 
-    It leaves those that are not all there, or not quantized alike.
+    Experts with missing or differently quantized layers stay in `weights`.
     """
     taken: dict[str, list[QuantizedWeight]] = {}
     for path, experts in known.items():
@@ -236,7 +236,7 @@ def take_experts(
 
 
 def set_experts(model: nn.Module, weights: Mapping[str, Iterable[QuantizedWeight]]) -> None:
-    """Gives all experts layers of their own, with these weights by the names of the model's tensors."""
+    """Give all experts separate layers with these weights, by the names of the model's tensors."""
     if not weights:
         return
     split_experts(model)
@@ -252,8 +252,8 @@ def set_experts(model: nn.Module, weights: Mapping[str, Iterable[QuantizedWeight
 def fill_experts(
     model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Gives the model's tensors of these names the weights' values, on `device`. Takes the weights, each as
-    soon as it is used: in float32 all need several times the memory.
+    """Fill the model's tensors of these names with the weights' values, on `device`. Remove each weight from
+    `weights` once it is used: in float32 all together need several times the memory.
     """
     for name in list(weights):
         path, _, tensor = name.rpartition(".")
@@ -266,7 +266,7 @@ def fill_experts(
 
 
 def _joined(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:
-    """The outputs of both; None where their inputs are not quantized alike."""
+    """Return one weight with the outputs of both, or None if their inputs are not quantized alike."""
     if not (_are_alike([gate, up]) and same_order(gate.permutation, up.permutation)):
         return None
     zeros = None if gate.zeros is None or up.zeros is None else torch.cat([gate.zeros, up.zeros])
@@ -292,9 +292,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(model: str, revision: str | None) -> dict[str, Tensor]:
-    """By name, of a folder or a hub id: one file, or those that an index lists. They lie in the files' pages.
+    """Return the tensors of a folder or a hub id by name, mapped from the single file or the indexed files.
 
-    Raises ConfigError if there is no such file, or if one cannot be read.
+    Raises ConfigError if such a file is missing or cannot be read.
     """
     tensors = {}
     for path in _paths(model, revision):

@@ -1,4 +1,4 @@
-"""Which forward runs a model: the native decoder where it fits, else Transformers' own, compiled or eager."""
+"""The choice of a model's forward: the native decoder where it fits, else its modules, compiled or eager."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from protocol.config import ServeConfig
 logger = logging.getLogger("tandem.engine")
 
 MakeRunner = Callable[[ServeConfig, LoadedModel, KVPool, tuple[int, ...]], Runner]
-"""Makes what runs a packed model over this pool, and captures the hidden states of these layers."""
+"""A function that makes a packed model's runner over a pool and captures these layers' hidden states."""
 
 
 def load_packed(config: ServeConfig) -> LoadedModel:
-    """The configuration's model, packed as the forward reads it that will run it. Raises as `load_model`."""
+    """Load the configuration's model, packed for the forward that will run it. Raises like `load_model`."""
     loaded = load_model(config)
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     return pack_model(loaded, config.compile, backend)
@@ -68,12 +68,12 @@ def runner_of(
     *,
     drafts: bool = False,
 ) -> Runner:
-    """Return a packed model's best runner, with `drafts` one that drafts chains. Recurrent layers need
+    """Return a packed model's best runner; with `drafts`, one that drafts chains. Recurrent layers need
     `state_slots`.
     """
     if not attention.can_capture or config.compile != "auto":
         return build_runner(loaded, attention, config.compile, hidden_layers, state_slots)
-    cuda = importlib.import_module("engine.devices.cuda.runner")  # Triton is not there on every host
+    cuda = importlib.import_module("engine.devices.cuda.runner")  # Triton is not installed on every host
     runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, state_slots, drafts)
     return runner
 
@@ -85,8 +85,8 @@ def build_runner(
     hidden_layers: tuple[int, ...] = (),
     state_slots: StateSlots | None = None,
 ) -> Runner:
-    """Return the native decoder, or the model's own modules by torch. `compile` is the option's value. A
-    model that is not packed yet is packed: see `pack_model`. One with recurrent layers needs `state_slots`.
+    """Return the native decoder, or a torch runner of the model's modules. `compile` is the option's value.
+    Pack the model (`pack_model`) if it is not packed yet. Recurrent layers need `state_slots`.
     """
     loaded = pack_model(loaded, compile, type(by_table(backend)[0][0]))
     if loaded.description is not None:
@@ -94,7 +94,7 @@ def build_runner(
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
         if loaded.device.type == "cpu":
-            dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
+            dequantize_linears(loaded.model, loaded.dtype)  # torch would dequantize in every step
         return modules_runner(loaded, backend, compile, hidden_layers, state_slots, products=fault)
     packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
@@ -112,7 +112,7 @@ def modules_runner(
     products: str = "",
     packed: bool = False,
 ) -> TorchRunner:
-    """Return a runner of the model's own modules by torch, with the layers that it has now."""
+    """Return a torch runner of the model's current modules."""
     hooks = None if loaded.recurrent is None else loaded.recurrent.hooks
     operators = None if state_slots is None else operators_of(state_slots)
     forward = Modules(loaded.model, backend, hidden_layers, loaded.adapters, hooks, operators)
@@ -127,8 +127,8 @@ def runner_of_head(
     target: LoadedModel,
     backend: AttentionBackend,
 ) -> Runner:
-    """Return a runner of a draft head. `program` describes the head as it is, with its linear layers in
-    `parts`. They are packed here, or copied by the native decoder.
+    """Return a runner of a draft head. `program` describes the head's current state, with its linear layers
+    in `parts`. They are packed here, or copied by the native decoder.
     """
     natively = config.compile == "auto" and kernel_fault(target.device, target.dtype, DTYPES) is None
     native: Runner | None = None
@@ -156,12 +156,12 @@ def runner_of_head(
 
 
 _ROWS = 1 << 13
-"""Outputs of an LM head that are rounded at a time: more would take memory for nothing."""
+"""Number of LM head outputs rounded at a time, to save memory."""
 
 
 def _with_rounded_lm_head(program: ModelProgram, target: LoadedModel) -> ModelProgram:
-    """Give a draft head whose LM head is the target's, in bfloat16, a copy in int8. The native decoder copies
-    it in any case, and most of what a drafted token reads is this. Drafts need no exact logits.
+    """Give a draft head that uses the target's bfloat16 LM head an int8 copy of it. The native decoder copies
+    the LM head anyway, and reading it is most of a draft token's cost. Drafts need no exact logits.
     """
     (lm_head,) = program.head.linears
     if lm_head is not target.model.get_output_embeddings() or type(lm_head) is not nn.Linear:
@@ -179,8 +179,8 @@ def _with_rounded_lm_head(program: ModelProgram, target: LoadedModel) -> ModelPr
 def modules_runner_of_head(
     model: PreTrainedModel, target: LoadedModel, backend: AttentionBackend, *, hidden_of_all: bool = False
 ) -> Runner:
-    """Return a runner of a draft head by its modules: a model with an Entrance, which is packed. It returns
-    hidden states of the rows asked for, or of all.
+    """Return a runner of a draft head by its modules: a model with an Entrance, which is packed. The runner
+    returns the hidden states of the requested rows, or of all rows with `hidden_of_all`.
     """
     fault = kernel_fault(target.device, target.dtype)
     if fault is None:
@@ -195,8 +195,8 @@ def modules_runner_of_head(
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:
-    """Whether the native decoder runs it. Ranks share experts by their modules; the kernels of experts and of
-    adapters take bfloat16 alone.
+    """Return whether the native decoder runs the model. Ranks share experts by their modules, and the kernels
+    of experts and adapters need bfloat16.
     """
     if kernel_fault(loaded.device, loaded.dtype, DTYPES) is not None:
         return False
@@ -209,9 +209,9 @@ def _runs_natively(loaded: LoadedModel) -> bool:
 
 
 def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:
-    """The model with its weights packed as the forward for this backend reads them, if our kernels multiply.
+    """Return the model, packed for this backend's forward if our kernels do the products.
 
-    "auto" takes the native decoder for the models that it knows. The model's layers then lose their weights:
+    "auto" takes the native decoder for models that it supports. The model's layers then lose their weights:
     only embeddings, final norm and head stay usable.
     """
     if loaded.description is not None:
