@@ -1,1 +1,1 @@
-"""LoRA adapters (Hu et al., 2021): products of small rank beside those of a model's linear layers."""
+"""LoRA adapters (Hu et al., 2021): low-rank products added to the outputs of a model's linear layers."""

@@ -1,8 +1,8 @@
-// out[row][first + n - begin] += sum over r of up[r][n] * (sum over k of down[r][k] * x[row][k]): bfloat16 in and out, float32
-// sums. A product of rank 16 would fill a quarter of a panel of the linear layers' kernel, so this has one of its own.
-// Two rows share an adapter's weights where sixteen share the model's, so reading them is what takes the time: they lie
-// in the order in which they are read (packed.py), and are asked for ahead.
-// A row's sums are in the same order in every batch: its result has the same bits.
+// out[row][first + n - begin] += sum over r of up[r][n] * (sum over k of down[r][k] * x[row][k]): bfloat16 in and out,
+// float32 sums. A product of rank 16 would fill only a quarter of a panel of the linear layers' kernel, so LoRA has its
+// own. Two rows share an adapter's weights where sixteen share the model's, so reading them takes most of the time:
+// packed.py stores them in reading order, and the kernel prefetches them. A row's sums are in the same order in every
+// batch, so its result has the same bits.
 
 #include "adapt.h"
 
@@ -13,18 +13,18 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 4;  // that share the weights which are read
-constexpr int RANKS = 4;          // that are summed side by side
-constexpr int64_t INPUTS = 32;    // of a rank that lie together: a cache line
-constexpr int64_t OUTPUTS = 64;   // of a panel
+constexpr int64_t MOST_ROWS = 4;  // rows that share each read of the weights
+constexpr int RANKS = 4;          // ranks summed in parallel
+constexpr int64_t INPUTS = 32;    // adjacent inputs of a rank: a cache line
+constexpr int64_t OUTPUTS = 64;   // outputs of a panel
 constexpr int PAIR = 2 * LANES;   // values of a vector of pairs
 constexpr int PAIRS = LANES == 16 ? 2 : 1;   // vectors of outputs whose sums fit into the registers
-constexpr int64_t AHEAD = 3072;   // in weights: how far ahead is fetched
-constexpr int64_t SERIAL_PRODUCTS = 1 << 18;  // below so many multiplications, threads don't pay
+constexpr int64_t AHEAD = 3072;   // prefetch distance, in weights
+constexpr int64_t SERIAL_PRODUCTS = 1 << 18;  // fewest multiplications that are worth several threads
 
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 
-// Of pairs of values side by side, the first ones or the second ones.
+// Returns the first (half 0) or the second value of each adjacent pair, as floats.
 inline Vec half_of_pairs(const uint16_t* from, int half) {
     Words pairs;
     memcpy(&pairs, from, sizeof pairs);
@@ -64,7 +64,7 @@ template <int ROWS> void add_inputs(const uint16_t* down, const uint16_t* const*
     }
 }
 
-// inner[i * rank + r] = the product of down's rank r with row i.
+// Writes inner[i * rank + r], the product of row i with rank r of down.
 template <int ROWS> void shrink(const Part& p, const uint16_t* const* x, float* inner) {
     const int64_t whole = p.in / INPUTS * INPUTS, left = p.in - whole;
     uint16_t padded[ROWS][INPUTS] = {};

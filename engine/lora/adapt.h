@@ -1,5 +1,4 @@
-// An adapter's products, and the rows that they are added for. structs.py has the same structs, with `Args` after
-// their names.
+// An adapter's products, and the rows they apply to. packed.py has the same structs, with `Args` after their names.
 
 #pragma once
 
@@ -9,15 +8,15 @@
 
 namespace {
 
-// Beside one linear layer: down [rank, in], up [rank, out], in bfloat16, packed as packed.py says, the scale within
-// `up`. Ranks are whole fours. Its outputs [begin, end) are wanted, from `first` on in a row of the product. Without
-// `down` there is nothing to add.
+// An adapter's product for one linear layer: down [rank, in] and up [rank, out], in bfloat16, packed as in packed.py,
+// with the scale folded into `up`. `rank` is a multiple of 4. Outputs [begin, end) are added to an output row from
+// `first` on. A null `down` adds nothing.
 struct Part {
     const uint16_t *down, *up;
     int64_t rank, in, begin, end, first;
 };
 
-// Rows of one adapter, and what is to be added to one product of them.
+// The rows of one adapter, and the parts to add to a product's outputs.
 struct Adapted {
     const Part* parts;
     int64_t num_parts;
@@ -25,7 +24,7 @@ struct Adapted {
     int64_t count;
 };
 
-// Of rows of `x` that lie `in` apart, to rows of `out` that lie `stride` apart.
+// Reads rows of `x` with stride `in`, and adds to rows of `out` with stride `stride`.
 template <class Value>
 using Adapt = void (*)(const Value* x, int64_t in, Value* out, int64_t stride, const Adapted* adapted,
                        int64_t num_adapted, int64_t threads, Parallel parallel);

@@ -1,4 +1,4 @@
-"""The part of an adapter's files that needs no torch: reading them, and PEFT's `adapter_config.json`."""
+"""An adapter's files, as far as they need no torch, and PEFT's `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 HEADER_BYTES = 1 << 20
 
 _PIECE_BYTES = 1 << 24
-"""So much is read at a time."""
+"""Number of bytes read at a time."""
 _CHANGES = {
     "use_dora": "DoRA scales the base's weights by column",
     "modules_to_save": "it replaces layers of the base",
@@ -31,7 +31,7 @@ _CHANGES = {
     "alora_invocation_tokens": "it begins in the middle of a prompt",
     "lora_bias": "it adds biases",
 }
-"""Fields that ask for more than products beside linear layers."""
+"""Fields that ask for more than low-rank products for linear layers."""
 
 
 class AdapterError(TandemError):
@@ -39,7 +39,7 @@ class AdapterError(TandemError):
 
 
 class AdapterConfig(msgspec.Struct):
-    """The fields of PEFT's `LoraConfig` that say what its tensors mean."""
+    """The fields of PEFT's `LoraConfig` that give its tensors their meaning."""
 
     peft_type: str
     r: int
@@ -58,7 +58,7 @@ class AdapterConfig(msgspec.Struct):
 
 
 def check_files(path: str, max_rank: int) -> None:
-    """Check what can be known without the model and without reading tensors. Raises `AdapterError`."""
+    """Check everything that needs neither the model nor the tensors. Raises `AdapterError`."""
     folder = Path(path)
     parse_config(read_file(folder, CONFIG, HEADER_BYTES, lambda: None), max_rank)
     try:
@@ -68,7 +68,7 @@ def check_files(path: str, max_rank: int) -> None:
 
 
 def read_file(folder: Path, name: str, most: int, on_piece: Callable[[], None]) -> bytes:
-    """Return the whole file, of at most so many bytes; `on_piece` is called after each piece. Raises
+    """Return the whole file, of at most `most` bytes. Call `on_piece` after each piece. Raises
     `AdapterError`.
     """
     raw = bytearray()
@@ -85,7 +85,7 @@ def read_file(folder: Path, name: str, most: int, on_piece: Callable[[], None]) 
 
 
 def _open(folder: Path, name: str) -> FileIO:
-    """A pipe or a device, which might never end, is refused unread."""
+    """Open a regular file. Refuse a pipe or a device, which might never end."""
     descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     file = FileIO(descriptor)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -95,7 +95,7 @@ def _open(folder: Path, name: str) -> FileIO:
 
 
 def parse_config(raw: bytes, max_rank: int) -> AdapterConfig:
-    """Raises `AdapterError`, naming the field."""
+    """Parse `adapter_config.json`. Raises `AdapterError`, naming the field."""
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -122,7 +122,7 @@ def parse_config(raw: bytes, max_rank: int) -> AdapterConfig:
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: float) -> float:
-    """As PEFT reads `rank_pattern` and `alpha_pattern`: the first key that the path ends with."""
+    """Return the value of the first pattern that the path ends with, like PEFT's `rank_pattern`."""
     for key, value in (patterns or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)

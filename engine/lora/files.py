@@ -35,7 +35,7 @@ class LinearShape(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product added to a linear layer's outputs: `up` @ `down` @ x, in float32; [rank, in], [out, rank]."""
+    """A product added to a linear layer's outputs: `up` [out, rank] @ `down` [rank, in] @ x, in float32."""
 
     down: Tensor
     up: Tensor
@@ -58,7 +58,7 @@ class AdapterFiles(NamedTuple):
     raw: RawAdapter
     digest: str
     products: dict[str, Product]
-    """By the paths of the linear layers."""
+    """The products by the linear layers' paths."""
 
 
 def read_adapter(
@@ -67,12 +67,12 @@ def read_adapter(
     max_rank: int,
     on_piece: Callable[[], None] = lambda: None,
 ) -> AdapterFiles:
-    """The adapter in this folder, for a model with these linear layers; `on_piece` is called after each piece
-    that was read and each tensor that was checked. Raises `AdapterError`.
+    """Read the adapter in a folder, for a model with these linear layers. Call `on_piece` after each piece
+    read and each tensor checked. Raises `AdapterError`.
     """
     folder = Path(path)
     config = read_file(folder, CONFIG, HEADER_BYTES, on_piece)
-    parse_config(config, max_rank)  # before much is read
+    parse_config(config, max_rank)  # checked before the tensors are read
     most = sum(max_rank * (shape.outputs + shape.inputs) * 4 for shape in linears.values())
     raw = RawAdapter(config, read_file(folder, TENSORS, most + HEADER_BYTES, on_piece))
     return parse_adapter(raw, linears, max_rank, on_piece)
@@ -84,7 +84,7 @@ def parse_adapter(
     max_rank: int,
     on_piece: Callable[[], None] = lambda: None,
 ) -> AdapterFiles:
-    """As `read_adapter`, of files that were read before."""
+    """Parse files read earlier. Raises and calls `on_piece` like `read_adapter`."""
     config = parse_config(raw.config, max_rank)
     try:
         tensors = safetensors.torch.load(raw.tensors)
@@ -103,7 +103,7 @@ def parse_adapter(
 
 
 def _place(name: str, linears: Mapping[str, LinearShape]) -> tuple[str, int]:
-    """The path of the tensor's layer, and which of the two it is."""
+    """Return the path of the tensor's layer, and 0 for `down` or 1 for `up`."""
     for ending, side in _SIDES.items():
         layer = name.removeprefix(_PREFIX).removesuffix("." + ending)
         if name.endswith("." + ending):

@@ -1,4 +1,4 @@
-"""Adapters beside a Transformers model's linear layers: each layer's output gets its rows' products added."""
+"""Adapters on a Transformers model's linear layers: a hook adds the rows' products to each layer's output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from native.threads import gomp_parallel
 
 @functools.cache
 def kernel() -> Callable[..., None]:
-    """Raises BuildError."""
+    """Return the compiled `tandem_adapt`. Raises BuildError."""
     library = load_library(Path(__file__).parent / "adapt.cpp", PartArgs, AdaptedArgs)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kinds = pointer, number, pointer, number, pointer, number, number, pointer
@@ -32,17 +32,17 @@ def kernel() -> Callable[..., None]:
 
 class Addition(Protocol):
     def add(self, out: Tensor, x: Tensor, path: str) -> None:
-        """To a layer's output `out` [..., outputs], for its input `x` [..., inputs]."""
+        """Add to a layer's output `out` [..., outputs], for its input `x` [..., inputs]."""
 
 
 class AdaptedRows(NamedTuple):
-    """The packed rows of one adapter, int64."""
+    """An adapter's weights and its packed rows, int64."""
 
     weights: Weights
     rows: Tensor
 
     def add(self, out: Tensor, x: Tensor, path: str) -> None:
-        """As `Addition.add`."""
+        """Add the adapter's product to its rows, like `Addition.add`."""
         product = self.weights.products.get(path)
         if isinstance(product, PackedProduct):
             _run_kernel(out, x, product, self.rows)
@@ -52,7 +52,7 @@ class AdaptedRows(NamedTuple):
 
 
 def groups_of(batch: Sequence[SequenceRows], adapters: Adapters) -> list[AdaptedRows]:
-    """Return each adapter's rows, in the order of their first ones."""
+    """Return each adapter's rows; adapters are in the order of their first rows."""
     rows: dict[int, list[int]] = defaultdict(list)
     start = 0
     for each in batch:
@@ -71,14 +71,14 @@ _attached: WeakSet[nn.Module] = WeakSet()
 
 
 def begin_step(additions: Sequence[Addition]) -> None:
-    """Set what the layers of all models add from now on."""
+    """Set the additions of the layers of all models for the coming step."""
     global _current
     _current = additions
 
 
 def attach(model: PreTrainedModel, adapters: Adapters) -> None:
-    """Have the model's layers add what `begin_step` says, once, however many runners it gets. A layer that is
-    replaced later does not.
+    """Hook the model's layers, once for all runners, so that they add what `begin_step` set. A layer that
+    replaces one later has no hook.
     """
     for path in adapters.linears:
         layer = model.get_submodule(path)

@@ -1,7 +1,7 @@
-"""An adapter's tensors where products read them.
+"""An adapter's tensors in the memory that products read.
 
-The CPU's kernel (`adapt.cpp`, whose structs `adapt.h` explains) reads them in one stream, on huge pages.
-Torch and the kernels of a GPU (`devices/cuda/adapter_kernels.py`) read them on the device.
+The CPU kernel (`adapt.cpp`; `adapt.h` explains its structs) reads them in one stream, on huge pages. Torch
+and the GPU kernels (`devices/cuda/adapter_kernels.py`) read them on the device.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class AdaptedArgs(Structure):
 
 
 RANKS, INPUTS, OUTPUTS = 4, 32, 64
-"""The ranks, inputs and outputs that lie together for the CPU's kernel; zeros fill whole multiples."""
+"""Number of adjacent ranks, inputs and outputs in the CPU kernel's layout; zeros fill whole multiples."""
 _DEVICE_RANKS = 8
-"""On a GPU ranks are padded with zeros to whole multiples of it: rows of `up` then begin at 16 bytes."""
+"""GPU ranks are zero-padded to multiples of this number, so that rows of `up` are 16-byte aligned."""
 
 
 class PackedProduct(NamedTuple):
-    """`down` [rank / RANKS, in / INPUTS, RANKS, INPUTS] and `up` [out / OUTPUTS, rank, OUTPUTS], in bfloat16.
+    """bfloat16 `down` [rank / RANKS, in / INPUTS, RANKS, INPUTS] and `up` [out / OUTPUTS, rank, OUTPUTS].
 
     `inputs` and `outputs` are the layer's.
     """
@@ -47,13 +47,13 @@ class PackedProduct(NamedTuple):
     outputs: int
 
     def part(self, outputs: range, first: int = 0) -> PartArgs:
-        """Return some of the outputs as the kernel takes them; they are added to a row from `first` on."""
+        """Return the kernel's struct for a range of outputs; they are added to a row from `first` on."""
         rank, own = self.up.shape[1], (outputs.start, outputs.stop)
         return PartArgs(self.down.data_ptr(), self.up.data_ptr(), rank, self.inputs, *own, first)
 
 
 def pack(products: Mapping[str, Product]) -> dict[str, PackedProduct]:
-    """Pack all products of an adapter into one piece of memory, in their order."""
+    """Pack all products of an adapter into one allocation, in their order."""
     plain = {path: _packed(product) for path, product in products.items()}
     pages = HugePages(sum(each.down.nbytes + each.up.nbytes for each in plain.values()))
     return {
@@ -76,7 +76,7 @@ def _packed(product: Product) -> PackedProduct:
 
 
 def place(products: Mapping[str, Product], device: torch.device, dtype: torch.dtype) -> dict[str, Product]:
-    """Pad all products of an adapter and bring them to the device."""
+    """Pad all products of an adapter and move them to the device."""
     return {
         path: Product(*(side.to(device, dtype) for side in _padded(each))) for path, each in products.items()
     }
@@ -88,7 +88,7 @@ def _padded(product: Product) -> Product:
 
 
 def table_of(products: Mapping[str, Product], linears: Iterable[str], device: torch.device) -> Tensor:
-    """int64 [linear layers, 3]: the addresses of `down` and `up`, and the rank; zeros where there is none."""
+    """Return `down`'s and `up`'s addresses and the rank, int64 [linear layers, 3]; zeros for no product."""
     return torch.tensor([_fields(products.get(path)) for path in linears], device=device)
 
 

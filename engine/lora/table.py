@@ -1,4 +1,4 @@
-"""The adapters that a model can run beside its own weights."""
+"""The adapters that a model can run in addition to its own weights."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from protocol.requests import MAX_ADAPTERS, Adapter
 logger = logging.getLogger("tandem.engine")
 
 NOTHING = -1
-"""A slot of no adapter: its rows are computed as those with one, to which it adds nothing."""
+"""An adapter slot that adds nothing; its rows take the same path as an adapter's rows."""
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
-    """The linear layers that rows of the batch go through as they are, by their paths: not the head, which
-    sees some of them, nor experts.
+    """Return the linear layers that rows of the batch pass through unchanged, by path. Neither the head,
+    which sees only some rows, nor experts are among them.
     """
     head, shapes = model.get_output_embeddings(), {}
     for path, module in model.named_modules():
@@ -51,8 +51,8 @@ def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
 
 @dataclass(eq=False)
 class Weights:
-    """A loaded adapter. `products` are by the paths of the linear layers: packed where the kernel of CPUs
-    adds them, else in the model's dtype, with a `table` of them on the device (`engine.lora.packed`).
+    """A loaded adapter. `products` are by the linear layers' paths: packed where the CPU kernel adds them,
+    else in the model's dtype, with a `table` of them on the device (`engine.lora.packed`).
     """
 
     products: Mapping[str, Product | PackedProduct]
@@ -64,23 +64,23 @@ class Weights:
 
 
 class OtherTables(Protocol):
-    """The tables of a worker's other ranks: each slot holds there what it holds here."""
+    """The adapter tables of a worker's other ranks, kept equal to this rank's, slot by slot."""
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
-        """Raises `AdapterError`; then none of them has it."""
+        """Load an adapter into a slot of all tables. Raises `AdapterError`; then no table has it."""
 
     def drop(self, slot: int) -> None:
-        """Unknown slots are ignored."""
+        """Drop a slot's adapter. Ignore unknown slots."""
 
 
 class Adapters:
-    """By their content, each in a slot: a number that no other adapter ever has; 0 is none.
+    """Adapters by content, each in its own slot: a number that is never reused; 0 is no adapter.
 
-    One stays as long as it has a name, somebody uses it, or it is awaited. One thread calls all but `read`.
+    An adapter stays while it has a name or a user, or is awaited. One thread calls all methods except `read`.
     """
 
     is_awaited: Callable[[str], bool] = staticmethod(lambda digest: False)
-    """Whether there will be use for the adapter with this digest."""
+    """Whether a request for the adapter with this digest is to come."""
 
     def __init__(
         self, linears: Mapping[str, LinearShape], device: torch.device, dtype: torch.dtype, max_rank: int
@@ -93,24 +93,24 @@ class Adapters:
         self._others: OtherTables | None = None
 
     def share(self, others: OtherTables) -> None:
-        """From now on they have all that this one has. Raises as their `keep`, and `AdapterError`."""
+        """Keep `others` equal to this table from now on. Raises like their `keep`, and `AdapterError`."""
         self._others = others
         for slot, weights in self._weights.items():
             others.keep(slot, weights.path, self._checked(weights.path, weights.digest, None).raw)
 
     def read(self, path: str, on_piece: Callable[[], None] = lambda: None) -> AdapterFiles:
-        """Read what `load` and `require` take. The disk may take long; any thread may call it. `on_piece` is
-        called as for `read_adapter`. Raises `AdapterError`.
+        """Read an adapter's files for `load` and `require`. The disk may take long; any thread may call it.
+        `on_piece` is called like in `read_adapter`. Raises `AdapterError`.
         """
         return read_adapter(path, self.linears, self.max_rank, on_piece)
 
     def has(self, digest: str) -> bool:
-        """Whether `load` and `require` need nothing from the disk for the adapter with this digest."""
+        """Return whether the adapter with this digest is loaded, so `load` and `require` need no disk."""
         return digest in self._slots
 
     def load(self, name: str, path: str, digest: str = "", files: AdapterFiles | None = None) -> Adapter:
-        """Keep the folder's adapter under a name, until `unload`. Its `files` are read now unless they are
-        given or needless. Raises `AdapterError`; also where their content is another than the `digest` says.
+        """Keep the folder's adapter under a name, until `unload`. Read its files now unless `files` are given
+        or the digest is loaded. Raises `AdapterError`, also if the files' content does not match `digest`.
         """
         slot = self._slots.get(digest) or self._add(path, digest, files)
         weights = self._weights[slot]
@@ -118,13 +118,13 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Forget a name. Requests that use the adapter go on. Unknown names are ignored."""
+        """Forget a name. Requests that use the adapter continue. Ignore unknown names."""
         for slot, weights in list(self._weights.items()):
             if weights.named.pop(name, None) is not None:
                 self._drop_unused(slot)
 
     def drop_unused(self) -> None:
-        """Drop the adapters that nobody uses, names or awaits."""
+        """Drop the adapters without a user, a name or an awaited request."""
         for slot in list(self._weights):
             self._drop_unused(slot)
 
@@ -133,11 +133,11 @@ class Adapters:
         return [adapter for weights in self._weights.values() for adapter in weights.named.values()]
 
     def require(self, adapter: Adapter, files: AdapterFiles | None = None) -> int:
-        """Its slot. It is loaded now if it isn't there, as by `load`. Raises `AdapterError`."""
+        """Return the adapter's slot; load it like `load` if it is not loaded. Raises `AdapterError`."""
         return self._slots.get(adapter.digest) or self._add(adapter.path, adapter.digest, files)
 
     def acquire(self, adapter: Adapter | None) -> int:
-        """Its slot, until `release`. Raises as `require`."""
+        """Return the adapter's slot and hold it until `release`. Raises like `require`."""
         if adapter is None:
             return 0
         slot = self.require(adapter)
@@ -153,8 +153,8 @@ class Adapters:
         return self._weights[slot]
 
     def addresses(self, batch: Sequence[SequenceRows]) -> list[int]:
-        """Return the address of each sequence's adapter table. It stays there while a sequence uses it and
-        until the device has run what was launched meanwhile; 0: none.
+        """Return the address of each sequence's adapter table, or 0 without adapter. It stays valid while a
+        sequence uses the adapter and until the device has run all work launched meanwhile.
         """
         return [self._address(rows.adapter) for rows in batch]
 
@@ -166,11 +166,11 @@ class Adapters:
         return table.data_ptr()
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
-        """Load the adapter that another rank has in this slot. Raises `AdapterError`."""
+        """Load another rank's adapter into the same slot. Raises `AdapterError`."""
         self._put(slot, path, parse_adapter(raw, self.linears, self.max_rank))
 
     def drop(self, slot: int) -> None:
-        """Drop the adapter of a slot, if `keep` loaded one."""
+        """Drop a slot's adapter, if one is loaded."""
         weights = self._weights.pop(slot, None)
         if weights is not None:
             del self._slots[weights.digest]
@@ -201,7 +201,7 @@ class Adapters:
         return slot
 
     def _put(self, slot: int, path: str, files: AdapterFiles) -> None:
-        found = files.products  # in memory they lie in the order in which layers are run
+        found = files.products  # stored in the order in which layers run
         ordered = {layer: found[layer] for layer in self.linears if layer in found}
         self._slots[files.digest] = slot
         self._weights[slot] = weights = self._prepared(ordered, path, files.digest)
