@@ -1,1 +1,1 @@
-"""Describes models: families, a checkpoint's text half, its fingerprint."""
+"""Descriptions of models: families, programs, and a checkpoint's text half."""

@@ -1,4 +1,4 @@
-"""Describes a Transformers model as a program, by the table of families."""
+"""Description of a Transformers model as a program, by the table of families."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from engine.model.program import (
 )
 
 STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Types of rotary embeddings whose angles depend on positions alone."""
+"""Types of rotary embeddings whose angles depend only on positions."""
 
 ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -40,20 +40,20 @@ ACTIVATIONS = {
     "relu2": Activation.RELU2,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-"""By Transformers' names."""
+"""Activations by Transformers' names."""
 
 _CAPS = "attn_logit_softcapping", "final_logit_softcapping"
-"""Fields of configurations that cap scores or logits."""
+"""Configuration fields that cap attention scores or logits."""
 
 _READ_WINDOW_FROM_CONFIG = ("MistralAttention", "MixtralAttention")
 
 
 class UndescribedModelError(ValueError):
-    """No family describes the model; the message says why."""
+    """A model that no family describes; the message says why."""
 
 
 def describe(model: PreTrainedModel) -> ModelProgram:
-    """Describe a model whose weights stay its own. Raises UndescribedModelError."""
+    """Describe a model; the program refers to its weights. Raises UndescribedModelError."""
     name = type(model).__name__
     family = FAMILIES.get(name)
     if family is None:
@@ -62,14 +62,14 @@ def describe(model: PreTrainedModel) -> ModelProgram:
 
 
 def activation_of(name: str) -> Activation:
-    """Raises UndescribedModelError."""
+    """Return the activation by Transformers' name. Raises UndescribedModelError."""
     if name not in ACTIVATIONS:
         raise UndescribedModelError(f"its activation is {name}")
     return ACTIVATIONS[name]
 
 
 def rotations_of(rotary: Any) -> dict[str | None, Rotation]:
-    """Describe a Transformers rotary embedding by kind of layer: None for all kinds. Raises
+    """Return a Transformers rotary embedding's rotations by layer type; None is for all types. Raises
     UndescribedModelError.
     """
     if rotary is None:
@@ -268,7 +268,7 @@ class _Describer:
 
 
 def embedding_scale(embeddings: Any) -> float:
-    """Return the factor that an embedding's module multiplies by, in the dtype of its weights."""
+    """Return the factor of an embedding module, rounded to its weights' dtype."""
     scale = getattr(embeddings, "scalar_embed_scale", getattr(embeddings, "embed_scale", None))
     return 1.0 if scale is None else float(torch.tensor(float(scale), dtype=embeddings.weight.dtype))
 
@@ -285,7 +285,7 @@ def _check_experts(holder: Any, is_gated: bool) -> None:
 
 
 def _tensor(module: Any, path: str) -> Tensor | None:
-    """Return the tensor at this path, if there is one."""
+    """Return the tensor at this path, or None."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module if isinstance(module, Tensor) else None
@@ -296,14 +296,14 @@ def _unless_ones(factors: Tensor) -> Tensor | None:
 
 
 def _window(attention: Any) -> int:
-    """Return an attention module's sliding window; 0 for none."""
+    """Return an attention module's sliding window, or 0 without one."""
     reads_config = type(attention).__name__ in _READ_WINDOW_FROM_CONFIG
     holder = attention.config if reads_config else attention
     return getattr(holder, "sliding_window", None) or 0
 
 
 def _group_size(norm: Any) -> int:
-    """Return how many values a state space's norm takes together; 0 where there is none."""
+    """Return the group size of a state space's norm, or 0 without a norm."""
     if not hasattr(norm, "weight"):
         return 0
     return getattr(norm, "group_size", None) or len(norm.weight) // norm.n_groups

@@ -13,7 +13,7 @@ from engine.model.program import MixerKind, NormKind, Score
 
 @dataclass(frozen=True)
 class MixerNames:
-    """A mixer's module in a layer, and the names of its parts. `inputs` that are None are left out."""
+    """The path of a mixer's module in a layer, and its parts' names. `inputs` that are None are left out."""
 
     kind: MixerKind
     path: str
@@ -23,11 +23,11 @@ class MixerNames:
     conv: str = "conv1d"
     norm: str = "norm"
     block: str | None = None
-    """The `block_type` of layers with this mixer, where all layers keep their modules at one path."""
+    """The `block_type` of layers with this mixer, if all layers keep their mixer at one path."""
     low_rank: tuple[str, ...] = ()
-    """The second layers of low-rank products, for decays and for output gates."""
+    """Second layers of low-rank products, for decays and for output gates."""
     decays: str = ""
-    """The module with the parameters of decays, if it is not the mixer's own."""
+    """The module with the decay parameters, if not the mixer itself."""
     is_interleaved: bool = False
     input_multiplier: str | None = None
     """The layer's attribute with the factor of the mixer's input."""
@@ -35,14 +35,14 @@ class MixerNames:
 
 @dataclass(frozen=True)
 class RoutingNames:
-    """The module that holds a layer's experts and router, and how the router makes scores
+    """The module with a layer's experts and router, and the way the router scores
     (`engine.model.program.Experts`).
     """
 
     block: str = "mlp"
     router: str = "gate"
     shared: str | None = None
-    """The MLP next to the experts, whose linear layers have the names of other layers' MLPs."""
+    """The MLP next to the experts; its linear layers are named like other layers' MLPs."""
     opener: str | None = None
     score: Score = Score.SOFTMAX
     preferences: str | None = None
@@ -57,13 +57,13 @@ def _attention(output: str = "o_proj", **names: Any) -> MixerNames:
 
 @dataclass(frozen=True)
 class Family:
-    """Paths in a layer; `final_norm` and `rotary` are the decoder's, `epsilon`, `activation` and the
-    multipliers the configuration's. A model without a rotary embedding does not rotate.
+    """The names of a family's parts. Paths are relative to a layer, `final_norm` and `rotary` to the decoder;
+    `epsilon`, `activation` and multipliers are configuration fields. No `rotary` means no rotation.
     """
 
     mixers: tuple[MixerNames, ...] = (_attention(),)
     beside: MixerNames | None = None
-    """A second mixer of all layers: it reads the same rows, and the outputs of both are added."""
+    """A second mixer of all layers. It reads the same rows, and both mixers' outputs are added."""
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mixed_norm: str | None = None
@@ -86,7 +86,7 @@ class Family:
     output_multipliers: Mapping[str, str] = field(default_factory=dict)
     """The layer's attributes with factors of linear layers' outputs, by the linear layers' paths."""
     is_blocks: bool = False
-    """Whether a layer is one mixer or one MLP, with one norm."""
+    """Whether a layer is either one mixer or one MLP, with one norm."""
     routing: RoutingNames | None = None
 
     def mixers_of(self, layer: nn.Module) -> list[MixerNames]:
@@ -96,7 +96,7 @@ class Family:
         return [mixer for mixer in (main, self.beside) if mixer is not None]
 
     def routing_of(self, layer: nn.Module) -> RoutingNames | None:
-        """Return None for a layer without experts."""
+        """Return the layer's routing, or None for a layer without experts."""
         block = None if self.routing is None else getattr(layer, self.routing.block, None)
         return self.routing if hasattr(block, "experts") else None
 
@@ -255,4 +255,4 @@ FAMILIES = {
         routing=DEEPSEEK_ROUTING,
     ),
 }
-"""By the model's class."""
+"""The families by the model's class."""

@@ -1,4 +1,4 @@
-"""A served model as operations with their weights. `engine.model.describe` makes it; each device runs it."""
+"""A served model as operations with their weights, made by `engine.model.describe` and run by each device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 
 class NormKind(IntEnum):
-    """How a norm multiplies by its weights; `row_math.h` has the same."""
+    """How a norm applies its weights; `row_math.h` has the same values."""
 
     PLAIN = 0
-    """Normalized values are rounded first."""
+    """The normalized values are rounded, then multiplied."""
     CENTRED = 1
-    """Weights are the factors less 1; only the product is rounded."""
+    """Weights are stored minus 1; only the product is rounded."""
     EXACT = 2
-    """Only the product is rounded."""
+    """The product is rounded, the normalized values are not."""
 
 
 class MixerKind(IntEnum):
-    """An operation that mixes a layer's rows; `structs.h` has the same."""
+    """An operation that mixes a layer's rows; `structs.h` has the same values."""
 
     ATTENTION = 0
     DELTA = 1
@@ -35,7 +35,7 @@ class MixerKind(IntEnum):
 
 
 class Activation(IntEnum):
-    """The activation of an MLP or an expert; `row_math.h` has the same."""
+    """The activation of an MLP or an expert; `row_math.h` has the same values."""
 
     SILU = 0
     RELU2 = 1
@@ -43,7 +43,7 @@ class Activation(IntEnum):
 
 
 class Score(IntEnum):
-    """How a router's logits become scores; `routing.h` has the same."""
+    """The function that turns a router's logits into scores; `routing.h` has the same values."""
 
     SOFTMAX = 0
     SIGMOID = 1
@@ -60,11 +60,11 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Linear layers of one input, whose outputs lie side by side."""
+    """Linear layers that read one input; their outputs are concatenated."""
 
     linears: tuple[Any, ...]
     paths: tuple[str, ...] = ()
-    """The layers' paths in the model, by which adapters name them; empty in a draft head."""
+    """The layers' paths in the model, which adapters use as names; empty in a draft head."""
     multipliers: Tensor | None = None
     """Factors of the outputs, float32 [outputs]."""
 
@@ -75,14 +75,14 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A Transformers rotary embedding whose angles depend on positions alone."""
+    """A Transformers rotary embedding whose angles depend only on positions."""
 
     module: Any
     layer_type: str | None = None
-    """The kind of layers whose angles the module is asked for, if it has several."""
+    """The layer type to ask the module for, if it has several."""
 
     def tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, rotated dims], in the dtype and on the device of `like`."""
+        """Return cosines and sines [positions, rotated dims], in the dtype and on the device of `like`."""
         places = torch.arange(positions, device=like.device).unsqueeze(0)
         kinds = () if self.layer_type is None else (self.layer_type,)
         with torch.no_grad():
@@ -102,8 +102,8 @@ class Mixer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Attention(Mixer):
-    """Attention over the KV of pool layer `layer`. Its inputs are queries, keys and values; with `is_gated`
-    an output gate lies next to each head's query.
+    """Attention over the KV of pool layer `layer`. Its inputs are queries, keys and values; with `is_gated`,
+    each head's query is followed by an output gate.
     """
 
     kind: MixerKind = MixerKind.ATTENTION
@@ -121,8 +121,8 @@ class Attention(Mixer):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LatentAttention(Mixer):
     """Absorbed latent attention (`engine.devices.torch.latent_attention`) without rotation. Its inputs are
-    the heads' queries, or with `queries` a short vector that these are made of past `query_norm`; then the
-    latent, which `key_norm` norms, and the part of a key that all heads share.
+    the heads' queries, or with `queries` a short vector, normed by `query_norm`, from which `queries`
+    makes them; then the latent, normed by `key_norm`, and the part of the key that all heads share.
     """
 
     kind: MixerKind = MixerKind.LATENT
@@ -139,38 +139,38 @@ class LatentAttention(Mixer):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Recurrent(Mixer):
-    """A mixer with a state: a causal convolution, then for all kinds but SHORT_CONV linear attention."""
+    """A mixer with a state: a causal convolution, followed by linear attention except for SHORT_CONV."""
 
     number: int
-    """The number among the model's recurrent layers."""
+    """Index among the model's recurrent layers."""
     taps: Tensor
     """The convolution's weights [channels, taps]."""
     bias: Tensor | None
     gates: Product | None = None
     decays: Any | None = None
-    """The second layer of a low-rank product that makes CHANNEL_DELTA's decays."""
+    """The second layer of the low-rank product for CHANNEL_DELTA's decays."""
     opening: Any | None = None
-    """The second layer of a low-rank product that makes CHANNEL_DELTA's output gates."""
+    """The second layer of the low-rank product for CHANNEL_DELTA's output gates."""
     rates: Tensor | None = None
     """Negative decay rates [heads], float32."""
     shifts: Tensor | None = None
     skips: Tensor | None = None
     norm: Norm | None = None
     group: int = 0
-    """Values that STATE_SPACE norms together."""
+    """Number of values that STATE_SPACE norms together."""
     norms_first: bool = False
     """Whether STATE_SPACE norms outputs before it gates them."""
     is_interleaved: bool = False
-    """Whether DELTA's products have their outputs key head by key head."""
+    """Whether the outputs of DELTA's products are ordered by key head."""
     shortest: float = 0.0
-    """The lower limit of STATE_SPACE's times."""
+    """Lower limit of STATE_SPACE's time steps; `longest` is the upper one."""
     longest: float = float("inf")
 
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """Products with an activation between them. With `is_gated` the first product makes gates, which are
-    activated, and as many values.
+    """Two products with an activation between them. With `is_gated`, the first product makes gates, which are
+    activated, and equally many values.
     """
 
     gate_up: Product
@@ -184,18 +184,18 @@ class Experts:
     """A mixture of experts with its router."""
 
     holder: Any
-    """The module whose `experts` are Transformers' fused ones or `engine.linear.experts.Experts`."""
+    """The module whose `experts` are Transformers' fused experts or `engine.linear.experts.Experts`."""
     router: Tensor
-    """[experts, inputs]"""
+    """The router's weight [experts, inputs]."""
     chosen: int
     score: Score
     preferences: Tensor | None
-    """Added to scores only to find the highest, [experts]."""
+    """Bias [experts] added to the scores only to select experts."""
     groups: int
     open_groups: int
-    """How many groups of experts, those with the highest scores, a row chooses from."""
+    """Number of groups of experts, those with the highest scores, from which a row selects."""
     normalizes: bool
-    """Whether the chosen scores are divided by their sum plus `least_sum`."""
+    """Whether the selected scores are divided by their sum plus `least_sum`."""
     least_sum: float
     scaling: float
     is_exact: bool
@@ -203,7 +203,7 @@ class Experts:
     rounds: bool
     """Whether weights are rounded to the model's dtype."""
     opener: Product | None
-    """Makes the gate of the MLP next to the experts."""
+    """The product that gates the MLP next to the experts."""
     activation: Activation
     is_gated: bool
 
@@ -212,7 +212,7 @@ class Experts:
 class Layer:
     """Mixers that read the same rows and whose outputs are added; then an MLP, experts or both.
 
-    `mixed_norm` and `made_norm` norm what mixers and MLP add to the residual.
+    `mixed_norm` and `made_norm` norm the outputs of mixers and MLP before the residual addition.
     """
 
     mixers: tuple[Attention | LatentAttention | Recurrent, ...]
@@ -224,7 +224,7 @@ class Layer:
     made_norm: Norm | None = None
 
     def products(self) -> Iterator[Product]:
-        """Yield all products of linear layers but those of low rank and of latents."""
+        """Yield all products of linear layers except low-rank products and products of latents."""
         for mixer in self.mixers:
             yield mixer.inputs
             yield mixer.output
@@ -239,9 +239,9 @@ class Layer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Entry:
-    """The input of a draft head: a token's embedding and the hidden state before it, in one position less.
+    """The input of a draft head: a token's embedding and the previous position's hidden state.
 
-    EAGLE-1 and 2 make one vector of both by `joint`, MTP heads of both normed. EAGLE-3 norms both and
+    EAGLE-1 and 2 make one vector of both by `joint`, MTP heads after norming both. EAGLE-3 norms both and
     concatenates them for the layer's products; the hidden state is the residual.
     """
 
@@ -249,13 +249,13 @@ class Entry:
     hidden_norm: Norm | None = None
     joint: Any | None = None
     mixing: Any | None = None
-    """Makes the head's hidden states from the target's; None if another module does, or they are equal."""
+    """The layer that makes the head's hidden states from the target's; None if nothing here changes them."""
     normed_goes_on: bool = False
     """Whether the residual is the normed hidden state."""
     feeds_normed: bool = False
     """Whether the next row's hidden state is the normed output."""
     token_ids: Tensor | None = None
-    """The target's ids of the head's tokens; None: the same."""
+    """The target's ids of the head's tokens; None if both vocabularies are equal."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

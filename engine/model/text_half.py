@@ -1,7 +1,7 @@
-"""Loads the language model of a checkpoint whose class has more, such as parts for images and sound.
+"""Loading of the language model of a checkpoint whose class has other parts too, such as vision and audio.
 
 Transformers makes the whole class and reads the checkpoint by its names, without the parts that text does not
-need. Where Transformers has a causal model of the language model alone, this then runs under that.
+need. If Transformers has a causal class for just the language model, the language model then runs in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.errors import UnsupportedModelError
 
 def whole_config(hf_config: Any, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration of the multimodal model with this language model, if Transformers has no class
-    for it alone (Step 3.5).
+    for just the language model (Step 3.5); else `hf_config`.
     """
     own_code = trust_remote_code and getattr(hf_config, "auto_map", None)
     if own_code or any(
@@ -57,8 +57,8 @@ def make_model(hf_config: Any, *, trust_remote_code: bool = False, **options: An
 def load_checkpoint(
     source: str, hf_config: Any, *, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """Return a checkpoint's language model. Raises UnsupportedModelError, also for a tensor that is missing,
-    which Transformers would make up.
+    """Return a checkpoint's language model. Raises UnsupportedModelError, also for a missing tensor, which
+    Transformers would initialize at random.
     """
     kind = _language_class(hf_config, trust_remote_code)
     if kind is AutoModelForCausalLM:
@@ -70,7 +70,7 @@ def load_checkpoint(
 
 
 def named_as_in(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors by the model's names, without those of parts that the model lacks."""
+    """Return a checkpoint's tensors by the model's names, without tensors of parts that the model lacks."""
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     named = {rename_source_key(name, renamings, [])[0]: tensor for name, tensor in tensors.items()}
@@ -79,7 +79,7 @@ def named_as_in(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def as_causal(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model's language model under its own causal class, or the model where that has no such."""
+    """Return a model's language model in its own causal class, or the model if there is no such class."""
     config = model.config.get_text_config(decoder=True)
     kind = _class_of(AutoModelForCausalLM, config)
     if kind is None or isinstance(model, kind):
@@ -96,14 +96,14 @@ def as_causal(model: PreTrainedModel) -> PreTrainedModel:
     causal.set_output_embeddings(model.get_output_embeddings())
     own = {*chain(decoder.parameters(), decoder.buffers(), model.get_output_embeddings().parameters())}
     if any(tensor not in own for tensor in chain(causal.parameters(), causal.buffers())):
-        return model  # its own class has weights that the whole model lacks
+        return model  # the causal class has weights that the whole model lacks
     causal.config, causal.generation_config = decoder.config, model.generation_config
     return causal.eval()
 
 
 def _language_class(hf_config: Any, trust_remote_code: bool) -> Any:
-    """Return what makes and loads models: a class without parts that text does not need, if that has such, or
-    `AutoModelForCausalLM`, which also runs a checkpoint's own code.
+    """Return the class that makes and loads models: one without the parts that text does not need, if there
+    is one, or `AutoModelForCausalLM`, which also runs a checkpoint's own code.
     """
     remote = getattr(hf_config, "auto_map", None) or {}
     if trust_remote_code and AutoModelForCausalLM.__name__ in remote:
@@ -124,8 +124,8 @@ def _class_of(auto: Any, hf_config: Any) -> type[PreTrainedModel] | None:
 
 
 def _without_other_parts(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class with the decoder and its head alone, under the name by which Transformers knows how
-    its checkpoints name their tensors.
+    """Return a subclass with only the decoder and its head. It keeps the class's name, by which Transformers
+    finds the mapping of the checkpoints' tensor names.
     """
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +146,7 @@ def _without_other_parts(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _drop_others(model: nn.Module, kept: Collection[nn.Module]) -> list[str]:
-    """Drop the modules that neither are nor contain those to be kept. Return their names."""
+    """Drop the modules that neither are nor contain `kept` ones. Return their names."""
     dropped = []
     for name, child in list(model.named_children()):
         if child in kept:
