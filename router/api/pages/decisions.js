@@ -1,9 +1,9 @@
-// Shows the latest placements and their predicted costs, in sentences.
+// Shows the latest placements and their predicted costs, and --autoscale's changes of workers, in sentences.
 
-import { byId, html } from "./dom.js";
-import { count, percent, plural, route, seconds, times } from "./words.js";
+import { byId, count, html, percent, plural, route, seconds, times } from "./dom.js";
 
 const SHOWN = 6;
+const SHOWN_CHANGES = 5;
 const PARTS = {
   queue_s: "waiting behind other prompts",
   fetch_s: "fetching cached KV",
@@ -110,4 +110,21 @@ function comparison({ chosen, alternatives }) {
   return html("details", {}, html("summary", {}, `${options.length} options compared`),
     html("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Options compared" },
       html("table", {}, html("thead", {}, html("tr", {}, ...head)), html("tbody", {}, ...rows))));
+}
+
+/** Show the latest changes; hide the section if there are none. */
+export function showScaling(events) {
+  byId("scaling-part").hidden = !events.length;
+  byId("scaling").replaceChildren(...events.slice(0, SHOWN_CHANGES).map(item));
+}
+
+function item({ at, targets, had, reasons, changes_role: change, failure }) {
+  const time = new Date(at * 1000);
+  const changed = change
+    ? [`One ${change.from} worker becomes a ${change.to} worker: ${reasons[change.to]}.`]
+    : Object.entries(targets).map(([role, count]) =>
+      `${plural(count, `${role} worker`)} instead of ${had[role]}: ${reasons[role]}.`);
+  if (failure) changed.push(`That failed: ${failure}.`);
+  return html("li", {}, html("time", { class: "quiet", datetime: time.toISOString() }, time.toLocaleTimeString()), " ",
+    changed.join(" "));
 }

@@ -1,7 +1,6 @@
 // Draws the cluster: the router, a column of workers for each role, and the traffic between them.
 
-import { byId, svg } from "./dom.js";
-import { bytes, count } from "./words.js";
+import { byId, bytes, count, svg } from "./dom.js";
 import { atWork } from "./workers.js";
 
 const NODE = { height: 50, gap: 12, narrow: 92, wide: 140 };

@@ -1,7 +1,6 @@
 // Shows the workers, their links and the running requests, in words and figures.
 
-import { byId, html } from "./dom.js";
-import { bytes, count, percent, plural, seconds } from "./words.js";
+import { byId, bytes, count, html, percent, plural, seconds } from "./dom.js";
 
 const PROMPT = 512;
 
