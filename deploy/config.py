@@ -21,7 +21,7 @@ from deploy.resources import check_ranks
 from deploy.spellings import add_options, nearest
 from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path
-from protocol.config import ServeConfig, field_docs, field_types, flag_name
+from protocol.config import ServeConfig, field_types, flag_name
 from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
 from protocol.fields import described, json_object
@@ -71,7 +71,7 @@ def load_config(
             for name in options:
                 sources.setdefault(name.replace("-", "_"), f"{config_file}: {key}")
         values = {name.replace("-", "_"): value for name, value in options.items()}
-    known = set(field_docs())
+    known = set(field_types())
     for variable, text in (os.environ if environ is None else environ).items():
         field = variable.removeprefix(ENV_PREFIX).lower()
         if field in known and variable == ENV_PREFIX + field.upper():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, get_type_hints
 
 from protocol.engine_options import BatchOptions, MemoryOptions, ModelOptions, SpeculationOptions
@@ -30,13 +33,15 @@ def field_types(*, limits: bool = False) -> dict[str, Any]:
 
 
 def field_docs() -> dict[str, tuple[str, Any]]:
-    """Return each field's help text and default, for the command line."""
-    hints = field_types(limits=True)
-    docs = {}
-    for field in fields(ServeConfig):
-        texts = [meta.description for meta in hints[field.name].__metadata__ if meta.description]
-        docs[field.name] = (texts[0], field.default)
-    return docs
+    """Return each field's help text, which is the docstring after it, and its default."""
+    texts: dict[str, str] = {}
+    for kind in ServeConfig.__mro__[1:-1]:
+        for group in ast.parse(inspect.getsource(kind)).body:
+            for field, text in pairwise(group.body if isinstance(group, ast.ClassDef) else ()):
+                match field, text:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                        texts[name] = " ".join(words.split())
+    return {field.name: (texts[field.name], field.default) for field in fields(ServeConfig)}
 
 
 def field_groups() -> dict[str, tuple[str, list[str]]]:

@@ -25,19 +25,16 @@ _Ranks = Annotated[int, Meta(ge=1, le=64)]
 class RoleOptions:
     """Command-line options for the number and the size of each role's workers."""
 
-    prefill_replicas: Annotated[_Replicas, Meta(description="Prefill workers.")] = 1
-    decode_replicas: Annotated[_Replicas, Meta(description="Decode workers.")] = 1
-    draft_replicas: Annotated[
-        int, Meta(ge=0, description="Draft workers, which draft for the requests of all decode workers.")
-    ] = 0
-    prefill_tensor_parallel_size: Annotated[
-        _Ranks,
-        Meta(description="Processes that share the heads and weights of each prefill worker, on a CPU."),
-    ] = 1
-    decode_tensor_parallel_size: Annotated[
-        _Ranks,
-        Meta(description="Processes that share the heads and weights of each decode worker, on a CPU."),
-    ] = 1
+    prefill_replicas: _Replicas = 1
+    """Prefill workers."""
+    decode_replicas: _Replicas = 1
+    """Decode workers."""
+    draft_replicas: Annotated[int, Meta(ge=0)] = 0
+    """Draft workers, which draft for the requests of all decode workers."""
+    prefill_tensor_parallel_size: _Ranks = 1
+    """Processes that share the heads and weights of each prefill worker, on a CPU."""
+    decode_tensor_parallel_size: _Ranks = 1
+    """Processes that share the heads and weights of each decode worker, on a CPU."""
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
