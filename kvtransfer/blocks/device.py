@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,106 +22,71 @@ SLICE_BYTES = 2 * 1024 * 1024
 """Bytes of a slice of a copy to the host: a slice is sent while the next one is copied."""
 
 
-class Mark(Protocol):
+class Mark:
+    """A point in the work of a stream. Without a stream, which is in host memory, all work is done."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._event = torch.cuda.Event(blocking=True) if stream is not None else None
+        if self._event is not None:
+            self._event.record(stream)
+
     def wait(self) -> None:
         """Wait until all work launched before the mark is done. For any thread."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
-class Copies(Protocol):
-    """Copies in a stream of their own, which wait for no other work."""
-
-    def start(self, target: Tensor, source: Tensor) -> None: ...
-
-    def mark(self) -> Mark:
-        """Return a mark after the copies started so far."""
-
-    def within(self) -> AbstractContextManager[None]:
-        """Complete, at its end, all copies that the calling thread launches inside."""
+PAST = Mark()
 
 
-class Queue(Protocol):
-    """The work launched on a pool's device."""
+class Copies:
+    """Copies in a stream of their own, which wait for no other work; in host memory without a stream."""
 
-    def mark(self) -> Mark:
-        """Return a mark after the work that the calling thread has launched on its current stream."""
-
-    def copies(self) -> Copies: ...
-
-
-class _Past:
-    def wait(self) -> None:
-        return
-
-
-PAST: Mark = _Past()
-
-
-class HostQueue:
-    """The queue of a pool in host memory, where all work is done when a call returns."""
-
-    def mark(self) -> Mark:
-        return PAST
-
-    def copies(self) -> Copies:
-        return _HostCopies()
-
-
-class _HostCopies:
-    def start(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> Mark:
-        return PAST
-
-    def within(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class CudaQueue:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> Mark:
-        return _CudaMark(torch.cuda.current_stream(self._device))
-
-    def copies(self) -> Copies:
-        return _CudaCopies(self._device)
-
-
-class _CudaMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record(stream)
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-class _CudaCopies:
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
 
     def start(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with _in(self._stream):
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
-        return _CudaMark(self._stream)
+        """Return a mark after the copies started so far."""
+        return Mark(self._stream)
 
     @contextmanager
     def within(self) -> Iterator[None]:
+        """Complete, at its end, all copies that the calling thread launches inside."""
         try:
-            with torch.cuda.stream(self._stream):
+            with _in(self._stream):
                 yield
         finally:  # after an error, too: the caller then gives the blocks away
-            self._stream.synchronize()
+            if self._stream is not None:
+                self._stream.synchronize()
 
 
-HOST = HostQueue()
+def _in(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class Queue:
+    """The work launched on a pool's `device`. In host memory (None) it is done when a call returns."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        """Return a mark after the work that the calling thread has launched on its current stream."""
+        return PAST if self._device is None else Mark(torch.cuda.current_stream(self._device))
+
+    def copies(self) -> Copies:
+        return Copies(None if self._device is None else torch.cuda.Stream(self._device))
+
+
+HOST = Queue()
 
 
 def queue_of(device: torch.device) -> Queue:
-    return CudaQueue(device) if device.type == "cuda" else HOST
+    return Queue(device) if device.type == "cuda" else HOST
 
 
 def pinned(nbytes: int, device: torch.device) -> memoryview:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvtransfer.blocks.device import Copies, Mark
+from kvtransfer.blocks.device import Copies, Mark, Queue
 from kvtransfer.blocks.layout import block_bytes
 from kvtransfer.interface import RegisteredPool
 from protocol.handoff import SegmentInfo
@@ -41,7 +41,7 @@ class Launches:
             self.num_done = max(self.num_done, count)
 
 
-class _Mark:
+class _Mark(Mark):
     def __init__(self, launches: Launches, count: int) -> None:
         self._launches = launches
         self._count = count
@@ -50,7 +50,7 @@ class _Mark:
         self._launches.do(self._count)
 
 
-class _Copies(Launches):
+class _Copies(Launches, Copies):
     def start(self, target: Tensor, source: Tensor) -> None:
         self.launch(lambda: target.copy_(source))
 
@@ -59,7 +59,7 @@ class _Copies(Launches):
         yield
 
 
-class OrderedDevice(Launches):
+class OrderedDevice(Launches, Queue):
     """A device whose pool is `blocks`, uint8 [num_blocks, block_bytes], initially zeros."""
 
     def __init__(self, num_blocks: int) -> None:

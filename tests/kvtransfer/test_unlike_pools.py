@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.blocks import device
-from kvtransfer.blocks.device import BlockGatherer, CudaQueue, queue_of
+from kvtransfer.blocks.device import BlockGatherer, Queue, queue_of
 from kvtransfer.blocks.layout import DTYPES, block_bytes
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Completed, Progress, RegisteredPool
@@ -297,7 +297,7 @@ def test_local_copies_finish_even_after_a_failure(
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    copies = CudaQueue(torch.device("cuda", 0)).copies()
+    copies = Queue(torch.device("cuda", 0)).copies()
     with nullcontext() if error is None else pytest.raises(torch.OutOfMemoryError), copies.within():
         assert not done
         if error is not None:
