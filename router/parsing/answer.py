@@ -126,6 +126,12 @@ class AnswerText:
     def skip_space(self) -> Parse[None]:
         yield from self.run(_SPACE, _forget)
 
+    def word(self) -> Parse[str]:
+        """Read a function's name, or an id."""
+        texts: list[str] = []
+        yield from self.run(_WORD, texts.append)
+        return "".join(texts)
+
     def accept(self, *words: str) -> Parse[str]:
         """Read whichever of `words` comes next and return it; empty if none does."""
         while True:
@@ -231,6 +237,7 @@ class AnswerText:
 
 _SPACE = re.compile(r"[ \t\r\n]+")
 """JSON's white space."""
+_WORD = re.compile(r"[\w.\-]+")
 
 
 def _forget(text: str) -> None:

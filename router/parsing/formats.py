@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from router.parsing import json_formats, reasoning, tagged
+from router.parsing import json_formats as marks
+from router.parsing import reasoning, tagged
 from router.parsing.answer import AnswerText, Parse, Part, tokens_in
 from router.parsing.literals import GEMMA, PYTHON, Literals
 from router.parsing.parameters import Parameters
@@ -52,58 +54,45 @@ def tagged_form(tags: tagged.Tags) -> CallForm:
 
 _OBJECT = '{"name": "%s", "arguments": '
 _PARAMETERS = '{"name": "%s", "parameters": '
-HERMES = CallForm(
-    json_formats.HERMES.open[0], "\n", _OBJECT, "}", f"\n{json_formats.HERMES.close}", between="\n"
-)
+
+
+def _block_form(
+    calls: marks.Blocks, open: str, begin: str, end: str, *, close: str = "", **more: Any
+) -> CallForm:
+    """Return the form of blocks, whose own mark follows `close`."""
+    return CallForm(calls.open[0], open, begin, end, close + calls.close, **more)
+
+
+def _named_form(calls: marks.Named, begin: str, end: str, separator: str) -> CallForm:
+    return CallForm(
+        calls.open,
+        "",
+        f"{calls.call}{calls.lead}{begin}",
+        f"{end}{calls.ends[-1]}",
+        calls.close,
+        separator=separator,
+        elsewhere=re.escape(calls.call),
+    )
+
+
+HERMES = _block_form(marks.HERMES, "\n", _OBJECT, "}", close="\n", between="\n")
 LLAMA3 = CallForm("", "", _PARAMETERS, "}", separator="; ", elsewhere=r"<\|python_tag\|>")
-GRANITE = CallForm(
-    json_formats.GRANITE.open[0],
-    "[",
-    _OBJECT,
-    "}",
-    "]",
-    separator=", ",
-    elsewhere=json_formats.GRANITE.open[1],
+GRANITE = _block_form(
+    marks.GRANITE, "[", _OBJECT, "}", close="]", separator=", ", elsewhere=marks.GRANITE.open[1]
 )
-HUNYUAN = CallForm(
-    json_formats.HUNYUAN.open[0], "[", _OBJECT, "}", f"]{json_formats.HUNYUAN.close}", separator=", "
-)
-INTERNLM = CallForm(
-    json_formats.INTERNLM.open[0], "\n", _PARAMETERS, "}", json_formats.INTERNLM.close, between=""
-)
-PHI4 = CallForm(json_formats.PHI4.open[0], "", _OBJECT, "}", json_formats.PHI4.close, separator=", ")
+HUNYUAN = _block_form(marks.HUNYUAN, "[", _OBJECT, "}", close="]", separator=", ")
+INTERNLM = _block_form(marks.INTERNLM, "\n", _PARAMETERS, "}", between="")
+PHI4 = _block_form(marks.PHI4, "", _OBJECT, "}", separator=", ")
 XLAM = CallForm("", "[", _OBJECT, "}", "]", separator=", ", elsewhere=r"```(json)?\s*[\[{]")
 PYTHONIC = CallForm(
     "", "[", "%s(", ")", "]", separator=", ", notation=PYTHON, elsewhere=r"<\|python_start\|>"
 )
-GEMMA4 = CallForm(
-    json_formats.GEMMA4.open[0],
-    "",
-    "call:%s{",
-    "}",
-    json_formats.GEMMA4.close,
-    between="",
-    notation=GEMMA,
-)
-MISTRAL = CallForm(json_formats.MISTRAL.open, "[", _OBJECT, "}", "]", separator=", ")
-MISTRAL_NAMED = CallForm(json_formats.MISTRAL.open, "", f"%s{json_formats.MISTRAL.begin}", "", between="")
-
-
-def _named_form(marks: json_formats.Named, begin: str, end: str, separator: str) -> CallForm:
-    return CallForm(
-        marks.open,
-        "",
-        f"{marks.call}{marks.lead}{begin}",
-        f"{end}{marks.ends[-1]}",
-        marks.close,
-        separator=separator,
-        elsewhere=re.escape(marks.call),
-    )
-
-
-DEEPSEEK_V3 = _named_form(json_formats.DEEPSEEK_V3, "%s\n```json\n", "\n```", "\n")
-DEEPSEEK_V31 = _named_form(json_formats.DEEPSEEK_V31, f"%s{json_formats.DEEPSEEK_V31.begin}", "", "")
-KIMI_K2 = _named_form(json_formats.KIMI_K2, f"%s:%d{json_formats.KIMI_K2.begin}", "", "")
+GEMMA4 = _block_form(marks.GEMMA4, "", "call:%s{", "}", between="", notation=GEMMA)
+MISTRAL = CallForm(marks.MISTRAL.open, "[", _OBJECT, "}", "]", separator=", ")
+MISTRAL_NAMED = CallForm(marks.MISTRAL.open, "", f"%s{marks.MISTRAL.begin}", "", between="")
+DEEPSEEK_V3 = _named_form(marks.DEEPSEEK_V3, "%s\n```json\n", "\n```", "\n")
+DEEPSEEK_V31 = _named_form(marks.DEEPSEEK_V31, f"%s{marks.DEEPSEEK_V31.begin}", "", "")
+KIMI_K2 = _named_form(marks.KIMI_K2, f"%s:%d{marks.KIMI_K2.begin}", "", "")
 HARMONY = CallForm(
     reasoning.CHANNEL, "commentary to=functions.", f"%s {reasoning.CONSTRAIN}json{reasoning.MESSAGE}", ""
 )
@@ -156,7 +145,7 @@ _HARMONY = (reasoning.START, reasoning.CHANNEL, reasoning.CONSTRAIN, reasoning.M
 
 
 def _format(
-    calls: json_formats.Blocks | json_formats.Named | json_formats.Mistral,
+    calls: marks.Blocks | marks.Named | marks.Mistral,
     *signs: str,
     form: CallForm,
     other_forms: tuple[tuple[str, CallForm], ...] = (),
@@ -179,7 +168,7 @@ def _tagged(tags: tagged.Tags, sign: str, needs: str = "") -> ToolFormat:
 
 
 _QWEN3 = _tagged(tagged.QWEN3, "<parameter=", f"{_FUNCTION}<parameter=[^<>]*>{_LINE}")
-_PYTHONIC = _format(json_formats.PYTHONIC, "[func_name1(", form=PYTHONIC)
+_PYTHONIC = _format(marks.PYTHONIC, "[func_name1(", form=PYTHONIC)
 TOOL_FORMATS = {
     "openai": ToolFormat((reasoning.CHANNEL,), None, _HARMONY, (("", HARMONY),)),
     "hy_v3": ToolFormat(
@@ -189,32 +178,28 @@ TOOL_FORMATS = {
         ((":opensource", tagged_form(tagged.HY3[1])), ("", tagged_form(tagged.HY3[0]))),
         needs="<arg_key",
     ),
-    "kimi_k2": _format(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=KIMI_K2),
-    "deepseek_v3": _format(
-        json_formats.DEEPSEEK_V3, "```json", form=DEEPSEEK_V3, needs=json_formats.DEEPSEEK_V3.open
-    ),
-    "deepseek_v31": _format(json_formats.DEEPSEEK_V31, json_formats.DEEPSEEK_V31.open, form=DEEPSEEK_V31),
-    "gemma4": _format(json_formats.GEMMA4, "<|tool_call>call:", form=GEMMA4),
+    "kimi_k2": _format(marks.KIMI_K2, marks.KIMI_K2.open, "tool_declare", form=KIMI_K2),
+    "deepseek_v3": _format(marks.DEEPSEEK_V3, "```json", form=DEEPSEEK_V3, needs=marks.DEEPSEEK_V3.open),
+    "deepseek_v31": _format(marks.DEEPSEEK_V31, marks.DEEPSEEK_V31.open, form=DEEPSEEK_V31),
+    "gemma4": _format(marks.GEMMA4, "<|tool_call>call:", form=GEMMA4),
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
     "mistral": _format(
-        json_formats.MISTRAL,
-        json_formats.MISTRAL.open,
+        marks.MISTRAL,
+        marks.MISTRAL.open,
         form=MISTRAL,
-        other_forms=((json_formats.MISTRAL.begin, MISTRAL_NAMED),),
+        other_forms=((marks.MISTRAL.begin, MISTRAL_NAMED),),
         short_ids=True,
     ),
-    "granite": _format(json_formats.GRANITE, json_formats.GRANITE.open[0], form=GRANITE),
-    "hunyuan_a13b": _format(json_formats.HUNYUAN, "<tool_calls>[", form=HUNYUAN),
-    "internlm": _format(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=INTERNLM),
-    "phi4_mini_json": _format(json_formats.PHI4, json_formats.PHI4.open[0], form=PHI4),
-    "xlam": _format(json_formats.XLAM, '[{"name": "tool_call_name", "arguments":', form=XLAM),
-    "hermes": _format(
-        json_formats.HERMES, json_formats.HERMES.open[0], form=HERMES, needs=_JSON + r'"name\\?"\s*:'
-    ),
+    "granite": _format(marks.GRANITE, marks.GRANITE.open[0], form=GRANITE),
+    "hunyuan_a13b": _format(marks.HUNYUAN, "<tool_calls>[", form=HUNYUAN),
+    "internlm": _format(marks.INTERNLM, marks.INTERNLM.open[0], form=INTERNLM),
+    "phi4_mini_json": _format(marks.PHI4, marks.PHI4.open[0], form=PHI4),
+    "xlam": _format(marks.XLAM, '[{"name": "tool_call_name", "arguments":', form=XLAM),
+    "hermes": _format(marks.HERMES, marks.HERMES.open[0], form=HERMES, needs=_JSON + r'"name\\?"\s*:'),
     "llama3_json": _format(
-        json_formats.LLAMA3,
-        json_formats.LLAMA3.open[0],
+        marks.LLAMA3,
+        marks.LLAMA3.open[0],
         '{"name": function name, "parameters":',
         form=LLAMA3,
         needs=_JSON,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 
 from router.parsing.answer import AnswerText, Parse
-from router.parsing.json_calls import word
 
 _KEY = re.compile(r"[^=:,()\[\]{}]+")
 _IN_BARE = re.compile(r"[^,()\[\]{}]+")
@@ -72,7 +71,7 @@ class Literals(msgspec.Struct, frozen=True):
         """Parse a call. Return False if the text is none; with `known`, if it is of any other function."""
         if not (yield from answer.accept(self.lead)) and self.lead:
             return False
-        name = yield from word(answer)
+        name = yield from answer.word()
         if not name or (known is not None and name not in known):
             return False
         if not (yield from answer.accept(self.open)):

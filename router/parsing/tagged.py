@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from router.parsing.answer import AnswerText, Parse
-from router.parsing.json_calls import word
 from router.parsing.parameters import STRING, Parameters, as_json
 
 DSML = "｜DSML｜"
@@ -79,7 +78,7 @@ class Tags(msgspec.Struct, frozen=True):
         Unless it `is_sure` to be one, it needs a parameter or the name of an offered function.
         """
         yield from answer.skip_space()
-        name = yield from word(answer)
+        name = yield from answer.word()
         yield from answer.skip_space()
         if not name or (self.name_end and not (yield from answer.accept(self.name_end))):
             return False
