@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
-from kvtransfer.lease_table import LeaseTable
+from kvtransfer.lease import LeaseTable
 from kvtransfer.pairs import Pairs, TransferCounters
 from kvtransfer.streams.connection import ReceiverConnection, ReceiverCore
 from kvtransfer.streams.handshake import Identity

@@ -19,8 +19,7 @@ from kvtransfer.blocks.device import pinned
 from kvtransfer.blocks.extents import BlockIndices, Blocks, blocks_per_part, from_wire, piece_checksum
 from kvtransfer.blocks.layout import block_bytes, foreign_format
 from kvtransfer.interface import Progress, ReceiveEvent, RegisteredPool
-from kvtransfer.lease import Lease, PieceArrival, WriteGate
-from kvtransfer.lease_table import LeaseTable
+from kvtransfer.lease import Lease, LeaseTable, PieceArrival, WriteGate
 from kvtransfer.messages import (
     CHECKSUM_MISMATCH,
     GIVEN_UP,

@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-import kvtransfer.lease_table
+import kvtransfer.lease
 from kvtransfer.blocks.extents import from_wire
 from kvtransfer.interface import Closed, Completed, Failed, Progress
-from kvtransfer.lease import PieceArrival
-from kvtransfer.lease_table import LeaseTable
+from kvtransfer.lease import LeaseTable, PieceArrival
 from kvtransfer.messages import GOOD, PREFIX_BYTES, SPOILED, Ack, Piece, encode, frame, unframe
 from kvtransfer.receiver import Receiver
 from protocol.errors import ProtocolError
@@ -170,7 +169,7 @@ def test_a_closed_lease_keeps_its_blocks_until_the_last_write_ends() -> None:
 
 
 def test_a_limited_number_of_completed_leases_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtransfer.lease_table, "REMEMBERED_LEASES", 3)
+    monkeypatch.setattr(kvtransfer.lease, "REMEMBERED_LEASES", 3)
     table = LeaseTable([8], 1, lambda lease_id: None)
 
     def resent(lease_id: str) -> str | None:
