@@ -1,4 +1,5 @@
-"""Predictions of the tokens per second of a decode worker's batch, by the place where its drafts are made.
+"""Predictions of the tokens per second of a decode worker's batch, by the place where its drafts are made,
+and trials of options that seem worse, at a small share of the time: without trials nothing is learned.
 
 S(i) is the probability that token i of a draft is accepted together with all tokens before it. A step that
 verifies K draft tokens then yields tau = 1 + S(1) + ... + S(K) tokens for each request. With B requests it
@@ -21,6 +22,31 @@ from typing import NamedTuple
 
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.speculation import Method, MethodState, StepTimeState
+
+TRIAL_SHARE = 0.01
+"""[share] The largest share of the time that trials may lose."""
+
+
+class Explorer:
+    """A budget of seconds, earned as a share of the time that passes; it saves for one trial at most."""
+
+    def __init__(self, share: float = TRIAL_SHARE, seconds: float = 0.0) -> None:
+        self._share, self._seconds = share, seconds
+
+    def passed(self, seconds: float) -> None:
+        self._seconds += self._share * seconds
+
+    def tries(self, price: float) -> bool:
+        """Return whether to start a trial that is expected to lose `price` seconds; if so, spend them."""
+        self._seconds = min(self._seconds, price)
+        return self.buys(price)
+
+    def buys(self, seconds: float) -> bool:
+        """Spend `seconds` if the budget covers them; return whether it did."""
+        if self._seconds < seconds:
+            return False
+        self._seconds -= seconds
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The times of a worker's steps as a function of their work, learned from every step that runs.
+"""The times of a worker's steps as a function of their work, learned from every step that runs, and the bound
+on the prompt tokens of steps that also decode.
 
 The latest steps count most. Steps measured at the start count little but are never forgotten: they represent
 the kinds of steps that have not run lately.
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from protocol.costs import StepCosts
+from protocol.costs import StepCosts, itl_bound
 
 MEMORY = 500.0
 """[steps] The number of latest steps that count, for decode-only steps and for those with prompts."""
@@ -223,3 +225,38 @@ class Regression:
             used, found = np.delete(used, found.argmin()), np.zeros(0)
         self.weights = np.zeros(len(sizes))
         self.weights[used] = found / sizes[used]
+
+
+class ChunkBound:
+    """The bound of each step in turn. It does not apply without an ITL budget (0) or without decoding
+    sequences. `least_tokens` of a prompt always fit.
+    """
+
+    def __init__(self, costs: Callable[[], StepCosts], itl_budget_s: float, least_tokens: int) -> None:
+        self._costs, self._budget_s, self._least = costs, itl_budget_s, least_tokens
+        self._left_s: float | None = None
+
+    def begin(self, rows: int, context: int, slo_tpot_s: float = inf) -> None:
+        """Begin a step that decodes `rows` sequences, which attend to `context` tokens in all. `slo_tpot_s`
+        is the strictest time per output token that their clients ask for.
+        """
+        if not rows or not self._budget_s:
+            self._left_s = None
+            return
+        budget_s = itl_bound(self._budget_s, slo_tpot_s)
+        self._left_s = self._costs().chunk_seconds(rows, context, budget_s)
+
+    def tokens(self, wanted: int, before: int) -> int:
+        """Return how many of a prompt's `wanted` tokens, which follow `before` computed ones, still fit."""
+        if self._left_s is None:
+            return wanted
+        if self._left_s <= 0:
+            return 0
+        costs = self._costs()
+        count = min(wanted, max(costs.fitting_tokens(self._left_s, before), self._least))
+        self._left_s = self._left_s - costs.chunks_s(count, before, count) if count == wanted else 0.0
+        return count
+
+    @property
+    def is_full(self) -> bool:
+        return self._left_s is not None and self._left_s <= 0

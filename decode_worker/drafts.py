@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from protocol.draft_messages import (
+from protocol.ids import PeerAddress
+from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
     MAX_GIVEN_TOKENS,
     MAX_TOLD,
@@ -27,7 +28,6 @@ from protocol.draft_messages import (
     Drafts,
     Given,
 )
-from protocol.ids import PeerAddress
 from speculation.remote import RemoteDrafter, RemoteRequest
 from worker.parts import Counters
 from worker.peers import PeerLinks

@@ -18,7 +18,6 @@ from decode_worker.request import DecodeRequest, DecodeStage
 from engine.engine import Engine
 from kvtransfer.blocks.layout import LayoutError, conversion_problem, foreign_format, wire_segments
 from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEvent
-from protocol.draft_messages import Drafts
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
 from protocol.ids import PeerAddress
@@ -27,6 +26,7 @@ from protocol.requests import DraftPlan
 from protocol.router_to_worker import Generate
 from protocol.worker_to_worker import (
     ANY_LEASE,
+    Drafts,
     Handoff,
     HandoffAck,
     PeerReply,

@@ -17,7 +17,11 @@ from typing import NamedTuple
 from draft_worker.request import DraftRequest, DraftStage, name_of
 from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
-from protocol.draft_messages import (
+from protocol.errors import InvalidRequestError
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.router_to_worker import Generate
+from protocol.speculation import MAX_TREE_NODES
+from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
     MAX_TOLD,
     DraftBehind,
@@ -26,12 +30,8 @@ from protocol.draft_messages import (
     DraftKey,
     Drafts,
     Given,
+    PeerRequest,
 )
-from protocol.errors import InvalidRequestError
-from protocol.outputs import ErrorKind, TokenOutput
-from protocol.router_to_worker import Generate
-from protocol.speculation import MAX_TREE_NODES
-from protocol.worker_to_worker import PeerRequest
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from protocol.draft_messages import DRAFT_LEASE_S, DraftKey, DraftOpening, Given
 from protocol.requests import EngineRequest
+from protocol.worker_to_worker import DRAFT_LEASE_S, DraftKey, DraftOpening, Given
 from worker.role_work import StagedRequest
 
 ENGINE_TIMEOUT_S = 1e9

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 from torch import Tensor
 
-from costs.chunk_bound import ChunkBound
-from costs.steps import StepTimes
+from costs.steps import ChunkBound, StepTimes
 from engine.batch.runner import Runner
 from engine.check import check_hybrid
 from engine.devices.loaded_model import LoadedModel

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
-from costs.chunk_bound import ChunkBound
-from costs.steps import work_of
+from costs.steps import ChunkBound, work_of
 from engine.kv.block_manager import BlockManager
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.step.scheduler import ScheduledStep, Scheduler

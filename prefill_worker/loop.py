@@ -16,7 +16,6 @@ import time
 from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
 from prefill_worker.request import PrefillRequest, PrefillStage
-from protocol.draft_messages import Drafts
 from protocol.errors import TandemError
 from protocol.ids import PeerAddress
 from protocol.outputs import ErrorKind, TokenOutput
@@ -25,6 +24,7 @@ from protocol.router_to_worker import Generate
 from protocol.worker_to_router import HandoverFailed
 from protocol.worker_to_worker import (
     ANY_LEASE,
+    Drafts,
     Handoff,
     HandoffAck,
     PeerReply,

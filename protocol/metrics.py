@@ -1,4 +1,5 @@
-"""Declares every metric once: `/metrics` exposes these, and `docs/metrics.md` lists them.
+"""Declares every metric once: `/metrics` exposes these, and `docs/metrics.md` lists them, written
+by `python -m protocol.metrics`.
 
 Names follow vLLM's where vLLM has the metric, and get the prefix `tandem_` on `/metrics`. The unit is in the
 name: seconds or bytes. Workers report theirs with each heartbeat, as `name` or `name{label="value"}`;
@@ -8,6 +9,7 @@ undeclared ones are dropped.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -330,7 +332,7 @@ VLLM = (
     *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 )
 """Metrics that vLLM has under the same names, with the prefix `vllm:`. Gauges of the load are not among them:
-`router/observe/server_totals.py` tells the whole server's."""
+`router/observe/metrics.py` tells the whole server's."""
 
 
 def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] | None:
@@ -344,3 +346,47 @@ def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] |
     if len(labels) != len(metric.labels) or set(values) != set(metric.labels):
         return None
     return metric, [values[name] for name in metric.labels]
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "metrics.md"
+_HEAD = """\
+# Metrics
+
+All metrics of `/metrics`. This file is generated from [protocol/metrics.py](../protocol/metrics.py) by
+`python -m protocol.metrics` (checked by
+`tests/router/observe/test_metrics_declared.py::test_the_document_is_up_to_date`). Times are in seconds, sizes
+in bytes. Counters start at 0 with their process.
+"""
+_GROUPS = {
+    "The router": ("All have the label `model_name`.", ROUTER),
+    "Workers": (
+        "All have the labels `worker`, `role` and `model_name`. A lost worker has no samples.",
+        (*WORKER, *REPORTED),
+    ),
+    "Pairs of workers": (
+        "KV transfer from `worker` to `peer`. All have the labels `worker`, `role`, `model_name`, `peer` and "
+        "`transport`. A pair has no samples once one of its workers is lost.",
+        (*PAIR_STATE, *PAIR_COUNTERS),
+    ),
+}
+
+
+def document() -> str:
+    """Return the text of `docs/metrics.md`."""
+    lines = [_HEAD]
+    for title, (about, metrics) in _GROUPS.items():
+        lines += [
+            f"## {title}\n",
+            f"{about}\n",
+            "| metric | type | labels | meaning |",
+            "|---|---|---|---|",
+        ]
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `{PREFIX}{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
-from costs.chunk_bound import ChunkBound
+from costs.steps import ChunkBound
 from engine.kv.block_manager import BlockManager
 from engine.kv.prefix_cache import admit, missing_blocks
 from engine.kv.tiers.host import HostTier

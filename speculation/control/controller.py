@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from costs.drafting import MIN_GAIN
-from costs.explorer import TRIAL_SHARE, Explorer
+from costs.drafting import MIN_GAIN, TRIAL_SHARE, Explorer
 from protocol.speculation import Source
 from speculation.control.estimator import Estimator, MethodEstimate, SpeculatingRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costs.chunk_bound import ChunkBound
+from costs.steps import ChunkBound
 from protocol.costs import StepCosts
 
 COSTS = StepCosts(step_s=2e-3, row_s=1e-3, context_s=0.0, chunk_s=1e-3, token_s=1e-4, attention_s=1e-7)

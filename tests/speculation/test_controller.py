@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from costs.explorer import Explorer
+from costs.drafting import Explorer
 from costs.widths import MeasuredCurve, TargetTime
 from speculation.control.controller import DRAFT_STANDS, IDLE_STANDS, PLAIN_STANDS, DraftController
 from speculation.control.estimator import Shape, SpeculatingRequest

@@ -10,8 +10,7 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.decoding import decode_body
-from router.grammars.grammar_request import grammar_request
-from router.grammars.structured_outputs import requested_grammar
+from router.grammars.structured_outputs import grammar_request, requested_grammar
 from router.openai_types import CompletionBody
 from tests.speculation.engines import DRAFT, TARGET, make_engine
 from tests.speculation.schema_suite import EOS_BIAS, MAX_TOKENS, Case, is_valid, load

@@ -154,7 +154,7 @@ def test_drafts_of_a_model_with_recurrent_layers(tmp_path: Path, model_type: str
 def test_requests_whose_drafts_do_not_pay(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps are launched ahead except those that are planned."""
     monkeypatch.setattr("speculation.control.controller._is_faster", lambda *_: False)
-    monkeypatch.setattr("costs.explorer.Explorer.tries", lambda *_: False)
+    monkeypatch.setattr("costs.drafting.Explorer.tries", lambda *_: False)
     options = {"speculative_config": SpeculativeConfig(method="ngram")}
     play, plain = Play(make_engine(**options)[0]), Play(make_engine(ahead=False)[0])
     for each in (play, plain):

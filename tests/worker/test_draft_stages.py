@@ -19,9 +19,9 @@ from decode_worker import drafts
 from draft_worker.loop import LONGEST, DraftLoop, DraftPace, share_rows
 from draft_worker.request import DraftRequest, DraftStage, name_of
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.draft_messages import DRAFT_LEASE_S, DraftFor, DraftKey, DraftOpening
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.worker_to_worker import DRAFT_LEASE_S, DraftFor, DraftKey, DraftOpening
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, plain_tokens, remote_plan
 from tests.worker.light_loop import address

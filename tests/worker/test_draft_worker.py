@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from decode_worker import drafts
-from protocol.draft_messages import (
+from protocol.requests import DraftPlan, EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
     DraftBehind,
     DraftedChain,
@@ -22,8 +24,6 @@ from protocol.draft_messages import (
     Drafts,
     Given,
 )
-from protocol.requests import DraftPlan, EngineRequest
-from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, Network, plain_tokens, remote_plan
 from tests.worker.light_loop import address

@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from protocol.codec import encode
-from protocol.draft_messages import DraftFor, Given
 from protocol.router_to_worker import PeerGone
-from protocol.worker_to_worker import ANY_LEASE, Fetch, Handoff, Release
+from protocol.worker_to_worker import ANY_LEASE, DraftFor, Fetch, Given, Handoff, Release
 from tests.fuzzing import GROWTH_BYTES, SECONDS, altered, damaged, fuzz, say, zmq_strangers
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import PrefillEnd

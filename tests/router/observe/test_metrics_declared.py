@@ -12,11 +12,20 @@ from engine.kv.tiers.disk import DiskCounters
 from engine.kv.tiers.host import HostCounters
 from kvtransfer.pairs import Pairs
 from protocol.config import ServeConfig
-from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, VLLM, WORKER, reported
+from protocol.metrics import (
+    DOCUMENT,
+    PAIR_COUNTERS,
+    PAIR_STATE,
+    REPORTED,
+    ROUTER,
+    VLLM,
+    WORKER,
+    document,
+    reported,
+)
 from protocol.roles import ROLES
 from protocol.worker_to_router import WorkerState
-from router.observe.metrics_docs import TARGET, render
-from router.observe.server_totals import ServerTotals
+from router.observe.metrics import ServerTotals
 from speculation.account import Account
 from worker.parts import Counters
 
@@ -24,7 +33,7 @@ BY_NAME = {metric.name: metric for metric in REPORTED}
 
 
 def test_the_document_is_up_to_date():
-    assert TARGET.read_text() == render(), "run: python -m router.observe.metrics_docs"
+    assert DOCUMENT.read_text() == document(), "run: python -m protocol.metrics"
 
 
 def test_names_are_unique_and_show_their_kind():
