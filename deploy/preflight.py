@@ -26,7 +26,7 @@ from engine.limits import check_draft, check_quantization, choose_max_model_len,
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from router.reading.served import GenerationDefaults, load_defaults
+from router.reading.prepared import GenerationDefaults, load_defaults
 from worker.cores import host_cores
 
 log = logging.getLogger(__name__)

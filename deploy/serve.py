@@ -31,7 +31,7 @@ from protocol.errors import TandemError
 from protocol.logs import log_to_stderr, say
 from protocol.ports import is_loopback, is_wildcard
 from protocol.version import version
-from router.reading.served import GenerationDefaults
+from router.reading.prepared import GenerationDefaults
 from router.server import RouterServer, http_url
 from worker.cores import host_cores
 

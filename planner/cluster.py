@@ -27,9 +27,8 @@ from protocol.worker_to_router import PairState, Register, WorkerState
 from router.dispatch.placer import FIRST_OUTPUT, OUTPUT_PACE
 from router.placement import PlacementPolicy
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
-from router.placement.slo import refusal as slo_refusal
-from router.workers.assignment import Assignment, Loads
-from router.workers.demand import DemandMeter
+from router.placement.predict import refusal as slo_refusal
+from router.workers.assignment import Assignment, DemandMeter, Loads
 from router.workers.kv_index import KvIndex, block_keys, hash_blocks
 from router.workers.registry import Registry, Worker
 

@@ -13,7 +13,7 @@ from protocol.router_to_worker import LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
 from router.dispatch import Core
 from router.errors import ApiError, failed_generation, unavailable
-from router.reading.served import unknown_model
+from router.reading.prepared import unknown_model
 from router.scaling.interface import Turns
 from router.workers.registry import Worker
 

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 
 from protocol.version import version
 from router.api import clients, generate, observe, operate, public
-from router.api.access import BEARER, admitted, guarded, operator
-from router.api.openapi import add_schemas, error_answers
+from router.api.access import BEARER, add_schemas, admitted, error_answers, guarded, operator
 from router.middleware import Envelope, answer_error
 from router.state import RouterState
 

@@ -16,24 +16,20 @@ from msgspec import Meta, Raw
 
 from protocol.errors import InvalidRequestError
 from protocol.fields import doc
-from router.answers.formats import AnswerWriter, OutputOptions, usage
+from router.answers.formats import AnswerWriter, usage
 from router.decoding import decode_body, decode_prompts, refuse_unsupported
 from router.observe.timing import ResponseTiming
 from router.openai_types import PROMPTS, PoolingBody, Unsupported, absent
-from router.reading.prepared import Prepared, PreparedRanking
+from router.reading.prepared import Prepared, PreparedRanking, ServedModel
 from router.reading.request_reader import RequestReader
-from router.reading.served import ServedModel
 from router.requests.slices import json_pieces
 from router.text.choice import Choice
-from router.text.tokenizer import Tokenizer
 
 
 class PoolingAnswer(AnswerWriter, ABC):
     """Writes one request's answer."""
 
-    def __init__(
-        self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
-    ) -> None:
+    def __init__(self, prepared: Prepared, model: str, request_id: str) -> None:
         self._prepared = prepared
         self._head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
 
@@ -67,9 +63,7 @@ class ScoreAnswer(PoolingAnswer):
 class RankingAnswer(AnswerWriter):
     """The answer of `/v1/rerank`."""
 
-    def __init__(
-        self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
-    ) -> None:
+    def __init__(self, prepared: Prepared, model: str, request_id: str) -> None:
         assert prepared.ranking is not None
         self._ranking = prepared.ranking
         self._head = {"id": request_id, "model": model}

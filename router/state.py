@@ -41,19 +41,17 @@ from router.dispatch.roll_call import RollCall
 from router.dispatch.worker_link import WorkerLink
 from router.errors import unavailable
 from router.middleware import BrowserGuard
-from router.observe.metrics import Metrics
-from router.observe.server_totals import ServerTotals
+from router.observe.metrics import Metrics, ServerTotals
 from router.placement import placement_policy
 from router.preprocessing.client import GrammarCompiler, Preprocessor
 from router.preprocessing.requests import RequestPreparer
 from router.reading.chats import Chats
-from router.reading.served import ServedModel, load_defaults
+from router.reading.prepared import ServedModel, load_defaults
 from router.requests.journal import Journal
 from router.requests.slices import Slices
 from router.responses.store import ResponseStore, response_store
-from router.scaling.autoscaler import Autoscaler
 from router.scaling.interface import Turns
-from router.scaling.scaler import Restarter, Scaler
+from router.scaling.scaler import Autoscaler, Restarter, Scaler
 from router.text.tokenizer import Tokenizer
 from router.workers.registry import WATCH_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 

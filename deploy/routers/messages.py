@@ -10,7 +10,7 @@ from protocol.config import ServeConfig
 from protocol.requests import Adapter, AdapterName
 from router.scaling.interface import Change, ScaleAnswer, ScaleRequest, ScalingEvent
 from router.server import RouterPlace
-from router.workers.demand import RoleDemand
+from router.workers.assignment import RoleDemand
 
 MAX_MESSAGE_BYTES = 1024 * 1024
 

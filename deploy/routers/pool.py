@@ -31,7 +31,7 @@ from protocol.errors import ConfigError, ProtocolError
 from protocol.ports import bind_one, router_ports
 from router.scaling.interface import Changes, ScaleAnswer, ScaleRequest, ScalingLog
 from router.server import RouterPlace, RouterServer, bind_http, http_url
-from router.workers.demand import Demand, sum_of
+from router.workers.assignment import Demand, sum_of
 
 _TRIES = 20
 

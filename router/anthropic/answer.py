@@ -13,7 +13,7 @@ from router.errors import ApiError, anthropic_body
 from router.observe.timing import ResponseTiming
 from router.parsing.answer import Content, Reasoning
 from router.requests.slices import json_pieces
-from router.templates.messages import parsed_arguments
+from router.text.chat_template import parsed_arguments
 from router.text.choice import Choice
 from router.text.tokenizer import Tokenizer
 

@@ -1,18 +1,21 @@
-"""Admits requests: FastAPI dependencies, and the same check for endpoints without them."""
+"""Admits requests, and codes and describes bodies and answers (`/openapi.json`), for all endpoints."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from router.api_keys import Admission, ApiKey
-from router.errors import ApiError
+from router.decoding import SMALL_BYTES, decode_body
+from router.errors import ApiError, ErrorBody
 from router.state import RouterState
 
 BEARER = HTTPBearer(auto_error=False, description="Or the header `x-api-key`.")
@@ -81,3 +84,50 @@ def _token(headers: Headers) -> str:
     """Return the API key that the client gave."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_REF = "#/components/schemas/{name}"
+_bodies: dict[str, type[msgspec.Struct]] = {ErrorBody.__name__: ErrorBody}
+"""The types that operations refer to, by name."""
+
+
+class Json(JSONResponse):
+    """An answer as JSON."""
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def posted(body: type[msgspec.Struct], answer: str) -> dict[str, Any]:
+    """Return a route's options that describe its body, by the type's docstring, and its answer."""
+    _bodies[body.__name__] = body
+    described = {"requestBody": {"required": True, "content": _content(body)}}
+    return {"summary": body.__doc__, "response_description": answer, "openapi_extra": described}
+
+
+def small(body: type[T], default: bytes = b"") -> Callable[..., Awaitable[T]]:
+    """Return a dependency that decodes an operator's body. An empty one means `default`."""
+
+    async def read(request: Request, state: State) -> T:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
+            return decode_body(raw or default, body)
+
+    return read
+
+
+def error_answers() -> dict[int | str, dict[str, Any]]:
+    """Return what all routes answer in addition to a 200."""
+    return {"default": {"description": "The error", "content": _content(ErrorBody)}}
+
+
+def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
+    """Add the schemas of the bodies that routes refer to."""
+    _, schemas = msgspec.json.schema_components(_bodies.values(), ref_template=_REF)
+    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+    return document
+
+
+def _content(body: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}

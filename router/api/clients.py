@@ -10,9 +10,8 @@ from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError
 from protocol.requests import Adapter
-from router.anthropic.body import MessageBody
-from router.api.access import Admitted, State
-from router.api.openapi import Json, posted
+from router.anthropic.request import MessageBody
+from router.api.access import Admitted, Json, State, posted
 from router.errors import ApiError
 from router.openai_types import DetokenizeBody, TokenizeBody
 from router.state import RouterState

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, params
@@ -21,10 +22,9 @@ from protocol.errors import InvalidRequestError
 from router.answers.formats import AnswerWriter, CompletionFormat, OutputOptions, StreamedAnswer
 from router.answers.parsed_chat import chat_format
 from router.anthropic.answer import MessageAnswer
-from router.anthropic.body import MessageBody
-from router.anthropic.request import own_field
-from router.api.access import admit
-from router.api.openapi import posted
+from router.anthropic.request import MessageBody
+from router.anthropic.request import own_field as message_field
+from router.api.access import admit, posted
 from router.api_keys import Admission
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
@@ -39,12 +39,12 @@ from router.pooling import (
     ScoreAnswer,
     ScoreBody,
 )
-from router.reading.prepared import Prepared
-from router.reading.served import ServedModel
+from router.reading.prepared import EarlierResponse, Prepared
 from router.requests.journal import Generation
 from router.requests.slices import Slices
 from router.responses.body import ResponseBody
-from router.responses.turn import ResponseTurn
+from router.responses.request import earlier_items, response_answer
+from router.responses.request import own_field as response_field
 from router.state import RouterState
 from router.text.tokenizer import Tokenizer
 
@@ -54,72 +54,41 @@ MAX_SESSION_CHARS = 256
 WARNING_HEADER, IGNORED_HEADER = b"x-warning", b"x-tandem-ignored-fields"
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 _STREAM = ", or with `stream` server-sent events"
+_EMBEDDINGS = "`data` of `embedding`, `usage`"
 _RANKING = "`results` of `index`, `relevance_score` and `document`, best first, `usage`"
 
 
-class Turn(Protocol):
-    """One HTTP request: reads its body and writes its answer."""
-
-    async def prepare(self, raw: bytes, model: ServedModel) -> Prepared: ...
-
-    def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
-        """Return an error about the answer's grammar with the name of the request's own field."""
-
-    def answer(
-        self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
-    ) -> AnswerWriter: ...
+Answer = Callable[[Prepared, str, Tokenizer, str, str, OutputOptions], AnswerWriter]
+"""Makes the writer of an answer, for the API key of this name."""
 
 
-class PlainTurn:
-    """A request that needs no state of its own."""
-
-    def __init__(
-        self,
-        state: RouterState,
-        task: str,
-        answer: Callable[[Prepared, Tokenizer, str, str, OutputOptions], AnswerWriter],
-        own_field: Callable[[str], str] = str,
-    ) -> None:
-        """`own_field` returns the request's name for a chat's field."""
-        self._state = state
-        self._task = task
-        self.answer = answer
-        self._own_field = own_field
-
-    async def prepare(self, raw: bytes, model: ServedModel) -> Prepared:
-        prepared = await self._state.requests.read(self._task, raw, model)
-        assert isinstance(prepared, Prepared)
-        return prepared
-
-    def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
-        return InvalidRequestError(self._own_field(error.field), error.message)
-
-
+@dataclass(frozen=True)
 class GenerateEndpoint:
-    """An ASGI app. `begin` makes a turn for each request's admission."""
+    """An ASGI app. `task` names how bodies are read; `own_field` returns its name for a chat's field."""
 
-    def __init__(self, state: RouterState, begin: Callable[[Admission], Turn]) -> None:
-        self._state = state
-        self._begin = begin
+    state: RouterState
+    task: str
+    answer: Answer
+    own_field: Callable[[str], str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with admit(self._state, scope) as admission:
+        with admit(self.state, scope) as admission:
             await self._serve(admission, scope, receive, send)
 
     async def _serve(self, admission: Admission, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; it ends if the client goes away. Raises `ApiError` before the answer has begun."""
         arrival = time.monotonic()
-        state, turn = self._state, self._begin(admission)
+        state, owner = self.state, admission.key.entry.name
         admission.key.check_tokens()
         async with state.bodies.read(Request(scope, receive)) as raw:
-            prepared = await turn.prepare(raw, state.require_served())
+            prepared = await self._prepared(raw, owner)
             generation = await state.requests.build(prepared, arrival)
         admission.reserve(generation)
         if prepared.grammar is not None:
             try:
                 generation.constrain(await state.grammars.compile(prepared.grammar))
             except InvalidRequestError as refused:
-                raise turn.renamed(refused) from refused
+                raise InvalidRequestError(self.own_field(refused.field), refused.message) from refused
         if prepared.warning is not None:
             scope[ANSWER_HEADERS].append((WARNING_HEADER, prepared.warning.encode()))
             state.metrics.tools_unseen.inc()
@@ -138,7 +107,7 @@ class GenerateEndpoint:
                 choice.keep_spans = True
         adapter = generation.adapter
         name = state.config.model_name if adapter is None else adapter.name
-        answer = turn.answer(prepared, state.tokenizer, name, generation.http_id, output)
+        answer = self.answer(prepared, owner, state.tokenizer, name, generation.http_id, output)
         trace = None
         if state.tracing is not None:
             trace = state.tracing.start_trace(headers, arrival)
@@ -163,6 +132,16 @@ class GenerateEndpoint:
             if trace is not None:
                 trace.end(generation, generation.http_id)
 
+    async def _prepared(self, raw: bytes, owner: str) -> Prepared:
+        """Read a body, with the stored response that it continues. Raises `ApiError`, naming the field."""
+        state, model = self.state, self.state.require_served()
+        read = await state.requests.read(self.task, raw, model)
+        if isinstance(read, EarlierResponse):
+            items = await earlier_items(state.responses, read.response_id, owner)
+            read = await state.requests.read(self.task, raw, model, items)
+        assert isinstance(read, Prepared)
+        return read
+
 
 class GenerateRoute(APIRoute):
     """Calls its ASGI app at once: FastAPI solves no dependencies for it and gets no response from it."""
@@ -178,8 +157,15 @@ class GenerateRoute(APIRoute):
 def add_routes(app: FastAPI, state: RouterState, key: Sequence[params.Depends]) -> None:
     """Add the endpoints that generate. They come first, since routes are tried in turn."""
 
-    def add(body: type[msgspec.Struct], answer: str, begin: Callable[[Admission], Turn], *paths: str) -> None:
-        endpoint = GenerateEndpoint(state, begin)
+    def add(
+        body: type[msgspec.Struct],
+        described: str,
+        task: str,
+        answer: Answer,
+        *paths: str,
+        own_field: Callable[[str], str] = str,
+    ) -> None:
+        endpoint = GenerateEndpoint(state, task, answer, own_field)
         for path in paths:
             app.router.add_api_route(
                 path,
@@ -189,32 +175,26 @@ def add_routes(app: FastAPI, state: RouterState, key: Sequence[params.Depends]) 
                 include_in_schema=path == paths[0],
                 operation_id=path,
                 route_class_override=GenerateRoute,
-                **posted(body, answer),
+                **posted(body, described),
             )
 
-    def plain(
-        task: str, answer: Callable[..., AnswerWriter], own_field: Callable[[str], str] = str
-    ) -> Callable[[Admission], Turn]:
-        turn = PlainTurn(state, task, answer, own_field)
-        return lambda admission: turn
+    add(CompletionBody, f"JSON{_STREAM}", "completion", _writer_of(CompletionFormat), "/v1/completions")
+    add(ChatBody, f"JSON{_STREAM}", "chat", _writer_of(chat_format), "/v1/chat/completions")
+    response, message = partial(response_answer, state.responses), _writer_of(MessageAnswer)
+    shown = f"OpenAI's response{_STREAM}", f"Anthropic's message{_STREAM}"
+    add(ResponseBody, shown[0], "response", response, "/v1/responses", own_field=response_field)
+    add(MessageBody, shown[1], "message", message, "/v1/messages", own_field=message_field)
+    add(EmbeddingBody, _EMBEDDINGS, "embeddings", _pooled(EmbeddingAnswer), "/v1/embeddings")
+    add(ScoreBody, "`data` of `score`, `usage`", "score", _pooled(ScoreAnswer), "/score", "/v1/score")
+    add(RerankBody, _RANKING, "ranking", _pooled(RankingAnswer), "/v1/rerank", "/v2/rerank", "/rerank")
 
-    def response(admission: Admission) -> Turn:
-        return ResponseTurn(
-            partial(state.requests.read, "response"), state.responses, admission.key.entry.name
-        )
 
-    completion = plain("completion", lambda prepared, *output: CompletionFormat(*output))
-    chat = plain("chat", lambda prepared, *output: chat_format(*output))
-    message = plain("message", lambda prepared, *output: MessageAnswer(*output), own_field)
-    embeddings, score = plain("embeddings", EmbeddingAnswer), plain("score", ScoreAnswer)
-    ranking = plain("ranking", RankingAnswer)
-    add(CompletionBody, f"JSON{_STREAM}", completion, "/v1/completions")
-    add(ChatBody, f"JSON{_STREAM}", chat, "/v1/chat/completions")
-    add(ResponseBody, f"OpenAI's response{_STREAM}", response, "/v1/responses")
-    add(MessageBody, f"Anthropic's message{_STREAM}", message, "/v1/messages")
-    add(EmbeddingBody, "`data` of `embedding`, `usage`", embeddings, "/v1/embeddings")
-    add(ScoreBody, "`data` of `score`, `usage`", score, "/score", "/v1/score")
-    add(RerankBody, _RANKING, ranking, "/v1/rerank", "/v2/rerank", "/rerank")
+def _writer_of(write: Callable[[Tokenizer, str, str, OutputOptions], AnswerWriter]) -> Answer:
+    return lambda prepared, owner, *output: write(*output)
+
+
+def _pooled(write: Callable[[Prepared, str, str], AnswerWriter]) -> Answer:
+    return lambda prepared, owner, tokenizer, model, request_id, options: write(prepared, model, request_id)
 
 
 def _headers(scope: Scope) -> Mapping[str, str]:

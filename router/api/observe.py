@@ -13,8 +13,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from router.api.access import State
-from router.api.openapi import Json
+from router.api.access import Json, State
 from router.dispatch.placer import MAX_DECISIONS
 from router.doctor.samples import sample
 from router.doctor.verdicts import examine

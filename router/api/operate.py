@@ -19,8 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from protocol.errors import InvalidRequestError
 from protocol.requests import AdapterName, AdapterPath
 from protocol.roles import MAX_WORKERS, ROLES
-from router.api.access import State
-from router.api.openapi import Json, posted, small
+from router.api.access import Json, State, posted, small
 from router.dispatch.drainer import DrainReport
 from router.errors import ApiError
 

@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from protocol.version import version
-from router.api.access import State
-from router.api.openapi import Json
+from router.api.access import Json, State
 
 _FOLDER = Path(__file__).parent / "pages"
 _PARTS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

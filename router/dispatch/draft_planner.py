@@ -14,16 +14,17 @@ from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.dispatch import Core
 from router.placement.decision import DraftPeriod
-from router.placement.drafts.interface import (
+from router.placement.drafts.kinds import DraftKind, expect
+from router.placement.drafts.prospects import (
     DraftDecision,
     DraftFacts,
     DraftOption,
     DraftPlace,
     DraftSite,
     DraftTarget,
+    Prospects,
+    decide,
 )
-from router.placement.drafts.kinds import DraftKind, expect
-from router.placement.drafts.prospects import Prospects, decide
 from router.requests.journal import LiveRequest
 from router.workers.assignment import Assignment, Stage
 from router.workers.registry import Worker

@@ -19,10 +19,9 @@ from router.placement import PlacementPolicy
 from router.placement.cluster import Cluster
 from router.placement.decision import PlacementDecision
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
-from router.placement.slo import refusal as slo_refusal
+from router.placement.predict import refusal as slo_refusal
 from router.requests.journal import LiveRequest
-from router.workers.assignment import Assignment, Loads, Stage
-from router.workers.demand import DemandMeter
+from router.workers.assignment import Assignment, DemandMeter, Loads, Stage
 from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)

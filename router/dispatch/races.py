@@ -18,8 +18,7 @@ from router.dispatch import Core
 from router.dispatch.placer import Placer
 from router.observe.timing import ids
 from router.requests.journal import LiveRequest
-from router.workers.assignment import Assignment, Stage
-from router.workers.demand import alone_s
+from router.workers.assignment import Assignment, Stage, alone_s
 from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)

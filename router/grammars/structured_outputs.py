@@ -1,6 +1,6 @@
-"""Converts `response_format`, `structured_outputs` and structural tags to one grammar of llguidance.
+"""A request's constraints on its answer as data, and their conversion to one grammar of llguidance.
 
-This runs only in the preprocessor, since it may take any time.
+The conversion runs only in the preprocessor, since it may take any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_field
-from router.grammars.grammar_request import GrammarRequest
 from router.grammars.json_schemas import ends_in_escape, schema_grammar
 from router.grammars.lark import (
     TEXT,
@@ -26,7 +25,72 @@ from router.grammars.lark import (
     quoted,
     with_narrow_schemas,
 )
-from router.openai_types import MAX_RAW_BYTES, ResponseFormat, StructuredOutputs
+from router.openai_types import MAX_RAW_BYTES, GenerationBody, ResponseFormat, StructuredOutputs, Tool
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """Constrains calls to `tools`, or to the one with this `name`, with arguments of their schemas."""
+
+    tools: list[Tool]
+    must_call: bool
+    several: bool
+    name: str | None = None
+
+
+class AskedGrammar(msgspec.Struct, frozen=True):
+    """A `GrammarRequest` as JSON, and the field of the client's request that asks for it."""
+
+    field: str
+    request: bytes
+
+
+class GrammarRequest(msgspec.Struct, frozen=True):
+    """The constraints on one answer. `is_open`: the prompt has begun the thinking; None: there is none."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    calls: Calls | None = None
+    is_open: bool | None = None
+
+    @property
+    def field(self) -> str:
+        """Return the client's field that asks for the grammar."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return "tools" if self.response_format is None else "response_format"
+
+    def asked(self) -> AskedGrammar:
+        return AskedGrammar(self.field, msgspec.json.encode(_given(self)))
+
+
+def grammar_request(
+    body: GenerationBody, calls: Calls | None = None, is_open: bool | None = None
+) -> GrammarRequest | None:
+    """Return the constraints on the answer, None if any text is allowed."""
+    wanted = body.response_format
+    if wanted is not None and wanted.type == "text":
+        wanted = None
+    if wanted is None and body.structured_outputs is None and calls is None:
+        return None
+    return GrammarRequest(wanted, body.structured_outputs, calls, is_open)
+
+
+def asked_grammar(
+    body: GenerationBody, calls: Calls | None = None, is_open: bool | None = None
+) -> AskedGrammar | None:
+    request = grammar_request(body, calls, is_open)
+    return None if request is None else request.asked()
+
+
+def _given(value: Any) -> Any:
+    """Drop the fields that were not given: an empty `Raw` is not JSON."""
+    if isinstance(value, list):
+        return [_given(each) for each in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    return {name: _given(each) for name, each in fields.items() if each is not None and each != Raw()}
+
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

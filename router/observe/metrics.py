@@ -1,10 +1,11 @@
-"""The Prometheus metrics of the router and of the workers' heartbeats, which `protocol.metrics` declares."""
+"""The Prometheus metrics of the router, of the workers' heartbeats and of the server as a whole."""
 
 from __future__ import annotations
 
 import re
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from math import inf
@@ -16,6 +17,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from protocol.config import ServeConfig
 from protocol.metrics import (
     PAIR_COUNTERS,
     PAIR_STATE,
@@ -29,7 +31,7 @@ from protocol.metrics import (
 )
 from protocol.outputs import RequestTiming
 from protocol.worker_to_router import PairState, WorkerState
-from router.placement.drafts.interface import DraftSite
+from router.placement.drafts.prospects import DraftSite
 from router.requests.journal import LiveRequest
 from router.workers.registry import Worker
 
@@ -305,3 +307,39 @@ def _add_pair(families: _Families, pair: PairState, labels: list[str]) -> None:
     for key, value in pair.counters.items():
         if found := reported(key, _PAIR_COUNTERS):
             families.add_sample(found[0], common, [*labels, *found[1]], value)
+
+
+class ServerTotals(Collector):
+    """Sums the workers' loads at each scrape. `num_parked` requests wait in the router for a worker."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        workers: Iterable[Worker],
+        num_parked: Callable[[], int],
+        adapters: Callable[[], Collection[str]],
+    ) -> None:
+        self._config, self._workers = config, workers
+        self._num_parked, self._adapters = num_parked, adapters
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        states = [worker.state for worker in self._workers if worker.live and not worker.role.holds_draft]
+        blocks = sum(state.total_blocks for state in states)
+        held = sum(state.kv_usage * state.total_blocks for state in states)
+        waiting = sum(state.num_waiting for state in states) + self._num_parked()
+        yield self._gauge("num_requests_running", sum(state.num_running for state in states))
+        yield self._gauge("num_requests_waiting", waiting)
+        yield self._gauge("kv_cache_usage_perc", held / blocks if blocks else 0.0)
+        shape = {"block_size": str(self._config.block_size), "num_gpu_blocks": str(blocks)}
+        yield self._gauge("cache_config_info", 1, shape)
+        adapters = self._adapters()
+        loaded = {"max_lora": str(len(adapters)), "running_lora_adapters": ",".join(adapters)}
+        yield self._gauge("lora_requests_info", time.time(), loaded | {"waiting_lora_adapters": ""})
+
+    def _gauge(self, name: str, value: float, labels: dict[str, str] | None = None) -> GaugeMetricFamily:
+        labels = {"model_name": self._config.model_name, **(labels or {})}
+        family = GaugeMetricFamily(
+            f"vllm:{name}", "For the whole server, as vLLM has it.", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), value)
+        return family

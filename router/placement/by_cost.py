@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeVar
 
-from costs.explorer import TRIAL_SHARE
+from costs.drafting import TRIAL_SHARE
 from protocol.roles import Task
 from router.placement.cluster import Cluster
 from router.placement.interface import (
@@ -29,10 +29,10 @@ from router.placement.predict import (
     cached_on,
     decode_cost,
     handoff_seconds,
+    miss,
     prefill_cost,
 )
 from router.placement.rules import Chosen, holders, is_overloaded
-from router.placement.slo import miss
 
 Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 

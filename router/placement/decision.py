@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from protocol.ids import PeerAddress
 from protocol.requests import DraftPlan
-from router.placement.drafts.interface import DraftDecision, DraftOption, DraftPlace
 from router.placement.drafts.kinds import ExpectedTokens
+from router.placement.drafts.prospects import DraftDecision, DraftOption, DraftPlace
 from router.placement.interface import Option, Placement, RequestFacts
 
 

@@ -22,7 +22,7 @@ import msgspec
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError, TandemError
 from router.errors import ApiError, unavailable
-from router.grammars.grammar_request import AskedGrammar
+from router.grammars.structured_outputs import AskedGrammar
 from router.preprocessing.tasks import (
     ACCEPTED,
     DIED,

@@ -16,10 +16,10 @@ from protocol.kv_events import CacheFormat
 from protocol.requests import Adapter
 from protocol.sampling import SamplingParams
 from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
-from router.preprocessing.tasks import BODIES, CONVERSIONS, BodyReader, Reading, ReadingDetails, TaskCall
+from router.preprocessing.tasks import BODIES, CONVERSIONS, Reading, ReadingDetails, TaskCall, read_body
 from router.reading.chats import Chats
-from router.reading.prepared import EarlierResponse, Prepared
-from router.reading.served import ServedModel
+from router.reading.prepared import EarlierResponse, Prepared, ServedModel
+from router.reading.request_reader import RequestReader
 from router.requests.journal import Generation
 from router.text.choice import Choice
 from router.text.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class RequestPreparer:
         self._config = config
         self._tokenizer = tokenizer
         self._chats = chats
-        self._reader = BodyReader(config, tokenizer, chats)
+        self._reader = RequestReader(config, tokenizer, chats)
         self._preprocessor = preprocessor
         self._find = find
         self._formats = formats
@@ -77,7 +77,7 @@ class RequestPreparer:
         size = len(raw) + len(earlier or b"")
         is_small = size <= self._inline_bytes and raw.count(b"{") <= INLINE_OBJECTS
         if is_small and raw.count(b'"') <= 2 * INLINE_TEXTS:
-            return self._reader.read(task, raw, model, earlier)
+            return read_body(self._reader, task, raw, model, earlier)
         cpu_s = READ_CPU_S + READ_CPU_S_PER_MB * size / 1e6
         details = ReadingDetails(model, earlier)
         try:

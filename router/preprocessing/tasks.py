@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import struct
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,12 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_BYTES
-from router.anthropic.body import MessageBody
-from router.anthropic.request import count_tokens, read_message
+from router.anthropic.request import MessageBody, count_tokens, read_message
 from router.decoding import ignored_fields
 from router.errors import ApiError
-from router.grammars.grammar_request import GrammarRequest
-from router.grammars.structured_outputs import Grammar
+from router.grammars.structured_outputs import Grammar, GrammarRequest
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.pooling import (
     EmbeddingBody,
@@ -31,11 +28,10 @@ from router.pooling import (
     read_score,
 )
 from router.reading.chats import Chats
-from router.reading.prepared import EarlierResponse, Prepared
+from router.reading.prepared import EarlierResponse, Prepared, ServedModel
 from router.reading.request_reader import RequestReader
-from router.reading.served import ServedModel
 from router.responses.body import ResponseBody
-from router.responses.turn import read_response
+from router.responses.request import read_response
 from router.text.tokenizer import Tokenizer
 
 MAX_REASON = 400
@@ -48,53 +44,40 @@ Reading = Prepared | EarlierResponse | bytes
 
 
 class BodyKind(NamedTuple):
-    """A task's body, and its field that takes time to read."""
+    """A task's body, its field that takes time to read, and the function that reads it."""
 
     type: type[msgspec.Struct]
     main_field: str
+    read: Callable[..., Reading]
 
 
 BODIES = {
-    "completion": BodyKind(CompletionBody, "prompt"),
-    "chat": BodyKind(ChatBody, "messages"),
-    "response": BodyKind(ResponseBody, "input"),
-    "message": BodyKind(MessageBody, "messages"),
-    "embeddings": BodyKind(EmbeddingBody, "input"),
-    "score": BodyKind(ScoreBody, "text_2"),
-    "ranking": BodyKind(RerankBody, "documents"),
-    "count_tokens": BodyKind(MessageBody, "messages"),
-    "tokenize": BodyKind(TokenizeBody, "prompt"),
-    "detokenize": BodyKind(DetokenizeBody, "tokens"),
+    "completion": BodyKind(CompletionBody, "prompt", RequestReader.completion),
+    "chat": BodyKind(ChatBody, "messages", RequestReader.chat),
+    "response": BodyKind(ResponseBody, "input", read_response),
+    "message": BodyKind(MessageBody, "messages", read_message),
+    "embeddings": BodyKind(EmbeddingBody, "input", read_embeddings),
+    "score": BodyKind(ScoreBody, "text_2", read_score),
+    "ranking": BodyKind(RerankBody, "documents", read_ranking),
+    "count_tokens": BodyKind(MessageBody, "messages", count_tokens),
+    "tokenize": BodyKind(TokenizeBody, "prompt", RequestReader.tokenize),
+    "detokenize": BodyKind(DetokenizeBody, "tokens", RequestReader.detokenize),
 }
-for _body, _ in BODIES.values():
+for _body, *_ in BODIES.values():
     msgspec.json.Decoder(_body)  # msgspec examines a type at its first use, and crashes if two threads do so
 CONVERSIONS = ("count_tokens", "tokenize", "detokenize")
 """The tasks whose reading is the whole answer."""
 
 
-class BodyReader:
-    """Reads bodies, in any process. Raises `ApiError` or `InvalidRequestError`, which name the field."""
-
-    def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
-        reader = RequestReader(config, tokenizer, chats)
-        self._tasks: dict[str, Callable[..., Reading]] = {
-            "completion": reader.completion,
-            "chat": reader.chat,
-            "response": partial(read_response, reader),
-            "message": partial(read_message, reader),
-            "count_tokens": partial(count_tokens, reader),
-            "embeddings": partial(read_embeddings, reader),
-            "score": partial(read_score, reader),
-            "ranking": partial(read_ranking, reader),
-            "tokenize": reader.tokenize,
-            "detokenize": reader.detokenize,
-        }
-
-    def read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
-        reading = self._tasks[task](raw, model, *([earlier] if task == "response" else []))
-        if isinstance(reading, Prepared):
-            return msgspec.structs.replace(reading, ignored=ignored_fields(raw, BODIES[task].type))
-        return reading
+def read_body(
+    reader: RequestReader, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None
+) -> Reading:
+    """Read a body, in any process. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    kind = BODIES[task]
+    reading = kind.read(reader, raw, model, *([earlier] if task == "response" else []))
+    if isinstance(reading, Prepared):
+        return msgspec.structs.replace(reading, ignored=ignored_fields(raw, kind.type))
+    return reading
 
 
 class Tasks:
@@ -110,14 +93,14 @@ class Tasks:
             self._vocabulary = LLTokenizer(self._tokenizer.as_json())
         except ValueError as error:
             self._problem = f"not with this model's tokenizer: {error}"
-        self._reader = BodyReader(setup.config, self._tokenizer, self._chats)
+        self._reader = RequestReader(setup.config, self._tokenizer, self._chats)
 
     def run(self, call: TaskCall, argument: bytes) -> bytes:
         return self._grammar(argument) if call.task == GRAMMAR else self._read(call, argument)
 
     def _read(self, call: TaskCall, body: bytes) -> bytes:
         details = msgspec.msgpack.decode(call.details, type=ReadingDetails)
-        reading = self._reader.read(call.task, body, details.model, details.earlier)
+        reading = read_body(self._reader, call.task, body, details.model, details.earlier)
         if isinstance(reading, bytes):
             return reading
         if isinstance(reading, Prepared):

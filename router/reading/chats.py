@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_object
-from router.grammars.grammar_request import AskedGrammar, Calls, GrammarRequest, asked_grammar
 from router.grammars.lark import Spelling
-from router.grammars.structured_outputs import Grammar, requested_grammar
+from router.grammars.structured_outputs import (
+    AskedGrammar,
+    Calls,
+    Grammar,
+    GrammarRequest,
+    asked_grammar,
+    requested_grammar,
+)
 from router.grammars.tool_grammar import Offer, after_thinking, tool_grammar
 from router.openai_types import ChatBody, NamedTool, ResponseFormat, StructuredOutputs, TokenizeBody, Tool
 from router.parsing.formats import (
@@ -26,8 +32,7 @@ from router.parsing.formats import (
 )
 from router.parsing.parameters import Parameters, parameters_of
 from router.parsing.reasoning import HARMONY, ThinkingBudget
-from router.templates.chat_template import ChatTemplate
-from router.templates.messages import plain_messages, text_of
+from router.text.chat_template import ChatTemplate, plain_messages, text_of
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

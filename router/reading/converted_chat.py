@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
 from router.openai_types import ChatBody, ChatMessage, ToolCall
-from router.reading.served import ServedModel
+from router.reading.prepared import ServedModel
 
 T = TypeVar("T")
 

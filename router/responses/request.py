@@ -1,15 +1,20 @@
-"""Converts a request of `/v1/responses` to a chat's, and lists the fields that the response repeats."""
+"""Requests of `/v1/responses`: each becomes a chat's, and its response repeats fields of it."""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SAMPLING_FIELDS, SamplingParams
-from router.decoding import refuse_unsupported
+from router.answers.formats import OutputOptions
+from router.decoding import decode_body, refuse_unsupported
+from router.errors import ApiError
 from router.openai_types import (
     CalledFunction,
     ChatBody,
@@ -24,7 +29,12 @@ from router.openai_types import (
     ToolCall,
 )
 from router.reading.converted_chat import ConvertedChat, ConvertedMessages, renamer
+from router.reading.prepared import EarlierResponse, Prepared, PreparedResponse, ServedModel
+from router.reading.request_reader import RequestReader
+from router.responses.answer import Fields, ResponseAnswer
 from router.responses.body import Item, ItemPart, ResponseBody, ResponseTool, TextFormat
+from router.responses.store import ResponseStore, StoredResponse
+from router.text.tokenizer import Tokenizer
 
 own_field = renamer(
     {
@@ -229,3 +239,65 @@ def _part(part: ItemPart, at: str) -> ContentPart:
     if part.type not in _TEXT_PARTS:
         raise InvalidRequestError(f"{at}type", f"only text is supported, got {part.type!r}")
     return ContentPart(type="text", text=part.text)
+
+
+_NOTHING_KEPT = (
+    "nothing is kept here (--max-stored-responses is 0, or several routers without --response-store)"
+)
+
+
+def read_response(
+    reader: RequestReader, raw: bytes, model: ServedModel, earlier: bytes | None = None
+) -> Prepared | EarlierResponse:
+    """Read a body, or return the `EarlierResponse` whose items are needed first. Raises `ApiError` or
+    `InvalidRequestError`, which name the request's fields.
+    """
+    body = decode_body(raw, ResponseBody)
+    if body.previous_response_id is not None and earlier is None:
+        return EarlierResponse(body.previous_response_id)
+    chat, items = converted_chat(body, msgspec.json.decode(earlier or b"[]", type=list[Item]))
+    prepared = chat.read(reader.chat_of, model)
+    fields = echoed_fields(body, prepared.params)
+    echoed = {name: msgspec.json.encode(value) for name, value in fields.items()}
+    response = PreparedResponse(echoed, msgspec.json.encode(items), body.store is not False)
+    return msgspec.structs.replace(prepared, response=response)
+
+
+async def earlier_items(store: ResponseStore | None, response_id: str, owner: str) -> bytes:
+    """Return the items of an owner's earlier response. Raises `ApiError` or `InvalidRequestError`."""
+    if store is None:
+        raise InvalidRequestError("previous_response_id", _NOTHING_KEPT)
+    found = await asyncio.to_thread(store.get, response_id, owner)
+    if found is None:
+        raise ApiError(
+            400,
+            f"previous_response_id: there is no response {response_id!r}, or no more",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found.items
+
+
+def response_answer(
+    store: ResponseStore | None,
+    prepared: Prepared,
+    owner: str,
+    tokenizer: Tokenizer,
+    model: str,
+    request_id: str,
+    options: OutputOptions,
+) -> ResponseAnswer:
+    """Return the writer of a response. If `store` is None, no responses are kept."""
+    response, response_id = prepared.response, f"resp_{secrets.token_hex(16)}"
+    assert response is not None
+    earlier, keeps = response.items[1:-1], store is not None and response.is_stored
+
+    def keep(body: Fields) -> None:
+        assert store is not None
+        answered = [msgspec.json.encode(item) for item in body["output"]]
+        items = b"[%b]" % b",".join([part for part in (earlier, *answered) if part])
+        store.put(StoredResponse(response_id, owner, msgspec.json.encode(body), items))
+
+    echoed = {name: Raw(value) for name, value in response.echoed.items()}
+    fields = {"model": model, **echoed, "store": keeps}
+    return ResponseAnswer(response_id, tokenizer, options, fields, keep if keeps else None)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.roles import WorkerRange
 from router.placement.interface import WorkerSnapshot
-from router.workers.demand import RoleDemand
+from router.workers.assignment import RoleDemand
 from router.workers.registry import Worker
 
 INTERVAL_S = 5.0

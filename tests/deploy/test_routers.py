@@ -50,7 +50,7 @@ from protocol.roles import WorkerRange
 from router.scaling.decide import ScalingDecision
 from router.scaling.interface import ScaleAnswer, ScaleRequest, ScalingEvent
 from router.server import RouterPlace, RouterServer, bind_http
-from router.workers.demand import RoleDemand
+from router.workers.assignment import RoleDemand
 from tests.fuzzing import altered, damaged, fuzz
 from tests.worker.harness import tiny_config
 

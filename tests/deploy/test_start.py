@@ -12,7 +12,7 @@ import pytest
 import deploy.serve
 from deploy.serve import announcement
 from protocol.config import ServeConfig
-from router.reading.served import GenerationDefaults
+from router.reading.prepared import GenerationDefaults
 
 
 class Started:

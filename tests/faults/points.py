@@ -73,9 +73,9 @@ RECEIVER_POINTS = {
     "hello received": Point("kvtransfer.messages:Channel", "send_all", "before"),
     "challenge sent": Point("kvtransfer.messages:Channel", "send_all", "after"),
     "verdict sent": Point("kvtransfer.streams.connection", "examine", "after"),
-    "reader ready": Point("kvtransfer.lease_table:LeaseTable", "connected", "after"),
-    "piece announced": Point("kvtransfer.lease_table:LeaseTable", "admit", "before"),
-    "piece admitted": Point("kvtransfer.lease_table:LeaseTable", "admit", "after"),
+    "reader ready": Point("kvtransfer.lease:LeaseTable", "connected", "after"),
+    "piece announced": Point("kvtransfer.lease:LeaseTable", "admit", "before"),
+    "piece admitted": Point("kvtransfer.lease:LeaseTable", "admit", "after"),
     "mid copy": Point("kvtransfer.transports.shm:Gather", "copy", "before"),
     "mid receive": Point("kvtransfer.transports.tcp:TcpReader", "_receive", "before"),
     "mid read": Point("kvtransfer.transports.ucx_reader:UcxReader", "_wait", "before"),
@@ -86,10 +86,10 @@ RECEIVER_POINTS = {
     "in place": Point("kvtransfer.streams.connection:ReceiverConnection", "_take", "after"),
     "ack due": Point("kvtransfer.messages:Channel", "send", "before", _acks),
     "ack sent": Point("kvtransfer.messages:Channel", "send", "after", _acks),
-    "recorded": Point("kvtransfer.lease_table:LeaseTable", "record", "after"),
+    "recorded": Point("kvtransfer.lease:LeaseTable", "record", "after"),
     "told": Point("kvtransfer.receiver:Receiver", "_emit", "after"),
-    "closing": Point("kvtransfer.lease_table:LeaseTable", "close", "before"),
-    "closed": Point("kvtransfer.lease_table:LeaseTable", "close", "after"),
+    "closing": Point("kvtransfer.lease:LeaseTable", "close", "before"),
+    "closed": Point("kvtransfer.lease:LeaseTable", "close", "after"),
 }
 
 CONNECTING = {

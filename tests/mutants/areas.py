@@ -45,7 +45,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "engine/sampler/rows.py",
         "router/grammars/structured_outputs.py",
         "router/preprocessing/client.py",
-        "router/grammars/grammar_request.py",
+        "router/grammars/structured_outputs.py",
         "router/grammars/lark.py",
         "router/grammars/json_schemas.py",
         "router/grammars/tool_grammar.py",

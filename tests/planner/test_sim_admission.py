@@ -14,7 +14,7 @@ from planner.trace import TraceRequest
 from protocol import costs
 from protocol.costs import SLO_SHARE
 from router.placement.interface import Refusal
-from router.placement.slo import refusal
+from router.placement.predict import refusal
 from tests.planner.planned import layout, profile
 
 BLOCK = 16

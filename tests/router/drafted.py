@@ -14,13 +14,14 @@ from protocol.speculation import (
     SpeculationState,
     StepTimeState,
 )
-from router.placement.drafts.interface import (
+from router.placement.drafts.prospects import (
     DraftDecision,
     DraftFacts,
     DraftPlace,
     DraftTarget,
+    Prospects,
+    decide,
 )
-from router.placement.drafts.prospects import Prospects, decide
 
 SEQUENCES = [1 << power for power in range(9)]
 DRAFTED = [0, 1, 2, 4, 8]

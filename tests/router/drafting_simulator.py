@@ -13,8 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.placement.drafts.interface import NOWHERE, DraftFacts, DraftPlace, DraftTarget
-from router.placement.drafts.prospects import Prospects, decide
+from router.placement.drafts.prospects import NOWHERE, DraftFacts, DraftPlace, DraftTarget, Prospects, decide
 from tests.router.drafted import drafter, speculation
 
 SWEEP_S = 0.25

@@ -24,7 +24,7 @@ from router.placement.interface import (
     RequestFacts,
     WorkerSnapshot,
 )
-from router.placement.slo import refusal
+from router.placement.predict import refusal
 from tests.router.placed import COSTS
 
 FAST = LinkSpeed(1e-4, 4e9)

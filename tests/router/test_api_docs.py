@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from router import openai_types
-from router.anthropic import body as anthropic
+from router.anthropic import request as anthropic
 from router.errors import ErrorBody, ErrorDetail
 from router.pooling import EmbeddingBody, RerankBody, ScoreBody
 from router.responses import body as responses
@@ -58,12 +58,14 @@ BASES = (
     openai_types._SamplingFields,
 )
 BODIES = [
-    each
-    for each in [
-        *{**vars(openai_types), **vars(responses), **vars(anthropic)}.values(),
-        *(EmbeddingBody, RerankBody, ScoreBody),
-    ]
-    if isinstance(each, type) and issubclass(each, msgspec.Struct) and each not in BASES
+    *(EmbeddingBody, RerankBody, ScoreBody),
+    *(
+        each
+        for module in (openai_types, responses, anthropic)
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, msgspec.Struct) and each.__module__ == module.__name__
+        if each not in BASES
+    ),
 ]
 HTML = {"accept": "text/html,application/xhtml+xml"}
 

@@ -6,7 +6,7 @@ import pytest
 from scripted import Scripted
 
 from protocol.errors import InvalidRequestError
-from router.templates.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is a fox?"}]
 RENDERED = "<system>be brief\n<user>what is a fox?\n<assistant>"

@@ -11,7 +11,7 @@ import httpx
 from hypothesis import strategies as st
 from router_clients import eventually, is_idle
 
-from router.anthropic.body import MessageBody
+from router.anthropic.request import MessageBody
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.pooling import EmbeddingBody, RerankBody, ScoreBody
 from router.responses.body import ResponseBody

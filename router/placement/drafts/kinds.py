@@ -10,9 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from costs.explorer import Explorer
-from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, DraftSite
-from router.placement.drafts.prospects import Prospects, SeenRates, decide, load_of
+from costs.drafting import Explorer
+from router.placement.drafts.prospects import (
+    DraftDecision,
+    DraftFacts,
+    DraftMaker,
+    DraftOption,
+    DraftSite,
+    Prospects,
+    SeenRates,
+    decide,
+    load_of,
+)
 
 TRIAL_S = 1.0
 """[seconds of the worker] The length of a trial: some requests of a hundred tokens each."""

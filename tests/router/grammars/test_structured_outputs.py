@@ -16,8 +16,7 @@ from router_clients import eventually
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_body
-from router.grammars.grammar_request import GrammarRequest, grammar_request
-from router.grammars.structured_outputs import Grammar, requested_grammar
+from router.grammars.structured_outputs import Grammar, GrammarRequest, grammar_request, requested_grammar
 from router.openai_types import CompletionBody
 from router.preprocessing.client import GrammarCompiler, Preprocessor
 from router.text.tokenizer import Tokenizer

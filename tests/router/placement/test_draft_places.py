@@ -21,15 +21,16 @@ from protocol.speculation import (
     SpeculationState,
     StepTimeState,
 )
-from router.placement.drafts.interface import (
+from router.placement.drafts.kinds import DraftKind
+from router.placement.drafts.prospects import (
     NOWHERE,
     DraftFacts,
     DraftMaker,
     DraftPlace,
     DraftTarget,
+    Prospects,
+    decide,
 )
-from router.placement.drafts.kinds import DraftKind
-from router.placement.drafts.prospects import Prospects, decide
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, decided, drafter, place, speculation, target
 
 HERE = DraftPlace("draft_model", 8)

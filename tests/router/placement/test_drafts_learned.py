@@ -8,7 +8,8 @@ from math import exp, inf, nan
 
 import pytest
 
-from router.placement.drafts.interface import (
+from router.placement.drafts.kinds import TRIAL_S, DraftKind, ExpectedTokens, expect
+from router.placement.drafts.prospects import (
     NOWHERE,
     DraftDecision,
     DraftFacts,
@@ -16,9 +17,9 @@ from router.placement.drafts.interface import (
     DraftOption,
     DraftPlace,
     DraftSite,
+    Prospects,
+    SeenRates,
 )
-from router.placement.drafts.kinds import TRIAL_S, DraftKind, ExpectedTokens, expect
-from router.placement.drafts.prospects import Prospects, SeenRates
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
 
 SWEEP_S = 0.25

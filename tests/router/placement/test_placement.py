@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costs.explorer import TRIAL_SHARE
+from costs.drafting import TRIAL_SHARE
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from router.placement import RULES, placement_policy
@@ -27,8 +27,15 @@ from router.placement.interface import (
     RequestFacts,
     WorkerSnapshot,
 )
-from router.placement.predict import decode_cost, fetch_seconds, handoff_seconds, prefill_cost, slowed_s
-from router.placement.slo import MAX_RETRY_S, refusal
+from router.placement.predict import (
+    MAX_RETRY_S,
+    decode_cost,
+    fetch_seconds,
+    handoff_seconds,
+    prefill_cost,
+    refusal,
+    slowed_s,
+)
 from tests.router.placed import COSTS, answer, decode, facts, placed, predicted, prefill
 
 SPLITTING = sorted(set(RULES) - {"cost"})

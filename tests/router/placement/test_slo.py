@@ -12,7 +12,7 @@ from router_clients import eventually, is_idle, lose
 from protocol.costs import StepCosts
 from router.placement.cluster import Cluster
 from router.placement.interface import Refusal, RequestFacts
-from router.placement.slo import Miss, refusal
+from router.placement.predict import Miss, refusal
 from tests.router.placed import decode, facts, placed, prefill
 
 HALF_SECOND_TOKENS = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.5, attention_s=0.0)

@@ -14,7 +14,7 @@ import pytest
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
-from router.grammars.grammar_request import GrammarRequest
+from router.grammars.structured_outputs import GrammarRequest
 from router.openai_types import StructuredOutputs
 from router.preprocessing import client
 from router.preprocessing.client import MAX_AT_ONCE, GrammarCompiler, Preprocessor

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from router.reading.served import FILE, GenerationDefaults, load_defaults
+from router.reading.prepared import FILE, GenerationDefaults, load_defaults
 
 GIVEN = {"temperature": 0.25, "top_p": 0.5, "top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5}
 BODIES = {

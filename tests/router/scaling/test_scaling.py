@@ -25,8 +25,7 @@ from router.scaling.decide import (
     needed,
 )
 from router.scaling.interface import ScaleAnswer
-from router.workers.assignment import Assignment
-from router.workers.demand import DemandMeter, RoleDemand
+from router.workers.assignment import Assignment, DemandMeter, RoleDemand
 
 COSTS = StepCosts(step_s=0.01, row_s=0.001, context_s=0.0, token_s=0.001)
 
@@ -335,7 +334,7 @@ def test_a_restarted_routers_counters_are_no_demand():
 @pytest.fixture
 def often(monkeypatch):
     """Make routers decide often and give up soon."""
-    monkeypatch.setattr("router.scaling.autoscaler.INTERVAL_S", 0.05)
+    monkeypatch.setattr("router.scaling.scaler.INTERVAL_S", 0.05)
     monkeypatch.setattr("router.scaling.scaler.GRACE_S", 0.0)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequestError
 from router.openai_types import MAX_ARGUMENT_BYTES
-from router.templates.messages import CallArguments, call_arguments
+from router.text.chat_template import CallArguments, call_arguments
 
 TAKEN = {
     "an object": ('{"a": [1, null]}', {"a": [1, None]}),

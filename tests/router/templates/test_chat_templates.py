@@ -22,8 +22,7 @@ from router.parsing.formats import (
     tool_format,
 )
 from router.parsing.parameters import parameters_of
-from router.templates.chat_template import ChatTemplate
-from router.templates.messages import plain_messages
+from router.text.chat_template import ChatTemplate, plain_messages
 from tests.router.grammars.test_tool_grammar import model_of
 
 FOLDER = Path(__file__).parent / "chat_templates"

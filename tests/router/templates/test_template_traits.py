@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.templates.chat_template import ChatTemplate
-from router.templates.messages import call_arguments
+from router.text.chat_template import ChatTemplate, call_arguments
 from tests.router.templates.test_chat_templates import MODELS, template
 
 TEXT = [{"type": "text", "text": "Where is Rome?"}]

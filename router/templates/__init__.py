@@ -1,1 +1,0 @@
-"""Chat templates: what they can show, and how messages are rendered."""
