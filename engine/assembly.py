@@ -1,4 +1,4 @@
-"""Makes the parts of an engine from its configuration and its model."""
+"""Assembly of an engine's parts from its configuration and its model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("tandem.engine")
 
 
 def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
-    """The packed model, with the adapters that are named at the start. Raises as `load_model`."""
+    """Load the packed model and the adapters that `config` names. Raise like `load_model`."""
     loaded = load_packed(config)
     for name, path in (config.lora_modules or {}).items():
         assert loaded.adapters is not None
@@ -61,7 +61,7 @@ def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes the parts of one engine, in the order in which they need each other."""
+    """Maker of one engine's parts, in the order in which they need each other."""
 
     config: ServeConfig
     loaded: LoadedModel
@@ -70,7 +70,7 @@ class Assembly:
 
     @cached_property
     def token_budget(self) -> int:
-        """Tokens in one step. Small steps bring first tokens sooner, and cost a CPU no throughput."""
+        """Most tokens in one step. Small steps bring first tokens sooner and cost a CPU no throughput."""
         if self.config.max_num_batched_tokens is not None:
             return self.config.max_num_batched_tokens
         return max(512 if self.loaded.device.type == "cpu" else 2048, self.config.max_num_seqs)
@@ -87,7 +87,7 @@ class Assembly:
 
     @cached_property
     def state(self) -> StateLayout | None:
-        """The layout of the state that recurrent layers keep of a sequence."""
+        """The layout of a sequence's recurrent state; None without recurrent layers."""
         if self.loaded.recurrent is None:
             return None
         most = self.speculator.most_drafted if self.speculator is not None else 0
@@ -95,10 +95,11 @@ class Assembly:
 
     @cached_property
     def layout(self) -> PoolLayout:
-        """The layout of the model's KV, and of the speculator's draft's, if it has any.
+        """The layout of the KV of the model and of the speculator's draft, if it has any.
 
-        Windowed tables are used where a draft's KV can lie with layers that see all, since the draft may have
-        to catch up over all tokens. With recurrent layers they are off: a state lags behind the last token.
+        The KV is divided into block tables by window if a draft's KV finds room in a table that sees enough:
+        the draft may have to catch up over all tokens. With recurrent layers it is not divided, since their
+        state lags behind the last token.
         """
         groups, draft_state = [self.loaded.kv_group], None
         if self.speculator is not None:
@@ -141,8 +142,8 @@ class Assembly:
         return KVPool(self.layout, num_blocks, device, allocate)
 
     def tiers(self, pool: KVPool, on_fetched: Callable[[], None]) -> HostTier | None:
-        """Return None when no tier is asked for. `on_fetched` is called in another thread when blocks have
-        come from the disk. Raises `ConfigError`, naming the flag.
+        """Make the tiers below the pool; return None if `config` asks for none. `on_fetched` is called in
+        another thread when blocks have come from the disk. Raise `ConfigError`, naming the flag.
         """
         config = self.config
         if config.kv_offloading_size == 0:
@@ -224,7 +225,7 @@ class Assembly:
         return itl_bound(self.config.itl_budget, self.config.slo_tpot or inf)
 
     def _kept_free(self) -> int:
-        """Bytes for a step and its graphs on a GPU whose memory decides the pool's size; 0 with ranks."""
+        """Return the bytes to keep free for a step and its graphs, if GPU memory sizes the pool; else 0."""
         device = self.loaded.device
         is_sized_by_gpu = device.type == "cuda" and self.config.kv_cache_memory_bytes is None
         if not is_sized_by_gpu or self.make_runner is not runner_of_one_process:
@@ -246,14 +247,14 @@ class Assembly:
 
     @property
     def _logit_rows(self) -> int:
-        """The most rows of a step that need logits: each sequence's last token, and those of its draft."""
+        """The most rows of a step that need logits: each sequence's last token and its draft tokens."""
         drafted = self.speculator.most_drafted if self.speculator is not None else 0
         return min(self.token_budget, self.config.max_num_seqs * (1 + drafted))
 
     @property
     def _num_captured(self) -> int:
-        """The number of models that are captured as graphs, each in up to half of the memory that is free
-        then.
+        """Number of models captured as graphs. Each may take half of the memory that is free at its
+        capture.
         """
         if self.config.enforce_eager:
             return 0
@@ -261,7 +262,7 @@ class Assembly:
         return 1 if options is None or options.method in WEIGHTLESS else 2
 
     def _sample_trial(self, logits: Tensor) -> None:
-        """Sample as for the requests that take the most memory."""
+        """Sample with the parameters that take the most memory."""
         params = SamplingParams(max_tokens=1, logprobs=1, logit_bias={0: 1.0})
         rows = [SamplingRow(params, [], [], 0, "")] * len(logits)
         sampler, options = self.sampler(), self.config.speculative_config

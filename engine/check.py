@@ -1,4 +1,4 @@
-"""Whether a request can be served by a model of this size, and options by a hybrid model."""
+"""Checks of requests against a model's limits, and of options against a hybrid model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_request(request: EngineRequest, vocab_size: int, max_model_len: int, m
 
 
 def check_adapter(adapter: Adapter, adapters: Adapters | None) -> None:
-    """Raise `InvalidRequestError` where it cannot be used here; one that is not loaded is loaded now."""
+    """Raise `InvalidRequestError` if the adapter cannot be used here. Load it if it is not loaded yet."""
     if adapters is None:
         raise InvalidRequestError("model", f"{adapter.name}: adapters need --enable-lora")
     try:
@@ -46,8 +46,8 @@ def check_adapter(adapter: Adapter, adapters: Adapters | None) -> None:
 
 
 def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:
-    """Raise `ConfigError`, naming the option that a model with recurrent layers, whose states are kept every
-    `grid` tokens, cannot have.
+    """Raise `ConfigError`, naming the option, if a model with recurrent layers cannot have it. States of
+    these layers are kept every `grid` tokens.
     """
     if grid % config.block_size and config.block_size % grid:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Copies between host and device, one for each step in each direction.
 
-The host does not wait for a step's arrays to reach the device. All that it waits for are a step's results.
+The host does not wait until a step's arrays reach the device; it waits only for a step's results.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 Upload = Callable[[Sequence[np.ndarray]], list[Tensor]]
 
 ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin. Triton compiles kernels anew for others."""
+"""Alignment of tensors in bytes. Triton compiles kernels again for tensors of another alignment."""
 
 
 def upload_to(device: torch.device) -> Upload:
-    """On the CPU the arrays' own memory serves."""
+    """Return the upload for a device. On the CPU tensors share the arrays' memory."""
     return _views_of if device.type == "cpu" else Uploader(device)
 
 
@@ -32,14 +32,14 @@ def _views_of(arrays: Sequence[np.ndarray]) -> list[Tensor]:
 class Pinned(NamedTuple):
     buffer: Tensor
     bytes: np.ndarray
-    """The buffer's memory."""
+    """A view of the buffer's memory."""
     copied: torch.cuda.Event
-    """Recorded behind its latest copy."""
+    """The event recorded after the buffer's latest copy."""
 
 
 class Uploader:
-    """The tensors lie at the same addresses whenever arrays of the same sizes are uploaded, and hold until
-    the next upload.
+    """An upload of several arrays in one copy. Arrays of the same sizes always get tensors at the same
+    addresses. The tensors are valid until the next upload.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Uploader:
         self._layout: list[tuple[np.dtype, tuple[int, ...]]] = []
         self._parts: list[slice] = []
         self._tensors: list[Tensor] = []
-        """The tensors of the layout. They change only when it does."""
+        """The tensors of the layout, made again only when the layout changes."""
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         layout = [(array.dtype, array.shape) for array in arrays]
@@ -64,7 +64,7 @@ class Uploader:
         return [*self._tensors]
 
     def _lay_out(self, layout: list[tuple[np.dtype, tuple[int, ...]]], arrays: Sequence[np.ndarray]) -> None:
-        """Have a tensor for each array."""
+        """Make a tensor for each array."""
         starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
         if starts[-1] > len(self._bytes):
             self._bytes = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
@@ -78,7 +78,7 @@ class Uploader:
         self._layout = layout
 
     def _free_buffer(self) -> Pinned:
-        """One whose copy is not under way. There are as many as steps are ever launched ahead."""
+        """Return a buffer whose copy is over. The number of buffers follows the steps launched ahead."""
         if not self._pinned or not self._pinned[0].copied.query():
             self._pinned.appendleft(self._new_buffer(len(self._bytes)))
         self._pinned.rotate(-1)
@@ -90,7 +90,7 @@ class Uploader:
 
 
 class Downloader:
-    """Brings tensors to the host. Each result holds until the next download but one has begun."""
+    """A download of tensors to the host. A result is valid until the second next download begins."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,6 @@
-"""The engine: one model on one device. Requests go in, each step brings tokens out.
+"""The engine: one model on one device. It takes requests, and each step returns tokens.
 
-Single-threaded: only the thread that calls `step` may call anything but `stats`.
+Only the thread that calls `step` may call a method, unless the method says otherwise.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from protocol.speculation import SpeculationState
 logger = logging.getLogger("tandem.engine")
 
 Speculate = Callable[[ServeConfig, LoadedModel], Speculator | None]
-"""Makes the speculator of a model; None disables speculation."""
+"""A function that makes the speculator of a model; it returns None if there is no speculation."""
 
 
 class Engine:
-    """Loads the model, sizes and takes the KV pool, then serves. Errors at load name their cause."""
+    """A loaded model with its KV pool, scheduler, sampler and speculator. Errors at load name their cause."""
 
     on_ready: Callable[[], None] | None = None
-    """Called in another thread when a waiting request's blocks have come from the disk, or its grammar is
-    compiled: `step` helps.
+    """A function, called in another thread, when a waiting request may be able to run in the next `step`: its
+    blocks have come from the disk, or its grammar is compiled.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         speculate: Speculate | None = None,
         make_runner: MakeRunner = runner_of_one_process,
     ) -> None:
-        """`allocate` gives the memory of a pool on the CPU. The runner is to be made once that is there."""
+        """Load the model. `allocate` gives the memory of a CPU pool; the runner is made after the pool."""
         started = time.monotonic()
         loaded = load_served(config, in_one_process=make_runner is runner_of_one_process)
         self.config = config
@@ -68,7 +68,7 @@ class Engine:
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
         self.weights = loaded.weights
-        """A digest that tells them from other weights of the same name."""
+        """Digest of the weights, to tell them from other weights of the same name."""
         self.adapters = loaded.adapters
         """The adapters that requests may name; None without `--enable-lora`."""
         self._speculator = speculate(config, loaded) if speculate is not None else None
@@ -76,7 +76,7 @@ class Engine:
         self._state = assembly.state
         self.cache_format = assembly.cache_format
         self.feature_size = len(assembly.drafters_layers) * loaded.hidden_size
-        """The number of values in the hidden state that the drafter reads of one token."""
+        """Number of values in the hidden states that the drafter reads for one token."""
         self.pool = assembly.pool(allocate)
         self.tiers = assembly.tiers(self.pool, self._ready)
         self.blocks = assembly.blocks(self.pool, self.tiers)
@@ -134,10 +134,10 @@ class Engine:
         hold_at: int | None = None,
     ) -> None:
         """Queue a request. With `prefill_only` it samples one token and holds its blocks until `abort`;
-        with `drafts_elsewhere` the worker that takes the blocks over computes the draft's KV of its prompt.
-        With `hold_at` it drafts for a target: it is held whenever it has so many tokens, until `give`.
+        with `drafts_elsewhere` the worker that takes over the blocks computes the prompt's draft KV. With
+        `hold_at` it drafts for a target: it is held whenever it has `hold_at` tokens, until `give`.
 
-        Raises `InvalidRequestError` when the request cannot be served by this model.
+        Raise `InvalidRequestError` if this model cannot serve the request.
         """
         self._check(request)
         sequence = SequenceState(request, next(self._order), prefill_only, drafts_elsewhere, hold_at)
@@ -145,10 +145,10 @@ class Engine:
         self._queue(sequence)
 
     def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
-        """Blocks for the whole prompt, which another worker fills; None when there is no room now.
+        """Reserve blocks for the whole prompt, which another worker fills; return None without room now.
 
-        `foreign_format` names what the blocks will hold if that is not what this engine would compute: only
-        reservations of the same format share them. Raises `InvalidRequestError`.
+        `foreign_format` names the contents of the blocks if this engine would compute other values: only
+        reservations of the same format share such blocks. Raise `InvalidRequestError`.
         """
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -165,8 +165,8 @@ class Engine:
         return reservation
 
     def room_for_prefix(self, request: EngineRequest) -> PrefixRoom | None:
-        """Blocks to bring what the request's prefix cache lacks from elsewhere, before `add`; None if there
-        is no room, or no such cache. Raises `InvalidRequestError`.
+        """Reserve blocks for the part of the prompt that the prefix cache lacks and another worker sends
+        before `add`; return None without room or prefix caching. Raise `InvalidRequestError`.
         """
         self._check(request)
         if not self.blocks.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
@@ -186,11 +186,11 @@ class Engine:
         shareable: bool = True,
         draft: DraftState = REBUILD,
     ) -> None:
-        """Decode a request whose prompt is computed up to position `num_computed`, the rest of it here;
-        `first_token`, already streamed, follows it.
+        """Decode a request whose prompt is computed up to position `num_computed`; compute the rest here.
+        `first_token`, already streamed, follows the prompt.
 
-        Blocks that hold something else than the reservation said are not `shareable`. `draft` is what came of
-        the drafter's state.
+        Blocks are not `shareable` if their contents differ from what the reservation said. `draft` is the
+        drafter's state that came with the hand-off.
         """
         request = reservation.request
         sequence = SequenceState(request, next(self._order), arrival=reservation.since)
@@ -208,12 +208,12 @@ class Engine:
         self._queue(sequence)
 
     def draft_state(self, request_id: str) -> DraftState:
-        """The drafter's state of a finished prefill, to be handed over with the blocks."""
+        """Return the drafter's state of a finished prefill, to be handed over with the blocks."""
         return self._speculator.state(request_id) if self._speculator is not None else REBUILD
 
     def resume(self, request_id: str) -> None:
-        """Decode here after all a request that was added with `prefill_only`, whether its prompt is done or
-        not; or continue one that is held.
+        """Decode here a request that was added with `prefill_only`, whether its prompt is done or not; or
+        continue a held request.
         """
         sequence = self.sequences[request_id]
         sequence.prefill_only = False
@@ -223,8 +223,8 @@ class Engine:
             self.scheduler.add_waiting(sequence)
 
     def give(self, request_id: str, token_ids: Sequence[int], hold_at: int) -> int:
-        """Tell the sequence the target's next tokens (`SequenceState.give`). It drafts up to `hold_at` tokens
-        from now on, if it is resumed.
+        """Give the sequence the target's next tokens (`SequenceState.give`) and a new `hold_at`, up to which
+        it drafts after `resume`.
         """
         sequence = self.sequences[request_id]
         agreed = sequence.give(token_ids)
@@ -234,7 +234,7 @@ class Engine:
         return agreed
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
-        """Make its drafts by another plan from now on. Unknown requests are ignored."""
+        """Change the request's draft plan. Ignore an unknown request."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return
@@ -243,7 +243,7 @@ class Engine:
             self._speculator.replan(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request in any stage; False when it is not known."""
+        """Drop a request in any stage; return False if it is unknown."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
@@ -259,7 +259,7 @@ class Engine:
         return self.run(self.schedule())
 
     def schedule(self) -> ScheduledStep:
-        """Choose what `run` computes; call nothing else in between."""
+        """Choose the step that `run` computes. Call nothing else between the two."""
         self._started_at = self._ended_at or time.perf_counter()
         self._ended_at = None
         expired = self.sequences.expire() + self.sequences.refuse()
@@ -270,8 +270,8 @@ class Engine:
         return step
 
     def run(self, step: ScheduledStep) -> StepResult:
-        """Run one packed forward over what the scheduler chose. On a device the next one is launched before
-        this one's tokens are waited for, where that can be: see `engine/step/launch.py`.
+        """Run the scheduled step in one packed forward. On a GPU, launch the next step, where possible,
+        before waiting for this step's tokens: see `engine/step/launch.py`.
         """
         result = StepResult(outputs=step.expired)
         launched = self._launcher.take_ahead()
@@ -304,8 +304,8 @@ class Engine:
         return result
 
     def computed(self, request_id: str, firsts: Sequence[int] = ()) -> list[Extent]:
-        """The blocks of a prefill whose KV is final, in each table from its place in `firsts` on: full ones,
-        and at the prompt's end the partial last one and those of the state.
+        """Return the blocks of a prefill whose KV is final, in each table from its place in `firsts` on: full
+        blocks and, once the prompt is done, the partial last block and the state's blocks.
         """
         sequence = self.sequences[request_id]
         is_over = sequence.stage is SequenceStage.HELD
@@ -314,30 +314,30 @@ class Engine:
         return sequence.held.extents(last, firsts, with_state=is_over)
 
     def firsts(self, num_tokens: int, covered: int) -> list[int]:
-        """For each table, the first block that a hand-off of so many tokens brings: tokens before `covered`
-        and before a window do not move.
+        """Return for each table the first block that a hand-off of `num_tokens` tokens brings. Tokens before
+        `covered` or before a sliding window are not sent.
         """
         first = covered // self.config.block_size
         return [max(table.first_place(num_tokens), first) for table in self.blocks.tables]
 
     @property
     def segments(self) -> list[SegmentInfo]:
-        """The segments of a hand-off, as other workers see them."""
+        """The segments of a hand-off, in the form that other workers read."""
         return [*self.pool.segments, *([self._state.segment()] if self._state is not None else [])]
 
     def num_places(self, num_tokens: int) -> int:
-        """Places for tokens in the blocks of a hand-off of so many tokens, those of a state among them."""
+        """Return the number of token places in the blocks of a hand-off, including the state's blocks."""
         if self._state is None:
             return num_tokens
         size = self.config.block_size
         return (-(-num_tokens // size) + self.pool.state_blocks) * size
 
     def state_position(self, num_tokens: int) -> int:
-        """The position up to which a hand-off of so many tokens brings all that the next token needs."""
+        """Return the position up to which a hand-off of `num_tokens` tokens covers all layers."""
         return num_tokens if self._state is None else self._state.position(num_tokens)
 
     def stats(self) -> EngineStats:
-        """A snapshot of the load; may be called from any thread."""
+        """Return a snapshot of the load. May be called from any thread."""
         scheduler, blocks = self.scheduler, self.blocks
         return EngineStats(
             num_running=len(scheduler.running),
@@ -353,8 +353,8 @@ class Engine:
         )
 
     def counters(self) -> dict[str, float]:
-        """Counters of kept states, of the tiers below the pool, of compiled kernels and of speculation, in
-        Prometheus' naming; for any thread.
+        """Return counters of kept states, of the tiers below the pool, of compiled kernels and of
+        speculation, in Prometheus' naming. May be called from any thread.
         """
         counters = self.tiers.totals() if self.tiers is not None else {}
         if self._slot_allocator is not None:
@@ -366,7 +366,7 @@ class Engine:
         return counters | (self._speculator.counters() if self._speculator is not None else {})
 
     def speculation(self) -> SpeculationState | None:
-        """A report of what speculation does and costs now, None without a speculator; for any thread."""
+        """Return a report on speculation, None without a speculator. May be called from any thread."""
         return self._speculator.report() if self._speculator is not None else None
 
     def close(self) -> None:
@@ -375,15 +375,15 @@ class Engine:
             self.tiers.close()
 
     def borrow(self, kept: Callable[[], bool]) -> None:
-        """From now on idle workers lend cores. `kept` tells after a step whether it had the same cores as the
-        one before, to its end: a step that lost cores does not count as the engine's own time.
+        """Note that idle workers lend cores from now on. `kept` returns after a step whether the step had the
+        same cores as the previous one, to its end. The duration of a step that lost cores is not recorded.
         """
         self._kept_cores = kept
         self.times.borrows = True
 
     @property
     def _spread(self) -> float:
-        """The threads of a step as a multiple of those at the start."""
+        """Number of threads of a step as a multiple of the number at the start."""
         return torch.get_num_threads() / self._own_threads
 
     def _costs_now(self) -> StepCosts:
@@ -404,10 +404,10 @@ class Engine:
         if request.adapter is not None:
             check_adapter(request.adapter, self.adapters)
         if request.sampling.grammar is not None:
-            self._grammars.compile(request.sampling.grammar)  # meanwhile
+            self._grammars.compile(request.sampling.grammar)  # while the request waits
 
     def _queue(self, sequence: SequenceState) -> None:
-        """Let it run once its grammar is compiled, if it has one."""
+        """Queue the sequence, which runs once its grammar is compiled, if it has one."""
         if sequence.params.grammar is not None:
             sequence.grammar = compiled = self._grammars.compile(sequence.params.grammar)
             if not compiled.done():

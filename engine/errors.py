@@ -1,5 +1,5 @@
-"""Errors the engine raises for what it will not serve."""
+"""Errors that the engine raises for models it does not serve."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model asks for something the engine would compute wrongly; the message names it."""
+    """A model that needs something the engine would compute wrongly; the message names it."""

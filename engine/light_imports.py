@@ -1,9 +1,9 @@
-"""Halves the time and memory of importing Transformers' model classes, which bring PyTorch's compiler, its
-distributed tensors and SciPy with them.
+"""Import hooks that halve the time and memory of importing Transformers' model classes, which import
+PyTorch's compiler, its distributed tensors and SciPy.
 
-Transformers is told that SciPy and distributed tensors are missing: it needs them for object detection and
-sharded training. The compiler, `torch._dynamo`, is loaded when something uses it; most models run without.
-`install` must come before the first import of Transformers.
+The hooks report SciPy and distributed tensors as missing: Transformers needs them only for object detection
+and sharded training. The compiler, `torch._dynamo`, is loaded when something uses it; most models never do.
+Call `install` before the first import of Transformers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _CHECKS = "transformers.utils.import_utils"
 _ABSENT = ("is_scipy_available", "is_torch_distributed_available")
 _COMPILER = "torch._dynamo"
 _FOR_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
-"""The only part of the compiler that Transformers imports. It needs no other part."""
+"""The only part of the compiler that Transformers imports. This part needs no other part."""
 
 
 def install() -> None:
-    """Change later imports of this process. Without Transformers nothing is imported."""
+    """Change later imports in this process. Nothing is imported now."""
     sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds the two modules whose loading differs, and leaves all others to the finders after it."""
+    """A finder of the two modules that load differently; it leaves all other modules to later finders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,14 +43,14 @@ class _Finder(MetaPathFinder):
 
 
 class _OwnLoader(Loader):
-    """Loads a module by its plain loader, with changes of its own."""
+    """A loader that wraps a module's plain loader."""
 
     def __init__(self, plain: Loader) -> None:
         self.plain = plain
 
 
 class _ChecksLoader(_OwnLoader):
-    """Loads Transformers' checks for libraries, and changes the answers of some."""
+    """The loader of Transformers' checks for libraries. It makes the checks in `_ABSENT` return False."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.plain.create_module(spec)
@@ -63,7 +63,7 @@ class _ChecksLoader(_OwnLoader):
 
 
 class _CompilerLoader(_OwnLoader):
-    """Makes a module that loads itself at its first use."""
+    """The loader of the compiler. It makes a module that loads itself when it is first used."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = _LateCompiler(spec.name)
@@ -77,7 +77,7 @@ class _CompilerLoader(_OwnLoader):
 
 
 class _LateCompiler(ModuleType):
-    """Stands for `torch._dynamo`, and becomes it when anything but these decorators is used."""
+    """A stand-in for `torch._dynamo`. It becomes the real module when anything but its decorators is used."""
 
     def allow_in_graph(self, function: Any) -> Any:
         return self._note("allow_in_graph", function)

@@ -1,5 +1,5 @@
-"""Limits that follow from a model's shape. The launcher checks them before anything is loaded, workers again;
-so this module does without torch.
+"""Limits that follow from a model's shape. The launcher checks them before it loads anything, and workers
+check them again. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from protocol.errors import ConfigError
 from protocol.speculation import Quantization
 
 CPU_POOL_LIMIT = 4 * 1024**3
-"""Bytes of a CPU pool unless the user asks for more."""
+"""Most bytes of a CPU pool, unless the user asks for more."""
 
 
 def choose_max_model_len(requested: int | None, longest: int | None) -> int:
-    """Return the longest sequence of a model with so many positions (None: it does not say). Raises
-    `ConfigError`.
+    """Return the most tokens of a sequence for a model with `longest` positions (None: unknown). Raise
+    `ConfigError`, naming the option.
     """
     if longest is None:
         if requested is None:
@@ -32,7 +32,7 @@ def choose_max_model_len(requested: int | None, longest: int | None) -> int:
 
 
 def check_quantization(config: ServeConfig, method: str | None) -> None:
-    """Raise `ConfigError` unless --quantization fits a checkpoint that is quantized by `method`, if it is."""
+    """Raise `ConfigError` unless --quantization fits the checkpoint's own `method` (None: not quantized)."""
     asked = config.quantization
     if asked is None or asked == method:
         return
@@ -49,7 +49,7 @@ def check_quantization(config: ServeConfig, method: str | None) -> None:
 
 
 def check_draft(vocab_size: int, longest: int, target_vocab_size: int, max_model_len: int) -> None:
-    """Raise `ConfigError` for a draft model that cannot follow the target everywhere."""
+    """Raise `ConfigError` if the draft model lacks some of the target's token ids or positions."""
     if vocab_size < target_vocab_size:
         raise ConfigError(
             f"--speculative-config: model: the draft's vocabulary has {vocab_size} tokens, "
@@ -63,14 +63,14 @@ def check_draft(vocab_size: int, longest: int, target_vocab_size: int, max_model
 
 
 def cpu_pool_budget(config: ServeConfig, max_model_len: int, sequence_bytes: int) -> tuple[int, str]:
-    """Return the bytes of a CPU worker's pool, and why so many; `sequence_bytes` are those of one sequence of
-    `max_model_len`.
+    """Return the bytes of a CPU worker's pool and the reason for this size. `sequence_bytes`: the bytes of
+    one sequence of `max_model_len` tokens.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
     fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
-    # Few sequences get that long: what they leave keeps prefixes of earlier ones.
+    # Few sequences get that long: the prefix cache uses the rest.
     sequences = config.max_num_seqs
     return min(
         (sequences * sequence_bytes, f"room for {sequences} sequences of {max_model_len} tokens"),

@@ -1,4 +1,4 @@
-"""Log lines that tell what a start is at, and how long its slow parts took."""
+"""Log lines for the phases of a start, with the duration of slow phases."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 logger = logging.getLogger("tandem.engine")
 SLOW_S = 5.0
-"""A phase that took no longer is not logged again at its end, so that a quick start stays calm."""
+"""Seconds after which a phase is logged again at its end. A quick start logs each phase once."""
 
 
 @contextmanager
 def phase(work: str, expected: str) -> Iterator[None]:
-    """Log the `work` and what it is `expected` to take, and afterwards what it took if it was slow."""
+    """Log the `work` and its `expected` duration and, if the work was slow, how long it took."""
     logger.info("%s, which takes %s ...", work, expected)
     started = time.monotonic()
     yield

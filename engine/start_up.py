@@ -1,4 +1,4 @@
-"""Describes an engine's start: one line of text for each thing that was chosen or measured."""
+"""Description of an engine's start: one line of text for each choice or measurement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe_start(
     load_s: float,
     compile_s: float,
 ) -> dict[str, str]:
-    """By what it is about, as `GET /workers` shows it."""
+    """Return the lines by topic, as `GET /workers` shows them."""
     backend, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     weights = f", weights in {config.quantization}" if config.quantization else ""
     if loaded.checkpoint:
@@ -47,7 +47,7 @@ def describe_start(
 
 
 def _deterministic(config: ServeConfig, loaded: LoadedModel, runner: Runner) -> str:
-    """Tell whether a request has the same bits in every batch, and so the same tokens."""
+    """Return "yes" if a request has the same bits in every batch, and so the same tokens."""
     by_option = config.deterministic and loaded.device.type == "cuda"
     return "yes" if by_option or runner.deterministic else "no"
 
@@ -76,7 +76,7 @@ def _kept(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
 
 
 def _why_whole(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
-    """Why layers that attend within a window keep all the same; empty if none do."""
+    """Return why layers with a sliding window keep all tokens; "" if there are no such layers."""
     group, longest = loaded.kv_group, loaded.max_model_len
     if not any(0 < sight < longest for sight in group.sights):
         return ""

@@ -1,4 +1,4 @@
-"""Tells whether Triton's kernels can serve a device, counts their compilations, and computes block sizes."""
+"""Support for Triton: whether its kernels can run, a count of their compilations, and block sizes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger("tandem.engine")
 
 
 class Compilations:
-    """Counts the Triton kernels that this process compiles from now on, or loads from Triton's cache.
+    """The number of Triton kernels that this process compiles or loads from Triton's cache from now on.
 
-    A step waits for either, so a server should have compiled all its kernels when it starts.
+    A step waits for either, so a server should compile all its kernels before it serves.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Compilations:
 
 
 def can_build() -> bool:
-    """Return whether Triton can compile what launches its kernels, as it does when the first one runs."""
+    """Return whether Triton can compile the launcher of its kernels, as it does when the first one runs."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = sysconfig.get_paths(scheme="posix_prefix")["include"]
     return compiler is not None and Path(headers, "Python.h").exists()

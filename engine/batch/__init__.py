@@ -1,1 +1,1 @@
-"""A step's packed rows, their inputs on the device, and the interface that runs them."""
+"""A step's packed rows, their inputs on the device, and the interface of runners."""

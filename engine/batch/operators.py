@@ -1,4 +1,4 @@
-"""The interface of what recurrent layers compute over tokens; each device has its own implementation."""
+"""The interface of recurrent layers' operators; each device has its own implementation."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from engine.kv.state_slots import RowSpan
 
 
 class Operators(Protocol):
-    """Operators over packed rows. `layer` counts the recurrent layers alone."""
+    """Operators over packed rows. `layer` is a number among the recurrent layers only."""
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """inputs [rows, channels], weight [channels, taps], bias [channels]: float32 [rows, channels]."""
+        """Return float32 [rows, channels] for inputs [rows, channels], weight [channels, taps] and bias
+        [channels].
+        """
 
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        """All float32. query, key [rows, key heads, key_dim], value [rows, heads, value_dim]; decay
-        (logarithms) [rows, heads, decay_dim], beta [rows, heads]. With beta a token adds to the state what
-        the state lacks of its value under its key, times beta (the delta rule); else its value. Returns what
-        the query reads, the token's own part included, [rows, heads, value_dim].
+        """Return what the queries read from the state, own tokens included: [rows, heads, value_dim].
+
+        All float32: query, key [rows, key heads, key_dim]; value [rows, heads, value_dim]; decay, logarithms
+        [rows, heads, decay_dim]; beta [rows, heads]. With beta a token adds beta * (value - what its key
+        reads from the state) under its key (the delta rule); without, it adds its value.
         """
 
     def selective_scan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
     ) -> Tensor:
-        """All float32. Heads of one value each, without the delta rule: query, key [rows, key_dim], value,
-        times [rows, heads]. Over a token's time each row of a head's state decays at a rate of its own
-        (logarithms), [heads, key_dim]. Returns what the query reads, [rows, heads].
+        """Return what the queries read from the state, [rows, heads]. Heads have one value each and no delta
+        rule. All float32: query, key [rows, key_dim]; value, times [rows, heads]; rates, logarithms [heads,
+        key_dim]. Each row of a head's state decays by its rate times the token's time.
         """
 
 
@@ -43,13 +46,13 @@ class StepOperators(Operators, Protocol):
     name: str
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        """Each sequence's rows follow others that ran before, or replace drafted ones. One that starts at 0
-        has no state yet.
+        """Begin a step. Each sequence's rows follow its earlier rows or replace draft tokens. A sequence
+        that starts at 0 has no state yet.
         """
 
     def plan_step(self, spans: Sequence[RowSpan], shape: StepShape) -> Tables[np.ndarray] | None:
-        """As `begin_step`, but operators that read tables on the device return them. The step's inputs bring
-        them there, then `use` begins the step. Tables of a bucket's shape have the same sizes.
+        """Begin a step like `begin_step`, or return tables for operators that read them on the device: they
+        are uploaded with the step's inputs, then `use` begins the step. One shape has one size of tables.
         """
         self.begin_step(spans)
         return None

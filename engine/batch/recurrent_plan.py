@@ -1,4 +1,4 @@
-"""Tables that tell kernels where a step's rows find their inputs: made on the host, once for all layers."""
+"""Tables of the sources of a step's inputs in recurrent layers, made on the host once for all layers."""
 
 from __future__ import annotations
 
@@ -15,52 +15,51 @@ Array = TypeVar("Array")
 Other = TypeVar("Other")
 
 NOTHING = -(2**31)
-"""Stands where nothing is. Other negative sources lie in the state slot: -1 - i at place i of its window,
-and from
--1 - window on the convolution's inputs before the grid point, backwards. Those from 0 on are the step's rows.
+"""The source of an absent input. A source from 0 on is a row of the step. Other negative sources are in the
+state slot: -1 - i is place i of its window; from -1 - window downwards follow the convolution's inputs before
+the grid point, the latest first.
 """
 
 SEQUENCE_COLUMNS = 8
-"""A sequence: its state slot; the first row's place; its first row, the first one that its window keeps
-and the
-one behind its last; its first tile and the one behind its last; and, of the sequences whose drafts go on
-behind a grid point, its number.
+"""The number of columns of a sequence: its state slot; its first row's place; its first row, the first row
+that the window keeps and the end of its rows; its first tile and the end of its tiles; and its number among
+the sequences whose drafts continue after a grid point. Ends are exclusive.
 """
 
 NO_SEAT = -1
-"""The state slot of a sequence that pads the table. Its rows pad the step, give zeros and keep nothing."""
+"""State slot of a sequence that pads the table. Its rows pad the step: they give zeros and keep nothing."""
 
 TILE_COLUMNS = 3
-"""A tile: its first new row, the end of the new rows, and flags. Then come its rows' sources."""
+"""The number of columns of a tile before its rows' sources: first new row, end of the new rows, flags."""
 
 DRAFTED, ADVANCE, CERTAIN = 1, 2, 4
-"""Flags of a tile. Its rows follow a state behind drafted tokens, not the state slot's. The state behind
-its rows is wanted; and the state slot gets it.
+"""Flags of a tile. `DRAFTED`: its rows follow a state after draft tokens, not the state slot's. `ADVANCE`:
+the state after its rows is computed. `CERTAIN`: the state slot gets that state.
 """
 
 
 class Tables(NamedTuple, Generic[Array]):
-    """All int32. A tile has the rows of one grid, each at its position modulo that: the new rows of a chain
-    between two grid points, or the path to one new row of a tree.
+    """Tables, all int32. A tile has the rows of one grid, each at its position modulo the grid: the new rows
+    of a chain between two grid points, or the path to one new row of a tree.
     """
 
     sequences: Array
     """[sequences, SEQUENCE_COLUMNS]"""
     before: Array
-    """[rows, reach]: sources of what a convolution reads before each row"""
+    """[rows, reach]: sources of the inputs that a convolution reads before each row"""
     tails: Array
-    """[sequences, reach]: and of what it will read before the new grid point"""
+    """[sequences, reach]: sources of the inputs that it will read before the new grid point"""
     tiles: Array
     """[tiles, TILE_COLUMNS + tile_rows(grid)]"""
     num_drafted: int
-    """Sequences whose drafts go on behind a grid point."""
+    """Number of sequences whose drafts continue after a grid point."""
 
     @property
     def arrays(self) -> list[Array]:
         return [self.sequences, self.before, self.tails, self.tiles]
 
     def on(self, arrays: Sequence[Other]) -> Tables[Other]:
-        """These tables, whose arrays are there now."""
+        """Return these tables with other `arrays`, e.g. the ones that are on the device."""
         sequences, before, tails, tiles = arrays
         return Tables(sequences, before, tails, tiles, self.num_drafted)
 
@@ -75,25 +74,25 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, layout: StateLayout, sequences: int, rows_each: int, *, trees: bool, drafts: bool) -> Room:
-        """A sequence has at most a window and its rows behind its state. Without `drafts` none of these goes
-        on behind a grid point.
+        """Return the room for sequences that have at most a window and `rows_each` rows after their state.
+        Without `drafts` no sequence's draft continues after a grid point.
         """
         places, grid = layout.window + rows_each, layout.grid
         tiles = ceil_div(places, grid)
-        if trees:  # each row has a tile, behind those of its path
+        if trees:  # each row has a tile, after the tiles of its path
             tiles += rows_each * (1 + places // grid)
         return cls(sequences, sequences * rows_each, sequences * tiles, sequences if drafts else 0)
 
 
 def tile_rows(grid: int) -> int:
-    """That a tile has: what matrix units multiply, of which the grid's may be the first."""
+    """Return the number of rows of a tile: at least `grid`, and a size that matrix units multiply."""
     return power_of_two(grid)
 
 
 def tables_of(
     spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayout, reach: int
 ) -> Tables[np.ndarray]:
-    """Their states are at `bases`, and the convolutions read at most `reach` tokens back."""
+    """Return the tables of `spans` with states at `bases`; convolutions read at most `reach` tokens back."""
     step = _Step(spans, bases, layout)
     before = step.sources(step.owner, step.place[:, None] + np.arange(-reach, 0))
     tails = step.sources(np.arange(len(spans)), step.settled[:, None] + np.arange(-reach, 0))
@@ -110,7 +109,7 @@ def tables_of(
             own = _tree_tiles(step, index, span)
             begins[index], ends[index] = len(tiles), len(tiles) + len(own)
             tiles = np.concatenate([tiles, own])
-            kept[index] = step.first[index]  # a row reads what others of its path have left there
+            kept[index] = step.first[index]  # a row reads inputs of its path in the window
     num_drafted = np.concatenate([[0], np.cumsum(tiles[:, 2] & DRAFTED)])
     crosses = (num_drafted[ends] > num_drafted[begins]).astype(np.int64)
     columns = step.state_slot, step.start, step.first, kept, step.first + step.end - step.start, begins, ends
@@ -120,7 +119,7 @@ def tables_of(
 
 
 def padded(tables: Tables[np.ndarray], room: Room) -> Tables[np.ndarray]:
-    """With the room's sizes. A sequence more has the rows that pad the step."""
+    """Pad tables to the room's sizes. One more sequence has the rows that pad the step."""
     assert tables.num_drafted <= room.num_drafted
     lengths = room.sequences + 1, room.rows, room.sequences + 1, room.tiles
     arrays = []
@@ -134,7 +133,7 @@ def padded(tables: Tables[np.ndarray], room: Room) -> Tables[np.ndarray]:
 
 
 class _Step:
-    """The spans' fields as columns; each row's span and place."""
+    """The fields of spans as columns, and each row's span and place."""
 
     def __init__(self, spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayout) -> None:
         self.grid, self.window = layout.grid, layout.window
@@ -148,14 +147,14 @@ class _Step:
         self.place = np.arange(len(self.owner)) - (self.first - self.start)[self.owner]
 
     def sources(self, owner: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The sources of these places [n, m], each n's in one span."""
+        """Return the sources of `places` [n, m]; those in row i belong to span `owner[i]`."""
         start, base, first = (column[owner][:, None] for column in (self.start, self.base, self.first))
         slot_places = np.where(places >= base, -1 - places % self.window, places - base - self.window)
         return np.where(places >= start, first + places - start, slot_places)
 
 
 def _chain_tiles(step: _Step, chains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All tiles of these spans, and how many each has."""
+    """Return all tiles of the chains, and each chain's number of tiles."""
     grid, counts = step.grid, -(-(step.end - step.base)[chains] // step.grid)
     owner = np.repeat(chains, counts)
     point = step.base[owner] + grid * (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts))
@@ -172,7 +171,7 @@ def _chain_tiles(step: _Step, chains: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _tree_tiles(step: _Step, index: int, span: RowSpan) -> np.ndarray:
-    """A tile for each row, behind those that bring the state to where it is read."""
+    """Return a tile for each row, after the tiles that bring the state to where the row reads it."""
     grid, base = step.grid, int(step.base[index])
     tiles: list[tuple[int, int, int, list[int]]] = []
     passed: list[int] = []

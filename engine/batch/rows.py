@@ -1,4 +1,4 @@
-"""Rows of a packed forward, as sequences of the batch have them, and as native code reads them."""
+"""Rows of a packed forward: one object for each sequence, and arrays that native code reads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.kv.state_slots import RowSpan
 
 @dataclass(slots=True, eq=False)
 class SequenceRows:
-    """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks, of
-    which it has a list in each block table.
+    """Tokens of one sequence to run. The KV of `token_ids[i]` goes to place `start + i` of the sequence's
+    blocks; `tables` has the block ids for each block table.
 
-    With `masks` they are rows of a tree, which begins at place `tree_start`, by default `start`: see
-    `AttentionMetadata.visible`. Keys before `first_key` are not looked at.
+    With `masks` the tokens are rows of a tree that begins at place `tree_start`, by default `start`: see
+    `AttentionMetadata.visible`. Rows do not read keys before `first_key`.
     """
 
     token_ids: Sequence[int]
@@ -26,27 +26,27 @@ class SequenceRows:
     tree_start: int | None = None
     first_key: int = 0
     state_slot: int = 0
-    """The slot of its recurrent layers' state, where the model has some."""
+    """State slot of the sequence, if the model has recurrent layers."""
     certain: int | None = None
-    """Leading places whose tokens no later rows replace: None for all. Recurrent layers ask for it."""
+    """End of the places whose tokens no later rows replace; None: all. For recurrent layers."""
     adapter: int = 0
-    """The slot of its adapter; 0: none."""
+    """Slot of the sequence's LoRA adapter; 0: no adapter."""
 
 
 class BlockTable:
-    """The block tables of a batch's sequences as an array. In most steps few sequences have got other blocks:
-    lists that are as they were at their places before are not read again.
+    """The block tables of a batch's sequences as an array. In most steps few sequences have new blocks, so a
+    list that equals the previous step's list at its place is not copied again.
     """
 
     def __init__(self, block_size: int, num_tables: int = 1) -> None:
         self.block_size = block_size
         self._num_tables = num_tables
         self._lists: list[list[int]] = []
-        """The lists that lie in the array's rows."""
+        """The lists that the array's rows hold."""
         self._rows = np.zeros((0, 0), np.int32)
 
     def of(self, batch: Sequence[SequenceRows]) -> np.ndarray:
-        """int32 [sequences, most blocks], padded with 0, or of several tables [tables, sequences, most
+        """Return int32 [sequences, most blocks], padded with 0; for several tables [tables, sequences, most
         blocks].
         """
         lists = [rows.tables[table] for table in range(self._num_tables) for rows in batch]
@@ -69,8 +69,8 @@ class BlockTable:
 @dataclass(slots=True, eq=False)
 class RowArrays:
     """Rows of chains. `token_ids` int64 [rows], one sequence after the other; `spans` int64 [2, sequences],
-    their first places and those after the last; `blocks` as `BlockTable.of` has them; `first_keys` int32
-    [sequences], None for zeros.
+    the first and the end place of each sequence (the end is exclusive); `blocks` from `BlockTable.of`;
+    `first_keys` int32 [sequences], None for zeros.
     """
 
     token_ids: np.ndarray
@@ -92,7 +92,7 @@ class RowArrays:
 
 
 def span_of(rows: SequenceRows) -> RowSpan:
-    """A sequence's rows as recurrent layers read them."""
+    """Return a sequence's rows in the form that recurrent layers read."""
     count = len(rows.token_ids)
     certain = rows.start + count if rows.certain is None else rows.certain
     tree_start = rows.start if rows.tree_start is None else rows.tree_start

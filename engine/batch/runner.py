@@ -1,4 +1,4 @@
-"""The interface of what runs a model's packed forwards over a KV pool."""
+"""The interface of a runner: it runs a model's packed forwards over a KV pool."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Step(NamedTuple):
 
     batch: Sequence[SequenceRows]
     logit_rows: Sequence[int]
-    """The packed rows that need logits."""
+    """Packed rows that need logits."""
     wants_hidden: bool = True
     hidden: Tensor | None = None
     """For a draft head, [rows, hidden_size]: the hidden state before each row."""
 
 
 class ForwardOutput(NamedTuple):
-    """`logits` [rows asked for, vocab_size], until the runner's next call. `hidden`, if the runner captures
-    any: [all rows, captured layers * hidden_size], or a draft head's.
+    """Result of a forward. `logits` [logit rows, vocab_size] are valid until the runner's next call. `hidden`
+    [all rows, captured layers * hidden_size], or a draft head's, if the runner captures hidden states.
     """
 
     logits: Tensor
@@ -33,7 +33,7 @@ class ForwardOutput(NamedTuple):
 
 
 Fill = Callable[[StepInputs], None]
-"""Writes into a step's inputs, on the device, what the host does not know yet."""
+"""A function that writes values which the host does not know yet to a step's inputs, on the device."""
 
 
 class ChainDrafter(Protocol):
@@ -51,41 +51,41 @@ class ChainDrafter(Protocol):
         before: Tensor | None = None,
         distributions: Tensor | None = None,
     ) -> np.ndarray:
-        """Run the batch's rows, then draft token after token; int64 [most tokens, sequences].
+        """Run the batch's rows, then draft token after token; return int64 [most tokens, sequences].
 
-        `wishes`, int64 [2, sequences], has each sequence's seed and number of tokens, in descending order of
-        the latter; entries beyond that number mean nothing. A sequence's blocks have room for the KV of all
-        drafted tokens but the last. Only the first `vocab_size` logits count. `temperatures` are float32. A
-        head also takes the hidden states `before` the rows.
+        `wishes`, int64 [2, sequences], has each sequence's seed and number of tokens to draft, in descending
+        order of that number; result entries beyond it are undefined. A sequence's blocks have room for the KV
+        of all draft tokens except the last. Only the first `vocab_size` logits count. `temperatures` are
+        float32. A draft head also takes the hidden states `before` the rows.
 
-        With `distributions`, float32 [sequences, most tokens, width], the draft's distributions over the
-        target's `width` token ids are written there, and tokens are drawn from them with noise of
-        `Purpose.DRAFT`. Without, tokens are chosen with the target's own noise.
+        If `distributions`, float32 [sequences, most tokens, width], is given, write the draft's distributions
+        over the target's `width` token ids to it, and draw tokens from them with noise of `Purpose.DRAFT`.
+        Otherwise choose tokens with the target's own noise.
         """
 
 
 class Runner(Protocol):
     products: str
-    """How the linear layers multiply."""
+    """Description of how the linear layers multiply."""
     any_threads: bool
-    """Whether results have the same bits on any number of threads, which may change between calls."""
+    """Whether results have the same bits on any number of threads. The number may change between calls."""
     can_fill: bool
     """Whether `run` takes a `fill`."""
 
     @property
     def chains(self) -> ChainDrafter | None:
-        """Drafts chains with this model; None where that takes a call for each token."""
+        """The drafter of whole chains with this model; None if each draft token takes a `run`."""
 
     @property
     def deterministic(self) -> bool:
-        """Whether a row's result has the same bits in every batch. Known after `warm_up`."""
+        """Whether a row's result has the same bits in every batch; known after `warm_up`."""
 
     @property
     def choice(self) -> str:
         """The runner's name, for logs and metrics."""
 
     def warm_up(self) -> float:
-        """Compile or capture the forward, if it can be. Returns the seconds it took."""
+        """Compile or capture the forward, if the runner can. Return the seconds that it took."""
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-        """Write the KV of all rows, and compute the logits asked for. `fill` completes the inputs first."""
+        """Write the KV of all rows and compute the logits of `step`; first let `fill` complete the inputs."""

@@ -1,7 +1,6 @@
 """The inputs of one packed forward: decode rows, verify rows and prefill chunks.
 
-The rows of all sequences lie one after another; the attention backend learns from the metadata which rows
-belong together.
+The rows of a sequence are contiguous; the attention metadata says which rows belong to which sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from engine.kv.attention import AttentionMetadata
 
 @dataclass(frozen=True)
 class StepShape:
-    """The least sizes of a step's inputs; what is missing is padding, which writes nowhere."""
+    """The least sizes of a step's inputs. Smaller steps get padding, which writes nothing to the pool."""
 
     rows: int = 0
     logits: int = 0
@@ -29,15 +28,15 @@ class StepShape:
     rows_each: int = 0
     """Rows of each sequence."""
     blocks: int = 0
-    """Blocks of each sequence. Its keys need no more; further ones are left out."""
+    """Blocks of each sequence; they hold all of its keys, and later blocks are left out."""
     trees: bool = False
-    """Whether there are masks, even of chains alone."""
+    """Whether there are masks, even if all sequences are chains."""
     first_keys: bool = False
-    """Whether there are first keys, even where all of them are seen."""
+    """Whether there are first keys, even if rows see all keys."""
     adapters: bool = False
     """Whether rows may have adapters, even if none has."""
     drafts: bool = False
-    """Whether lone rows of sequences may be drafted tokens, which leave no state behind."""
+    """Whether a sequence's only row may be a draft token, which changes no recurrent state."""
 
     def takes(self, other: StepShape) -> bool:
         """Whether the steps of `other` fit this one."""
@@ -47,20 +46,20 @@ class StepShape:
 
 class StepInputs(NamedTuple):
     token_ids: Tensor
-    """int64 [rows], as `positions`."""
+    """int64 [rows], like `positions`."""
     positions: Tensor
     logit_rows: Tensor
-    """int64 [logits]: the rows that logits are wanted of."""
+    """int64 [logits]: the rows that need logits."""
     attention: AttentionMetadata
     recurrent: Tables[Tensor] | None = None
     adapters: Tensor | None = None
-    """int64 [rows], the address of each one's adapter, 0 for none; None where no row may have one."""
+    """int64 [rows]: the address of each row's adapter, 0 for none; None if no row may have an adapter."""
     hidden: Tensor | None = None
     """For a draft head, [rows, hidden_size]: the hidden state before each row."""
 
 
 def are_chains(batch: Sequence[SequenceRows]) -> bool:
-    """Whether no rows belong to trees."""
+    """Return whether no rows belong to trees."""
     return all(rows.masks is None for rows in batch)
 
 
@@ -73,9 +72,9 @@ def step_inputs(
     recurrent: Tables[np.ndarray] | None = None,
     adapters: Sequence[int] | None = None,
 ) -> StepInputs:
-    """For the attention that `table` belongs to, on the device of `upload`, whose next call ends them. With
-    the tables of recurrent layers' operators, if there are any, and the addresses of the sequences'
-    `adapters`, if some row may have one.
+    """Make the inputs for the attention that `table` belongs to, on the device of `upload`; they are valid
+    until the next upload. `recurrent`: the tables of recurrent layers' operators, if any. `adapters`: the
+    addresses of the sequences' adapters, if a row may have one.
     """
     block_size = table.block_size
     rows = RowArrays.of(batch, table)
@@ -123,7 +122,7 @@ def step_inputs(
 
 
 def _padded(array: np.ndarray, *shape: int) -> np.ndarray:
-    """With zeros, to at least this shape."""
+    """Pad an array with zeros to at least this shape."""
     padded = np.zeros([*map(max, array.shape, shape)], array.dtype)
     padded[tuple(map(slice, array.shape))] = array
     return padded
@@ -132,7 +131,7 @@ def _padded(array: np.ndarray, *shape: int) -> np.ndarray:
 def _trees(
     batch: Sequence[SequenceRows], positions: np.ndarray, sequences: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masks and first places of trees; corrects the positions of their rows."""
+    """Return the masks and first places of trees, and correct the positions of their rows in place."""
     visible = np.zeros(len(positions), np.uint64)
     tree_start = np.full(sequences, -1, np.int32)
     row = 0

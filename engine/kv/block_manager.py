@@ -1,11 +1,11 @@
-"""The KV pool's blocks, the stores that share them, and what the prefix cache holds.
+"""The KV pool's blocks, the stores that share them, and the contents of the prefix cache.
 
-Pure bookkeeping, without memory. A block is used (somebody refers to it), cached (nobody does, but its entry
-can be found) or free. Full blocks of committed tokens are found again by their chained identity
-(`protocol.ids`), as in vLLM's automatic prefix caching. Stores differ in what an entry holds and how far rows
-see: attention layers keep a block for each `block_size` tokens and see all of them or a window (vLLM's
-FullAttentionSpec and SlidingWindowSpec), recurrent layers keep the state after a token in several blocks
-(MambaSpec). A draft model's KV lies in the blocks of the first store.
+Bookkeeping only, without memory. A block is used (referenced), cached (unreferenced, but part of an entry) or
+free. Full blocks of committed tokens are found again by their chained identity (`protocol.ids`), as in vLLM's
+automatic prefix caching. Stores differ in their entries and in how far rows see. Attention layers keep a
+block for each `block_size` tokens and see all tokens or a window (vLLM's FullAttentionSpec and
+SlidingWindowSpec). Recurrent layers keep the state after a token in several blocks (MambaSpec). A draft
+model's KV is in the blocks of the first store.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from protocol.ids import BlockIdentity, state_identities, table_identity
 from protocol.kv_events import Medium, Window
 
 Holds = Callable[[BlockIdentity], bool]
-"""Tells whether a lower tier has a block by this name."""
+"""A function that returns whether a lower tier has a block of this name."""
 Span = tuple[int, int]
-"""The first place that is read, and the place up to which entries are in the pool."""
+"""The first place that rows read, and the end (exclusive) of the places whose entries are in the pool."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Blocks of a store that are found and evicted together. They are never written again."""
+    """Blocks of a store that are found and evicted together, and never written again."""
 
     store: Store
     identity: BlockIdentity
     blocks: Sequence[int]
     num_users: int = 0
-    """Sequences that continued from it."""
+    """Number of sequences that continued from the entry."""
 
 
 class BlockPool:
-    """Evicted blocks go to the lower `tier`, if there is one."""
+    """Reference counts of blocks, and their eviction to the lower `tier`, if any."""
 
     def __init__(self, num_blocks: int, tier: HostTier | None = None) -> None:
         self.num_blocks = num_blocks
         self.tier = tier
         self.drafted = [False] * num_blocks
-        """For each block, whether all of its places hold draft KV too."""
+        """For each block, whether all of its places also hold draft KV."""
         self._references = [0] * num_blocks
         self._entry_of: list[Entry | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -52,29 +52,29 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing of use."""
+        """Number of blocks that are neither referenced nor cached."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced blocks that the prefix cache keeps until their room is needed."""
+        """Number of unreferenced blocks that the prefix cache keeps until their room is needed."""
         return len(self._evictable)
 
     @property
     def available(self) -> int:
-        """Blocks that could be handed out now."""
+        """Number of blocks that `take` could return now."""
         return len(self._free) + len(self._evictable)
 
     def num_references(self, block: int) -> int:
         return self._references[block]
 
     def is_locked(self, block: int) -> bool:
-        """Whether even its only holder must not write to it: it is shared or belongs to an entry."""
+        """Return whether the block's holder must not write to it: it is shared or belongs to an entry."""
         return self._references[block] > 1 or self._entry_of[block] is not None
 
     def take(self, count: int) -> list[int]:
-        """Return `count` blocks, each referenced once, in ascending order: adjacent ones make one transfer.
-        So many must be available.
+        """Return `count` blocks, each referenced once; so many must be available. They are in ascending
+        order, since adjacent blocks make one transfer.
         """
         evicted: list[Evicted] = []
         while len(self._free) < count:
@@ -88,7 +88,7 @@ class BlockPool:
         return sorted(taken)
 
     def cache(self, entry: Entry) -> bool:
-        """Let the blocks belong to an entry, unless one belongs to another; return whether they do."""
+        """Assign the blocks to `entry`, unless one of them has an entry; return whether it was done."""
         for block in entry.blocks:
             if self._entry_of[block] is not None:
                 return False
@@ -97,7 +97,7 @@ class BlockPool:
         return True
 
     def reference(self, entry: Entry) -> Sequence[int]:
-        """Refer to the blocks of an entry, and return them."""
+        """Add a reference to each block of an entry, and return the blocks."""
         entry.num_users += 1
         for block in entry.blocks:
             if self._references[block] == 0:
@@ -106,7 +106,7 @@ class BlockPool:
         return entry.blocks
 
     def dereference(self, blocks: Iterable[int]) -> None:
-        """Drop a reference to each. Those that become evictable are evicted in this order."""
+        """Drop a reference to each block. Blocks that become evictable are evicted in this order."""
         for block in blocks:
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -116,13 +116,13 @@ class BlockPool:
                     self._evictable[block] = None
 
     def age(self, entry: Entry) -> None:
-        """Evict the entry before all others, unless somebody refers to it."""
+        """Make an unreferenced entry the next to be evicted."""
         for block in entry.blocks:
             if block in self._evictable:
                 self._evictable.move_to_end(block, last=False)
 
     def _evict(self) -> Iterable[Evicted]:
-        """Free the least recently used block, and those that are found with it."""
+        """Free the least recently used block and the other blocks of its entry."""
         entry = self._entry_of[next(iter(self._evictable))]
         assert entry is not None
         for block in entry.blocks:
@@ -134,7 +134,7 @@ class BlockPool:
 
 
 class Store:
-    """The KV of layers that attend to all tokens, or within a `window`; `number` is its block table."""
+    """Entries with the KV of layers that see all tokens or a `window`; `number` is the block table."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, number: int = 0, window: Window | None = None
@@ -145,19 +145,19 @@ class Store:
         self.window = window
         self.sees_all = window is None
         self.log: CacheLog | None = None
-        """Gets the entries that come and go, if somebody listens."""
+        """The log of added and removed entries, if it is watched."""
         self.entries: dict[BlockIdentity, Entry] = {}
         self.num_saved = self.num_evicted = 0
 
     def names(self, identity: BlockIdentity) -> list[BlockIdentity]:
-        """The names of an entry's blocks in the lower tiers."""
+        """Return the names of an entry's blocks in the lower tiers."""
         return [table_identity(identity, self.number)]
 
     def is_below(self, identity: BlockIdentity, holds: Holds | None) -> bool:
         return holds is not None and all(map(holds, self.names(identity)))
 
     def publish(self, identity: BlockIdentity, blocks: Sequence[int], num_users: int = 0) -> bool:
-        """Let the blocks be found from now on, unless equal ones can be; return whether that is new."""
+        """Make an entry of the blocks, unless `identity` has one; return whether the entry is new."""
         if identity in self.entries:
             return False
         entry = Entry(self, identity, blocks, num_users)
@@ -168,19 +168,19 @@ class Store:
         return True
 
     def forget(self, entry: Entry) -> None:
-        """The entry is evicted."""
+        """Remove an evicted entry."""
         del self.entries[entry.identity]
         self.num_evicted += 1
         if self.log is not None:
             self.log.removed(Medium.GPU, entry.identity)
 
     def first_place(self, position: int) -> int:
-        """The first place that rows from this position on read; blocks before it may be freed."""
+        """Return the first place that rows from this position on read; earlier blocks may be freed."""
         return self.window.first_place(position) if self.window is not None else 0
 
     def num_blocks(self, write_from: int, num_tokens: int, rows: int | None) -> int:
-        """Blocks that a sequence of `num_tokens` tokens takes. With `rows`, a window has room for so many at
-        a time, from `write_from` on.
+        """Return the number of blocks that a sequence of `num_tokens` tokens takes. With `rows`, a windowed
+        table has room for the window and `rows` rows at a time, from `write_from` on.
         """
         if rows is not None and self.window is not None:
             num_tokens = min(num_tokens, write_from + self.window.span(rows))
@@ -189,8 +189,8 @@ class Store:
     def span(
         self, known: Sequence[BlockIdentity], end: int, first: int, position: int, holds: Holds | None
     ) -> Span | None:
-        """The places that rows from `position` on read among the first `end` blocks, which follow `first`
-        others. None if some entries are neither here nor below.
+        """Return the places that rows from `position` on read in the first `end` blocks, which follow
+        `first` others. Return None if one of these entries is neither in the pool nor in the lower tier.
         """
         start = here = max(self.first_place(position) - first, 0)
         while here < end and known[here] in self.entries:
@@ -200,8 +200,8 @@ class Store:
 
 
 class StateStore(Store):
-    """States of recurrent layers, of which rows read one. They are kept at multiples of `unit` tokens, and
-    found by the identity of the block that ends there.
+    """Entries with states of recurrent layers; rows read one state. States are kept at multiples of `unit`
+    tokens, and found by the identity of the block that ends there.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, entry_blocks: int, unit: int) -> None:
@@ -223,21 +223,21 @@ class StateStore(Store):
         return (end - 1, end - 1) if self.is_below(known[end - 1], holds) else None
 
     def age(self, identity: BlockIdentity) -> None:
-        """A later state replaces this one: evict it first, unless several sequences continued from it."""
+        """Make a state that a later one replaces the next to be evicted, unless several sequences used it."""
         entry = self.entries.get(identity)
         if entry is not None and entry.num_users <= 1:
             self.pool.age(entry)
 
 
 class BlockMemory(Protocol):
-    """The memory behind the blocks (`KVPool`). Without a model anything with these members will do."""
+    """The memory of the blocks (`KVPool`). Code without a model may use any object with these members."""
 
     block_size: int
     num_blocks: int
     state_blocks: int
-    """Blocks that hold a state of recurrent layers, 0 if there are none."""
+    """Number of blocks that hold a recurrent state; 0 without recurrent layers."""
     state_unit: int
-    """States are kept after multiples of so many tokens."""
+    """Number of tokens at whose multiples states are kept."""
 
     def copy_block(self, source: int, target: int) -> None: ...
 
@@ -245,8 +245,8 @@ class BlockMemory(Protocol):
 
 
 class BlockManager(BlockPool):
-    """A sequence has a block table for each of the `windows`; None stands for layers that see all. A step
-    computes at most `most_rows` tokens of a sequence.
+    """The pool's blocks in stores. A sequence has a block table for each of the `windows`, where None stands
+    for layers that see all tokens. A step computes at most `most_rows` tokens of a sequence.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class BlockManager(BlockPool):
         self.enable_prefix_caching = enable_prefix_caching
         self.most_rows = most_rows
         self.least_tokens = 0
-        """A sequence has room for so many tokens from its first blocks on, whatever its length."""
+        """The least tokens that a sequence gets blocks for, whatever its length."""
         self.tables = [Store(self, size, number, window) for number, window in enumerate(windows)]
         self.states = (
             StateStore(self, size, pool.state_blocks, pool.state_unit) if pool.state_blocks else None
@@ -271,18 +271,18 @@ class BlockManager(BlockPool):
         self.stores: list[Store] = [*self.tables, *([self.states] if self.states is not None else [])]
         self.has_windows = any(window is not None for window in windows)
         self._told = self.states or self.tables[0]
-        """The store whose entries tell how long a prefix may be found: where there are states, up to one."""
+        """The store whose entries are reported. With recurrent layers a prefix ends at a state."""
 
     def watch(self) -> CacheLog:
-        """A log that begins with all that the prefix cache holds, and gets every change from now on."""
+        """Return a log that begins with the prefix cache's contents and gets every change from now on."""
         self._told.log = log = CacheLog(self.contents())
         if self.tier is not None and len(self.stores) == 1:
             self.tier.watch(log)
         return log
 
     def contents(self) -> list[CacheEvent]:
-        """The events that lead from nothing known to what the prefix cache holds."""
+        """Return events that rebuild the contents of the prefix cache from nothing."""
         stored = [(Medium.GPU, identity) for identity in self._told.entries]
-        if self.tier is not None and len(self.stores) == 1:  # else a block there is of no use by itself
+        if self.tier is not None and len(self.stores) == 1:  # otherwise a block there is useless alone
             stored.extend(self.tier.contents())
         return [CacheEvent("cleared"), *(CacheEvent("stored", *block) for block in stored)]

@@ -1,4 +1,4 @@
-"""Events of the prefix cache: blocks that can be found from now on, or no longer."""
+"""Events of the prefix cache: blocks that were stored or removed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from protocol.kv_events import EventKind, Medium
 
 
 class CacheEvent(NamedTuple):
-    """A block can be found in a tier from now on, or no longer; "cleared": no block in any tier.
+    """A block that was stored in a tier or removed from it; "cleared": all blocks of all tiers are gone.
 
-    A block that was computed or arrived in the pool comes with what its identity was made of.
+    For a block that was computed or received, the event has the inputs of its identity: root, parent, tokens.
     """
 
     kind: EventKind
@@ -24,7 +24,7 @@ class CacheEvent(NamedTuple):
 
 
 class CacheLog:
-    """Collects events until they are taken. Belongs to the engine's thread."""
+    """Events since the last `take`. Belongs to the engine's thread."""
 
     def __init__(self, events: list[CacheEvent]) -> None:
         self._events = events

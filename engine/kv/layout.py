@@ -1,6 +1,6 @@
-"""The layout of a block of the pool: groups of layers, their segments, and each layer's place in these.
+"""The layout of a block of the pool: groups of layers, their segments, and each layer's place in a segment.
 
-A block holds `block_size` tokens of all groups: their segments, one after the other.
+A block holds `block_size` tokens of all groups: the groups' segments, one after the other.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TARGET, DRAFT = "target", "draft"
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers of one shape. For each token a layer has `num_planes` planes, e.g. its keys and values.
+    """Layers of one shape. For each token a layer has `num_planes` planes, e.g. keys and values.
 
-    `dtype` is what the model computes; `quantization` says how the pool keeps it (`engine.kv.row_codes`).
+    `dtype` is the type that the model computes; `quantization` is the stored form (`engine.kv.row_codes`).
     """
 
     num_layers: int
@@ -46,8 +46,9 @@ class Segment:
         return math.prod(self.block_shape(block_size)[:-1]) * self.rows.row_bytes(self.head_dim)
 
     def views(self, blocks: Tensor, block_size: int) -> StoredRows:
-        """Views of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape]; for coded rows scales
-        [num_blocks, num_layers, num_planes, block_size, num_kv_heads], which follow the codes of each token.
+        """Return views of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape] and, for coded
+        rows, scales [num_blocks, num_layers, num_planes, block_size, num_kv_heads]. A token's scales follow
+        its codes.
         """
         *tokens, heads, head_dim = self.block_shape(block_size)
         stored, end = blocks.unflatten(1, (*tokens, -1)), heads * head_dim * self.rows.stored_dtype.itemsize
@@ -61,27 +62,27 @@ class Segment:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The keys and values that a layer keeps of a token, in some models of different sizes."""
+    """Shape of a layer's keys and values for one token. In some models they differ in size."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     values_in_keys: bool = False
-    """Values are the first ones of each key, of one head: latent attention."""
+    """Whether the value is the beginning of the key, with one head: latent attention."""
 
     @property
     def num_values(self) -> int:
         return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
 
     def segments(self, num_layers: int, dtype: torch.dtype) -> tuple[Segment, ...]:
-        """The segments of so many such layers: one, or one for the keys and one for the values."""
+        """Return the segments of `num_layers` such layers: one, or one for keys and one for values."""
         if self.key_dim == self.value_dim:
             return (Segment(num_layers, self.num_kv_heads, self.key_dim, dtype),)
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         return tuple(Segment(num_layers, self.num_kv_heads, dim, dtype, num_planes=1) for dim in dims)
 
     def place(self, segment: int, index: int) -> LayerPlace:
-        """The place of layer `index`, if `segment` is the number of the first of `segments`."""
+        """Return the place of layer `index`; `segment` is the number of the first of `segments`."""
         if self.values_in_keys:
             return LayerPlace(segment, index, value_dim=self.value_dim)
         return LayerPlace(segment, index, segment + 1 if self.key_dim != self.value_dim else None)
@@ -89,10 +90,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """A layer's KV is `index` among the layers of its group's `segment`. This has the keys alone where the
-    values lie at the same index of `value_segment`, or are the first `value_dim` of each key. With a `shape`
-    it has rows of layers of several shapes: the layer's keys, followed by its values, lie in each from value
-    `first` on.
+    """Place of a layer's KV: layer `index` of its group's `segment`. The segment has only keys if the values
+    are at the same index of `value_segment`, or are the first `value_dim` values of each key. With a `shape`,
+    layers of several shapes share the segment's rows: the layer's keys, then its values, begin at value
+    `first` of each row.
     """
 
     segment: int
@@ -106,9 +107,9 @@ class LayerPlace:
 
 
 MOST_TABLES = 16
-"""The number of extents that a lease can have."""
+"""Greatest number of block tables: the number of extents that a lease can have."""
 _MOST_PADDING = 0.25
-"""The share of places for layers that may stay empty: more is not worth the room that windows spare."""
+"""Greatest share of layer places that may stay empty. With more, padding costs what windows save."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,14 @@ class Group:
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
     sights: tuple[int, ...] = ()
-    """The tokens that each layer's rows see at most, their own among them; 0: all. Empty: all layers see all.
-    """
+    """The most tokens that rows of each layer see, their own included; 0: all. Empty: all layers see all."""
     windows: tuple[int, ...] = (0,)
-    """The same for each block table. A table's blocks hold all layers, or some if there are several tables.
+    """The most tokens that rows see in each block table; 0: all. With one table, its blocks hold all layers.
     """
 
     @classmethod
     def uniform(cls, name: str, segment: Segment) -> Group:
-        """Each layer has its own place in one segment."""
+        """Make a group with a place of its own for each layer of one segment."""
         return cls(name, (segment,), tuple(LayerPlace(0, index) for index in range(segment.num_layers)))
 
     @classmethod
@@ -138,8 +138,8 @@ class Group:
         dtype: torch.dtype,
         sights: Sequence[int] = (),
     ) -> Group:
-        """Layers of one shape lie together. A number stands for the KV of an earlier layer, which this one
-        shares. None is a layer without KV: its place is never read or written.
+        """Make a group with a segment for the layers of each shape. A number stands for an earlier layer,
+        whose KV this layer shares. None is a layer without KV: its place is never read or written.
         """
         counts = Counter(layer for layer in layers if isinstance(layer, LayerShape))
         segments: list[Segment] = []
@@ -161,9 +161,9 @@ class Group:
         return cls(name, tuple(segments), tuple(places), sights=tuple(sights))
 
     def in_tables(self, longest: int, *, rows: bool = True) -> Group:
-        """The same KV in block tables by how much of a sequence of at most `longest` tokens layers see: a
-        table of layers that attend within a sliding window needs no blocks before it. Layers of several
-        shapes lie in `rows`. All layers stay in one table where `fault` says so.
+        """Return the same KV in block tables by how much of a sequence of at most `longest` tokens layers
+        see: a table of layers with a sliding window needs no blocks before the window. Layers of several
+        shapes share rows, if `rows` allows it. With a `fault` all layers stay in one table.
         """
         sights = self._sights_within(longest)
         if len({*sights}) == 1:
@@ -171,7 +171,7 @@ class Group:
         return self if not sights or self.fault(longest, rows=rows) else self._divided(sights)
 
     def fault(self, longest: int, *, rows: bool = True) -> str:
-        """Why some layers attend within a window and keep all the same; empty if none do."""
+        """Return why layers with a sliding window must keep all tokens; "" if none must."""
         sights = self._sights_within(longest)
         if len({*sights}) <= 1:
             return ""
@@ -190,8 +190,8 @@ class Group:
         return f"{len(sight_of)} layers of which {fewest} are unlike the others do not divide"
 
     def draft_fault(self, draft: Group) -> str:
-        """Why a draft's KV can't lie beside these tables; empty if it can: in the first one, whose layers see
-        all, or as much as the draft's. In blocks of the others its places stay empty.
+        """Return why a draft's KV cannot be in blocks of these tables; "" if it can. It is in the first
+        table, whose layers must see as much as the draft's. In other tables its places stay empty.
         """
         if self.windows[0] and not all(0 < sight <= self.windows[0] for sight in draft.sights or (0,)):
             return "a draft sees more of a sequence"
@@ -205,7 +205,7 @@ class Group:
         return [sight if sight < longest else 0 for sight in self.sights]
 
     def _by_sight(self, sights: list[int]) -> dict[int, list[LayerPlace]]:
-        """The places of layers by their sight; the widest sight comes first."""
+        """Return the places of layers by sight, the widest sight first."""
         sight_of = dict(zip(self.layers, sights, strict=True))
         order = sorted({*sights}, key=lambda sight: sight or math.inf, reverse=True)
         return {sight: [place for place in sight_of if sight_of[place] == sight] for sight in order}
@@ -225,7 +225,7 @@ class Group:
         return LayerShape(keys.num_kv_heads, keys.head_dim, values.head_dim)
 
     def _divided(self, sights: list[int]) -> Group:
-        """Tables with as many layers as have the rarest sight or, for several shapes, with rows of values."""
+        """Return tables with as many layers as have the rarest sight or, for several shapes, with rows."""
         if not self._has_several_shapes:
             each = min(map(len, self._by_sight(sights).values()))
             laid, windows = self._laid(sights, each, lambda place: 1)
@@ -247,8 +247,8 @@ class Group:
     def _laid(
         self, sights: list[int], room: int, size: Callable[[LayerPlace], int]
     ) -> tuple[dict[LayerPlace, tuple[int, int]], list[int]]:
-        """Fill tables that have so much room with layers of one sight each: the table of each layer and where
-        it begins there, and the windows of the tables.
+        """Fill tables of size `room` with layers of one sight each. Return each layer's table and its offset
+        there, and the windows of the tables.
         """
         laid: dict[LayerPlace, tuple[int, int]] = {}
         windows: list[int] = []
@@ -263,8 +263,8 @@ class Group:
         return laid, windows
 
     def _row_width(self, sights: list[int]) -> int:
-        """The values of a token in a block, as many as some layers of one sight have: so that the tables, not
-        too many, take least.
+        """Return the number of values of a token in a block with which the tables, at most `MOST_TABLES` if
+        possible, take the least memory. Candidates are the sizes of the first layers of one sight.
         """
         kinds = self._by_sight(sights).values()
         sizes = [[self._shape(place).num_values for place in alike] for alike in kinds]
@@ -283,7 +283,7 @@ class Group:
 
     @property
     def num_values(self) -> int:
-        """The values of a token in all layers."""
+        """Number of values of a token in all tables."""
         per_table = (
             math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments
         )
@@ -291,11 +291,11 @@ class Group:
 
     @property
     def rows(self) -> KvRows:
-        """The rows of the first segment, and of all others where an attention backend reads them."""
+        """The row format of the first segment; attention backends need the same in all segments."""
         return self.segments[0].rows
 
     def stored_as(self, quantization: str) -> Group:
-        """The same KV, kept otherwise. Raises ValueError for heads that can't be kept so."""
+        """Return the same KV, stored with `quantization`. Raise ValueError if its heads do not allow it."""
         if any(place.value_dim for place in self.layers):
             raise ValueError("latents, of which heads make their keys and values, are kept as they are")
         segments = tuple(replace(segment, quantization=quantization) for segment in self.segments)
@@ -305,11 +305,11 @@ class Group:
         return replace(self, segments=segments)
 
     def segment_name(self, index: int) -> str:
-        """Unique in the pool."""
+        """Return the segment's name, which is unique in the pool."""
         return f"{self.name}.{index}" if index else self.name
 
     def describe(self, block_size: int) -> str:
-        """The name of the format, so that unlike KV never shares an identity."""
+        """Return the name of the format, so that KV of different formats never shares an identity."""
         shapes = []
         for segment in self.segments:
             layers, planes, *_ = segment.block_shape(block_size)
@@ -322,8 +322,8 @@ class Group:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """The groups of a block, and `num_state_slots` state slots for the `state` of recurrent layers, and for
-    the draft's, if there are any.
+    """The groups of a block, and `num_state_slots` state slots for the recurrent `state` of the model and for
+    the draft's, if they have recurrent layers.
     """
 
     groups: tuple[Group, ...]
@@ -334,7 +334,7 @@ class PoolLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """For each block table, how many of a sequence's last tokens keep their KV there; 0: all do."""
+        """For each block table, how many of a sequence's last tokens keep KV in it; 0: all."""
         return self.groups[0].windows
 
     @property
@@ -348,12 +348,12 @@ class PoolLayout:
 
     @property
     def state_blocks(self) -> int:
-        """Blocks that hold a state which is kept or moves; they are like all others."""
+        """Number of ordinary blocks that hold a state which is kept or sent."""
         return -(-self.state.state_bytes // self.block_bytes) if self.state is not None else 0
 
     @property
     def state_unit(self) -> int:
-        """States are kept at multiples of so many tokens: grid points at which a block ends."""
+        """Number of tokens at whose multiples states are kept: grid points at which a block ends."""
         return math.lcm(self.state.grid, self.block_size) if self.state is not None else 0
 
     @property
@@ -362,7 +362,7 @@ class PoolLayout:
 
     @property
     def segments(self) -> dict[str, Segment]:
-        """The segments by name, in the order in which they lie in a block."""
+        """The segments by name, in their order in a block."""
         return {
             group.segment_name(index): segment
             for group in self.groups
@@ -370,7 +370,7 @@ class PoolLayout:
         }
 
     def describe(self) -> list[SegmentInfo]:
-        """The segments as other workers see them."""
+        """Return the segments in the form that other workers read."""
         size = self.block_size
         return [
             SegmentInfo(

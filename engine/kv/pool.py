@@ -1,4 +1,4 @@
-"""The paged KV pool: one piece of memory, block-major, and how large to make it."""
+"""The paged KV pool: one block-major piece of memory, and the choice of its size."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ Allocate = Callable[[int], memoryview]
 
 
 class KVPool:
-    """A block is its segments one after the other, so all of it is one extent.
+    """The memory of all blocks. A block is its segments one after the other, so the whole is one extent.
 
     `memory` is uint8 [num_blocks, bytes of a block]. A segment is a view [num_blocks, num_layers, num_planes,
-    block_size, num_kv_heads, head_dim]; where rows are coded its values are bytes, and scales follow them
-    (`Segment.views`).
+    block_size, num_kv_heads, head_dim]; values of coded rows are bytes, followed by scales (`Segment.views`).
     """
 
     def __init__(
@@ -41,14 +40,14 @@ class KVPool:
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
         self.num_tables = len(layout.windows)
-        """Block tables of a sequence: a token takes a place in a block of each."""
+        """Number of block tables of a sequence. A token has a slot in a block of each table."""
         self.state_blocks = layout.state_blocks
         self.state_unit = layout.state_unit
         self.state_slots, self.draft_state_slots = (
             StateSlots(state, layout.num_state_slots, device) if state is not None else None
             for state in (layout.state, layout.draft_state)
         )
-        """The states of running sequences."""
+        """State slots of running sequences, for the model and for the draft model."""
         self._upload = upload_to(device)
         total = num_blocks * layout.block_bytes
         if device.type != "cpu":
@@ -70,7 +69,7 @@ class KVPool:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV, in all tables."""
+        """Number of bytes of one token's KV in all tables."""
         return self.num_tables * self.num_bytes // (self.num_blocks * self.block_size)
 
     @property
@@ -81,7 +80,7 @@ class KVPool:
         return self._segments[name].values
 
     def layers(self, group: str) -> list[LayerKv]:
-        """The keys and values of each of the group's layers."""
+        """Return views of the keys and values of each of the group's layers."""
         of = self.groups[group]
 
         def view(segment: int, index: int) -> StoredRows:
@@ -119,7 +118,7 @@ class KVPool:
 
 
 def _in_rows(rows: Tensor, first: int, shape: LayerShape) -> LayerKv:
-    """A layer's part of rows [num_blocks, block_size, values]."""
+    """Return a layer's part of rows [num_blocks, block_size, values]."""
     sizes = [shape.num_kv_heads * dim for dim in (shape.key_dim, shape.value_dim)]
     keys, values = rows[..., first : first + sum(sizes)].split(sizes, dim=-1)
     return LayerKv(
@@ -136,16 +135,16 @@ def pool_blocks(
     kept_free: int = 0,
     window_spans: Sequence[int | None] = (None,),
 ) -> int:
-    """How many blocks fit, where a GPU has `kept_free` bytes for other things. Raises
-    `ConfigError` when not even one sequence of `max_model_len` does, of which a sliding window leaves
-    so many tokens at a time in each of its tables; None: all.
+    """Return how many blocks fit, with `kept_free` bytes of a GPU left for other uses. `window_spans` has the
+    most tokens of a sequence that each table holds at a time; None: all. Raise `ConfigError` if not even one
+    sequence of `max_model_len` tokens fits.
     """
     nbytes = layout.block_bytes
     kept = [min(span or max_model_len, max_model_len) for span in window_spans]
     what = f"--max-model-len ({max_model_len})"
     if max(kept) < max_model_len:
         what = f"the window and step of a sequence ({max(kept)})"
-    # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
+    # One more than the tokens take: a prompt that is fully cached continues in a copy of its last block.
     per_sequence = sum(math.ceil(most / config.block_size) + 1 for most in kept) + layout.state_blocks
     state_slot_bytes = layout.state_slot_bytes
     budget, reason = _pool_budget(
@@ -175,7 +174,7 @@ def pool_blocks(
 def _pool_budget(
     config: ServeConfig, device: torch.device, max_model_len: int, sequence_bytes: int, kept_free: int
 ) -> tuple[int, str]:
-    """Bytes, and why so many; `sequence_bytes` are those of one sequence of `max_model_len`."""
+    """Return the pool's bytes and the reason; `sequence_bytes`: the bytes of one longest sequence."""
     if config.kv_cache_memory_bytes is None and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)

@@ -1,6 +1,6 @@
-"""Finds cached prefixes in all stores, and takes room for sequences that begin with one.
+"""Lookup of cached prefixes in all stores, and room for sequences that begin with one.
 
-A prefix is of use as far as each store has, in the pool or in the tier below, all that the next row reads.
+A prefix is usable if each store has, in the pool or in the lower tier, all entries that the next row reads.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, block_identities
 
 Found = tuple[SequenceBlocks, int]
-"""Blocks, and the position up to which they are covered."""
+"""Blocks of a sequence, and the position up to which they cover its tokens."""
 
 
 def find_prefix(
     blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity, *, compute_last: bool = True
 ) -> Found:
-    """The longest cached prefix of `token_ids`, and the position up to which the pool covers it.
+    """Return the longest cached prefix of `token_ids`, and the position up to which the pool covers it.
 
-    With `compute_last` the last token never counts as covered, because its logits are wanted; a cached block
-    that it lies in is copied before it is written. Blocks in the tier below count after `fill`.
+    With `compute_last` the last token never counts as covered, because its logits are needed; if it is in a
+    cached block, the block is copied before it is written. Blocks in the lower tier count after `fill`.
     """
     limit = len(token_ids) - (1 if compute_last and token_ids else 0)
     held = _look_up(blocks, blocks.stores, token_ids, root, limit)
@@ -39,9 +39,9 @@ def admit(
     spare: int = 0,
     hands_over: bool = False,
 ) -> Found | None:
-    """Room for a sequence that is computed here from the covered position on; None if there is too little.
+    """Take room for a sequence that is computed here from the covered position on; return None without room.
 
-    `spare` blocks of each table stay for others. One that `hands_over` will need room for its state, too.
+    `spare` blocks for each table stay available. A sequence that `hands_over` also needs room for its state.
     """
     limit = len(token_ids) - 1
     return _take_room(
@@ -54,8 +54,8 @@ def admit(
 
 
 def reserve_blocks(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> Found | None:
-    """Room for all of `token_ids`, and for a state if the model has any, which another worker writes from the
-    covered position on. Places before a sliding window count as covered. None if there is too little.
+    """Take room for `token_ids`, and for a state if the model has one; another worker writes them from the
+    covered position on. Places before a sliding window count as covered. Return None without room.
     """
     end = len(token_ids)
 
@@ -78,7 +78,7 @@ def _take_room(
     limit: int,
     read_from: int | None = None,
 ) -> Found | None:
-    """Take room for the found prefix and the tokens after it, and fill it from the tier below."""
+    """Take room for the found prefix and the tokens after it, and fill it from the lower tier."""
     while True:
         held, covered = find()
         if not grow(held):
@@ -87,15 +87,15 @@ def _take_room(
         covered = held.fill(covered, limit)
         if held.is_complete(covered, covered if read_from is None else read_from):
             return held, covered
-        held.free()  # the tier has lost blocks to those that were evicted meanwhile: look again
+        held.free()  # blocks evicted here have displaced some of these in the tier: look again
 
 
 @dataclass(eq=False)
 class PrefixRoom:
-    """Room for blocks of a prompt's prefix that come from another worker before the request is taken up.
+    """Room for blocks of a prompt's prefix that another worker sends before the request is added.
 
-    Tokens before `covered` are here; `wanted` are the blocks after them. A holder of the first of these sends
-    what a row after them reads. The room ends with `keep`, or when its `sequence_blocks` are freed.
+    Tokens before `covered` are here; `wanted` are the blocks after them. A worker that holds the first n of
+    them sends the blocks that a row after them reads. `keep`, or freeing `sequence_blocks`, ends the room.
     """
 
     token_ids: list[int]
@@ -109,18 +109,18 @@ class PrefixRoom:
 
     @property
     def extents(self) -> list[Extent]:
-        """The blocks, as other workers address them."""
+        """The blocks in the form in which other workers address them."""
         return self.sequence_blocks.extents(len(self.token_ids) // self._size)
 
     def num_sent(self, num_blocks: int) -> int:
-        """Blocks of all tables that a holder of the first `num_blocks` wanted ones sends."""
+        """Return how many blocks of all tables a holder of the first `num_blocks` wanted ones sends."""
         end = self._first + num_blocks
         firsts = (table.store.first_place(end * self._size) for table in self.sequence_blocks.tables)
         return sum(end - max(first, self._first) for first in firsts)
 
     def keep(self, num_blocks: int, num_drafted: int = 0) -> None:
-        """Put the first `num_blocks` wanted ones, which have come with the state after them if there is one,
-        into the prefix cache. The places before `num_drafted` hold the draft's KV too.
+        """Publish the first `num_blocks` wanted blocks, and the recurrent state after them if the model has
+        one; they have arrived. The places before `num_drafted` also hold draft KV.
         """
         held, end = self.sequence_blocks, self._first + num_blocks
         for table in held.tables:
@@ -128,16 +128,16 @@ class PrefixRoom:
         if held.num_drafted >= self.covered:
             held.mark_drafted(min(end * self._size, num_drafted))
         held.publish(self.token_ids, end * self._size)
-        if num_blocks and held.state is not None:  # it comes right after the last block
+        if num_blocks and held.state is not None:  # its blocks follow the last block
             state = self.extents[0].blocks[end : end + held.state.store.entry_blocks]
             held.publish_state(end * self._size, self.token_ids, state)
         held.free()
 
 
 def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -> PrefixRoom | None:
-    """Room for the full blocks that `token_ids` lack here; None if there is too little.
+    """Take room for the full blocks of `token_ids` that are missing here; return None without room.
 
-    The block of the last token is left out: that token is computed in any case, for its logits.
+    The last token's block is left out: that token is computed in any case, for its logits.
     """
     size = blocks.block_size
     shared = token_ids[: (len(token_ids) - 1) // size * size]
@@ -158,8 +158,8 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
 def hold_blocks(
     blocks: BlockManager, identities: Sequence[BlockIdentity], first_block: int = 0
 ) -> SequenceBlocks:
-    """Refer to the longest prefix of these blocks that the pool has, as far as a row after it reads them.
-    They follow `first_block` others.
+    """Reference the longest prefix of these blocks in the pool, as far as a row after it reads them. The
+    blocks follow `first_block` others.
     """
     limit = (first_block + len(identities)) * blocks.block_size
     _, prefix, spans = _longest_prefix(blocks.stores, identities, limit, None, first_block)
@@ -171,8 +171,8 @@ def hold_blocks(
 def missing_blocks(
     blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
 ) -> tuple[list[BlockIdentity], int]:
-    """The blocks that the pool lacks of the longest prefix that is known, also on the disk, by their names in
-    the tiers; and the number of full blocks that are not known.
+    """Return the lower tiers' names of the blocks that the pool lacks from the longest prefix known to any
+    tier, and the number of full blocks after that prefix.
     """
     knows = blocks.tier.knows if blocks.tier is not None else None
     identities = block_identities(root, token_ids, blocks.block_size)
@@ -189,7 +189,7 @@ def _look_up(
     limit: int,
     read_from: int | None = None,
 ) -> SequenceBlocks:
-    """Refer to the longest prefix in these stores."""
+    """Reference the longest prefix in these stores."""
     tier, held = blocks.tier, SequenceBlocks(blocks, root, token_ids)
     identities = block_identities(root, token_ids, blocks.block_size)
     holds = tier.holds if tier is not None else None
@@ -208,7 +208,7 @@ def _look_up(
 def _names_below(
     stores: Sequence[Store], prefix: Sequence[BlockIdentity], spans: Sequence[Span]
 ) -> list[BlockIdentity]:
-    """The entries of the prefix after each store's span."""
+    """Return the lower tiers' names of the prefix's entries after each store's span."""
     return [
         name
         for store, (_, here) in zip(stores, spans, strict=True)
@@ -225,8 +225,9 @@ def _longest_prefix(
     first_block: int = 0,
     read_from: int | None = None,
 ) -> tuple[Sequence[BlockIdentity], Sequence[BlockIdentity], list[Span]]:
-    """The leading blocks that stores which see all know; the longest prefix of them of which a row at
-    `read_from` (by default right after it, at most at `limit`) finds all that it reads; each store's span.
+    """Return the leading blocks that all stores of layers without a window have; the longest prefix of them
+    of which a row at `read_from` finds all that it reads; and each store's span. The default `read_from` is
+    right after the prefix, at most `limit`.
     """
     known, here = _leading([store for store in stores if store.sees_all], identities, holds)
     for end in range(len(known), 0, -1):
@@ -248,8 +249,8 @@ def _longest_prefix(
 def _leading(
     stores: Sequence[Store], identities: Iterable[BlockIdentity], holds: Holds | None
 ) -> tuple[list[BlockIdentity], dict[Store, int]]:
-    """The leading blocks that all these stores have in the pool or, after those, below; and how many each has
-    in the pool.
+    """Return the leading blocks that each of these stores has first in the pool, then in the lower tier, and
+    how many each has in the pool.
     """
     here = dict.fromkeys(stores, 0)
     known: list[BlockIdentity] = []

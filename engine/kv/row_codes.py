@@ -1,11 +1,10 @@
-"""The formats of a row, one head's key or value of one token, in the pool: as the model computes it, or
-codes.
+"""The formats of a row (one head's key or value of one token) in the pool: the model's values, or codes.
 
-A coded row is one byte a value and a scale, a float32: a value is its code times the scale. A token's
-scales follow the codes of all its heads, so that rows are aligned. The scale is the row's largest
-magnitude over the largest code, so nothing is clipped and zero stays zero. A row is written once, from its
-own values alone: its bytes depend neither on tokens of the same batch nor on later ones in its block, as they
-would with one scale for the block.
+A coded row has one byte for each value, and a float32 scale: a value is its code times the scale. A token's
+scales follow the codes of all its heads, so that rows are aligned. The scale is the row's largest magnitude
+divided by the largest code, so nothing is clipped and zero stays zero. A row is written once, from its own
+values only. So its bytes depend neither on other tokens of the batch nor on later tokens in its block, as
+they would with one scale for each block.
 """
 
 from __future__ import annotations
@@ -26,20 +25,21 @@ CODE_DTYPES = {
 
 _LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _SMALLEST = 1e-30
-"""Rows without a larger magnitude are kept as zeros: the inverse of a scale stays an ordinary number."""
+"""Largest magnitude below which a row is stored as zeros, so that the inverse of a scale stays finite."""
 
 _CODED_MULTIPLE, _LARGEST_CODED = 4, 512
-"""Scales lie at multiples of their size, and the CPU kernel's integer sums of so many products fit."""
+"""Limits of head_dim for coded rows: a multiple of 4 aligns the scales, and the CPU kernel's integer sums
+of up to 512 products do not overflow."""
 
 
 class StoredRows(NamedTuple):
-    """`values` of `KvRows.stored_dtype`, and the scales of coded rows, float32; else None."""
+    """Rows in the pool: `values` of `KvRows.stored_dtype`; `scales` of coded rows, float32, else None."""
 
     values: Tensor
     scales: Tensor | None
 
     def part(self, *index: int | slice) -> StoredRows:
-        """A part of both; the index names dimensions before head_dim."""
+        """Return a part of values and scales; `index` applies to the dimensions before head_dim."""
         return StoredRows(self.values[index], None if self.scales is None else self.scales[index])
 
 
@@ -61,21 +61,21 @@ class KvRows:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The data type of the pool's views: bytes where the rows are coded."""
+        """The dtype of the pool's views: bytes for coded rows."""
         return torch.uint8 if self.coded else self.dtype
 
     def row_bytes(self, head_dim: int) -> int:
         return head_dim * self.stored_dtype.itemsize + (SCALE_BYTES if self.coded else 0)
 
     def fault(self, head_dim: int) -> str | None:
-        """Why rows of this size cannot be kept in this format, or None."""
+        """Return why rows of this size cannot be stored in this format; None if they can."""
         if not self.coded or (head_dim % _CODED_MULTIPLE == 0 and head_dim <= _LARGEST_CODED):
             return None
         return f"{head_dim} values in a head are not a multiple of {_CODED_MULTIPLE} up to {_LARGEST_CODED}"
 
     def encode(self, rows: Tensor) -> StoredRows:
-        """`dtype` [..., head_dim] to values of this shape and scales [...]. A row with a value that is not
-        finite decodes to NaN.
+        """Encode rows of `dtype` [..., head_dim] as values of this shape and scales [...]. A row with a value
+        that is not finite decodes to NaN.
         """
         if not self.coded:
             return StoredRows(rows, None)
@@ -90,7 +90,7 @@ class KvRows:
         return StoredRows(codes.view(torch.uint8), scale.squeeze(-1))
 
     def decode(self, stored: StoredRows) -> Tensor:
-        """The values of what `encode` made, rounded to `dtype`."""
+        """Return the values of encoded rows, rounded to `dtype`."""
         if stored.scales is None:
             return stored.values
         codes = stored.values.view(CODE_DTYPES[self.quantization])

@@ -1,4 +1,4 @@
-"""The blocks that a sequence, a reservation or a loan holds in each store: room, copies, publication."""
+"""The blocks that a sequence, a reservation or a loan refers to in each store."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import Medium
 
 NO_BLOCK = 0
-"""Fills places that nobody reads; kernels want the number of some block there."""
+"""Block id at places that no row reads; kernels need a valid id there."""
 
 
 @dataclass(eq=False)
 class Table:
-    """A sequence's blocks in a store of tokens. The first `num_left` places, before a window, have none.
+    """A sequence's blocks in one block table. The first `num_left` places, before the window, have none.
 
-    The store had blocks up to place `num_found` when the prefix was looked up. The tokens that the sequence
+    When the prefix was looked up, the store had blocks up to place `num_found`. The tokens that the sequence
     began with take `num_wanted` blocks.
     """
 
@@ -37,7 +37,7 @@ class Table:
             self.blocks += self.store.pool.reference(self.store.entries[identity])
 
     def take(self, locked: Sequence[int], missing: int, memory: BlockMemory) -> None:
-        """Take so many more blocks, and copies of those at the `locked` places."""
+        """Take `missing` more blocks, and replace the blocks at the `locked` places by copies."""
         pool = self.store.pool
         taken = pool.take(len(locked) + missing)
         sources = [self.blocks[place] for place in locked]
@@ -49,7 +49,8 @@ class Table:
         pool.dereference(reversed(sources))
 
     def share(self, place: int, identity: BlockIdentity, *, prefers_known: bool) -> bool:
-        """Publish the full block at this place; return whether it can be found now and could not before."""
+        """Publish the full block at this place; return whether its entry is new. If `prefers_known`, take an
+        equal cached block in its place."""
         if place < self.num_left:
             return False
         store, block = self.store, self.blocks[place]
@@ -61,8 +62,8 @@ class Table:
         return is_new
 
     def leave(self, position: int) -> None:
-        """Free what rows from `position` on do not read. Until all that is wanted has its place, as many
-        blocks take places at the end, so that nobody else takes them.
+        """Free the blocks that rows from `position` on do not read. While the table has fewer than
+        `num_wanted` places, append as many blocks as were freed, so that no other sequence takes them.
         """
         pool, first = self.store.pool, self.store.first_place(position)
         if first <= self.num_left:
@@ -75,7 +76,7 @@ class Table:
         self.num_left = first
 
     def skip(self, place: int, position: int) -> None:
-        """Let the blocks from `place` on be those from the first place that rows at `position` read."""
+        """Move the blocks from `place` on to the first place that rows at `position` read."""
         first = self.store.first_place(position)
         if first > place:
             self.store.pool.dereference(self.blocks[self.num_left : place])
@@ -90,20 +91,20 @@ class Table:
 
 @dataclass(eq=False)
 class State:
-    """A recurrent state in `blocks` that a sequence is to continue from or to hand over, or room for one."""
+    """A recurrent state in `blocks`, or room for one, to continue from or to hand over."""
 
     store: StateStore
     blocks: list[int] = field(default_factory=list)
     position: int = 0
-    """The number of tokens before the state that was found; 0 if none was."""
+    """Number of tokens before the state that was found; 0 if no state was found."""
     is_below: bool = False
-    """Whether it was found in the lower tier alone."""
+    """Whether the state was found in the lower tier only."""
     is_lost: bool = False
-    """Whether it was lost there meanwhile."""
+    """Whether the lower tier has lost the state since."""
     junctions: set[int] = field(default_factory=set)
-    """Positions where other prompts part from the sequence's."""
+    """Positions where other prompts diverge from the sequence's."""
     passed: list[BlockIdentity] = field(default_factory=list)
-    """Kept states that the sequence continued from or left behind."""
+    """Kept states that the sequence continued from or passed."""
 
     def take_up(self, identities: Sequence[BlockIdentity], first: int, last: int) -> None:
         self.position = len(identities) * self.store.block_size
@@ -114,17 +115,17 @@ class State:
 
     @property
     def is_own(self) -> bool:
-        """Whether nobody else refers to the state that is held or will be loaded."""
+        """Whether no other sequence refers to the state in `blocks` or to the one that will be loaded."""
         references = self.store.pool.num_references
         return self.is_below or (bool(self.blocks) and all(references(block) == 1 for block in self.blocks))
 
     def age(self) -> None:
-        """A later state will soon be kept: those that were passed are hardly of use any more."""
+        """Evict the passed states first, since a later one will be kept soon."""
         for identity in self.passed:
             self.store.age(identity)
 
     def add(self) -> None:
-        """Take room for a state, which must be available."""
+        """Take room for a state; the blocks must be available."""
         self.blocks += self.store.pool.take(self.store.entry_blocks)
 
     def drop(self) -> None:
@@ -135,7 +136,7 @@ class State:
 
 @dataclass(eq=False)
 class SequenceBlocks:
-    """A token has its KV in a block of each table, and counts as held where all tables have it."""
+    """The blocks of a sequence in all stores. A token is held if each table has a block with its KV."""
 
     manager: BlockManager
     root: BlockIdentity
@@ -147,9 +148,9 @@ class SequenceBlocks:
     state: State | None = field(init=False)
     """None for models without recurrent layers."""
     identities: list[BlockIdentity] = field(default_factory=list)
-    """The leading full blocks of committed tokens; they may lag behind `blocks`."""
+    """The leading full blocks of committed tokens; `blocks` may have more."""
     below: list[BlockIdentity] = field(default_factory=list)
-    """The blocks after these that some store has in the lower tier alone, until `fill`."""
+    """The blocks after `identities` that some store has in the lower tier only, until `fill`."""
     shareable: bool = True
     """Whether full blocks may be published."""
 
@@ -159,9 +160,9 @@ class SequenceBlocks:
         self.state = State(self.manager.states) if self.manager.states is not None else None
 
     def take_up(self, identities: Sequence[BlockIdentity], spans: Sequence[Span]) -> None:
-        """Refer to the entries of a prefix that are in the pool: in each store those in its span. Places
-        before the span are not needed, those after it are below. Without a span no state is taken up.
-        """
+        """Reference the entries of a prefix that are in the pool: in each store the entries in its span.
+        Places before the span are not needed, places after it are in the lower tier. A state is referenced
+        only if `spans` has a span for its store."""
         for table, span in zip(self.tables, spans, strict=False):
             table.take_up(identities, *span)
         if self.state is not None and identities and len(spans) > len(self.tables):
@@ -171,7 +172,7 @@ class SequenceBlocks:
 
     @property
     def end_found(self) -> int:
-        """The end of the tokens whose blocks are here or below."""
+        """End of the tokens whose blocks were found in the pool or the lower tier."""
         return (len(self.identities) + len(self.below)) * self.manager.block_size
 
     @property
@@ -194,12 +195,12 @@ class SequenceBlocks:
         spare: int = 0,
         with_state: bool = False,
     ) -> bool:
-        """Make room for `num_tokens` tokens, of which the caller writes those from `write_from` on: blocks in
-        that range which are shared or published are replaced by private copies. With `rows`, tables of a
-        window get room for so many rows at a time; `leave` moves it on.
+        """Make room for `num_tokens` tokens. The caller writes tokens from `write_from` on, so shared or
+        published blocks in that range are replaced by private copies. With `rows`, windowed tables get room
+        for the window and `rows` rows at a time; `leave` moves it forward.
 
-        Changes nothing and returns False if there are too few blocks: `spare` more for each table stay for
-        others, and `with_state` for a state, once the one that is held has been read.
+        Change nothing and return False if too few blocks are available. `spare` blocks for each table must
+        stay available, and with `with_state` the blocks of another state.
         """
         size, state = self.manager.block_size, self.state
         end = max(num_tokens, self.manager.least_tokens)
@@ -224,11 +225,11 @@ class SequenceBlocks:
         return True
 
     def needs(self, write_from: int, num_tokens: int, rows: int | None = None) -> int:
-        """The blocks that `grow` would take."""
+        """Return the number of blocks that `grow` would take."""
         return _count(self._lacks(write_from, num_tokens, rows))
 
     def _lacks(self, write_from: int, num_tokens: int, rows: int | None) -> list[tuple[list[int], int]]:
-        """For each table, places whose blocks must not be written, and the number of missing blocks."""
+        """Return for each table the places whose blocks must be copied, and the number of missing blocks."""
         size, shared, lacks = self.manager.block_size, len(self.identities), []
         first = write_from // size if write_from < num_tokens else -(-num_tokens // size)
         end = max(num_tokens, self.manager.least_tokens)
@@ -240,10 +241,9 @@ class SequenceBlocks:
         return lacks
 
     def fill(self, covered: int, limit: int) -> int:
-        """Bring the blocks that were found in the lower tier into those that `grow` has just taken. Return up
-        to where tokens are covered now, at most `limit`; it was `covered`. Lost blocks are to be computed.
-
-        A block that reaches beyond the limit stays private, since the caller writes to it.
+        """Load the blocks that were found in the lower tier into blocks that `grow` has just taken. Return
+        the end of the covered tokens, at most `limit`; it was `covered`. Lost blocks must be computed. A
+        block that reaches beyond `limit` stays private, since the caller writes to it.
         """
         tier, state, size = self.manager.tier, self.state, self.manager.block_size
         if tier is None:
@@ -268,7 +268,7 @@ class SequenceBlocks:
         return covered
 
     def is_complete(self, write_from: int, read_from: int) -> bool:
-        """Whether nobody else has the blocks that are written, and all that is read is here."""
+        """Return whether all blocks to be written are private, and all entries to be read are here."""
         place = max(write_from // self.manager.block_size, len(self.identities))
         if self.state is not None and (self.state.is_lost or self.state.position > read_from):
             return False
@@ -279,14 +279,14 @@ class SequenceBlocks:
         )
 
     def leave(self, position: int) -> None:
-        """Rows before `position` do not come again: free the blocks that later rows do not read."""
+        """Free the blocks that rows from `position` on do not read."""
         if self.manager.has_windows:
             for table in self.tables:
                 table.leave(position)
 
     def free(self) -> None:
-        """Drop all references. Safe to repeat. A state is evicted before the blocks of its tokens, and the
-        tail of these before the head, since a block is of no use without those before it.
+        """Drop all references. Idempotent. A state is evicted before the blocks of its tokens, and later
+        blocks before earlier ones, since a block is useless without the blocks before it.
         """
         if self.state is not None:
             self.state.drop()
@@ -299,8 +299,8 @@ class SequenceBlocks:
     # --- publication --------------------------------------------------------------------------------
 
     def commit(self, first: int, accepted: Sequence[int], token_ids: Sequence[int]) -> None:
-        """The tokens before `first` are computed, and after them a draft. The sequence keeps the drafted
-        tokens at places `accepted`, ascending: their KV moves to where it belongs.
+        """Commit the tokens before `first` and the `accepted` nodes, ascending, of the draft after them. Move
+        the accepted tokens' KV to their final places.
         """
         if accepted and accepted[-1] >= len(accepted):
             self.manager.pool.move_tokens(self.blocks, first, accepted)
@@ -308,7 +308,7 @@ class SequenceBlocks:
         self.leave(first + len(accepted))
 
     def publish(self, token_ids: Sequence[int], num_committed: int) -> None:
-        """Make the full blocks among the first `num_committed` tokens shareable; their KV must be written."""
+        """Publish the full blocks in the first `num_committed` tokens, whose KV must be written."""
         size, first = self.manager.block_size, len(self.identities)
         full = num_committed // size
         if full <= first or not (self.manager.enable_prefix_caching and self.shareable):
@@ -318,8 +318,8 @@ class SequenceBlocks:
             self._share(identity, token_ids)
 
     def _share(self, identity: BlockIdentity, token_ids: Sequence[int]) -> None:
-        """The next full block is `identity`. Where an equal one is cached already, ours remains private;
-        where states are kept it takes the place of ours, since the prefix of a state must not age before it.
+        """Publish the next full block as `identity`. If an equal one is cached already, ours stays private;
+        with states, the cached one replaces ours, since a state's prefix must not be evicted before it.
         """
         place = len(self.identities)
         self.identities.append(identity)
@@ -328,14 +328,14 @@ class SequenceBlocks:
                 self._tell(table.store, place, token_ids)
 
     def lacks_state(self, position: int) -> bool:
-        """Whether a state after so many tokens could be found if it was kept, and cannot yet."""
+        """Return whether a state at this position could be published and is not yet."""
         place = self._state_place(position)
         return (
             self.state is not None and place >= 0 and self.identities[place] not in self.state.store.entries
         )
 
     def publish_state(self, position: int, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Let the state after the first `position` tokens, which these blocks hold, be found from now on."""
+        """Publish the state after the first `position` tokens, which is in `blocks`."""
         place, state = self._state_place(position), self.state
         if state is not None and place >= 0:
             state.passed.append(self.identities[place])
@@ -344,17 +344,17 @@ class SequenceBlocks:
                 self._tell(state.store, place, token_ids)
 
     def _state_place(self, position: int) -> int:
-        """The place of the block at whose end a state lies; negative if it could not be found there."""
+        """Return the place of the block that ends at a state; -1 if a state cannot be published there."""
         place = position // self.manager.block_size - 1
         can_be_found = self.state is not None and position % self.state.store.unit == 0
         return place if can_be_found and place < len(self.identities) else -1
 
     def _parent(self, start: int) -> BlockIdentity:
-        """The identity before the block that begins with this token."""
+        """Return the identity before the block that begins at token `start`."""
         return self.identities[start // self.manager.block_size - 1] if start else self.root
 
     def _tell(self, store: Store, place: int, token_ids: Sequence[int]) -> None:
-        """An entry for the block at this place is new."""
+        """Log the new entry for the block at this place."""
         if store.log is not None:
             start, end = place * self.manager.block_size, (place + 1) * self.manager.block_size
             identity, parent = self.identities[place], self._parent(start)
@@ -364,7 +364,7 @@ class SequenceBlocks:
     # --- draft KV, hand-offs ------------------------------------------------------------------------
 
     def mark_drafted(self, num_places: int) -> None:
-        """The first `num_places` places hold draft KV too, which lies in the blocks of the first table."""
+        """Mark the first `num_places` places as holding draft KV, which is in the first table's blocks."""
         drafted = self.manager.drafted
         for block in reversed(self.blocks[0][self.first_places[0] : num_places // self.manager.block_size]):
             if drafted[block]:
@@ -373,21 +373,21 @@ class SequenceBlocks:
 
     @property
     def num_drafted(self) -> int:
-        """Leading places that are known to hold draft KV, or are before the window."""
+        """Number of leading places that are known to hold draft KV or are before the window."""
         blocks = self.blocks[0][self.first_places[0] :]
         full = itertools.takewhile(self.manager.drafted.__getitem__, blocks)
         return self.first_kept + sum(1 for _ in full) * self.manager.block_size
 
     @property
     def first_kept(self) -> int:
-        """The first token that the first table has a block of."""
+        """The first token that has a block in the first table."""
         return self.tables[0].num_left * self.manager.block_size
 
     def extents(
         self, last: int | None = None, firsts: Sequence[int] = (), *, with_state: bool = True
     ) -> list[Extent]:
-        """The blocks of each table up to place `last`, by default all, from its place in `firsts` on, as
-        other workers address them. Those of the state follow the last one of the first table.
+        """Return the blocks of each table from its place in `firsts` up to `last` (default: the end), in the
+        form in which other workers address them. The state's blocks follow the first table's.
         """
         tables = [[*blocks[:last]] for blocks in self.blocks]
         if with_state:

@@ -1,4 +1,4 @@
-"""The layout of the state that recurrent layers keep of a sequence: shapes, sizes, the name of the format."""
+"""The layout of a sequence's state in recurrent layers: shapes, sizes, and the name of the format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from protocol.handoff import STATE, SegmentInfo
 
 GRID = 16
-"""Tokens between two grid points. So few inputs are read for each token, and few tokens run again after a
-hand-off."""
+"""Tokens between two grid points: few, so that each token reads few inputs since the last grid point, and few
+tokens run again after a hand-off."""
 _LINE = 64
-"""Each state slot begins at a multiple of so many bytes."""
+"""Alignment of state slots in bytes."""
 
 
 @dataclass(frozen=True)
 class RecurrentLayer:
     """A convolution of `taps` tokens over `channels`, if any, followed by linear attention if `num_heads` is
-    not 0: each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their
-    keys. Its decay is one number or, with a `decay_dim` of `key_dim`, one for each row of the matrix.
+    not 0. Each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share keys. The
+    decay is one number or, if `decay_dim` is `key_dim`, one number for each row of the matrix.
     """
 
     channels: int
@@ -43,8 +43,8 @@ class RecurrentLayer:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The convolutions' inputs have this `dtype`. A state slot has room for the inputs of `window` tokens
-    after a grid point, drafted ones included; the grid divides it.
+    """Layout of a state slot. The convolutions' inputs have this `dtype`. The slot has room for the inputs of
+    `window` tokens after a grid point, draft tokens included; `grid` divides `window`.
     """
 
     layers: tuple[RecurrentLayer, ...]
@@ -61,7 +61,7 @@ class StateLayout:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of the inputs after it."""
+        """Bytes of the inputs after the grid point."""
         heads = sum(
             layer.num_key_heads * layer.key_dim + layer.num_heads * (layer.value_dim + layer.decay_dim)
             for layer in self.layers
@@ -71,23 +71,23 @@ class StateLayout:
 
     @property
     def state_slot_bytes(self) -> int:
-        """Bytes of a running sequence."""
+        """Bytes of a state slot."""
         return self.state_bytes + self.window_bytes
 
     def position(self, num_tokens: int) -> int:
-        """The last grid point of so many tokens."""
+        """Return the last grid point in `num_tokens` tokens."""
         return num_tokens // self.grid * self.grid
 
     def with_drafts(self, most: int) -> StateLayout:
-        """The layout with room for so many drafted tokens."""
+        """Return the layout with room for `most` draft tokens."""
         return replace(self, window=self.grid + -(-most // self.grid) * self.grid)
 
     def room(self, num_tokens: int) -> int:
-        """Room for drafted tokens, where state and inputs of so many are kept and one more is to be run."""
+        """Return how many draft tokens have room after `num_tokens` computed tokens and one more to run."""
         return self.window - (num_tokens - self.position(num_tokens)) - 1
 
     def describe(self) -> str:
-        """The name of the format, so that unlike states never meet."""
+        """Return the name of the format, so that states of different formats are never mixed."""
         shapes = (
             f"{layer.channels}x{layer.taps}" + (f"x{layer.num_key_heads}" if layer.num_heads else "")
             + "".join(f"x{size}" for size in layer.state_shape if layer.num_heads)
@@ -96,7 +96,7 @@ class StateLayout:
         return f"state/{str(self.dtype).removeprefix('torch.')}/{'+'.join(shapes)}/{self.grid}"
 
     def segment(self) -> SegmentInfo:
-        """The segment as other workers see it."""
+        """Return the state's segment in the form that other workers read."""
         dtype = str(self.dtype).removeprefix("torch.")
         return SegmentInfo(name=STATE, kind=STATE, dtype=dtype, shape=(self.grid, self.state_bytes))
 

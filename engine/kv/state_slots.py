@@ -1,4 +1,4 @@
-"""The memory of running sequences' states: a state slot for each row of a step."""
+"""The memory of running sequences' recurrent states: a state slot for each sequence of a step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.kv.host_memory import host_zeros
 from engine.kv.state_layout import StateLayout
 
 
-@dataclass(slots=True)  # not frozen: that takes four times as long to make, for each sequence in each step
+@dataclass(slots=True)  # not frozen: that would make it four times as slow to construct
 class RowSpan:
-    """`count` packed rows of one sequence from place `start` on, its state in `state_slot`. The tokens of
-    places below `certain` are its own, the following ones are drafted. With `masks`, as `SequenceRows` has
-    them, they are rows of a tree from place `tree_start` on.
+    """`count` packed rows of one sequence from place `start` on, with the state in `state_slot`. Tokens at
+    places below `certain` are the sequence's own, the others are draft tokens. With `masks`, like those of
+    `SequenceRows`, the rows belong to a tree that begins at place `tree_start`.
     """
 
     state_slot: int
@@ -31,9 +31,7 @@ class RowSpan:
     tree_start: int = 0
 
     def path(self, place: int, first: int) -> list[int]:
-        """The places of the tokens before the row at this one, from position `first` on, in order of their
-        positions.
-        """
+        """Return the places of the tokens before the row at `place`, by position, from `first` on."""
         root = place if self.masks is None else self.tree_start
         places = [*range(first, root)]
         if self.masks is not None:
@@ -44,11 +42,11 @@ class RowSpan:
 
 
 class LayerStateSlots(NamedTuple):
-    """One layer's part of all state slots. `state` and `tail` are those of a grid point, the others belong to
-    the places after it, each at its number modulo the window: the convolution's `inputs`, and of linear
-    attention the keys, what is added to the state under each of them, and the logarithms of the decays since
-    the last grid point, that token included; on CUDA devices, of that token alone; of a selective scan the
-    token's own time instead.
+    """One layer's part of all state slots. `state` and `tail` belong to a grid point. The other tensors have
+    an entry for each place after it, at the place modulo the window: the convolution's `inputs`; for linear
+    attention the `keys`, the `deltas` added to the state under these keys, and the `decays`. A decay is the
+    sum of logarithms since the last grid point, own token included; on CUDA devices the token's logarithm
+    only; for a selective scan the token's time.
     """
 
     state: Tensor
@@ -66,8 +64,8 @@ class LayerStateSlots(NamedTuple):
 
 
 class StateSlots:
-    """A state is at a grid point of tokens that are certain, at the last one or, where drafts were accepted
-    since, before it: so a draft is rolled back by forgetting it.
+    """State slots of running sequences. A slot's state is at a grid point of certain tokens: the last one or,
+    if drafts were accepted since, an earlier one. So rejecting a draft needs no roll-back.
     """
 
     def __init__(self, layout: StateLayout, count: int, device: torch.device) -> None:
@@ -76,7 +74,7 @@ class StateSlots:
         self._windows = _zeros(count * layout.window_bytes, device).view(count, layout.window_bytes)
         self._free = list(range(count - 1, -1, -1))
         self._bases = [0] * count
-        """The grid point of each state."""
+        """The grid point of each slot's state."""
         states, windows = _Views(self._states), _Views(self._windows)
         held = [states.take(torch.float32, layer.state_shape) for layer in layout.layers]
         tails = [states.take(layout.dtype, layer.tail_shape) for layer in layout.layers]
@@ -105,20 +103,20 @@ class StateSlots:
         return len(self._free)
 
     def take(self) -> int:
-        """A slot for a sequence without tokens, until a state is loaded."""
+        """Take a slot. It has the state of a sequence without tokens until a state is loaded."""
         state_slot = self._free.pop()
         self._bases[state_slot] = 0
         return state_slot
 
     def position(self, state_slot: int) -> int:
-        """The position of its state."""
+        """Return the position of the slot's state."""
         return self._bases[state_slot]
 
     def give_back(self, state_slot: int) -> None:
         self._free.append(state_slot)
 
     def run(self, span: RowSpan) -> int:
-        """These rows are about to run. Return the state's position until they have run: then it is at the
+        """Begin to run these rows. Return the state's position before them; after them, the state is at the
         last grid point of their certain tokens.
         """
         grid, state_slot, start = self.layout.grid, span.state_slot, span.start
@@ -126,7 +124,7 @@ class StateSlots:
             self._states[state_slot].zero_()
             self._bases[state_slot] = 0
         base = self._bases[state_slot]
-        if not 0 <= start - base <= self.layout.window:  # a made-up sequence: so is its state
+        if not 0 <= start - base <= self.layout.window:  # a made-up sequence with a made-up state
             base = start // grid * grid
         end = min(span.certain, start + span.count)
         self._bases[state_slot] = max(base, end // grid * grid)
@@ -143,13 +141,13 @@ class StateSlots:
                 rows[state_slot].index_copy_(0, targets, rows[state_slot].index_select(0, sources))
 
     def save(self, state_slot: int, memory: Tensor, blocks: Sequence[int]) -> None:
-        """Copy the state slot's state to blocks of the pool, uint8 [blocks, block_bytes]."""
+        """Copy the slot's state to `blocks` of the pool's `memory`, uint8 [num_blocks, block_bytes]."""
         state = self._states[state_slot]
         for block, part in zip(blocks, state.split(memory.shape[1]), strict=True):
             memory[block, : len(part)] = part
 
     def load(self, state_slot: int, memory: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
-        """Load the state of the last grid point of so many tokens, and return that point."""
+        """Load the state at the last grid point in `num_tokens` tokens, and return that point."""
         for block, part in zip(blocks, self._states[state_slot].split(memory.shape[1]), strict=True):
             part.copy_(memory[block, : len(part)])
         self._bases[state_slot] = self.layout.position(num_tokens)
@@ -157,7 +155,7 @@ class StateSlots:
 
 
 class _Views:
-    """Parts of each row of bytes, one after the other."""
+    """Views of consecutive parts of each row of bytes."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows

@@ -1,1 +1,1 @@
-"""One step: schedule, pack, run, sample or verify, commit."""
+"""One engine step: schedule, pack, run, sample or verify, commit."""

@@ -1,4 +1,4 @@
-"""Drafted tokens: what is proposed, what verification says, and what became of them."""
+"""Draft tokens of a sequence, the verdict on them, and the outcome of the step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from protocol.outputs import TokenLogprobs
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """Tokens that may follow a sequence, run and verified in its next step.
+    """Tokens that may follow a sequence's last token. The sequence's next step runs and verifies them.
 
-    Node i is `token_ids[i]` after node `parents[i]`, an earlier one, or after the sequence's last token (-1);
-    siblings differ. Without `parents` it is a chain. Tokens beyond the nodes are `probes`: they are run for
-    what the model says after them, but never accepted; each has a mask of the rows on the path to it, where
-    bit 0 is the sequence's last token, bit i + 1 is token i, and the last bit set is its own.
+    Node i is `token_ids[i]`, a child of the earlier node `parents[i]`, or of the sequence's last token (-1);
+    siblings differ. Without `parents` the nodes form a chain. The tokens after the nodes are `probes`: the
+    step computes the token after each, but never accepts a probe. A probe's entry is the mask of rows on its
+    path: bit 0 is the sequence's last token, bit i + 1 is token i, and the highest set bit is the probe.
 
-    `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
-    says that the draft is deterministic. `is_blind`: drafted with truncated context; its acceptance is
-    left out of statistics that requests share. The first `num_predicted` tokens came from the client's
-    prediction of the answer. While its tokens are `late`, `ids` has names of them; whoever
-    asks for `token_ids` waits. If its shape is late too, all nodes follow the last token until it is settled.
+    `distributions`, float32 [nodes, vocab_size], are the probabilities that nodes were drawn with; None if
+    the draft is deterministic. `is_blind`: whether it was drafted with truncated context; its acceptance is
+    left out of statistics that requests share. The first `num_predicted` tokens come from the client's
+    prediction of the answer. While tokens are `late`, `ids` has placeholders for them, and `token_ids` waits
+    for the tokens. If the tree's shape is late too, all nodes follow the last token until `settle`.
     """
 
     ids: list[int]
@@ -41,8 +41,8 @@ class Draft:
         return self.ids
 
     def settle(self) -> None:
-        """Take what is late; the host waits for it if it has not come yet. Rows that turn out to be no nodes
-        of a tree are left as probes.
+        """Replace the placeholders with the late tokens, waiting for them if needed. Rows that turn out not
+        to be tree nodes become probes.
         """
         if self.late is None:
             return
@@ -54,7 +54,7 @@ class Draft:
             self.probes = [1 | 2 << node for node in range(len(self.parents), len(parents))]
 
     def ids_beside(self, late: LateTokens | None) -> list[int]:
-        """Its tokens, by name if they are among these `late` ones."""
+        """Return the draft's tokens, as placeholders if they are in `late`."""
         return self.ids if self.late is late else self.token_ids
 
     @property
@@ -63,11 +63,11 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Nodes of the longest path."""
+        """Number of nodes on the longest path."""
         return self.num_nodes if self.parents is None else max(self.depths(), default=0)
 
     def depths(self) -> list[int]:
-        """How many tokens behind the sequence's last one each node is."""
+        """Return the distance of each node from the sequence's last token, in tokens."""
         depths: list[int] = []
         for node in range(self.num_nodes):
             parent = self.parent(node)
@@ -78,7 +78,7 @@ class Draft:
         return node - 1 if self.parents is None else self.parents[node]
 
     def path(self, node: int) -> list[int]:
-        """The tokens up to a node, its own the last; none for -1."""
+        """Return the tokens on the path to a node, ending with the node's own; [] for -1."""
         tokens: list[int] = []
         while node >= 0:
             tokens.append(self.token_ids[node])
@@ -86,7 +86,7 @@ class Draft:
         return tokens[::-1]
 
     def paths(self) -> list[list[int]]:
-        """The paths of all nodes."""
+        """Return the path to each node."""
         found: list[list[int]] = []
         for node in range(self.num_nodes):
             parent = self.parent(node)
@@ -94,7 +94,7 @@ class Draft:
         return found
 
     def first(self, num_nodes: int) -> Draft:
-        """Its first nodes, which stay in their places, so that KV that was drafted with them does too."""
+        """Return a draft of the first `num_nodes` nodes. They keep their places, so their draft KV stays."""
         parents, drawn = self.parents, self.distributions
         return Draft(
             self.token_ids[:num_nodes],
@@ -105,7 +105,7 @@ class Draft:
         )
 
     def masks(self) -> list[int] | None:
-        """For the sequence's last token and each of `token_ids`: the rows that it sees. None for a chain."""
+        """Return masks of the rows that the sequence's last token and each token see; None for a chain."""
         if self.parents is None and not self.probes:
             return None
         masks = [1]
@@ -115,7 +115,7 @@ class Draft:
 
 
 def late_among(drafts: Iterable[Draft | None]) -> LateTokens | None:
-    """The late tokens of the first draft that has some. Other late tokens are brought where they are read."""
+    """Return the late tokens of the first draft that has any. Others are downloaded when they are read."""
     return next((draft.late for draft in drafts if draft is not None and draft.late is not None), None)
 
 
@@ -123,8 +123,8 @@ def late_among(drafts: Iterable[Draft | None]) -> LateTokens | None:
 class Verdict:
     """Result of verification: the accepted nodes in order, and the token that the model adds.
 
-    `token_ids` are the accepted tokens, then the model's own; `logprobs` has an entry for each. `probed` is
-    the likeliest token after each of the draft's probes. `failed`: no token has a finite score.
+    `token_ids` are the accepted tokens, then the model's own; `logprobs` has an entry for each. `probed` has
+    the likeliest token after each of the draft's probes. `failed`: whether no token has a finite score.
     """
 
     token_ids: list[int]
@@ -136,10 +136,10 @@ class Verdict:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """The result of a step for one sequence.
+    """Result of a step for one sequence.
 
-    `start`: the first place whose KV it computed; `num_tokens` from there on are committed, `num_accepted`
-    of them drafted. `num_rows`: the sequence's rows in the step, drafted ones included.
+    The step computed KV from place `start` on and committed `num_tokens` tokens from there; `num_accepted`
+    of them are draft tokens. `num_rows`: the sequence's rows in the step, including its draft's.
     """
 
     start: int

@@ -1,7 +1,7 @@
-"""Tokens that the device has chosen and the host does not know yet: of the step before, or drafted.
+"""Tokens that the device has chosen and the host does not know yet: sampled one step earlier, or drafted.
 
-The shape of draft trees may be late, too. What runs and verifies them reads them on the device. The host gets
-them with what it waits for anyway.
+The shape of draft trees may be late, too. The forward and the verification read both on the device. The host
+downloads them together with results that it waits for anyway.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from engine.copies import Downloader
 
 
 class LateTokens:
-    """`on_device`, int64 [n]. In a step's rows and in drafts `~i` stands for token i of these."""
+    """Late tokens. In a step's rows and in drafts, `~i` is the placeholder of late token i."""
 
     def __init__(self, on_device: Tensor, download: Downloader) -> None:
-        """A row whose token could not be chosen, negative, gets token 0."""
+        """Take the tokens `on_device`, int64 [n]. A negative one, whose row had no valid token, runs as 0."""
         self._on_device = on_device
         self._download = download
         self._values: list[int] | None = None
 
     def fill(self, inputs: StepInputs) -> None:
-        """Put the tokens into the rows that stand for them."""
+        """Write the tokens to the rows that hold their placeholders."""
         self.fill_ids(inputs.token_ids)
 
     def fill_ids(self, ids: Tensor) -> None:
-        """Replace the negative `ids` [n], on the device."""
+        """Replace the placeholders in `ids` [n], in place on the device."""
         torch.clamp(taken(self._on_device, ids, ids), min=0, out=ids)
 
     def fill_nodes(self, nodes: Tensor) -> None:
-        """Replace what is late in `nodes`, int64 [n, 2]: tokens and parents."""
+        """Replace the placeholders in `nodes`, int64 [n, 2]: tokens and parents."""
         self.fill_ids(nodes[:, 0])
 
     def bring(self, wanted: Tensor, download: Downloader) -> list[int]:
-        """The values of `wanted`, int64 [n]. The late tokens come in the same copy."""
+        """Return the values of `wanted`, int64 [n], and download the late tokens in the same copy."""
         told: list[int] = download(torch.cat([wanted, self._on_device])).tolist()
         self._values = told[len(wanted) :]
         return told[: len(wanted)]
 
     @property
     def values(self) -> list[int]:
-        """The tokens. Waits for them if they have not come yet."""
+        """The late tokens on the host. Waits for the download if they have not been downloaded yet."""
         if self._values is None:
             self._values = self._download(self._on_device).tolist()
         return self._values
 
     def parents(self, ids: Sequence[int]) -> list[int] | None:
-        """The parents of these nodes as in `Draft.parents`, -2 for a row that is no node. None if the host
-        knows them.
+        """Return the parents of these nodes like `Draft.parents`, but -2 for a row that is no node. Return
+        None if the host knows the parents already.
         """
         return None
 
 
 def taken(values: Tensor, ids: Tensor, others: Tensor) -> Tensor:
-    """`values[i]` where `ids` [n] has `~i`, and `others` [n] where it has none."""
+    """Return `values[i]` where `ids` [n] has a placeholder `~i`, and `others` [n] elsewhere."""
     return torch.where(ids < 0, values.index_select(0, ids.bitwise_not().clamp_min_(0)), others)
 
 
 class LateTrees(LateTokens):
-    """Trees that are drafted at once. To the host each is a star of as many nodes as it has room for: all
-    follow the sequence's last token. Nodes that the tree turns out not to have come last. They stay children
-    of the root, and are never accepted.
+    """Draft trees whose shape is late. To the host each tree is a star with the most nodes that it can have:
+    all follow the sequence's last token. Nodes that the tree turns out to lack come last; they stay children
+    of the root and are never accepted.
     """
 
     def __init__(self, nodes: Tensor, download: Downloader) -> None:
-        """int64 [4, n]: tokens; the rows of their trees that they follow, -1 for what is no node; masks as in
-        `AttentionMetadata.visible`; and how much deeper than children of the root they are.
+        """Take `nodes`, int64 [4, n]: tokens; the row of its tree that each node follows, -1 for no node;
+        masks as in `AttentionMetadata.visible`; and each node's depth below the root's children.
         """
         super().__init__(nodes[:2].flatten(), download)
         _, self._rows_before, self._masks, self._deeper = nodes
@@ -87,7 +87,7 @@ class LateTrees(LateTokens):
         super().fill_nodes(nodes)
 
     def further(self, names: Tensor) -> Tensor:
-        """int64 [n]: how much further than in a star those are that have such `names`; 0 for others."""
+        """Return int64 [n]: the depth below the root's children for each placeholder, 0 for other ids."""
         return taken(self._deeper, names, torch.zeros_like(names))
 
     def parents(self, names: Sequence[int]) -> list[int] | None:

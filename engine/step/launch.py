@@ -1,13 +1,13 @@
-"""Puts steps on the device, and the next one behind the one that is waited for.
+"""Launches of steps on the device; on a GPU the next step is launched before this step's tokens are read.
 
-While a GPU computes a step, the host has nothing to do until its tokens come. So it lays out the next step
-then, as far as that needs no token: the rows take the tokens that the device has chosen, as they are there.
-What the host does with the tokens, and all else up to the following launch, goes on beside the next step.
+While a GPU computes a step, the host packs and launches the next one. Its rows take their tokens on the
+device, where this step leaves them (`LateTokens`). So the GPU computes the next step while the host reads
+this step's tokens, commits them and schedules.
 
-Sequences know nothing of it. They hold what is committed, and get a step's tokens when the step is over. One
-that turns out to have ended has a row in the next step that nobody looks at. That writes KV behind its last
-token, so its blocks are kept until the step is over. Of the state of recurrent layers it changes nothing but
-what lies behind the grid point (see `pack_ahead`), and state slots are taken only when no step is ahead.
+Sequences hold committed tokens only and get a step's tokens when the step is over. A sequence may turn out to
+have ended when it has a row in the next step already; that row's token is dropped. The row writes KV after
+the sequence's last token, so the blocks are kept until the next step is over. It changes the state of
+recurrent layers only after the grid point (see `pack_ahead`). State slots are taken when no step is ahead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from engine.step.speculation_interface import Speculator
 
 @dataclass(eq=False)
 class Launched:
-    """A step on the device. `choice`, for its `rows`, is None where none samples, or where drafts are to be
-    verified.
+    """A step on the device. `choice` has the tokens sampled for `rows`; it is None if no row samples, or if
+    drafts are to be verified.
     """
 
     step: ScheduledStep
@@ -44,7 +44,7 @@ class Launched:
     rows: Sequence[SamplingRow] = ()
     choice: TokenChoice | None = None
     kept: list[SequenceBlocks] = field(default_factory=list)
-    """The blocks of sequences that have ended since: the device may still write there."""
+    """The blocks of sequences that ended after the launch; the device may still write to them."""
 
     @property
     def sampled(self) -> Tensor:
@@ -53,7 +53,7 @@ class Launched:
         return self.logits if len(self.logits) == count else self.logits[:count]
 
     def free_kept(self) -> None:
-        """Once the step is over."""
+        """Free the kept blocks once the step is over."""
         for sequence_blocks in self.kept:
             sequence_blocks.free()
 
@@ -69,8 +69,8 @@ class StepLauncher:
         embeds: bool = False,
         speculator: Speculator | None = None,
     ) -> None:
-        """With `runs_ahead` the next step is launched behind one, if the runner can. With `embeds` requests
-        may ask for hidden states.
+        """Launch steps ahead if `runs_ahead` and the runner can fill in late tokens. With `embeds`, requests
+        may ask for embeddings.
         """
         self._runner = runner
         self._runs_ahead = runs_ahead and runner.can_fill
@@ -85,7 +85,7 @@ class StepLauncher:
         return self._ahead is not None
 
     def step_ahead(self) -> ScheduledStep | None:
-        """The step that was launched ahead, if any, with the sequences that still run."""
+        """Return the step that was launched ahead, if any, with the sequences that still run."""
         if self._ahead is None:
             return None
         step = self._ahead.step
@@ -94,7 +94,7 @@ class StepLauncher:
         return step
 
     def take_ahead(self) -> Launched | None:
-        """It is to be finished now."""
+        """Return the step that was launched ahead, if any, to be finished now."""
         launched, self._ahead = self._ahead, None
         if launched is not None and self._speculator is not None:
             self._speculator.went_ahead(launched.step, self._scheduler.num_active)
@@ -122,7 +122,7 @@ class StepLauncher:
         return self._runner.run(packed.step(wants_hidden=wants_hidden), fill)
 
     def launch_behind(self, launched: Launched) -> None:
-        """The next step, if it is one token more of each sequence that goes on, whatever this one brings."""
+        """Launch the next step if it is one more token for each continuing sequence, whatever the tokens."""
         if not self._runs_ahead or launched.choice is None:
             return
         step = self._scheduler.following(launched.step)
@@ -135,13 +135,13 @@ class StepLauncher:
         self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
 
     def _is_plain(self, step: ScheduledStep) -> bool:
-        """Whether no sequence of a step that may go ahead drafts in it."""
+        """Return whether no sequence drafts in this step, which could be launched ahead."""
         if self._speculator is None:
             return True
         return self._speculator.may_go_ahead(step, self._scheduler.num_active_with(len(step.sequences)))
 
     def verdicts(self, launched: Launched) -> list[Verdict]:
-        """The verdict for each sequence that samples in this step. Waits for the tokens."""
+        """Wait for the tokens, and return the verdict for each sequence that samples in this step."""
         sampled = launched.packed.sampled
         if not sampled:
             return []
@@ -169,14 +169,14 @@ class StepLauncher:
             place += count
 
     def keep(self, sequence: SequenceState) -> None:
-        """The blocks of a sequence that ends, for as long as the device may write there."""
+        """Keep the blocks of a sequence that ends for as long as the device may write to them."""
         if self._ahead is not None and sequence.sequence_blocks is not None:
             self._ahead.kept.append(sequence.sequence_blocks)
             sequence.sequence_blocks = None
 
 
 def _sampling_rows(packed: PackedStep) -> list[SamplingRow]:
-    """The rows to sample; where drafts are verified, only if grammars have masks for them."""
+    """Return the rows to sample. If drafts are verified, return rows only if a grammar masks them."""
     sampled = packed.sampled
     if packed.num_sampled_rows == len(sampled):
         return [sequence.sampling_row() for sequence in sampled]

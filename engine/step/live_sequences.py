@@ -1,6 +1,6 @@
-"""The sequences in the engine by request: added, committed step by step, failed and forgotten.
+"""The engine's sequences by request id: added, committed step by step, failed and forgotten.
 
-A step's tokens become output up to the one that ends a sequence.
+The tokens of a step become output, up to the token that ends the sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LiveSequences(dict[str, SequenceState]):
     def commit(
         self, sequence: SequenceState, count: int, verdict: Verdict | None, step: ScheduledStep
     ) -> TokenOutput | None:
-        """Commit a step that computed the KV of `count` tokens, and of the drafts that `verdict` accepts."""
+        """Commit the KV of `count` tokens and of accepted draft tokens; return the sequence's output."""
         start, draft, sequence.draft = sequence.num_computed, sequence.draft, None
         first_drafted = start + count
         num_rows = count + (len(draft.token_ids) if draft is not None else 0)
@@ -116,7 +116,7 @@ class LiveSequences(dict[str, SequenceState]):
 
 @dataclass(slots=True)
 class Kept:
-    """Tokens that became output, and why there will be no more."""
+    """Tokens that became output, and the reason if they end the sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -124,7 +124,7 @@ class Kept:
 
 
 def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collection[int]) -> Kept:
-    """Append them to the sequence, none after the one that ends it."""
+    """Append the tokens to the sequence, up to the token that ends it."""
     kept = Kept()
     for token_id in token_ids:
         sequence.append(token_id)
@@ -138,7 +138,7 @@ def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collecti
 
 
 def failure(sequence: SequenceState, problem: str) -> tuple[ErrorKind, str]:
-    """Why no token has a finite score; `problem` is what its grammar failed at."""
+    """Return why no token has a finite score; `problem` is the error of the sequence's grammar."""
     if sequence.params.grammar is not None:
         place = len(sequence.output_token_ids)
         reason = f"the structured output cannot go on: no token may follow its {place} tokens"
@@ -147,7 +147,7 @@ def failure(sequence: SequenceState, problem: str) -> tuple[ErrorKind, str]:
 
 
 def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> TokenOutput:
-    """The message for a sequence that got tokens."""
+    """Return the message for a sequence that got tokens."""
     assert outcome.verdict is not None
     is_first = sequence.first_token_time is None
     draft = outcome.draft

@@ -1,4 +1,4 @@
-"""From a step's sequences to the rows that the runner takes, and those of them whose logits are wanted."""
+"""Packing of a step's sequences into the rows of one forward, and the choice of rows that need logits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from engine.step.sequence import SequenceState
 class PackedStep:
     """A step's rows as the runner takes them, one sequence after the other.
 
-    `logit_rows` are the packed rows that need logits: those of the `sampled` sequences, after their last
-    token and after each drafted one, then whole chunks of `prompts` (with their number of rows) that want
-    log-probabilities. Where the host does not know a token yet, the row has its id among the `late` ones.
+    `logit_rows` are the packed rows that need logits: first the `sampled` sequences' last tokens and draft
+    tokens, then all rows of the chunks of `prompts` (sequence, number of rows) that want log-probabilities.
+    A row whose token the host does not know yet has a placeholder of one of the `late` tokens.
     """
 
     batch: list[SequenceRows] = field(default_factory=list)
@@ -35,7 +35,7 @@ class PackedStep:
 
 
 def pack(step: ScheduledStep, *, takes_late: bool = False) -> PackedStep:
-    """Only what `takes_late` can run tokens that the host does not know; else it waits for them here."""
+    """Pack a step. Unless the runner `takes_late`, wait here for tokens that the host does not know."""
     packed = PackedStep()
     if takes_late:
         packed.late = late_among(sequence.draft for sequence in step.sequences)
@@ -72,7 +72,7 @@ def pack(step: ScheduledStep, *, takes_late: bool = False) -> PackedStep:
 
 
 def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep, chosen: LateTokens) -> PackedStep:
-    """A row for each sequence, with the token that the step `before` chooses for it.
+    """Pack a row for each sequence, with the token that the step `before` chooses for it.
 
     No token counts as certain, since its sequence may end with it. So a recurrent layer's state reaches a
     grid point one step later, and at each commit it is where it would be without steps ahead.

@@ -1,6 +1,6 @@
-"""Profiling at start, over made-up sequences: what steps cost, and the GPU memory that the largest one takes.
+"""Profiling at start with made-up sequences: the cost of steps, and the GPU memory of the largest step.
 
-A worker's costs are so never unknown. The memory is measured before the pool is made.
+So a worker knows its costs from the start. The memory is measured before the pool is made.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 _PHRASE = 7
-"""Period of the made-up text, in tokens: every drafting method finds repetition in it."""
+"""Period of the made-up text, in tokens. It repeats so that every drafting method proposes something."""
 _TENANT = "\0profiling"
-"""Cache salt: what drafters learn from the made-up text is never used for requests."""
+"""Cache salt of the made-up text, so that drafters never use it for requests."""
 
 
 class ProfilingRun:
-    """Once it is closed, all its blocks are free again. It publishes nothing to the prefix cache."""
+    """Made-up sequences to run. `close` frees their blocks; nothing is published to the prefix cache."""
 
     def __init__(self, blocks: BlockManager, runner: Runner, max_model_len: int) -> None:
         self._blocks = blocks
@@ -42,8 +42,8 @@ class ProfilingRun:
         self._sequences: list[SequenceState] = []
 
     def sequences(self, count: int, num_tokens: int, room: int) -> list[SequenceState] | None:
-        """`count` sequences of `num_tokens` uncomputed tokens, with blocks for `room` more. None if they do
-        not fit. Frees those of the call before.
+        """Return `count` sequences of `num_tokens` uncomputed tokens, with blocks for `room` more; None if
+        they do not fit. Free the sequences of the previous call.
         """
         self.close()
         if num_tokens + room > self.max_model_len:
@@ -58,7 +58,7 @@ class ProfilingRun:
         return list(self._sequences)
 
     def forward(self, sequences: list[SequenceState], *, wants_hidden: bool = True) -> ForwardOutput:
-        """Run all uncomputed tokens and the drafts; logits for the last token and each drafted one."""
+        """Run all uncomputed tokens and drafts, with logits for the last token and each draft token."""
         packed = pack(ScheduledStep(sequences, [sequence.num_uncomputed for sequence in sequences]))
         return self._runner.run(packed.step(wants_hidden=wants_hidden))
 
@@ -80,19 +80,19 @@ def _made_up(index: int, num_tokens: int) -> SequenceState:
 
 
 _SHORT, _LONG = 64, 1024
-"""Tokens before those that are computed; where there is no room for as many, half, and so on."""
+"""Lengths of the context before the computed tokens; halved as long as the pool has no room for them."""
 _ROWS = 8
 _CHUNKS = (16, 128)
 _RUNS, _LEAST_RUNS = 5, 2
-"""How often each step runs. The fastest counts: disturbances only add time, and the first run is cold."""
+"""Most and least runs of each step. The fastest counts: disturbances add time, and the first run is cold."""
 _MOST_S = 0.5
-"""Seconds after which no more than the least runs are made."""
+"""Seconds after which only the least number of runs is completed."""
 
 
 def measure_steps(
     profiling: ProfilingRun, sampler: Sampler, max_sequences: int, max_chunk: int
 ) -> list[tuple[StepWork, float]]:
-    """Steps that decode few or many sequences, and chunks of prompts, with little or much before them."""
+    """Measure steps that decode few or many sequences, and prefill chunks, after short and long contexts."""
     many = min(_ROWS, max_sequences)
     wanted = [(1, _SHORT, 1), (many, _SHORT, 1), (many, _LONG, 1)]
     wanted += [(1, 0, _CHUNKS[0]), (1, 0, _CHUNKS[1]), (1, _LONG, _CHUNKS[1])]
@@ -101,7 +101,7 @@ def measure_steps(
     for run in range(_RUNS):
         if run >= _LEAST_RUNS and time.perf_counter() > until:
             break
-        for rows, before, count in wanted:  # in turns: a disturbance is not all of one step's runs
+        for rows, before, count in wanted:  # in turns, so that no disturbance hits all runs of one step
             measured = _measure(profiling, sampler, rows, before, min(count, max_chunk))
             if measured is not None:
                 work, seconds = measured
@@ -129,7 +129,7 @@ def _measure(
 
 
 _FIRST_TOKENS = 2
-"""The tokens of a first forward, not measured: what it allocates once is not a step's."""
+"""Number of tokens of a first forward, whose one-time allocations are left out of the measurement."""
 
 
 def activation_bytes(
@@ -141,8 +141,8 @@ def activation_bytes(
     choose: Callable[[Tensor], object],
     adapter: int = 0,
 ) -> int:
-    """Measure a forward of `num_tokens` prompt tokens with an `adapter`'s slot, and what `choose` does
-    with the logits of `rows` of them.
+    """Measure the peak bytes of a forward of `num_tokens` prompt tokens with the slot `adapter`, and of
+    `choose` with the logits of `rows` of the tokens.
     """
     blocks = list(range(-(-num_tokens // layout.block_size)))
     tables = [blocks] * len(layout.windows)

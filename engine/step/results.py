@@ -12,10 +12,10 @@ from protocol.requests import EngineRequest
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Room for a prompt that another worker computes. The tokens before `covered` are here, or not needed.
+    """Blocks for a prompt that another worker computes. KV before token `covered` is here or not needed.
 
-    The caller of `Engine.reserve` owns it until `Engine.activate`, or until it frees the `sequence_blocks`.
-    The request's time limit counts from `since` (monotonic seconds).
+    The caller of `Engine.reserve` owns the reservation until it calls `Engine.activate` or frees
+    `sequence_blocks`. The request's time limit counts from `since` (monotonic seconds).
     """
 
     request: EngineRequest
@@ -31,13 +31,13 @@ class Reservation:
 
     @property
     def first_tokens(self) -> list[int]:
-        """For each table, the first token whose block has yet to come."""
+        """The first token whose block must still arrive, for each block table."""
         size = self.sequence_blocks.manager.block_size
         return [max(self.covered, place * size) for place in self.sequence_blocks.first_places]
 
     @property
     def num_cached(self) -> int:
-        """Covered tokens that were found in the cache; 0 if all of them are only before a window."""
+        """Number of tokens found in the cache; 0 if the covered tokens all precede the sliding windows."""
         before_windows = min(self.sequence_blocks.first_places) * self.sequence_blocks.manager.block_size
         return self.covered if self.covered > before_windows else 0
 
@@ -59,5 +59,5 @@ class EngineStats:
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    """Tokens that were not computed because some tier held their KV."""
+    """Number of tokens that were not computed because some tier held their KV."""
     steps: int

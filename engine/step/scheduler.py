@@ -1,12 +1,11 @@
 """Continuous batching: which sequences run in the next step, and how many tokens of each.
 
-Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget
-goes to waiting prompts, in chunks. Sequences that have their blocks already, because another worker computed
-their prompts, get the free rows before those that have none. A prompt whose next blocks another one is
-computing waits for them, so that `n` answers to one prompt, or a batch with one preamble, compute it once.
-When blocks run out, the sequence that would run last gives its own up and is computed again later (preemption
-by recompute), as far as the tiers below the pool did not keep its blocks. A prompt whose next blocks lie on
-the disk waits for them.
+Running sequences come first, so that decoding never waits for a new prompt; waiting prompts get the rest of
+the token budget, in prefill chunks. Sequences that have blocks already, because another worker computed their
+prompts, get free rows first. A prompt waits while another sequence computes blocks that both share, so that
+`n` answers to one prompt, or a batch with one preamble, compute it once. A prompt also waits while its next
+blocks are read from the disk. When blocks run out, the sequence that would run last is preempted: its blocks
+are freed, and later computed again unless a tier below the pool has kept them.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class ScheduledStep:
     """One packed forward: `num_tokens[i]` tokens of `sequences[i]`, from its `num_computed` on, then its
     draft.
 
-    `admitted` are those that got their blocks in this step, `first_time` the requests of those that never had
-    any. `expired` are the errors of requests past their time limit. Once the step is over there is an outcome
-    for each sequence.
+    `admitted` are the sequences that got blocks in this step, `first_time` the requests of those that never
+    had blocks before. `expired` are the errors of requests past their time limit. `outcomes` has one entry
+    for each sequence once the step is over.
     """
 
     sequences: list[SequenceState] = field(default_factory=list)
@@ -45,7 +44,7 @@ class ScheduledStep:
     expired: list[TokenOutput] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     budget_left: int = 0
-    """Tokens that drafts may still add to the step."""
+    """Number of draft tokens that may still be added to the step."""
 
     @property
     def total_tokens(self) -> int:
@@ -53,7 +52,7 @@ class ScheduledStep:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether no sequence computes more than its newest token, but for its draft."""
+        """Whether each sequence computes only its newest token and its draft."""
         return self.total_tokens == len(self.sequences)
 
 
@@ -88,10 +87,10 @@ class Scheduler:
         self._slot_allocator = slot_allocator
 
     def root(self, request: EngineRequest, foreign_format: str = "") -> BlockIdentity:
-        """The parent identity of the first block of a tenant's sequences.
+        """Return the parent identity of the first block of a tenant's sequences.
 
-        Blocks that hold other values than would be computed here, as their `foreign_format` says, have
-        identities of their own: a request must not depend on which worker computed its prefix.
+        With a `foreign_format` blocks hold other values than this worker would compute. They have other
+        identities, since a request's tokens must not depend on the worker that computed its prefix.
         """
         kv_format = f"{self._kv_format} from {foreign_format}" if foreign_format else self._kv_format
         cache_salt, adapter = request.tenant
@@ -102,20 +101,20 @@ class Scheduler:
         return self._roots[kv_format]
 
     def add_waiting(self, sequence: SequenceState) -> None:
-        """Run it when its turn comes; if it has its blocks, as soon as there is a row."""
+        """Queue the sequence: those that have blocks first, the others by `queue_key`."""
         sequence.stage = SequenceStage.WAITING
         bisect.insort(
             self.waiting, sequence, key=lambda other: (other.sequence_blocks is None, other.queue_key)
         )
 
     def hold(self, sequence: SequenceState) -> None:
-        """Do not run it. It keeps its blocks; a sequence without blocks gets them first."""
+        """Stop running the sequence, which keeps its blocks. One without blocks stays queued to get them."""
         if sequence.sequence_blocks is not None:
             self._leave_queue(sequence)
             sequence.stage = SequenceStage.HELD
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget the sequence, but for its blocks: see `free`. Safe in every stage."""
+        """End the sequence in any stage, but leave its blocks to `free`."""
         self._leave_queue(sequence)
         sequence.stage = SequenceStage.ENDED
 
@@ -134,11 +133,11 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        """Sequences that run, or are about to."""
+        """Number of sequences that run or are about to."""
         return self.num_active_with(len(self.running))
 
     def num_active_with(self, num_running: int) -> int:
-        """The same when no more than so many continue to run."""
+        """Return `num_active` for the case that `num_running` sequences continue to run."""
         return min(num_running + len(self.waiting), self._max_num_seqs)
 
     def schedule(self) -> ScheduledStep:
@@ -164,7 +163,7 @@ class Scheduler:
             if budget == 0:
                 break
             if sequence.stage is not SequenceStage.RUNNING:
-                continue  # preempted for an earlier one of this very step
+                continue  # preempted in this step for an earlier sequence
             budget -= self._schedule_running(sequence, budget, step)
         lacks_room = False
         for sequence in list(self.waiting):
@@ -186,8 +185,8 @@ class Scheduler:
         return step
 
     def following(self, step: ScheduledStep) -> ScheduledStep | None:
-        """The step of one more token for each sequence of a step whose tokens are not known yet, except
-        sequences that end by their number. None where the next step may be another one.
+        """Return the step after `step`, whose tokens are not known yet: one more token for each sequence
+        that does not reach `max_tokens`. Return None if the next step may have to be another one.
         """
         if self._may_admit or len(step.sequences) < len(self.running):
             return None
@@ -215,14 +214,14 @@ class Scheduler:
         return len(self.running) < self._max_num_seqs
 
     def _run(self, sequence: SequenceState) -> None:
-        """Run a waiting sequence, which has blocks now."""
+        """Move a waiting sequence, which has blocks now, to the running ones."""
         self.waiting.remove(sequence)
         sequence.stage = SequenceStage.RUNNING
         self.running.append(sequence)
 
     @property
     def room_wait_s(self) -> float:
-        """Seconds in which a request waited for blocks; for any thread."""
+        """Seconds in which a request waited for blocks. May be read from any thread."""
         since = self._waits_since
         return self._waited_s + (time.monotonic() - since if since else 0.0)
 
@@ -235,7 +234,7 @@ class Scheduler:
             self._waits_since = time.monotonic()
 
     def make_room(self, step: ScheduledStep, sequence: SequenceState, wish: int) -> int:
-        """Reserve room for up to `wish` drafted tokens of a decoding sequence; returns for how many."""
+        """Reserve room for up to `wish` draft tokens of a decoding sequence; return how many got room."""
         left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
         room = min(wish, left, step.budget_left)
         if self._slot_allocator is not None:
@@ -251,7 +250,7 @@ class Scheduler:
         return sequence.leader is not None
 
     def _meet_followers(self) -> None:
-        """Before a prompt is computed beyond what others share with it, plan to keep its state there."""
+        """Plan to keep the states of running prompts at the ends of prefixes that waiting prompts share."""
         if self._slot_allocator is not None:
             for sequence in self.waiting[: self._max_num_seqs]:
                 self._waits_for_a_leader(sequence)
@@ -277,7 +276,7 @@ class Scheduler:
         return self._fetcher.is_pending(sequence.fetch)
 
     def _shared_tokens(self, ours: list[int], theirs: list[int], computed: int) -> int:
-        """The length of the equal leading full blocks, if they reach beyond the first `computed` tokens."""
+        """Return the token count of equal leading full blocks; 0 if the first `computed` tokens differ."""
         size = self.blocks.block_size
         end = computed // size * size
         if ours[:end] != theirs[:end]:
@@ -302,9 +301,9 @@ class Scheduler:
         return count
 
     def _last_to_run(self) -> SequenceState | None:
-        """The sequence with blocks that would run last. Blocks of a prompt that is being handed over may be
-        on the wire, so they are never taken away. With a sliding window it may lack some that another one
-        still reads.
+        """Return the sequence with blocks that would run last. Never return a prompt that is being handed
+        over, since its blocks may be on the wire. Return None if only such prompts have blocks: one of them
+        may need more while other sequences still refer to blocks that it left behind its sliding window.
         """
         ready = [waiting for waiting in self.waiting if waiting.sequence_blocks is not None]
         running = (running for running in self.running if not running.prefill_only)
@@ -344,7 +343,7 @@ class Scheduler:
         return count
 
     def _chunk(self, sequence: SequenceState, budget: int) -> int:
-        """The number of its tokens that this step computes."""
+        """Return how many of the sequence's tokens this step computes."""
         count = min(budget, sequence.num_uncomputed)
         if self._slot_allocator is not None:
             count = self._slot_allocator.chunk(sequence, count)

@@ -1,4 +1,4 @@
-"""One sequence in the engine: its tokens, its blocks and how far it has come."""
+"""The engine's state of one sequence: its tokens, its blocks and how much of it is computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SequenceStage(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
-    """It keeps its blocks and does not run: its prompt is to be handed over, or it has drafted enough."""
+    """A sequence that has blocks but does not run: it is to be handed over, or has drafted enough."""
     ENDED = "ended"
 
 
@@ -34,8 +34,8 @@ class SequenceStage(enum.Enum):
 class SequenceState:
     """Prompt and output of one request.
 
-    `num_computed` tokens have their KV in the pool. The others must still be run: the prompt at first, after
-    a preemption everything, in decode the last token alone.
+    `num_computed` tokens have their KV in the pool. The others must still be run: at first the prompt, after
+    a preemption all tokens, during decoding the last token only.
     """
 
     request: EngineRequest
@@ -45,7 +45,7 @@ class SequenceState:
     prefill_only: bool = False
     drafts_elsewhere: bool = False
     hold_at: int | None = None
-    """It drafts for a target's sequence: it is held with so many tokens, and never ends by itself."""
+    """For a sequence that drafts for a target's: the length at which it is held. It never ends by itself."""
     stage: SequenceStage = SequenceStage.WAITING
     prompt_token_ids: list[int] = field(init=False)
     output_token_ids: list[int] = field(init=False)
@@ -53,30 +53,30 @@ class SequenceState:
     num_computed: int = 0
     num_cached: int | None = None
     handed_over: bool = False
-    """Another worker computed its prompt."""
+    """Whether another worker computed the prompt."""
     sequence_blocks: SequenceBlocks | None = None
     state_slot: int = 0
-    """The slot of the recurrent layers' state while it runs, if the model has some."""
+    """State slot of the running sequence, if the model has recurrent layers."""
     keep_at: list[int] = field(default_factory=list)
-    """The positions after which that state is to be kept, ascending."""
+    """Positions after which the recurrent state is to be kept, ascending."""
     adapter: int = 0
-    """The slot of its adapter, which it holds until it ends; 0: none."""
+    """Slot of the sequence's LoRA adapter, held until the sequence ends; 0: no adapter."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None
     first_token_time: float | None = None
     leader: tuple[SequenceState, int] | None = None
-    """The sequence that computes a prefix which this waiting one can share, and that prefix's tokens."""
+    """The sequence that computes a prefix which this waiting one shares, and the prefix's token count."""
     grammar: Future[LLMatcher] | None = None
-    """Its grammar, which may still be being compiled."""
+    """The sequence's grammar, perhaps still being compiled."""
     fetch: DiskFetch | None = None
-    """Its blocks that were on the disk when it was to be admitted."""
+    """The read of blocks that were on the disk when the sequence was to be admitted."""
     draft: Draft | None = None
     """The draft that the current step verifies."""
     num_given: int = field(init=False)
-    """Leading tokens that are certain, where it drafts."""
+    """Number of leading tokens that the target has committed, if the sequence drafts for a target."""
     draft_plan: DraftPlan | None = field(init=False)
-    """The place and kind of its own drafts."""
+    """The place and method of drafting for this sequence."""
 
     def __post_init__(self) -> None:
         self.request_id, self.params = self.request.request_id, self.request.sampling
@@ -89,41 +89,41 @@ class SequenceState:
 
     @property
     def held(self) -> SequenceBlocks:
-        """Its blocks, while it has some."""
+        """The sequence's blocks; it must have blocks."""
         assert self.sequence_blocks is not None
         return self.sequence_blocks
 
     @property
     def position(self) -> int:
-        """Absolute position of the token that comes next; keys its noise."""
+        """Absolute position of the next token, which keys its sampling noise."""
         return len(self.token_ids)
 
     def sampling_row(self, drafted: Sequence[int] = ()) -> SamplingRow:
-        """The row for the token that comes next, or for the one after `drafted` ones."""
+        """Return the row that samples the next token, or the token after the `drafted` ones."""
         prompt, output = self.prompt_token_ids, self.output_token_ids
         position = len(self.token_ids) + len(drafted)
         return SamplingRow(self.params, prompt, output, position, self.request_id, drafted)
 
     def row_after_next(self) -> SamplingRow:
-        """The row for the token after the next one, which is unknown: see `may_run_ahead`."""
+        """Return the row for the token after the next one, while the next one is still unknown."""
         return self.sampling_row([0])
 
     def chain_rows(self, drafted: list[int]) -> list[SamplingRow]:
-        """The rows for the token that comes next, and for the one after each of the `drafted`."""
+        """Return the rows for the next token and for the token after each of the `drafted` ones."""
         if needs_history(self.params):
             return [self.sampling_row(drafted[:end]) for end in range(len(drafted) + 1)]
         return [self._row_behind(count) for count in range(len(drafted) + 1)]
 
     def _row_behind(self, count: int) -> SamplingRow:
-        """The row for the token after so many drafted ones, which are not looked at."""
+        """Return the row for the token after `count` draft tokens, for parameters that need no history."""
         position = self.position + count
         return SamplingRow(
             self.params, self.prompt_token_ids, self.output_token_ids, position, self.request_id
         )
 
     def step_rows(self) -> list[SamplingRow]:
-        """The rows for the token after the last one, and for the one after each drafted token. After a probe
-        only the model's likeliest token is wanted.
+        """Return the rows for the next token and for the token after each draft token. The row after a probe
+        takes the model's likeliest token.
         """
         draft = self.draft
         if draft is None:
@@ -139,12 +139,12 @@ class SequenceState:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether its grammar is compiled, if it has one."""
+        """Whether the sequence's grammar is compiled; True if it needs none."""
         return self.grammar is None or (self.grammar.done() and self.grammar.exception() is None)
 
     @property
     def grammar_error(self) -> BaseException | None:
-        """The reason why there will be no grammar."""
+        """The error if the sequence's grammar could not be compiled."""
         return self.grammar.exception() if self.grammar is not None and self.grammar.done() else None
 
     @property
@@ -153,14 +153,14 @@ class SequenceState:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether a token can be chosen before the previous one is known, and nothing else is wanted."""
+        """Whether a token can be sampled before the host knows the previous one."""
         params = self.params
         needs_step = self.wants_prompt_logprobs or params.logprobs is not None or self.prefill_only
         return not (needs_step or needs_history(params) or self.hold_at is not None)
 
     @property
     def queue_key(self) -> tuple[int, int]:
-        """Lower runs first: priority, then age."""
+        """Sort key of the queue: priority, then age. The lowest key runs first."""
         return (self.request.priority, self.order)
 
     @property
@@ -170,7 +170,7 @@ class SequenceState:
         return len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def follows(self) -> bool:
-        """Whether its leader has yet to compute what they share."""
+        """Return whether the leader must still compute a part of the shared prefix."""
         if self.leader is None:
             return False
         sequence, num_shared = self.leader
@@ -178,18 +178,18 @@ class SequenceState:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it decodes here, and only its last token's KV is missing."""
+        """Whether the sequence decodes here: only the KV of its last token is missing."""
         is_next = self.stage is SequenceStage.RUNNING and self.num_uncomputed == 1
         return is_next and bool(self.output_token_ids) and not self.prefill_only
 
     @property
     def is_to_be_held(self) -> bool:
-        """Whether, with the tokens that it has now, it is not to be run any further."""
+        """Whether the sequence is to be held with the tokens that it has now."""
         return self.prefill_only or (self.hold_at is not None and len(self.token_ids) >= self.hold_at)
 
     @property
     def drafted(self) -> list[int]:
-        """The tokens beyond the given ones."""
+        """The draft tokens after the given ones, if the sequence drafts for a target."""
         return self.token_ids[self.num_given :]
 
     def append(self, token_id: int) -> None:
@@ -197,8 +197,8 @@ class SequenceState:
         self.token_ids.append(token_id)
 
     def give(self, token_ids: Sequence[int]) -> int:
-        """Append the tokens that certainly follow the given ones. What was drafted stays where it agrees,
-        with its KV; the rest is dropped. Return how many of these tokens were drafted.
+        """Append tokens that the target has committed after the given ones. Draft tokens that agree with
+        them stay, with their KV; the others are dropped. Return how many draft tokens agreed.
         """
         start, drafted = self.num_given, self.drafted
         agreed = common_prefix(drafted, token_ids)

@@ -1,8 +1,8 @@
-"""Gives running sequences their state slots, and moves recurrent states between slots and the pool's blocks.
+"""State slots for running sequences, and copies of recurrent states between slots and the pool's blocks.
 
-A state is kept for later prompts at the last point of a prompt where that can be, where a prompt leaves
-another one's blocks, and when its sequence stops running. States that a sequence has continued from are the
-first to make room: the next prompt of a conversation continues from the latest one.
+Later prompts find the states that are kept: at the last possible position of a prompt, at the position where
+another prompt diverges from it, and at the end of a sequence's run. States that a sequence has continued from
+are evicted first, since the next prompt of a conversation continues from the latest state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.step.sequence import SequenceState
 
 
 class StateSlotAllocator:
-    """There is a state slot for each sequence that may run at a time. Others have a state in blocks, or
-    none.
+    """Allocator of state slots, one for each sequence that may run at a time. A sequence that does not run
+    has its state in blocks, or no state.
     """
 
     def __init__(self, state_slots: StateSlots, blocks: BlockManager, pool: KVPool) -> None:
@@ -31,8 +31,8 @@ class StateSlotAllocator:
         self._num_hits = 0
 
     def admit(self, sequence: SequenceState) -> None:
-        """The sequence has blocks for all of its tokens now: load the state that it continues from, take room
-        for the one that it will hand over, and plan where its state is to be kept.
+        """Begin to run a sequence that has blocks for all tokens: load the state that it continues from,
+        plan the positions where its state is kept, and take room for a state to be handed over.
         """
         state = _state(sequence)
         self._num_hits += bool(state.passed)
@@ -45,8 +45,8 @@ class StateSlotAllocator:
             state.add()
 
     def share(self, leader: SequenceState, follower: SequenceState, num_shared: int) -> int:
-        """Return where the follower is to continue from the leader's state, among the tokens that they share,
-        and plan to keep it.
+        """Return the last position in the shared tokens where the follower can continue from the leader's
+        state, and plan to keep that state.
         """
         position = self._last_point(num_shared, follower)
         _state(leader).junctions.add(position)
@@ -54,12 +54,12 @@ class StateSlotAllocator:
         return position
 
     def _last_point(self, num_tokens: int, sequence: SequenceState) -> int:
-        """The last position among so many tokens where the sequence could continue from a state."""
+        """Return the last position in `num_tokens` tokens where the sequence could continue from a state."""
         unit = self._store.unit
         return min(num_tokens, len(sequence.token_ids) - 1) // unit * unit
 
     def _keep_at(self, sequence: SequenceState, position: int) -> None:
-        """Keep the state when the sequence comes there, if it has not yet."""
+        """Plan to keep the state at `position`, unless the sequence has passed it."""
         end = self._state_slots.layout.position(len(sequence.token_ids))
         is_handed_over = sequence.prefill_only and position == end
         wanted = self._blocks.enable_prefix_caching and position > sequence.num_computed
@@ -67,7 +67,7 @@ class StateSlotAllocator:
             bisect.insort(sequence.keep_at, position)
 
     def chunk(self, sequence: SequenceState, count: int) -> int:
-        """At most `count` tokens, so that a step never passes over a state that is to be kept."""
+        """Return `count`, or less where a step would pass over a state that is to be kept."""
         grid, start = self._state_slots.layout.grid, sequence.num_computed
         for position in sequence.keep_at:
             if start < position <= start + count - grid:
@@ -75,7 +75,7 @@ class StateSlotAllocator:
         return count
 
     def begin(self, sequence: SequenceState) -> None:
-        """The sequence runs from now on, from the state that it has in blocks, if any."""
+        """Give the sequence a state slot, and load the state that it has in blocks, if any."""
         sequence.state_slot = self._state_slots.take()
         state, slot = _state(sequence), sequence.state_slot
         if state.blocks:
@@ -85,7 +85,7 @@ class StateSlotAllocator:
             sequence.num_computed = point
 
     def totals(self) -> dict[str, float]:
-        """Counts of kept states, in Prometheus' naming; for any thread."""
+        """Return counts of kept states, in Prometheus' naming. May be called from any thread."""
         store = self._store
         num_kept = len(store.entries)
         return {
@@ -97,11 +97,11 @@ class StateSlotAllocator:
         }
 
     def room(self, sequence: SequenceState) -> int:
-        """Room for drafted tokens of a decoding sequence."""
+        """Return how many draft tokens of a decoding sequence have room."""
         return self._state_slots.layout.room(sequence.num_computed)
 
     def stepped(self, sequence: SequenceState, first_drafted: int, accepted: Sequence[int]) -> None:
-        """The `accepted` tokens of the draft follow; keep the state if it is one of those to be kept."""
+        """Move the inputs of the `accepted` draft tokens, and keep the state if its position is planned."""
         self._state_slots.move(sequence.state_slot, first_drafted, accepted)
         position = self._state_slots.position(sequence.state_slot)
         if position in sequence.keep_at:
@@ -109,7 +109,9 @@ class StateSlotAllocator:
             self._keep(sequence, position)
 
     def end(self, sequence: SequenceState) -> None:
-        """The sequence does not run any more. A state to be handed over goes into its blocks."""
+        """Give back the slot of a sequence that stops running. Save its state in the blocks for the hand-off
+        or, without these, keep a copy.
+        """
         blocks, position = _state(sequence).blocks, self._state_slots.position(sequence.state_slot)
         if blocks:
             self._state_slots.save(sequence.state_slot, self._memory, blocks)
@@ -119,7 +121,7 @@ class StateSlotAllocator:
         self._state_slots.give_back(sequence.state_slot)
 
     def _keep(self, sequence: SequenceState, position: int) -> None:
-        """Keep a copy of the state, where there is room."""
+        """Keep a copy of the state, if there is room and none is kept at `position`."""
         held, count = sequence.held, self._store.entry_blocks
         if not held.lacks_state(position) or count > self._blocks.available:
             return

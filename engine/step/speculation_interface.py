@@ -1,6 +1,6 @@
 """The interface of a speculator: drafts before a step, verdicts after its forward.
 
-The engine makes room for drafts, runs them with the other rows, and keeps what was accepted.
+The engine makes room for drafts, runs them with the other rows, and keeps the accepted tokens.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from protocol.handoff import DraftState
 from protocol.speculation import SpeculationState
 
 MakeRoom = Callable[[ScheduledStep, SequenceState, int], int]
-"""Reserves blocks and budget for up to so many drafted tokens of one of the step's sequences, once for each;
-returns how many got room."""
+"""A function that reserves blocks and budget for up to n draft tokens of a sequence of the step, called at
+most once for each sequence; it returns how many got room."""
 
 
 class Speculator(Protocol):
-    """One per engine, for the engine's thread; `counters` and `report` may be called from any thread.
+    """The speculator of an engine, for the engine's thread; any thread may call `counters` and `report`.
 
-    In each step the engine calls `prepare`, `verify` if there are drafts, and `finish`. A step that was
-    launched ahead, which it allows by `may_go_ahead`, has `went_ahead` in the place of `prepare`. `kv_group`
-    is the draft's KV, named `DRAFT`, None if it has none, and `state_layout` what its recurrent layers keep
-    of a sequence, None if it has none. `hidden_layers` are the hidden states that it reads, numbered as in
-    Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one after the final
-    norm. `most_drafted` is the number of tokens for which recurrent layers have room; longer drafts get room
-    for fewer.
+    In each step the engine calls `prepare`, then `verify` if there are drafts, then `finish`. For a step that
+    was launched ahead, which `may_go_ahead` allows, it calls `went_ahead` instead of `prepare`. `kv_group` is
+    the draft model's KV, named `DRAFT`; `state_layout` is the state of the draft model's recurrent layers.
+    Each is None if the draft has none. `hidden_layers` are the hidden states that the drafter reads, numbered
+    as in Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one after the
+    final norm. `most_drafted` is the greatest number of draft tokens that recurrent layers have room for.
     """
 
     kv_group: Group | None
@@ -45,51 +44,51 @@ class Speculator(Protocol):
     most_drafted: int
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
-        """Called once, first: the pool exists now."""
+        """Take the model, the pool and the sampler. Called once, before any other method."""
 
     def warm_up(self, profiling: ProfilingRun) -> None:
         """Compile and measure before the first request."""
 
     def begin(self, sequence: SequenceState, state: DraftState) -> None:
-        """A handed-over sequence starts decoding; `state` came with it."""
+        """Take up a handed-over sequence that starts decoding; `state` came with it."""
 
     def state(self, request_id: str) -> DraftState:
         """Return what a hand-off carries in addition to the blocks of a finished prefill."""
 
     def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
-        """Start the step's admitted sequences, and set the `draft` of decoding ones. Returns whether `finish`
+        """Start the step's admitted sequences, and set the `draft` of decoding ones. Return whether `finish`
         needs the step's hidden states.
 
-        `num_active` sequences decode, or will soon. How much is drafted must not depend on
-        uncommitted tokens.
+        `num_active` sequences decode, or will soon. The length of a draft must not depend on uncommitted
+        tokens.
         """
 
     def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
-        """Whether this decode step needs no draft and no hidden states, whatever tokens the step before it
-        brings: that one runs. `num_active` as in `prepare`, as far as is known.
+        """Return whether this decode step needs no draft and no hidden states, whatever tokens the running
+        step before it brings. `num_active` is the same as in `prepare`, as far as it is known.
         """
 
     def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
-        """Its turn has come. Sequences that have ended since the launch are no longer among its own."""
+        """Begin a step that was launched ahead, without sequences that have ended since the launch."""
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
-        """`logits` has each sequence's rows in order: after its last token, then after each drafted one."""
+        """Verify drafts. `logits` has each sequence's rows in order: last token, then each draft token."""
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
-        """The step's tokens are committed; `step.outcomes` has the result for each sequence.
+        """Finish a step whose tokens are committed; `step.outcomes` has the result for each sequence.
 
-        `hidden` [total rows, len(hidden_layers) * hidden_size]: the rows of the step's sequences in order,
-        drafted ones included. None if `prepare` did not ask for them.
+        `hidden` [total rows, len(hidden_layers) * hidden_size] has the rows of the step's sequences in order,
+        draft tokens included; None if `prepare` did not ask for it.
         """
 
     def forget(self, sequence: SequenceState) -> None:
-        """The request has ended. Unknown ones are ignored."""
+        """Forget a sequence whose request has ended. Ignore an unknown one."""
 
     def replan(self, sequence: SequenceState) -> None:
-        """Its `draft_plan` has changed, between two steps."""
+        """Adopt the sequence's new `draft_plan`, between two steps."""
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, by the names of the worker's counters."""
+        """Return totals since the start, by the names of the worker's counters."""
 
     def report(self) -> SpeculationState:
-        """Return what speculation does and costs now."""
+        """Return the current methods and costs of speculation."""

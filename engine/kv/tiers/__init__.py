@@ -1,1 +1,1 @@
-"""Tiers below the device pool for KV blocks that it has no room for: host memory, and below it the disk."""
+"""Tiers for KV blocks that the device pool has evicted: host memory and, below it, the disk."""

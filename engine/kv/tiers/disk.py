@@ -1,8 +1,8 @@
-"""The disk tier: blocks of the host tier, written and read by a thread of its own.
+"""The disk tier: blocks of the host tier, written and read by a separate thread.
 
 The engine's thread owns the index of blocks and never waits for the disk: it queues a job, which writes or
-fills a slot of host memory, and learns later that the job is done. Reads go before writes. So a read finds
-the slot of the file as it was when the read was queued: only a write that was queued later may reuse it.
+fills a slot of host memory, and learns later that the job is done. Reads go before writes. So a slot of the
+file is unchanged between queueing and executing a read: only a write that was queued later may reuse it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DiskCounters:
     read_seconds: float = 0
     evicted_blocks: float = 0
     dropped_blocks: float = 0
-    """Blocks not written, because the disk was too slow or full."""
+    """Number of blocks not written because the disk was too slow or full."""
     corrupt_blocks: float = 0
     foreign_files: float = 0
     io_errors: float = 0
@@ -47,7 +47,7 @@ class DiskCounters:
 
 @dataclass(eq=False)
 class Job:
-    """A block on its way between a slot of the file and one of host memory, which nobody else changes."""
+    """A copy of a block between a slot of the file and a slot of host memory; no one else changes either."""
 
     identity: BlockIdentity
     slot: int
@@ -59,10 +59,10 @@ class Job:
 
 
 class DiskTier:
-    """`buffer` gives the bytes of a host slot.
+    """The index of blocks on the disk, and the thread that reads and writes them.
 
-    Everything but `close` is for the engine's thread. `on_read` is called in the disk's thread when all that
-    was to be read has been.
+    `buffer` returns the bytes of a host slot. Only the engine's thread may call methods, except `close`. The
+    disk's thread calls `on_read` when all queued reads are done.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DiskTier:
         self._writing: set[BlockIdentity] = set()
         self._reads: deque[Job] = deque()
         self._announced: deque[int] = deque()
-        """Slots that will soon be read, and that the kernel is not told of yet."""
+        """Slots that will soon be read, and are not announced to the kernel yet."""
         self._writes: deque[Job] = deque()
         self._finished: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -100,12 +100,12 @@ class DiskTier:
 
     @property
     def num_queued(self) -> int:
-        """Blocks that the disk's thread has yet to read or write."""
+        """Number of blocks that the disk's thread must still read or write."""
         return self._num_queued
 
     @property
     def can_write(self) -> bool:
-        """Whether a block may be written: not if the disk was full from the start."""
+        """Whether a block may be written. False if the disk was full from the start, or when closing."""
         return bool(self._free or self._slot_of) and not self._closing
 
     @property
@@ -119,15 +119,15 @@ class DiskTier:
         return identity in self._slot_of
 
     def stored(self) -> KeysView[BlockIdentity]:
-        """All blocks that can be read."""
+        """Return all blocks that can be read."""
         return self._slot_of.keys()
 
     def touch(self, identity: BlockIdentity) -> None:
-        """Mark the block as recently used: others are evicted before it."""
+        """Mark the block as recently used, so that others are evicted before it."""
         self._slot_of.move_to_end(identity)
 
     def write(self, identity: BlockIdentity, host_slot: int) -> None:
-        """Queue the block; the least recently used one makes room for it. Only when `can_write`."""
+        """Queue a write. A full disk evicts its least recently used block. Call only if `can_write`."""
         if not self._free:
             oldest, slot = self._slot_of.popitem(last=False)
             self.counters.evicted_blocks += 1
@@ -140,13 +140,13 @@ class DiskTier:
         self._submit(Job(identity, slot, host_slot, is_read=False, age=self._age), self._writes)
 
     def read(self, identity: BlockIdentity, host_slot: int) -> None:
-        """Queue the block to be read. Only when it `holds` it."""
+        """Queue a read. Call only if the disk `holds` the block."""
         job = Job(identity, self._slot_of[identity], host_slot, is_read=True)
         self._announced.append(job.slot)
         self._submit(job, self._reads)
 
     def finished(self) -> Iterator[Job]:
-        """The jobs done since the last call."""
+        """Yield the jobs done since the last call."""
         while self._finished:
             job = self._finished.popleft()
             if job.is_read:
@@ -156,7 +156,7 @@ class DiskTier:
             yield job
 
     def close(self) -> None:
-        """Write what is queued, then end. Idempotent."""
+        """Execute the queued jobs, then end the thread. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify()

@@ -1,11 +1,11 @@
 """The host tier: blocks that the device pool evicted, in host memory, found again by their identity.
 
 A block is copied when the pool evicts it, not when it is published. So nothing is copied while the pool has
-room, and a block that was loaded from here and is evicted again needs no second copy.
+room, and a block that was loaded from the host and is evicted again needs no second copy.
 
-With a disk tier each block is also written to the disk, in the background and oldest first. Writing a block
-only when the host tier evicts it would be as many writes; but this way a burst of evictions finds most
-blocks written already, and a restart finds all of them.
+With a disk tier each block is also written to the disk, in the background and oldest first. Writing blocks
+when the host tier evicts them would take as many writes. But this way most blocks are on the disk before a
+burst of evictions, and all blocks are there after a restart.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from protocol.ids import BlockIdentity
 from protocol.kv_events import Medium
 
 FETCH_TIMEOUT_S = 2.0
-"""Seconds that a sequence waits for its blocks from the disk before it is computed instead."""
+"""Seconds that a sequence waits for blocks from the disk before it computes them instead."""
 
 MIN_SLOTS_WITH_DISK = 4
-"""So that the disk never uses all slots: it reads into at most half of them and writes at most a quarter."""
+"""Least slots with a disk. The disk reads into at most half of the slots and writes at most a quarter, so it
+never uses all."""
 
 
 _CHUNK_BYTES = 256 << 20
-"""Bytes of pinned memory that are allocated at once. Torch rounds each request up to a power of two, so one
-chunk of all could take twice as much.
-"""
+"""Bytes of pinned memory allocated at once. Torch rounds each allocation up to a power of two, so a single
+one could take twice the memory."""
 
 
 class HostMemory:
     """`num_slots` slots, each as large as one block of `pool`, a tensor [num_blocks, ...] on any device.
 
-    On a CPU a copy is done when the call returns. On CUDA it is queued in the current stream, from or to
-    pinned memory. So it runs after the forward that wrote the block and before the one that reads or
+    On a CPU a copy is done when the call returns. On CUDA a copy from or to pinned memory is queued in the
+    current stream. So it runs after the forward that wrote the block and before the forward that reads or
     overwrites it, and this thread does not wait.
     """
 
@@ -56,22 +56,22 @@ class HostMemory:
         self._queued: dict[int, torch.cuda.Event] = {}
 
     def save(self, block: int, slot: int) -> None:
-        """Device to host."""
+        """Copy a block from the device to a slot."""
         self._copy(self._slot(slot), self._blocks[block], slot)
 
     def load(self, slot: int, block: int) -> None:
-        """Host to device."""
+        """Copy a slot to a block of the device."""
         self._copy(self._blocks[block], self._slot(slot), slot)
 
     def buffer(self, slot: int) -> memoryview:
-        """The slot's bytes, once the copies queued for it are done. Any thread may call it."""
+        """Return the slot's bytes, once the copies queued for it are done. Any thread may call this."""
         event = self._queued.pop(slot, None)
         if event is not None:
             event.synchronize()
         return memoryview(self._slot(slot).numpy())
 
     def finish(self) -> None:
-        """Wait for all copies, before anything but this thread's forwards uses the device pool."""
+        """Wait for all copies. Needed before anything except this thread's forwards uses the device pool."""
         if self._on_cuda:
             torch.cuda.current_stream(self._blocks.device).synchronize()
 
@@ -81,7 +81,7 @@ class HostMemory:
 
     def _copy(self, target: Tensor, source: Tensor, slot: int) -> None:
         if not self._on_cuda:
-            # One thread is about as fast as torch's several, which wait for one another on busy cores.
+            # One thread is about as fast as torch's several threads, which wait for each other on busy cores.
             np.copyto(target.numpy(), source.numpy())
         else:
             target.copy_(source, non_blocking=True)
@@ -91,7 +91,7 @@ class HostMemory:
 
 
 def _allocate(num_slots: int, block_bytes: int, pinned: bool) -> list[Tensor]:
-    """The slots in order, in chunks uint8 [slots, block_bytes]. All chunks but the last are equally large."""
+    """Allocate the slots in chunks uint8 [slots, block_bytes], equally large except the last one."""
     if not pinned:
         return [host_zeros(num_slots * block_bytes).view(num_slots, block_bytes)]
     most = max(1, _CHUNK_BYTES // block_bytes)
@@ -108,7 +108,7 @@ class Evicted(NamedTuple):
 
 @dataclass(eq=False)
 class DiskFetch:
-    """Blocks on their way from the disk, for a waiting sequence. Times are `time.monotonic()`."""
+    """A read of blocks from the disk, for a waiting sequence. Times are `time.monotonic()`."""
 
     deadline: float
     remaining: int = 0
@@ -128,8 +128,8 @@ class HostCounters:
 
 
 class HostTier:
-    """The host memory below one block pool of a device pool. Only the engine's thread may call it, except
-    for the counters. Copies are in order with everything else that uses the device pool.
+    """The tier below a device pool. Only the engine's thread may call methods, except the counters. Copies
+    run in order with all other uses of the device pool.
 
     Each slot of `memory` is free, in the index, or lent to the disk tier, which fills it. A block that is
     being written to the disk stays in the index and in its slot until the write is done.
@@ -148,9 +148,9 @@ class HostTier:
         self._free = list(range(memory.num_slots - 1, -1, -1))
         self._wanted: deque[BlockIdentity] = deque()
         self._fetches: dict[BlockIdentity, list[DiskFetch]] = {}
-        """The fetches that wait for a block, which is being read or soon will be."""
+        """The fetches that wait for each block; the block is being read or will be."""
         self._unwritten: OrderedDict[BlockIdentity, None] = OrderedDict()
-        """Blocks that are in the index, and neither on the disk nor queued for it; oldest first."""
+        """Blocks in the index that are neither on the disk nor queued to be written; oldest first."""
         self._num_reading = 0
         self._max_reading = self.capacity // 2
         self._max_writing = self.capacity // 4
@@ -158,34 +158,34 @@ class HostTier:
     # --- the block manager's side -------------------------------------------------------------------
 
     def watch(self, log: CacheLog) -> None:
-        """Tell the log what comes and goes, here and on the disk."""
+        """Log the blocks that are stored and removed, here and on the disk."""
         self._log = log
         if self._disk is not None:
             self._disk.log = log
 
     def contents(self) -> Iterator[tuple[Medium, BlockIdentity]]:
-        """All blocks, here and on the disk."""
+        """Yield all blocks, here and on the disk."""
         for identity in self._slot_of:
             yield Medium.CPU, identity
         for identity in self._disk.stored() if self._disk is not None else ():
             yield Medium.STORAGE, identity
 
     def holds(self, identity: BlockIdentity) -> bool:
-        """Whether `load` would find the block now."""
+        """Return whether `load` would find the block now."""
         return identity in self._slot_of
 
     def knows(self, identity: BlockIdentity) -> bool:
-        """Whether the block is here or on the disk."""
+        """Return whether the block is here or on the disk."""
         return identity in self._slot_of or (self._disk is not None and self._disk.holds(identity))
 
     def touch(self, identities: Sequence[BlockIdentity]) -> None:
-        """Mark blocks that will soon be loaded as recently used; the first one is evicted last."""
+        """Mark blocks that will soon be loaded as recently used; evict the first one last."""
         for identity in reversed(identities):
             if identity in self._slot_of:
                 self._slot_of.move_to_end(identity)
 
     def save(self, evicted: Sequence[Evicted]) -> None:
-        """Keep what these device blocks hold; the caller then overwrites them."""
+        """Copy these device blocks, which the caller then overwrites."""
         started = time.perf_counter()
         self._collect()
         for identity, block in evicted:
@@ -204,7 +204,7 @@ class HostTier:
         self.counters.save_seconds += time.perf_counter() - started
 
     def load(self, identities: Sequence[BlockIdentity], block_ids: Sequence[int]) -> int:
-        """Copy the blocks to the device, up to the first that is no longer here; returns how many."""
+        """Copy blocks to the device, up to the first that is no longer here; return the number copied."""
         started = time.perf_counter()
         num_loaded = 0
         for identity, block in zip(identities, block_ids, strict=True):
@@ -229,10 +229,10 @@ class HostTier:
     # --- the scheduler's side -----------------------------------------------------------------------
 
     def fetch(self, identities: Iterable[BlockIdentity], num_unknown: int = 0) -> DiskFetch:
-        """Begin to read those of a prompt's next blocks, all known, that lie on the disk, so that `load`
-        finds them. The prompt's `num_unknown` other blocks count as misses.
+        """Begin to read the blocks that are on the disk, so that `load` finds them. All `identities` are
+        known: a prompt's next blocks. The prompt's `num_unknown` other blocks count as misses.
 
-        At most half as many blocks as the host tier has: the blocks that they evict may be wanted too.
+        Read at most half the capacity of the host tier, since blocks that are evicted may be needed, too.
         """
         fetch = DiskFetch(time.monotonic() + FETCH_TIMEOUT_S)
         if self._disk is None:
@@ -256,7 +256,7 @@ class HostTier:
         return fetch
 
     def is_pending(self, fetch: DiskFetch) -> bool:
-        """Whether to wait for it: some blocks are still to come, and the deadline has not passed."""
+        """Return whether to wait: some blocks must still arrive, and the deadline has not passed."""
         if fetch.remaining == 0:
             return False
         if time.monotonic() < fetch.deadline:
@@ -267,13 +267,13 @@ class HostTier:
         return False
 
     def poll(self) -> None:
-        """Take the jobs that the disk has done, and queue more reads."""
+        """Take up the jobs that the disk has done, and queue more reads and writes."""
         if self._disk is not None:
             self._collect()
             self._begin_reads()
             self._begin_writes(self._max_writing)
 
-    # --- what it says of itself, to any thread ------------------------------------------------------
+    # --- state and counters, for any thread ---------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -281,11 +281,11 @@ class HostTier:
 
     @property
     def num_disk_queued(self) -> int:
-        """Blocks to be read or written."""
+        """Number of blocks to be read or written."""
         return self._disk.num_queued + len(self._unwritten) if self._disk is not None else 0
 
     def totals(self) -> dict[str, float]:
-        """Gauges and counters in Prometheus' naming; bytes and seconds say so in their names."""
+        """Return gauges and counters in Prometheus' naming, with units of bytes and seconds in the names."""
         totals = {f"kv_host_{name}_total": value for name, value in asdict(self.counters).items()}
         totals |= {"kv_host_blocks": self.capacity, "kv_host_used_blocks": self.num_blocks}
         if self._disk is not None:
@@ -305,7 +305,7 @@ class HostTier:
         return text
 
     def close(self) -> None:
-        """Write the blocks that are not on the disk yet, for at most `CLOSE_TIMEOUT_S`. Idempotent."""
+        """Write blocks that are not on the disk yet, for at most `CLOSE_TIMEOUT_S`. Idempotent."""
         if self._disk is not None:
             self._collect()
             self._begin_writes(self.capacity)
@@ -319,14 +319,14 @@ class HostTier:
             self._log.stored(Medium.CPU, identity)
 
     def _take_slot(self, may_drop: bool) -> int | None:
-        """A slot to fill: a free one, or that of the least recently used block."""
+        """Return a slot to fill: a free one, or the least recently used block's. Return None without one."""
         full = len(self._slot_of) + self._num_reading >= self.capacity
         if full and not self._give_up_oldest(may_drop):
             return None
         return self._free.pop()
 
     def _give_up_oldest(self, may_drop: bool) -> bool:
-        """Evict the oldest block. False if all are being written, or it is unwritten and must not be lost."""
+        """Evict the oldest block. Return False if all are being written, or it must not be dropped."""
         disk = self._disk
         identity = next((i for i in self._slot_of if disk is None or not disk.is_writing(i)), None)
         if identity is None or (identity in self._unwritten and not may_drop):
@@ -374,6 +374,6 @@ class HostTier:
             self._arrived(job.identity)
 
     def _arrived(self, identity: BlockIdentity) -> None:
-        """No fetch waits for the block any longer."""
+        """End the wait of all fetches for the block."""
         for fetch in self._fetches.pop(identity):
             fetch.remaining -= 1

@@ -1,10 +1,10 @@
-"""Blocks in a file of fixed-size slots, beside an index of what each slot holds.
+"""Blocks in a file of fixed-size slots, with an index file that has an entry for each slot.
 
-To fill a slot takes one write for the block and two of 64 bytes for its index entry, and no file-system
+Filling a slot takes one write for the block and two writes of 64 bytes for its entry, and no file-system
 metadata; with a file for each block, creating the file would cost as much as writing a small block. The entry
 is cleared before the block is written and set after it, so a process that is killed at any point leaves a
-whole block or none. The checksum, which every read verifies, finds the other faults: power loss, disk errors,
-a file that someone changed. Each process claims a folder of its own, although several are given one path.
+whole block or no block. The checksum, which every read verifies, finds other faults: power loss, disk errors,
+a file that someone changed. Processes with one path each claim a folder in it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _FILE_MAGIC, _ENTRY_MAGIC = b"TANDEMKV", b"KVBL"
 
 
 class CorruptBlockError(Exception):
-    """A slot does not hold what it should."""
+    """A slot that does not hold the expected block."""
 
 
 class StoredBlock(NamedTuple):
     age: int
-    """A number that grows with every write."""
+    """Sequence number of the block's write."""
     identity: BlockIdentity
     slot: int
 
 
 @dataclass(frozen=True)
 class ClaimedFolder:
-    """Locked until `release` or the end of the process, even after a SIGKILL: the kernel drops the lock."""
+    """A folder that is locked until `release` or the end of the process: the kernel drops the lock."""
 
     path: Path
     lock_fd: int
@@ -58,9 +58,9 @@ class ClaimedFolder:
 
 
 def claim_folder(parent: Path) -> ClaimedFolder:
-    """The first of `parent`/worker-0, worker-1, ... that no living process has claimed.
+    """Claim the first of `parent`/worker-0, worker-1, ... that no living process has claimed.
 
-    A block is found by its identity alone, so it does not matter which worker used the folder before. Raises
+    A block is found by its identity only, so it does not matter which worker used the folder before. Raise
     `ConfigError`, naming the flag.
     """
     try:
@@ -90,7 +90,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def check_free_space(folder: Path, wanted: int) -> None:
-    """Raise `ConfigError` unless `wanted` bytes fit, including what our files already take."""
+    """Raise `ConfigError` unless `wanted` bytes fit, including the space of our existing files."""
     present = sum(file.stat().st_blocks * 512 for file in folder.iterdir() if file.is_file())
     room = shutil.disk_usage(folder).free + present
     if wanted > room:
@@ -101,11 +101,11 @@ def check_free_space(folder: Path, wanted: int) -> None:
 
 
 class SlotFile:
-    """`capacity` slots of `block_bytes`, in the files `index` and `blocks` of `folder`; they grow as needed,
-    and `close` releases the folder.
+    """`capacity` slots of `block_bytes`, in the files `index` and `blocks` of `folder`. The files grow as
+    needed; `close` releases the folder.
 
     `model` (16 bytes) identifies the model: files of another model, format or version are emptied. One
-    thread at a time may use it. Raises OSError.
+    thread at a time may call methods. They raise OSError.
     """
 
     def __init__(self, folder: ClaimedFolder, block_bytes: int, capacity: int, model: bytes) -> None:
@@ -114,10 +114,10 @@ class SlotFile:
         self.block_bytes = block_bytes
         self.capacity = capacity
         self.num_allocated = 0
-        """Slots that the file has room for on the disk."""
+        """Number of slots that are allocated on the disk."""
         self.num_foreign = 0
         self.num_corrupt = 0
-        """Entries dropped when the file was opened."""
+        """Number of entries dropped when the file was opened."""
         self._header = _sealed(_HEADER.pack(_FILE_MAGIC, VERSION, ENTRY_BYTES, block_bytes, model))
         self._index = open_own(folder.path / "index", os.O_RDWR | os.O_CREAT)
         self._blocks = open_own(folder.path / "blocks", os.O_RDWR | os.O_CREAT)
@@ -134,7 +134,7 @@ class SlotFile:
         _write_all(self._index, memoryview(entry), _entry_offset(slot))
 
     def read(self, slot: int, identity: BlockIdentity, into: memoryview) -> None:
-        """Raises `CorruptBlockError` when the slot does not hold the whole block `identity`."""
+        """Read the slot; raise `CorruptBlockError` if it does not hold the whole block `identity`."""
         entry = _parse(os.pread(self._index, ENTRY_BYTES, _entry_offset(slot)))
         if entry is None or entry[0] != identity:
             raise CorruptBlockError(f"slot {slot} has no entry of the block")
@@ -148,8 +148,8 @@ class SlotFile:
             raise CorruptBlockError(f"slot {slot} holds other bytes than were written")
 
     def announce(self, slot: int) -> None:
-        """Tell the kernel that the block will soon be read. A prompt's last blocks were written first, so
-        the kernel's own read-ahead does not find the next one."""
+        """Tell the kernel that the block will soon be read. The kernel's own read-ahead does not find it,
+        since a prompt's last blocks were written first."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._blocks, slot * self.block_bytes, self.block_bytes, os.POSIX_FADV_WILLNEED)
 
@@ -216,7 +216,7 @@ def _sealed(packed: bytes) -> bytes:
 
 
 def _parse(sealed: bytes) -> tuple[BlockIdentity, int, int, int] | None:
-    """(identity, age, bytes, checksum) of an entry; None if it is none."""
+    """Return (identity, age, bytes, checksum) of an entry; None if it is not valid."""
     packed = sealed[: _ENTRY.size]
     if len(sealed) != ENTRY_BYTES or _sealed(packed) != sealed:
         return None
