@@ -1,8 +1,8 @@
-// Quantized weights, and how they become bfloat16, which holds every code's value exactly.
+// Quantized weights, and their expansion to bfloat16, which holds every code's value exactly.
 //
-// They are packed in panels of 64 outputs, as bfloat16 ones are: [n / 64][k / (2 c)][64][2] words of 16 bits, each with
-// c = 2 or 4 codes, the lowest first: those of one output for every second k. So each code of a vector of words
-// belongs into the same place of another vector of pairs.
+// They are packed in panels of 64 outputs, like bfloat16 weights: [n / 64][k / (2 c)][64][2] words of 16 bits, each
+// with c = 2 or 4 codes, lowest first; an output's two words have the codes of even and of odd k. So the i-th codes of
+// a vector of words become a vector of bfloat16 pairs in the same places.
 
 #pragma once
 
@@ -21,7 +21,7 @@ namespace {
 
 enum Format : int64_t { INT8, INT4, FP8, MXFP4 };  // in the order of Python's FORMATS
 
-constexpr int64_t WORDS = 2 * PANEL;  // of a panel, for 2 c inputs
+constexpr int64_t WORDS = 2 * PANEL;  // words of a panel for 2 c inputs
 
 inline uint16_t high_half(float value) {
     uint32_t bits;
@@ -29,14 +29,14 @@ inline uint16_t high_half(float value) {
     return uint16_t(bits >> 16);
 }
 
-// The place of the K-th input's code in an output's two words.
+// The bit position of the K-th input's code within an output's two words.
 template <class Codes, int K> constexpr int place = 16 * (K % 2) + 16 / Codes::CODES * (K / 2);
 
-// Of each format: how many codes a word has, and their values, of one word or of a vector; also those that multiply the
-// K-th of 2 c inputs, in float32 from an output's two words. Of integers: the bits that differ from codes without a sign,
-// and the code that is zero then.
+// Each format has: CODES, the number of codes in a word; value and values<I>, the bfloat16 value of the I-th code of
+// one word or of a vector of words; floats<K>, the float32 values for the K-th of 2 c inputs, from outputs' two words.
+// Integer formats also have: SIGNS, the bits to flip for unsigned codes, and ZERO, the unsigned code of 0.
 
-// bfloat16 itself.
+// bfloat16 weights, not quantized.
 struct Plain {
     static constexpr int CODES = 1;
 
@@ -51,13 +51,13 @@ template <class Table> struct FourBits {
 
     static uint16_t value(uint16_t word, int i) { return Table::VALUES[word >> 4 * i & 15]; }
 #if defined(__AVX512BW__)
-    // The index's fifth bit is a neighbour's, so that the table has every value twice.
+    // The table index is five bits. The fifth is a bit of the next code, so the table has all values twice.
     template <int I> static __m512i values(__m512i words) {
         const auto table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)Table::VALUES));
         return _mm512_permutexvar_epi16(I ? _mm512_srli_epi16(words, 4 * I) : words, table);
     }
 #elif defined(__AVX2__)
-    // Bytes are looked up, the values' low and high ones; an index of 128 gives zero.
+    // Looks up the values' low and high bytes separately. An index with bit 7 set gives zero.
     template <int I> static __m256i values(__m256i words) {
         const auto index = _mm256_or_si256(
             _mm256_and_si256(_mm256_srli_epi16(words, 4 * I), _mm256_set1_epi16(15)), _mm256_set1_epi16(int16_t(0x8000)));
@@ -68,7 +68,7 @@ template <class Table> struct FourBits {
     }
 
   private:
-    // The sixteen, twice.
+    // Returns the sixteen bytes, twice.
     static __m256i bytes(__m256i words) {
         const auto packed = _mm256_packus_epi16(words, words);
         return _mm256_permute4x64_epi64(packed, 0x88);
@@ -86,7 +86,7 @@ struct Int4 : FourBits<Int4> {  // -8 to 7
     }
 };
 
-struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero
+struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives
     static constexpr uint16_t VALUES[] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                           0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
@@ -109,7 +109,7 @@ struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same be
     }
 };
 
-// Its values are 2^24 times the codes: these are converted from the highest byte of an int32.
+// The values are 2^24 times the codes, since a code is converted in the highest byte of an int32.
 struct Int8 {
     static constexpr int CODES = 2;
     static constexpr int32_t SIGNS = int32_t(0x80808080), ZERO = 128;
@@ -129,7 +129,7 @@ struct Int8 {
     }
 
   private:
-    // Two vectors of int32, as bfloat16 side by side.
+    // Returns two vectors of int32 as adjacent pairs of bfloat16.
     static __m512i pair(__m512i low, __m512i high) {
         const auto downwards = _mm512_set4_epi32(0x80800f0e, 0x80800b0a, 0x80800706, 0x80800302);
         const auto first = _mm512_castps_si512(_mm512_cvtepi32_ps(low));
@@ -139,8 +139,8 @@ struct Int8 {
 #endif
 };
 
-// Its values are 1/256 of the format's, so that the exponent's offset is bits that no code has. All but the eight
-// smallest are the code, shifted; SMALL is what these differ in.
+// The values are 1/256 of the format's, so that the exponent's offset is in bits that no code has. All values except
+// the eight smallest are the shifted code XOR that offset; SMALL has these eight values' replacement of the offset.
 struct Fp8 {
     static constexpr int CODES = 2;
     static constexpr uint16_t SMALL[] = {0x0000, 0x3710, 0x37a0, 0x37f0, 0x3840, 0x3870, 0x3820, 0x3810};
@@ -180,13 +180,13 @@ template <class Work, int... I> void each_of(const Work& work, std::integer_sequ
     (work(std::integral_constant<int, I>{}), ...);
 }
 
-// Calls work(i) for the codes of a word; i() is a constant.
+// Calls work(i) for each code of a word; i() is a constant.
 template <class Codes, class Work> void each_code(const Work& work) {
     each_of(work, std::make_integer_sequence<int, Codes::CODES>{});
 }
 
 #if defined(__AVX512BW__)
-// The values of 32 words' I-th codes.
+// Returns the values of 32 words' I-th codes.
 template <class Codes, int I> __m512i values(const uint16_t* words) {
     return Codes::template values<I>(_mm512_loadu_si512(words));
 }
@@ -198,7 +198,7 @@ template <class Codes, int I> __m512i values(const uint16_t* words) {
 }
 #endif
 
-// WORDS words become CODES times WORDS bfloat16.
+// Expands WORDS words to CODES * WORDS bfloat16 values.
 template <class Codes> void expand(const uint16_t* words, uint16_t* to) {
     each_code<Codes>([&](auto i) {
         uint16_t* part = to + i() * WORDS;
@@ -206,7 +206,7 @@ template <class Codes> void expand(const uint16_t* words, uint16_t* to) {
 #if defined(__AVX512BW__)
         for (; j < WORDS; j += 32) _mm512_store_si512(part + j, values<Codes, i()>(words + j));
 #elif defined(__AVX2__)
-        if constexpr (!std::is_same_v<Codes, Int8>)  // the compiler does these as well
+        if constexpr (!std::is_same_v<Codes, Int8>)  // the compiler vectorizes Int8 equally well
             for (; j < WORDS; j += 16)
                 _mm256_storeu_si256((__m256i*)(part + j), Codes::template values<i()>(_mm256_loadu_si256((const __m256i*)(words + j))));
 #endif

@@ -1,7 +1,7 @@
 """Experts that Transformers holds as one tensor, as linear layers of our own.
 
-`split_experts` gives each expert linear layers, which can be quantized like any other, and `join_experts`
-packs those for our kernel; `pack_experts` packs the tensor itself.
+`split_experts` gives each expert linear layers, which can be quantized like any other; `join_experts` packs
+these layers for our kernel. `pack_experts` packs the fused tensor itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""Attributes that Transformers' `use_experts_implementation` gives the modules that it knows."""
+"""Attributes that Transformers' `use_experts_implementation` gives the expert modules that it supports."""
 
 
 class Experts(nn.Module):
-    """Each row's experts, weighted: as the module computes it from which they are.
+    """The weighted sum of each row's experts, computed like in the module that it replaces.
 
-    `first` and `second` are a list of each expert's linear layers, or one module of all once they are packed.
+    `first` and `second` are lists of each expert's linear layers, or one module for all experts once packed.
     """
 
     first: Any
@@ -30,12 +30,12 @@ class Experts(nn.Module):
     rest: Any
 
     def __init__(self, first: nn.Module, second: nn.Module, rest: nn.Module) -> None:
-        """`rest` has what comes between them, and no weights."""
+        """Make the experts. `rest` has the activation between the layers, without weights."""
         super().__init__()
         self.first, self.second, self.rest = first, second, rest
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """[rows, features], of `hidden` [rows, features]; `chosen` int64 and `weights` are [rows, n]."""
+        """Return the rows' outputs. `hidden` is [rows, features], `chosen` int64 and `weights` [rows, n]."""
         experts = chosen.flatten()
         rows = self.first(hidden, experts)
         rows = self.rest._apply_gate(rows) if self.rest.has_gate else self.rest.act_fn(rows)
@@ -52,12 +52,12 @@ class Experts(nn.Module):
         return count
 
     def part(self, own: range) -> Experts:
-        """With these experts alone, numbered from 0."""
+        """Return only the experts `own`, numbered from 0."""
         return Experts(self.first.part(own), self.second.part(own), self.rest)
 
 
 def fused_experts(model: nn.Module, *, by_kernel: bool = True) -> dict[str, Any]:
-    """By their paths, those that are one tensor, and `by_kernel` those that our kernel can multiply by."""
+    """Return fused experts by path; with `by_kernel`, only those that our kernel can multiply by."""
     fused = {path: module for path, module in model.named_modules() if _is_fused(module)}
     if not by_kernel:
         return fused
@@ -65,14 +65,14 @@ def fused_experts(model: nn.Module, *, by_kernel: bool = True) -> dict[str, Any]
 
 
 def split_experts(model: nn.Module) -> None:
-    """Give each expert linear layers of its own, which share the tensors' memory where they can."""
+    """Give each expert its own linear layers, which share the fused tensors' memory where they can."""
     for path, experts in fused_experts(model).items():
         first, second = (_linears(experts, name) for name in _names(experts))
         model.set_submodule(path, Experts(first, second, _rest(experts)))
 
 
 def join_experts(model: nn.Module) -> None:
-    """Pack what `split_experts` made, now that it is quantized and packed."""
+    """Pack the layers that `split_experts` made, after their quantization."""
     for experts in [module for module in model.modules() if isinstance(module, Experts)]:
         for name in ("first", "second"):
             linears = getattr(experts, name)
@@ -81,7 +81,7 @@ def join_experts(model: nn.Module) -> None:
 
 
 def pack_experts(model: nn.Module) -> None:
-    """Pack experts that are one tensor, freeing it."""
+    """Pack fused experts, freeing their tensors."""
     for path, experts in fused_experts(model).items():
         first, second = (
             RoutedLinear(_weights(experts, name), _biases(experts, name)) for name in _names(experts)
@@ -114,7 +114,7 @@ def _names(experts: Any) -> tuple[str, str]:
 
 
 def _weights(experts: Any, name: str) -> Tensor:
-    """[experts, out_features, in_features]"""
+    """Return the weights as [experts, out_features, in_features]."""
     weights: Tensor = getattr(experts, name).detach()
     return weights.transpose(1, 2) if experts.is_transposed else weights
 

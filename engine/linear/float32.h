@@ -1,4 +1,4 @@
-// A tile of float32, with weights of float32.
+// Tiles in float32, with float32 weights.
 
 #pragma once
 
@@ -20,7 +20,7 @@ class Float32 {
 
     const Input* inputs(const ProductOf<float>& p, int64_t row, int64_t) { return p.x + row * p.in_features; }
 
-    // The rows [first, end) of one panel; `x` are the inputs of the first.
+    // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
     static void rows_of_panel(const ProductOf<float>& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
         in_tiles<6>(first, end, [&](auto rows, int64_t row) {
             tile<rows()>(p, x + (row - first) * p.in_features, row, panel);
@@ -28,14 +28,14 @@ class Float32 {
     }
 
   private:
-    // As in floats.h.
+    // See floats.h.
     template <int ROWS> static constexpr int VECTORS = LANES == 16 ? 4 : ROWS == 1 ? 8 : ROWS == 2 ? 4 : 2;
     template <int ROWS> static constexpr int WIDTH = VECTORS<ROWS> * LANES;
     template <int ROWS> static constexpr int64_t RUN = WIDTH<ROWS> == PANEL ? 1 << 30 : 64;  // its weights stay in the first cache
-    static constexpr int64_t FETCHED = 3072;  // in weights: how far ahead is prefetched
+    static constexpr int64_t FETCHED = 3072;  // prefetch distance, in weights
     static constexpr int64_t LINE = 16;       // floats of a cache line
 
-    // Where vectors don't hold a panel's outputs, its parts take turns: memory is read in its order.
+    // If the vectors hold only a part of a panel's outputs, the parts take turns, so memory is read in its order.
     template <int ROWS> static void tile(const ProductOf<float>& p, const Input* x, int64_t row, int64_t panel) {
         const int64_t K = p.in_features;
         float totals[ROWS][PANEL] = {};
@@ -47,7 +47,7 @@ class Float32 {
         put(p, totals[0], row, row + ROWS, panel);
     }
 
-    // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
+    // Adds the products of `count` weights of WIDTH outputs with each row's inputs; rows have stride `stride`.
     template <int ROWS> static void add_products(
         const float* w, const Input* x, int64_t stride, int64_t count, float (&totals)[ROWS][PANEL], int part) {
         Vec sums[ROWS][VECTORS<ROWS>];
@@ -64,7 +64,7 @@ class Float32 {
             for (int v = 0; v < VECTORS<ROWS>; v++) store(totals[r] + part + v * LANES, sums[r][v]);
     }
 
-    // Of the rows [row, end); totals are those of the first on.
+    // Writes the outputs of rows [row, end); `totals` begin at row `row`.
     static void put(const ProductOf<float>& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
         const int64_t first = panel * PANEL, count = std::min<int64_t>(p.out_features - first, PANEL);
         for (; row < end; row++, totals += PANEL) {

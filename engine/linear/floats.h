@@ -1,5 +1,5 @@
-// A tile in float32, for CPUs that can't multiply bfloat16. Inputs are widened once for all panels. Weights are
-// widened in registers: one shift or mask makes float32 of 16 (or 8), for all rows of the tile.
+// Tiles in float32, for CPUs that can't multiply bfloat16. Inputs are widened once for all panels. Weights are widened
+// in registers: one shift or mask makes float32 of 16 (or 8), for all rows of the tile.
 
 #pragma once
 
@@ -20,29 +20,29 @@ class Floats {
   public:
     using Input = float;
     static constexpr bool EXPANDS = false, ROUNDS = false, WIDENS = true;
-    static constexpr int64_t FEW_ROWS = BLOCK_ROWS, LONGEST_RUN = 128;  // each run's weights are asked for once
+    static constexpr int64_t FEW_ROWS = BLOCK_ROWS, LONGEST_RUN = 128;  // each run's weights are prefetched once
     struct Registers {
         explicit Registers(const Product&) {}
     };
 
-    // The inputs of rows [row, end); valid until the next call.
+    // Returns the inputs of rows [row, end), valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const uint16_t* x = p.x + row * p.in_features;
         const size_t count = (end - row) * p.in_features;
         if (widened.size() < count) widened.resize(count);
-        float* to = widened.data();  // read once: each access to a thread_local object takes a call
+        float* to = widened.data();  // kept in a local: each access to a thread_local object takes a call
         for (size_t i = 0; i < count; i++) to[i] = bf16_to_float(x[i]);
         return to;
     }
 
-    // The rows [first, end) of one panel; `x` are the inputs of the first.
+    // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
     static void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
         in_tiles<MOST_ROWS>(first, end, [&](auto rows, int64_t row) {
             tile<rows()>(p, x + (row - first) * p.in_features, row, panel);
         });
     }
 
-    // The same rows, of a run. weights(k, count) are those of the panel for the inputs [k, k + count).
+    // Computes the same rows for a run. weights(k, count) returns the panel's weights for inputs [k, k + count).
     template <class Weights> static void rows_of_run(
         const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) {
         const uint16_t* w = weights(run.k, run.count);
@@ -51,7 +51,7 @@ class Floats {
         });
     }
 
-    // The same for at most MOST_ROWS rows, of a run whose codes become float32 in registers.
+    // Computes at most MOST_ROWS rows for a run, expanding codes to float32 in registers.
     template <class Codes> static void rows_of_coded_run(
         const Product& p, const uint16_t* words, const Input* x, int64_t first, int64_t end, const Run& run) {
         in_tiles<MOST_ROWS>(first, end, [&](auto rows, int64_t row) {
@@ -59,7 +59,7 @@ class Floats {
         });
     }
 
-    // Of the rows [row, end); totals are those of the first on.
+    // Writes the outputs of rows [row, end); `totals` begin at row `row`.
     static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
         const int64_t first = panel * PANEL, count = std::min<int64_t>(p.out_features - first, PANEL);
         for (int64_t r = row; r < end; r++, totals += PANEL) put(p, totals, p.out + r * p.out_features + first, first, count);
@@ -68,15 +68,15 @@ class Floats {
     static constexpr int MOST_ROWS = 6;
 
   private:
-    // How many vectors of outputs a tile sums at a time: as many sums as fit into the registers, since each addition
-    // waits for the one before.
+    // Number of vectors of outputs that a tile sums at a time: as many as fit into the registers, since each addition
+    // waits for the previous one.
     template <int ROWS> static constexpr int VECTORS = LANES == 16 ? 4 : ROWS == 1 ? 8 : ROWS == 2 ? 4 : 2;
     template <int ROWS> static constexpr int WIDTH = VECTORS<ROWS> * LANES;
-    static constexpr int64_t FETCHED = 6144;  // in weights: how far ahead is prefetched
-    static constexpr int64_t AHEAD = 1 << 11;  // in words, 4 KiB: the same for codes
+    static constexpr int64_t FETCHED = 6144;  // prefetch distance, in weights
+    static constexpr int64_t AHEAD = 1 << 11;  // prefetch distance, in words of codes: 4 KiB
     template <int ROWS> using Sums = Vec[ROWS][VECTORS<ROWS>];
 
-    // Where vectors don't hold a panel's outputs, its parts take turns: memory is read in its order.
+    // If the vectors hold only a part of a panel's outputs, the parts take turns, so memory is read in its order.
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
         const int64_t K = p.in_features, at_once = WIDTH<ROWS> == PANEL ? K : LONGEST_RUN;
         float totals[ROWS][PANEL] = {};
@@ -127,7 +127,7 @@ class Floats {
         }
     }
 
-    // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
+    // Adds the products of `count` weights of WIDTH outputs with each row's inputs; rows have stride `stride`.
     template <bool FETCH, int ROWS> static void multiply(
         const uint16_t* w, const uint16_t* ahead, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
         for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL, ahead += 2 * WIDTH<ROWS>) {
@@ -141,7 +141,7 @@ class Floats {
         }
     }
 
-    // Adds sums of a block's row to its totals; n is an output of the panel.
+    // Adds a row's sums, scaled, to its totals. `row` is the row within the block, `n` the output within the panel.
     static void add(const Run& run, int64_t row, int64_t n, Vec sums) {
         float* totals = run.totals + row * PANEL + n;
         Vec total = load(totals) + sums * load(run.scales + n);
@@ -149,7 +149,7 @@ class Floats {
         memcpy(totals, &total, sizeof total);
     }
 
-    // The `count` outputs of a panel from the output `first` on.
+    // Writes the panel's `count` outputs from output `first` on.
     static void put(const Product& p, const float* sums, uint16_t* out, int64_t first, int64_t count) {
         if (!p.bias && count == PANEL) return narrow(sums, out);
         float biased[PANEL];
@@ -160,7 +160,7 @@ class Floats {
         memcpy(out, narrowed, count * sizeof *narrowed);
     }
 
-    // A panel's values, to nearest, ties to even. A NaN stays NaN: its low bits are zero, since it came from a bfloat16.
+    // Rounds a panel's values to nearest, ties to even. A NaN, from a bfloat16, has zero low bits, so it stays NaN.
     static void narrow(const float* panel, uint16_t* to) {
         typedef uint16_t ShortVec __attribute__((vector_size(LANES * 2)));
         for (int n = 0; n < PANEL; n += LANES) {

@@ -1,5 +1,5 @@
-// Tiles for AMX-BF16: one instruction multiplies 16 rows by the next 32 weights of 16 outputs, and the panels have the
-// layout that it reads. Fewer rows are computed as 16, which takes no longer than loading the weights.
+// Tiles for AMX-BF16: one instruction multiplies 16 rows by the next 32 weights of 16 outputs, read in the panels'
+// layout. Fewer rows are computed as 16, which takes no longer than loading the weights.
 
 #pragma once
 
@@ -23,8 +23,8 @@ class MatrixTiles {
     static constexpr bool EXPANDS = false, ROUNDS = false, WIDENS = false;
     static constexpr int64_t FEW_ROWS = 16, LONGEST_RUN = INT64_MAX;
 
-    // While this object lives, the thread's tile registers are configured as 16 rows of 64 bytes; those of inputs and
-    // sums have fewer rows where the product has.
+    // Configures the thread's tile registers during its lifetime: 16 rows of 64 bytes; the tiles of inputs and sums
+    // have fewer rows if the product has fewer.
     struct Registers {
         explicit Registers(const Product& p) {
             alignas(64) struct {
@@ -48,7 +48,7 @@ class MatrixTiles {
         return granted;
     }
 
-    // The inputs of rows [row, end); valid until the next call.
+    // Returns the inputs of rows [row, end), valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const int64_t K = p.in_features, left = (end - row) % ROWS;
         if (left && p.rows > ROWS) {
@@ -59,7 +59,7 @@ class MatrixTiles {
         return p.x + row * K;
     }
 
-    // The rows [first, end) of one panel; `x` are the inputs of the first.
+    // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
     void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) const {
         const auto weights = [&](int64_t k, bool is_first) {
             const uint16_t* w = p.weights + (panel * p.in_features + k) * PANEL;
@@ -72,8 +72,8 @@ class MatrixTiles {
         });
     }
 
-    // The same rows, of a run. weights(k, count) are those of the panel for the inputs [k, k + count). They are asked
-    // for step by step, and for FEW_ROWS once, so that the CPU expands the next while it multiplies.
+    // Computes the same rows for a run. weights(k, count) returns the panel's weights for inputs [k, k + count). It is
+    // called step by step, once for FEW_ROWS, so that the CPU expands the next weights while it multiplies.
     template <class Weights>
     void rows_of_run(
         const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) const {
@@ -94,22 +94,22 @@ class MatrixTiles {
 
   private:
     static constexpr int ROWS = 16, OUTPUTS = Outputs::COUNT, DEPTH = 32;
-    static constexpr int64_t STEP = DEPTH * PANEL;                   // weights of a panel in one step
+    static constexpr int64_t STEP = DEPTH * PANEL;                   // a panel's weights in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
-    static constexpr int64_t AHEAD = 3;                              // steps that weights are prefetched ahead
+    static constexpr int64_t AHEAD = 3;                              // prefetch distance, in steps
     using Sums = float[4][ROWS][OUTPUTS];
 
-    // The compiler doesn't know what tiles load.
+    // Orders memory accesses before tile loads, which the compiler does not see.
     static void tiles_will_load() { std::atomic_signal_fence(std::memory_order_release); }
 
-    // A process has to ask Linux for the use of AMX registers (ARCH_REQ_XCOMP_PERM).
+    // Asks Linux for the AMX registers (ARCH_REQ_XCOMP_PERM), which a process may not use otherwise.
     static bool ask_for_registers() {
         constexpr int REQUEST = 0x1023, TILE_DATA = 18;
         return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     }
 
-    // Of the inputs [k, k + count). weights(k, is_first) are a step's, which are asked for more than once if there
-    // are many rows. Calls use(sums, row, n) for each 16 rows and 16 outputs.
+    // Multiplies the inputs [k, k + count). weights(k, is_first) returns a step's weights; it is called more than once
+    // for many rows. Calls use(sums, row, n) for each 16 rows and 16 outputs.
     template <class Weights, class Use>
     void tiles(const Product& p, const Input* x, int64_t first, int64_t end, int64_t k, int64_t count,
                const Weights& weights, const Use& use) const {
@@ -117,9 +117,9 @@ class MatrixTiles {
         const auto inputs = [&](int64_t row) {
             return end - row < ROWS && p.rows > ROWS ? last_rows.data() : x + (row - first) * K;
         };
-        const int64_t whole = first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);  // where pairs of tiles end
+        const int64_t whole = first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);  // end of the pairs of tiles
         Sums sums[2];
-        // What tiles have stored is late to be read: the next are multiplied first.
+        // Stored tiles can be read only late, so the next pair is multiplied first.
         const auto use_pair = [&](int64_t number) {
             const int64_t row = first + number / 2 * 2 * ROWS, part = number % 2 * PANEL / 2;
             for (int i = 0; i < 4; i++) use(sums[number % 2][i], row + i / 2 * ROWS, part + i % 2 * OUTPUTS);
@@ -140,7 +140,7 @@ class MatrixTiles {
         for (int i = 0; i < 4; i++) use(sums[0][i], whole, i * OUTPUTS);
     }
 
-    // 16 rows and a panel's 64 outputs. Registers are numbered: 0 to 3 are sums.
+    // Multiplies 16 rows by a panel's 64 outputs. Tile registers 0 to 3 hold the sums.
     template <class Weights>
     static void one_by_four(const Input* x, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
         clear();
@@ -158,7 +158,7 @@ class MatrixTiles {
         }
     }
 
-    // 32 rows, the upper and the lower 16, and 32 outputs.
+    // Multiplies 32 rows, 16 in `upper` and 16 in `lower`, by 32 outputs.
     template <class Weights>
     static void two_by_two(
         const Input* upper, const Input* lower, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
@@ -191,7 +191,7 @@ class MatrixTiles {
         _tile_stored(3, sums[3], BYTES);
     }
 
-    std::vector<Input> last_rows;  // those of an incomplete tile; what follows them is ignored
+    std::vector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What becomes of the sums of 16 outputs on CPUs with AVX512-BF16: bias added and stored as bfloat16, or totals.
+// Writes the sums of 16 outputs on CPUs with AVX512-BF16: biased and rounded to bfloat16, or added to totals.
 
 #pragma once
 
@@ -14,7 +14,7 @@ class Outputs {
   public:
     static constexpr int COUNT = 16;
 
-    // The product's outputs n to n + 15, as far as it has them.
+    // The product's outputs n to n + 15, masked at its last output.
     Outputs(const Product& product, int64_t n)
         : p(product), n(n), mask((1u << std::clamp<int64_t>(p.out_features - n, 0, COUNT)) - 1),
           bias(p.bias ? widen(_mm256_maskz_loadu_epi16(mask, p.bias + n)) : _mm512_setzero_ps()) {}
@@ -32,7 +32,7 @@ class Outputs {
         return _mm512_fnmadd_ps(_mm512_set1_ps(input_sum), _mm512_loadu_ps(offsets), total);
     }
 
-    // Adds sums of a block's row to its totals; n is an output of the panel.
+    // Adds a row's sums, scaled, to its totals. `row` is the row within the block, `n` the output within the panel.
     static void add(const Run& run, int64_t row, int64_t n, __m512 sums) {
         float* totals = run.totals + row * PANEL + n;
         __m512 total = scaled(sums, run.scales + n, _mm512_loadu_ps(totals));
@@ -40,7 +40,7 @@ class Outputs {
         _mm512_storeu_ps(totals, total);
     }
 
-    // Of the rows [row, end); totals are those of the first on.
+    // Writes the outputs of rows [row, end); `totals` begin at row `row`.
     static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
         for (int n = 0; n < PANEL; n += COUNT) {
             const Outputs outputs(p, panel * PANEL + n);

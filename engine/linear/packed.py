@@ -1,4 +1,4 @@
-"""Linear layers whose bfloat16 weights are packed for our kernel (`product.cpp`), which also takes float32.
+"""Linear layers with bfloat16 weights packed for our kernel (`product.cpp`), which also takes float32.
 
 With few rows, as in decoding, the kernel reads weights at the memory's full speed, oneDNN at half of it. With
 many rows both are about equally fast. With AMX, 16 rows take as long as one. CPUs without bfloat16
@@ -39,11 +39,11 @@ class RoutedArgs(Structure):
 
 
 PANEL = 64
-"""Outputs that lie together, and are computed together."""
+"""Number of outputs that are stored and computed together."""
 
 
 def library() -> ctypes.CDLL:
-    """Raises BuildError."""
+    """Return the compiled library. Raises BuildError."""
     return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs, RoutedArgs)
 
 
@@ -52,7 +52,7 @@ FUNCTIONS = {torch.bfloat16: "tandem_linear", torch.float32: "tandem_linear_of_f
 
 @functools.cache
 def kernel(name: str = "tandem_linear") -> Callable[..., None]:
-    """Raises BuildError."""
+    """Return a function of the library. Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 4
     return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
 
@@ -60,8 +60,8 @@ def kernel(name: str = "tandem_linear") -> Callable[..., None]:
 def kernel_fault(
     device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
 ) -> str | None:
-    """Say what multiplies instead of the kernel, and why; None where the kernel can be used. Layers take
-    `dtypes`.
+    """Return the replacement of our kernel and the reason for it; None if the kernel can be used. `dtypes`
+    are the supported dtypes.
     """
     if device.type != "cpu" or dtype not in dtypes:
         return f"torch's, for {str(dtype).removeprefix('torch.')} on {device.type}"
@@ -110,7 +110,7 @@ _packed_linear = torch.ops.tandem.packed_linear.default
 
 
 class PackedLinear(nn.Module):
-    """Replaces a linear layer. `weight` is bfloat16 [out / 64, in / 2, 64, 2], zero-padded."""
+    """A linear layer with packed weights. `weight` is bfloat16 [out / 64, in / 2, 64, 2], zero-padded."""
 
     def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def rows(self, rows: range) -> PackedLinear:
-        """With these outputs alone."""
+        """Return a layer with only these outputs."""
         part = PackedLinear.__new__(PackedLinear)
         nn.Module.__init__(part)
         part.in_features, part.out_features = self.in_features, len(rows)
@@ -133,12 +133,12 @@ class PackedLinear(nn.Module):
 
 
 def plain_weight(linear: nn.Linear | Conv1D) -> Tensor:
-    """[out_features, in_features], which GPT-2's layers have the other way round."""
+    """Return the weight [out_features, in_features]; GPT-2's layers store its transpose."""
     return linear.weight.T if isinstance(linear, Conv1D) else linear.weight
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer of these tensors, [out_features, in_features] and [out_features]."""
+    """Return a layer of these tensors, [out_features, in_features] and [out_features]."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -147,8 +147,8 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def pack(weight: Tensor, together: int = 2) -> Tensor:
-    """Values [out_features, columns] as the kernel reads them, [out_features / 64, columns / together, 64,
-    together]. Columns of weights must be even.
+    """Pack values [out_features, columns] for the kernel: [out_features / 64, columns / together, 64,
+    together]. `columns` must be even for weights.
     """
     out_features, columns = weight.shape
     panels = -(-out_features // PANEL)
@@ -160,7 +160,7 @@ def pack(weight: Tensor, together: int = 2) -> Tensor:
 
 
 def joined(packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
-    """Join packed weights with so many `outputs` each into one packed weight."""
+    """Join packed weights, with `outputs[i]` outputs each, into one packed weight."""
     if all(count % PANEL == 0 for count in outputs):
         return torch.cat(list(packed))
     rows = [unpacked(part)[:count] for part, count in zip(packed, outputs, strict=True)]
@@ -168,12 +168,12 @@ def joined(packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
 
 
 def unpacked(packed: Tensor) -> Tensor:
-    """Undo `pack`, but keep the rows that it added."""
+    """Undo `pack`, but keep its padding rows."""
     return packed.transpose(1, 2).reshape(-1, packed.shape[1] * packed.shape[3])
 
 
 def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
-    """Some rows of what `pack` gave, packed: the same memory where they are a range of whole panels."""
+    """Return some rows of a packed weight, packed. One range of whole panels shares its memory."""
     first = rows[0]
     if len(rows) == 1 and first.start % PANEL == 0 and first.stop % PANEL == 0:
         return packed[first.start // PANEL : first.stop // PANEL]
@@ -182,7 +182,7 @@ def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace the model's bfloat16 linear layers, freeing their weights; returns how many."""
+    """Replace the model's bfloat16 linear layers, freeing their weights. Return their number."""
     count = 0
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -193,7 +193,7 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def _reads_weight(module: nn.Module, name: str) -> bool:
-    """Say whether a module's forward multiplies by the weight of a layer of its own without calling that."""
+    """Return whether a module's forward uses its layer's weight without calling the layer."""
     try:
         return f"self.{name}.weight" in inspect.getsource(type(module).forward)
     except (OSError, TypeError):

@@ -1,7 +1,7 @@
-"""Quantized linear layers whose weights are packed for our kernel (`quantized.h`), for bfloat16 on the CPU.
+"""Quantized linear layers with weights packed for our kernel (`quantized.h`), for bfloat16 on the CPU.
 
-Few rows take as long as reading the codes. A row's result has the same bits in every batch. Where the weight
-says so, rows are rounded to int8 (`rounded.h`): integers are multiplied twice as fast as bfloat16.
+Few rows take as long as reading the codes. A row's result has the same bits in every batch. With an
+`input_group`, rows are rounded to int8 (`rounded.h`): integers are multiplied twice as fast as bfloat16.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from native.build import declare
 from native.threads import gomp_parallel
 
 FORMATS = (CodeFormat.INT8, CodeFormat.INT4, CodeFormat.FP8, CodeFormat.MXFP4)
-"""In the order of the enum in `codes.h`."""
+"""The formats in the order of the enum in `codes.h`."""
 
 _BITS = {CodeFormat.INT8: 8, CodeFormat.INT4: 4, CodeFormat.FP8: 8, CodeFormat.MXFP4: 4}
 _FACTORS = {CodeFormat.INT8: 2.0**-24, CodeFormat.FP8: 2.0**8}
-"""Factors of scales, where the kernel's values are not the format's."""
+"""Factors of scales for formats whose kernel values differ from the format's."""
 _DEPTH, _SLICE = 32, 128
-"""The kernel adds up a multiple of the one, and at most the other, before it scales the sum."""
+"""The kernel sums a multiple of `_DEPTH` inputs, and at most `_SLICE`, before it scales the sum."""
 
 
 @functools.cache
 def kernel(name: str = "tandem_quantized_linear") -> Callable[..., None]:
-    """Raises BuildError."""
+    """Return a function of the library. Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
     return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def fits(weight: QuantizedWeight) -> bool:
-    """Whether the kernel multiplies by it."""
+    """Return whether the kernel can multiply by the weight."""
     inputs, group = weight.codes.shape[1], weight.group_size
     whole_runs = group == inputs or group <= _SLICE or group % _SLICE == 0
     return inputs % _DEPTH == 0 and group % _DEPTH == 0 and whole_runs
@@ -56,9 +56,9 @@ def fits(weight: QuantizedWeight) -> bool:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """`words` is int16 [out / 64, in / 2c, 64, 2] with c codes in each; `scales`, and `offsets` where there
-    are zero points, are float32 [out / 64, groups, 64, 1]; `inputs` is int32 [in], or None where codes are in
-    the order of the inputs. `input_group` is as in `QuantizedWeight`.
+    """A packed weight. `words` is int16 [out / 64, in / 2c, 64, 2] with c codes in each word; `scales`, and
+    `offsets` if there are zero points, are float32 [out / 64, groups, 64, 1]; `inputs` is int32 [in], or
+    None if codes are in the inputs' order. `input_group` is the same as in `QuantizedWeight`.
     """
 
     format: CodeFormat
@@ -71,7 +71,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> PackedWeight:
-        """Pack a weight that `fits`."""
+        """Pack a weight for which `fits` holds."""
         scales, offsets = weight.scales, None
         if weight.zeros is not None:
             center = INT4_ZERO if weight.format is CodeFormat.INT4 else 0
@@ -95,7 +95,7 @@ class PackedWeight:
         return self.words, self.scales, self.offsets, self.inputs
 
     def is_like(self, other: PackedWeight) -> bool:
-        """Whether both can be one weight of the same inputs."""
+        """Return whether both can be joined into one weight of the same inputs."""
         return (
             same_order(self.inputs, other.inputs)
             and self.format is other.format
@@ -105,7 +105,7 @@ class PackedWeight:
         )
 
     def rows(self, rows: Sequence[range]) -> PackedWeight:
-        """With these outputs alone."""
+        """Return a weight with only the outputs in these ranges."""
         return replace(
             self,
             words=packed_rows(self.words, rows),
@@ -115,7 +115,7 @@ class PackedWeight:
         )
 
     def chosen(self, outputs: Tensor) -> PackedWeight:
-        """With these outputs alone, int64 [n], in this order."""
+        """Return a weight with only the outputs `outputs`, int64 [n], in this order."""
         return replace(
             self,
             words=pack(unpacked(self.words)[outputs]),
@@ -125,19 +125,19 @@ class PackedWeight:
         )
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """With copies of what is read for each output."""
+        """Return a weight with copies of its words, scales and offsets."""
         offsets = None if self.offsets is None else copy(self.offsets)
         return replace(self, words=copy(self.words), scales=copy(self.scales), offsets=offsets)
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
-        """Return the kernel's arguments. The tensors that they point to must live longer."""
+        """Return the kernel's arguments. Their tensors must outlive them."""
         return packed_args(
             *self.tensors, bias, FORMATS.index(self.format), self.input_group, self.out_features
         )
 
 
 def join(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Weights that are alike, as one with all their outputs."""
+    """Join similar weights into one with all their outputs."""
     first, outputs = weights[0], [weight.out_features for weight in weights]
     if len(weights) == 1:
         return first
@@ -161,7 +161,7 @@ def packed_args(
     input_group: int,
     out_features: int,
 ) -> QuantizedArgs:
-    """`format` is an index in `FORMATS`, as torch's operators take no enum."""
+    """Return the kernel's arguments. `format` is an index in `FORMATS`, as torch's operators take no enum."""
     in_features = _num_inputs(words, FORMATS[format])
     return QuantizedArgs(
         words.data_ptr(),
@@ -182,13 +182,13 @@ def _num_inputs(words: Tensor, format: CodeFormat) -> int:
 
 
 _TO_THE_TOP = sum(1 << 48 - 12 * place for place in range(4))
-"""Times this, the code in byte 2n of an int64 is in its bits 48 + 4n."""
+"""The factor that moves the code in byte 2n of an int64 to bits 48 + 4n."""
 
 
 def _words(weight: QuantizedWeight) -> Tensor:
-    """int16 [out_features, in_features / c]: of 2c consecutive codes the even ones, then the odd ones."""
+    """Return int16 [out_features, in_features / c] words: of 2c codes the even ones, then the odd ones."""
     codes = weight.codes.contiguous()
-    if _BITS[weight.format] == 8:  # of four bytes the middle ones change places
+    if _BITS[weight.format] == 8:  # swap the middle two of four bytes
         four = codes.view(torch.int32)
         words = (four & -0xFFFF01) | (four >> 8 & 0xFF00) | (four << 8 & 0xFF0000)
     else:
@@ -198,7 +198,7 @@ def _words(weight: QuantizedWeight) -> Tensor:
 
 
 def _even_codes(eight: Tensor) -> Tensor:
-    """Return the codes of the even bytes of each int64, which has eight, as one int16."""
+    """Return the codes in the even bytes of each int64, packed in one int16."""
     gathered = (eight & 0x000F000F000F000F).mul_(_TO_THE_TOP)
     return gathered.view(torch.int16)[:, 3::4]
 
@@ -247,7 +247,7 @@ _quantized_linear = torch.ops.tandem.quantized_linear.default
 
 
 class PackedQuantizedLinear(nn.Module):
-    """Replaces a quantized layer, for bfloat16 inputs."""
+    """A quantized layer with packed weights, for bfloat16 inputs."""
 
     words: Tensor
     scales: Tensor
@@ -255,7 +255,7 @@ class PackedQuantizedLinear(nn.Module):
     inputs: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
-        """`bias` is bfloat16 [out_features]."""
+        """Make the layer. `bias` is bfloat16 [out_features]."""
         super().__init__()
         self.format, self.out_features, self.in_features = (
             weight.format,
@@ -273,7 +273,7 @@ class PackedQuantizedLinear(nn.Module):
         return PackedWeight(self.format, *parts, self.out_features, self.input_group)
 
     def rows(self, rows: range) -> PackedQuantizedLinear:
-        """With these outputs alone."""
+        """Return a layer with only these outputs."""
         bias = None if self.bias is None else self.bias[rows.start : rows.stop]
         return PackedQuantizedLinear(self.packed.rows([rows]), bias)
 
@@ -283,8 +283,8 @@ class PackedQuantizedLinear(nn.Module):
 
 
 def pack_quantized_linears(model: nn.Module) -> None:
-    """Replace the quantized layers of a model in bfloat16, freeing their weights. One that no kernel fits
-    becomes a plain layer with the dequantized weight.
+    """Replace the quantized layers of a bfloat16 model, freeing their weights. A layer that the kernel cannot
+    multiply becomes a plain layer with the dequantized weight.
     """
     for path in _quantized_linears(model):
         linear = model.get_submodule(path)
@@ -297,7 +297,7 @@ def pack_quantized_linears(model: nn.Module) -> None:
 
 
 def packed(weight: QuantizedWeight) -> PackedWeight:
-    """A weight that `fits`, with inputs rounded only where that pays."""
+    """Pack a weight for which `fits` holds. Its inputs are rounded only where that is faster."""
     return PackedWeight.of(weight if _rounded_inputs_pay() else replace(weight, input_group=0))
 
 
@@ -307,7 +307,7 @@ def _rounded_inputs_pay() -> bool:
 
 
 def dequantize_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the model's quantized layers by plain ones with the dequantized weights."""
+    """Replace the model's quantized layers by plain layers with the dequantized weights."""
     for path in _quantized_linears(model):
         linear = model.get_submodule(path)
         assert isinstance(linear, QuantizedLinear)
@@ -319,9 +319,9 @@ def _quantized_linears(model: nn.Module) -> list[str]:
 
 
 def with_outputs(linear: nn.Module, outputs: Tensor) -> nn.Module:
-    """A layer with these outputs alone (int64 [n], in this order), and memory of its own.
+    """Return a layer with only these outputs (int64 [n], in this order), in its own memory.
 
-    Packed weights stay packed where they are quantized. Raises TypeError for a layer that is not linear.
+    Packed weights stay packed if they are quantized. Raises TypeError for a layer that is not linear.
     """
     bias = getattr(linear, "bias", None)
     bias = None if bias is None else bias[outputs]

@@ -1,5 +1,5 @@
-// Tiles for AVX512-BF16, which multiplies pairs of bfloat16: inputs need no conversion. For few rows quantized weights
-// are expanded in registers, which other units of the CPU do while it multiplies.
+// Tiles for AVX512-BF16, which multiplies pairs of bfloat16, so inputs need no conversion. For few rows, quantized
+// weights are expanded in registers, by units of the CPU that multiplication leaves idle.
 
 #pragma once
 
@@ -18,7 +18,7 @@ class Pairs {
   public:
     using Input = uint16_t;
     static constexpr bool EXPANDS = true, ROUNDS = false;
-    static constexpr int64_t FEW_ROWS = 48;  // more are faster with a panel's weights expanded at once
+    static constexpr int64_t FEW_ROWS = 48;  // for more rows, expanding a whole panel first is faster
     static constexpr int64_t LONGEST_RUN = 128;
     struct Registers {
         explicit Registers(const Product&) {}
@@ -26,15 +26,15 @@ class Pairs {
 
     const Input* inputs(const Product& p, int64_t row, int64_t) { return p.x + row * p.in_features; }
 
-    // The rows [first, end) of one panel; `x` are the inputs of the first.
+    // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
     static void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
         in_tiles<6>(first, end, [&](auto rows, int64_t row) {
             tile<rows()>(p, x + (row - first) * p.in_features, row, panel);
         });
     }
 
-    // The same rows, of a panel of quantized weights. Of 32 registers 24 hold sums. Many rows take half of a panel at a time,
-    // so that each weight that is expanded here is used more often; where all are already, 12 hold sums and 12 totals.
+    // Computes the same rows of a panel of quantized weights. 24 of 32 registers hold sums. Many rows take half a panel
+    // at a time, to use each weight expanded here more often. For weights expanded before, 12 hold sums and 12 totals.
     template <class Codes> static void rows_of_codes(
         const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel) {
         constexpr bool EXPANDED = Codes::CODES == 1;
@@ -46,7 +46,7 @@ class Pairs {
 
   private:
     static constexpr int ALL_VECTORS = PANEL / Outputs::COUNT;
-    static constexpr int64_t AHEAD = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
+    static constexpr int64_t AHEAD = 1 << 11;  // prefetch distance of codes, in words: 4 KiB
 
     template <int ROWS, int VECTORS> using Sums = __m512[ROWS][VECTORS];
 
@@ -70,7 +70,7 @@ class Pairs {
         }
     }
 
-    // The sums over the weights of `count` inputs of each row, which lie `stride` apart, from a panel's vector v on.
+    // Sums over `count` inputs of each row, with stride `stride`, for the panel's outputs from vector `v` on.
     template <class Codes, int ROWS, int VECTORS> static void multiply(
         const uint16_t* words, int v, const Input* x, int64_t stride, int64_t count, Sums<ROWS, VECTORS>& sums) {
         for (auto& of_row : sums)

@@ -1,9 +1,9 @@
 // out[row][n] = sum over k of x[row][k] * w[n][k], plus bias[n]: bfloat16 or float32 in and out, float32 sums.
 //
-// The weights are packed in panels of 64 outputs: [n / 64][k / 2][64][2]. So a product reads them in one
-// sequential stream, and a vector holds the next two weights of 16 (or 8) outputs. Panels of float32 are
-// [n / 64][k][64]. Each output is summed by one thread over ascending k, whatever the number of rows and threads: a
-// row's result has the same bits in every batch.
+// The weights are packed in panels of 64 outputs: [n / 64][k / 2][64][2]. So a product reads them in one sequential
+// stream, and a vector holds the next two weights of 16 (or 8) outputs. Panels of float32 are [n / 64][k][64]. One
+// thread sums each output over ascending k, for any number of rows and threads, so a row's result has the same bits in
+// every batch.
 
 #include <algorithm>
 #include <cstdint>
@@ -40,7 +40,7 @@ extern "C" {
 
 extern const int64_t tandem_sizes[] = {sizeof(Quantized), sizeof(Routed)};
 
-// With float32 products, on any CPU.
+// Multiplies in float32, on any CPU.
 void tandem_linear_in_floats(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
@@ -48,7 +48,7 @@ void tandem_linear_in_floats(
 }
 
 #if defined(__AVX512BF16__)
-// With products of bfloat16 pairs.
+// Multiplies pairs of bfloat16.
 void tandem_linear_in_pairs(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
@@ -56,7 +56,7 @@ void tandem_linear_in_pairs(
 }
 #endif
 
-// With the fastest kernel for this CPU.
+// Multiplies with the fastest kernel for this CPU.
 void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
@@ -71,7 +71,7 @@ void tandem_linear(
 #endif
 }
 
-// Of float32, with products of float32, on any CPU.
+// Multiplies float32 weights and inputs, on any CPU.
 void tandem_linear_of_float32(
     const float* x, const float* weights, const float* bias, float* out, int64_t rows, int64_t in_features,
     int64_t out_features, int64_t threads, Parallel parallel) {
@@ -92,7 +92,7 @@ void tandem_quantized_linear_in_pairs(
 }
 #endif
 
-// With the fastest kernel for this CPU. The inputs of the weights are whole runs, of 32 at least.
+// Multiplies with the fastest kernel for this CPU. The weights' inputs must be whole runs of at least 32.
 void tandem_quantized_linear(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
     if (weights->input_group) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
@@ -107,7 +107,7 @@ void tandem_quantized_linear(
 #endif
 }
 
-// Whether products are faster where inputs are rounded: tiles multiply bfloat16 faster than other instructions do int8.
+// Returns whether rounding inputs is faster: AMX multiplies bfloat16 faster than other instructions multiply int8.
 bool tandem_rounded_inputs_pay() {
 #if defined(__AMX_BF16__)
     return !MatrixTiles::are_granted();
@@ -116,7 +116,7 @@ bool tandem_rounded_inputs_pay() {
 #endif
 }
 
-// With weights of each row's expert, which lie one behind the other.
+// Multiplies each row by its expert's weights; the experts' weights are contiguous.
 void tandem_routed_linear(
     const Routed* rows, const uint16_t* weights, const uint16_t* bias, int64_t threads, Parallel parallel) {
     const int64_t K = rows->in_features, N = rows->out_features, panels = (N + PANEL - 1) / PANEL;
@@ -127,7 +127,7 @@ void tandem_routed_linear(
     });
 }
 
-// The same; `first` are the first expert's weights. A panel has so many words and scales.
+// Like tandem_routed_linear; `first` has the first expert's weights. A panel has `words` words and `scales` scales.
 void tandem_routed_quantized_linear(
     const Routed* rows, const Quantized* first, int64_t words, int64_t scales, int64_t threads, Parallel parallel) {
     const int64_t N = rows->out_features, panels = (N + PANEL - 1) / PANEL;

@@ -1,4 +1,4 @@
-// The arguments of a product, and how many outputs a panel of weights has.
+// The arguments of a product, and the number of outputs in a panel of weights.
 
 #pragma once
 
@@ -7,13 +7,13 @@
 namespace {
 
 constexpr int PANEL = 64;  // outputs
-constexpr int64_t LINE_VALUES = 32;  // bfloat16 of a cache line
+constexpr int64_t LINE_VALUES = 32;  // bfloat16 values of a cache line
 
 template <class Value> struct ProductOf {
     const Value *x, *weights, *bias;
     Value* out;
     int64_t rows, in_features, out_features;
-    int64_t run = 0;  // inputs that are summed before they are scaled, where weights are quantized
+    int64_t run = 0;  // inputs summed before scaling, for quantized weights
 };
 
 using Product = ProductOf<uint16_t>;
@@ -22,18 +22,18 @@ using Product = ProductOf<uint16_t>;
 struct Coded {
     const uint16_t* words;
     const float* scales;      // [group][64]
-    const float* offsets;     // the same, or null
+    const float* offsets;     // [group][64], or null
     const float* input_sums;  // [rows][runs]
     int64_t group, run, runs;
 };
 
-// A part of a panel's weights, whose sums are multiplied by a scale and added to the totals.
+// A run of inputs of a panel, whose sums are scaled and added to the totals.
 struct Run {
     int64_t k, count;         // the inputs [k, k + count)
     const float* scales;      // [64]
-    const float* offsets;     // [64], or null: these times the sum of a row's inputs are subtracted
-    const float* input_sums;  // of the first of some rows
-    int64_t sums_stride;      // from one row's to the next's
+    const float* offsets;     // [64], or null: multiplied by the row's sum of inputs and subtracted
+    const float* input_sums;  // sums of the inputs of the first row
+    int64_t sums_stride;      // from one row to the next
     float* totals;            // [rows][64]
 };
 

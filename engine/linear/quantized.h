@@ -1,8 +1,8 @@
-// A product with quantized weights. Tiles that can, expand the weights for few rows to bfloat16 in registers, and those for
-// many a panel at a time, for the second cache. For others some inputs' weights of a panel at a time are expanded in memory,
-// and stay in the first cache while all rows are multiplied by them, as bfloat16 weights are; where many rows have long
-// runs, the panel's are expanded at once. A run of inputs, which share their scales, is summed in float32; then the sums
-// are scaled and added up, over ascending inputs. So a row's result has the same bits in every batch.
+// A product with quantized weights. Tiles that can expand weights in registers do so for few rows; for many rows they
+// expand a panel at a time, into the L2 cache. Other tiles expand some inputs' weights of a panel in memory, where they
+// stay in the L1 cache while all rows are multiplied by them, like bfloat16 weights; for many rows and long runs the
+// whole panel is expanded at once. A run of inputs, which share their scales, is summed in float32; then the sums are
+// scaled and added up in ascending order of inputs. So a row's result has the same bits in every batch.
 
 #pragma once
 
@@ -17,26 +17,26 @@
 
 namespace {
 
-// structs.py has the same struct, with `Args` after its name.
+// packed.py has the same struct, with `Args` after its name.
 struct Quantized {
     const uint16_t* words;     // see codes.h
     const float* scales;       // [n / 64][group][64]
-    const float* offsets;      // the same, or null: a scale times its zero point
-    const int32_t* inputs;     // [in_features]: the input that each code multiplies; null: in their order
+    const float* offsets;      // [n / 64][group][64], or null: a scale times its zero point
+    const int32_t* inputs;     // [in_features]: the input that each code multiplies; null: in the inputs' order
     const uint16_t* bias;      // null for none
     int64_t in_features, out_features;
-    int64_t group;             // inputs that share a scale; a multiple of 32
+    int64_t group;             // number of inputs that share a scale; a multiple of 32
     int64_t format;
-    int64_t input_group;       // inputs of a row that share a unit of int8 (rounded.h), for INT8 and INT4; 0: they are not rounded
+    int64_t input_group;       // a row's inputs with one int8 unit (rounded.h), for INT8 and INT4; 0: not rounded
 };
 
-constexpr int64_t SLICE = 128;  // inputs whose weights are expanded at a time, 16 KiB
+constexpr int64_t SLICE = 128;  // number of inputs whose weights are expanded at a time: 16 KiB
 
 struct alignas(64) Line {
     uint16_t values[LINE_VALUES];
 };
 
-// Inputs in the order of the codes; and of each row the sums of the inputs that share a scale, where offsets need them.
+// Inputs in the order of the codes, and, if there are offsets, each row's sums over the inputs that share a scale.
 struct Inputs {
     std::vector<uint16_t> ordered;
     std::vector<float> sums;
@@ -50,7 +50,7 @@ struct Inputs {
         return ordered.data();
     }
 
-    // [rows][runs], each over ascending inputs in 16 lanes.
+    // Writes `sums` [rows][runs], each over ascending inputs in 16 lanes.
     void add_up(const uint16_t* x, const Quantized& q, int64_t rows, int64_t run, int64_t runs) {
         sums.resize(rows * runs);
         for (int64_t r = 0; r < rows; r++)
@@ -65,9 +65,9 @@ struct Inputs {
     }
 };
 
-constexpr int64_t AHEAD = 1 << 13;  // in words, 16 KiB: how far ahead codes are fetched, into the second cache
+constexpr int64_t AHEAD = 1 << 13;  // prefetch distance of codes into the L2 cache, in words: 16 KiB
 
-// Weights for the inputs [k, k + count).
+// Expands the weights for inputs [k, k + count).
 template <class Codes> void expand(const Coded& w, int64_t k, int64_t count, uint16_t* to) {
     const uint16_t* words = w.words + k * (PANEL / Codes::CODES);
     for (int64_t i = 0; i < count; i += 2 * Codes::CODES, words += WORDS, to += Codes::CODES * WORDS) {
@@ -76,14 +76,14 @@ template <class Codes> void expand(const Coded& w, int64_t k, int64_t count, uin
     }
 }
 
-// Where a thread expands a panel's weights for `count` inputs.
+// Returns the thread's buffer for a panel's expanded weights of `count` inputs.
 inline uint16_t* room(int64_t count) {
     static thread_local std::vector<Line> lines;
     lines.resize(count * PANEL / LINE_VALUES);
     return lines.data()->values;
 }
 
-// The rows [first, end) of one panel, whose weights are expanded in memory. `inputs` are those of the first row.
+// Computes rows [first, end) of one panel, expanding weights in memory. `inputs` begin at row `first`.
 template <class Codes, class Tiles>
 void rows_of_expanded(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs,
                       int64_t first, int64_t end, int64_t panel) {
@@ -118,7 +118,7 @@ void rows_of_expanded(Tiles& tiles, const Product& p, const Coded& w, const type
     }
 }
 
-// The same, by tiles that can expand the weights in registers: for few rows.
+// Computes the same rows with tiles that can expand weights in registers, which they do for few rows.
 template <class Codes, class Tiles>
 void rows_of_codes(Tiles& tiles, const Product& p, Coded w, const typename Tiles::Input* inputs,
                    int64_t first, int64_t end, int64_t panel) {

@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights (`engine.quantization.weight`), whose inputs keep their precision."""
+"""Linear layers with quantized weights (`engine.quantization.weight`) and unrounded inputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 
 class QuantizedLinear(nn.Module):
-    """Stands for an `nn.Linear` whose weight is quantized. Computes with the dequantized weight, in the
-    input's dtype.
-    """
+    """An `nn.Linear` with a quantized weight, which is dequantized to the input's dtype to compute."""
 
     codes: Tensor
     scales: Tensor
@@ -20,7 +18,7 @@ class QuantizedLinear(nn.Module):
     permutation: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
-        """`bias` is [out_features], in the model's dtype. Raises ValueError where shapes don't fit."""
+        """Make the layer. `bias` is [out_features], in the model's dtype. Raises ValueError otherwise."""
         super().__init__()
         fault = _fault(weight, bias)
         if fault is not None:
@@ -41,7 +39,7 @@ class QuantizedLinear(nn.Module):
         return nn.functional.linear(x, self.quantized.dequantized().to(x.dtype), self.bias)
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
-        """A layer with the dequantized weight."""
+        """Return a plain layer with the dequantized weight."""
         return linear_of(self.quantized.dequantized().to(dtype), self.bias)
 
     def extra_repr(self) -> str:

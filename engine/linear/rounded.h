@@ -1,5 +1,5 @@
-// Products of rows that are rounded to int8, each run of inputs in a unit of its own, and codes of int8 or int4. A run's sum
-// is one of integers: it is exact, so its bits depend on no order, batch or CPU. It is scaled in float32.
+// Products of int8 or int4 codes with rows rounded to int8, in a unit for each run of inputs. A run's sum is an
+// integer, so it is exact and independent of order, batch and CPU. It is scaled in float32.
 
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace {
 
-// Fills `to` with a run's values in units of its largest magnitude / 127, and returns that unit. Where a value is not
-// finite, it is NaN.
+// Writes a run's values to `to` in units of its largest magnitude / 127, and returns the unit: NaN if a value is not
+// finite.
 template <class Input> float round_run(const uint16_t* x, int64_t count, Input* to) {
     uint16_t bits = 0;
     for (int64_t k = 0; k < count; k++) bits = std::max<uint16_t>(bits, x[k] & 0x7fff);
@@ -35,8 +35,8 @@ template <class Input> float round_run(const uint16_t* x, int64_t count, Input* 
     return largest / 127;
 }
 
-// How codes lie in the bytes of an output's two words: of four inputs the even ones, then the odd ones; of eight those of
-// the low halves of the bytes, then those of the high ones.
+// Orders inputs like the codes in the bytes of an output's two words: of each four inputs the even ones, then the odd
+// ones; of each eight first the inputs of the bytes' low halves, then of the high halves.
 struct InBytes {
     using Input = int8_t;
 
@@ -51,7 +51,7 @@ struct InBytes {
     }
 
   private:
-    // With the bits of the mask in the places of those `by` above, and the other way round.
+    // Swaps the bits of the mask with the bits `by` places above them.
     static uint64_t swapped(uint64_t bits, int by, uint64_t mask) {
         const uint64_t differences = (bits ^ bits >> (by)) & mask;
         return bits ^ differences ^ differences << by;
@@ -59,7 +59,7 @@ struct InBytes {
 };
 
 #if defined(__AVX512VNNI__)
-// Four products of bytes at once, those of the codes without a sign.
+// Multiplies and adds four pairs of bytes at once; codes are made unsigned.
 struct Bytes : InBytes {
     static constexpr int VECTORS = PANEL / 16;
     template <class Codes> static constexpr int32_t ZERO = Codes::ZERO;
@@ -86,8 +86,8 @@ struct Bytes : InBytes {
     }
 };
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-// Two products of bytes at once, and two such sums: those of 8 bits take the codes' signs to the inputs, so that none
-// exceeds 16 bits.
+// Multiplies and adds two pairs of bytes at once, and two such sums. For 8-bit codes, the code's sign moves to the
+// input, so that no sum exceeds 16 bits.
 struct Bytes : InBytes {
     static constexpr int VECTORS = 2;
     template <class Codes> static constexpr int32_t ZERO = Codes::CODES == 2 ? 0 : Codes::ZERO;
@@ -127,7 +127,7 @@ struct Bytes : InBytes {
 };
 #endif
 
-// Two products of 16 bits at once, on any CPU.
+// Multiplies and adds two pairs of 16-bit numbers at once, on any CPU.
 struct Shorts {
     using Input = int16_t;
     static constexpr int VECTORS = LANES == 16 ? 4 : 2;
@@ -152,7 +152,7 @@ struct Shorts {
     }
 
   private:
-    // The sum of the two products in each lane.
+    // Returns the sum of each lane's two products.
     static IntVec products(IntVec a, IntVec b) {
 #if defined(__AVX512BW__)
         return (IntVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -168,12 +168,12 @@ template <class Dot, class Codes> class Rounded {
   public:
     using Input = typename Dot::Input;
     static constexpr bool ROUNDS = true;
-    static constexpr int64_t LONGEST_RUN = 1 << 16;  // the sum of so many products has 32 bits
+    static constexpr int64_t LONGEST_RUN = 1 << 16;  // the sum of this number of products fits into 32 bits
     struct Registers {
         explicit Registers(const Product&) {}
     };
 
-    // The inputs of rows [row, end); valid until the next call.
+    // Returns the inputs of rows [row, end), valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const int64_t K = p.in_features, runs = (K + p.run - 1) / p.run;
         values.resize((end - row) * K), units.resize((end - row) * runs), sums.resize((end - row) * runs);
@@ -191,7 +191,7 @@ template <class Dot, class Codes> class Rounded {
         return values.data();
     }
 
-    // The rows [first, end) of one panel, which `inputs` got.
+    // Computes rows [first, end) of one panel; `x` are the rows returned by `inputs`.
     void rows_of_codes(const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel) const {
         in_tiles<6>(first, end, [&](auto rows, int64_t row) {
             const int64_t r = row - first;
@@ -201,7 +201,7 @@ template <class Dot, class Codes> class Rounded {
 
   private:
     static constexpr int WIDTH = Dot::VECTORS * LANES;
-    static constexpr int64_t AHEAD_OF_ROWS = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
+    static constexpr int64_t AHEAD_OF_ROWS = 1 << 11;  // prefetch distance of codes, in words: 4 KiB
 
     template <int ROWS> static void tile(
         const Product& p, const Coded& w, const Input* x, const float* input_units, const int32_t* input_sums, int64_t row,
@@ -212,9 +212,9 @@ template <class Dot, class Codes> class Rounded {
             const uint16_t* words = w.words + k * (PANEL / Codes::CODES);
             for (int part = 0; part < PANEL; part += WIDTH) {
                 IntVec products[ROWS][Dot::VECTORS];
-                for (int r = 0; r < ROWS; r++)  // codes without a sign have a zero above it
+                for (int r = 0; r < ROWS; r++)  // corrects for the zero point of unsigned codes
                     for (auto& sum : products[r]) sum = -Dot::template ZERO<Codes> * input_sums[r * w.runs + i] - IntVec{};
-                const uint16_t* ahead = words + AHEAD_OF_ROWS + part * (count / Codes::CODES);  // all in the order of memory
+                const uint16_t* ahead = words + AHEAD_OF_ROWS + part * (count / Codes::CODES);  // in memory order
                 Dot::template multiply<Codes>(words + 2 * part, ahead, x + k, p.in_features, count, products);
                 for (int v = 0; v < Dot::VECTORS; v++) {
                     const int n = part + v * LANES;
@@ -233,7 +233,7 @@ template <class Dot, class Codes> class Rounded {
 
     std::vector<Input> values;
     std::vector<float> units;   // [rows][runs]
-    std::vector<int32_t> sums;  // the same
+    std::vector<int32_t> sums;  // [rows][runs]
 };
 
 }  // namespace

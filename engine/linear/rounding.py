@@ -1,7 +1,4 @@
-"""Rounds the weights of a model that is loaded: `--quantization` and `--quantize-lm-head`.
-
-Nothing is calibrated.
-"""
+"""Rounding of a loaded model's weights, without calibration: `--quantization` and `--quantize-lm-head`."""
 
 from __future__ import annotations
 
@@ -25,17 +22,17 @@ _GROUPS = {
     CodeFormat.FP8: (0,),
     CodeFormat.MXFP4: (32,),
 }
-"""Inputs that share a scale, best first; 0 stands for all of a layer's."""
+"""Numbers of inputs that share a scale, best first; 0 stands for all inputs of a layer."""
 
 _INPUT_GROUPS = {CodeFormat.INT8: 128, CodeFormat.INT4: 128}
-"""Inputs that are rounded in one unit, where they are: a large one takes bits from no more than these."""
+"""Number of adjacent inputs rounded together to int8; a large input costs precision only within its group."""
 
 _LARGEST_FP8 = 448.0
 _LARGEST_E2M1 = 6.0
 
 
 def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
-    """Quantize the model's linear layers but its head. Raises ConfigError where the format fits none."""
+    """Quantize the model's linear layers except its head. Raises ConfigError if the format fits no layer."""
     try:
         round_layers(model, format, model.get_output_embeddings())
     except ValueError as error:
@@ -47,9 +44,9 @@ def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
 
 
 def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = None) -> None:
-    """Quantize the linear layers but the one to be `kept`, each as soon as its weight is freed.
+    """Quantize the linear layers except `kept`, freeing each weight before the next layer.
 
-    Layers whose inputs are no multiple of a group stay as they are. Raises ValueError where those are all.
+    Layers whose inputs are no multiple of a group stay unchanged. Raises ValueError if no layer fits.
     """
     linears = (nn.Linear, Conv1D)
     paths = [p for p, module in model.named_modules() if type(module) in linears and module is not kept]
@@ -70,9 +67,9 @@ def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = 
 
 
 def round_head(model: PreTrainedModel) -> None:
-    """Quantize the output head to int8. Embeddings that share its weight keep theirs.
+    """Quantize the output head to int8. Embeddings tied to it keep their weight.
 
-    Raises ConfigError where it is no linear layer, or quantized already.
+    Raises ConfigError if the head is not a linear layer, or is quantized already.
     """
     head = model.get_output_embeddings()
     if isinstance(head, QuantizedLinear):
@@ -86,7 +83,7 @@ def round_head(model: PreTrainedModel) -> None:
 
 
 def group_size(format: CodeFormat, inputs: int) -> int | None:
-    """How many of a layer's inputs share a scale; None where no group fits."""
+    """Return the number of a layer's inputs that share a scale, or None if no group fits."""
     groups = (group or inputs for group in _GROUPS[format])
     return next((group for group in groups if inputs % group == 0), None)
 
@@ -103,16 +100,16 @@ def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int) -> Qua
 def _scales(groups: Tensor, format: CodeFormat) -> Tensor:
     if format is CodeFormat.MXFP4:
         return _mxfp4_scales(groups)
-    if format is CodeFormat.INT4:  # the weight farthest from zero gets the code that is: -8 has no opposite
+    if format is CodeFormat.INT4:  # the weight farthest from 0 gets code -8, which has no opposite
         return _nonzero(groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8)
     largest = 127 if format is CodeFormat.INT8 else _LARGEST_FP8
     return _nonzero(groups.abs().amax(2, keepdim=True) / largest)
 
 
 def _mxfp4_scales(groups: Tensor) -> Tensor:
-    """Powers of two: that of OCP Microscaling Formats, section 6.3, or the next, by the squared error.
+    """Return powers of two: OCP Microscaling Formats, section 6.3, or twice that, by the squared error.
 
-    The former has the largest weight between 4 and 8, and cuts it above 6; the latter cuts nothing.
+    The former puts the largest weight between 4 and 8, and cuts it off above 6; the latter cuts nothing off.
     """
     largest = groups.abs().amax(2, keepdim=True)
     scales = _nonzero(torch.exp2(largest.log2().floor() - 2))
@@ -122,13 +119,13 @@ def _mxfp4_scales(groups: Tensor) -> Tensor:
 
 def _mxfp4_error(groups: Tensor, scales: Tensor) -> Tensor:
     values = (groups / scales).abs_()
-    steps = 0.5 + 0.5 * (values >= 2) + (values >= 4)  # between E2M1's values
+    steps = 0.5 + 0.5 * (values >= 2) + (values >= 4)  # distances between E2M1's values
     rounded = (values / steps).round_().mul_(steps).clamp_(max=_LARGEST_E2M1)
     return (rounded - values).square_().sum(2, keepdim=True) * scales.square()
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    """A group of zeros may have any scale but this."""
+    """Replace zero scales, which belong to groups of zeros, by 1."""
     return torch.where(scales == 0, 1.0, scales)
 
 

@@ -1,5 +1,5 @@
-// Products of rows with several weights, each row with its own: the rows of a weight are multiplied at once, so that it is
-// read once. Which rows those are changes no bits, as in any batch. Threads meet once for all weights, not for each.
+// Products of rows with different weights, an expert's for each row. All rows of an expert are multiplied together, so
+// its weights are read once. As in any batch, the other rows change no bits. Threads join once for all experts.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace {
 
 using Routed = RoutedRows<uint16_t>;
 
-// Some panels of an expert, for its rows.
+// Some panels of an expert, with the rows that it multiplies.
 struct Part {
     int64_t expert, panel;
     const uint16_t* x;
@@ -25,7 +25,7 @@ struct Part {
     int64_t rows, outputs;
 };
 
-// The rows by their experts, with room for their results.
+// Rows grouped by their experts, with buffers for their results.
 class Gathered {
   public:
     explicit Gathered(const Routed& p) : p(p), starts(p.num_experts + 1), places(p.rows, -1) {
@@ -41,7 +41,7 @@ class Gathered {
         }
     }
 
-    // Of each expert that has rows as many parts, if it has the panels.
+    // Splits the panels of each expert with rows into `of_each` parts, or fewer if there are fewer panels.
     std::vector<Part> parts(int64_t of_each) {
         const int64_t panels = (p.out_features + PANEL - 1) / PANEL, step = (panels + of_each - 1) / of_each;
         std::vector<Part> all;
@@ -71,7 +71,7 @@ class Gathered {
     bool has_expert(int64_t r) const { return p.experts[r] >= 0 && p.experts[r] < p.num_experts; }
 
     const Routed& p;
-    std::vector<int64_t> starts, places;  // of each expert; of each row among all experts' rows, or -1
+    std::vector<int64_t> starts, places;  // each expert's first row; each row's place among all experts' rows, or -1
     std::vector<uint16_t> x, out;
 };
 

@@ -1,4 +1,4 @@
-"""Linear layers of which each row is multiplied by its own expert's, packed for our kernel (`routed.h`).
+"""Linear layers in which an expert's own weights multiply each row, packed for our kernel (`routed.h`).
 
 An expert's weights are read once for all its rows. A row's result has the same bits in every batch.
 """
@@ -22,14 +22,14 @@ from native.threads import gomp_parallel
 
 @functools.cache
 def kernel() -> Callable[..., None]:
-    """Raises BuildError."""
+    """Return `tandem_routed_linear`. Raises BuildError."""
     pointers = [ctypes.c_void_p] * 3
     return declare(library(), "tandem_routed_linear", None, *pointers, ctypes.c_int64, ctypes.c_void_p)
 
 
 @functools.cache
 def quantized_kernel() -> Callable[..., None]:
-    """Raises BuildError."""
+    """Return `tandem_routed_quantized_linear`. Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 2, [ctypes.c_int64] * 3
     return declare(library(), "tandem_routed_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
 
@@ -37,7 +37,7 @@ def quantized_kernel() -> Callable[..., None]:
 def _routed(
     x: Tensor, experts: Tensor, in_features: int, out_features: int, num_experts: int
 ) -> tuple[RoutedArgs, Tensor]:
-    """Return the kernel's arguments and its output. `x` and `experts` are contiguous and live longer."""
+    """Return the kernel's arguments and its output. `x` and `experts` must be contiguous and outlive them."""
     rows = experts.numel()
     if x.shape[-1] != in_features or x.dtype is not torch.bfloat16 or (rows and rows % len(x)):
         raise ValueError(
@@ -78,7 +78,7 @@ def _first(
     bias: Tensor | None,
     *numbers: int,
 ) -> QuantizedArgs:
-    """The first expert's weights; `numbers` are the last three of `packed_args`."""
+    """Return the first expert's weights; `numbers` are the last three arguments of `packed_args`."""
     offset, order, first_bias = (None if each is None else each[0] for each in (offsets, inputs, bias))
     return packed_args(words[0], scales[0], offset, order, first_bias, *numbers)
 
@@ -130,10 +130,10 @@ for _name in ("routed_linear", "routed_quantized_linear"):
 
 
 class Routed(nn.Module):
-    """Its parameters and buffers have a part for each expert."""
+    """A module whose parameters and buffers have the experts as their first dimension."""
 
     def part(self, own: range) -> Self:
-        """With these experts alone, in the same memory."""
+        """Return a module with only the experts `own`, in the same memory."""
         part = copy.copy(self)
         part._parameters = {
             name: each if each is None else nn.Parameter(each[own.start : own.stop], requires_grad=False)
@@ -146,10 +146,10 @@ class Routed(nn.Module):
 
 
 class RoutedLinear(Routed):
-    """`weight` is bfloat16 [experts, out / 64, in / 2, 64, 2], zero-padded."""
+    """A linear layer for each expert; `weight` is bfloat16 [experts, out / 64, in / 2, 64, 2], padded."""
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        """`weights` are bfloat16 [out_features, in_features], and `bias` [experts, out_features]."""
+        """Pack `weights`, bfloat16 [out_features, in_features] each. `bias` is [experts, out_features]."""
         super().__init__()
         self.out_features = weights[0].shape[0]
         self.weight = nn.Parameter(torch.stack([pack(weight) for weight in weights]), requires_grad=False)
@@ -160,9 +160,9 @@ class RoutedLinear(Routed):
         return len(self.weight)
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
-        """[rows, out_features] for `x` [rows / n, in_features], each row of it for n experts.
+        """Return [rows, out_features] for `x` [rows / n, in_features], each row of `x` for n experts.
 
-        `experts` is int64 [rows]; one that there is not gives zeros.
+        `experts` is int64 [rows]; an index outside the experts gives zeros.
         """
         return torch.ops.tandem.routed_linear.default(x, experts, self.weight, self.bias, self.out_features)
 
@@ -176,7 +176,7 @@ class RoutedQuantizedLinear(Routed):
     inputs: Tensor | None
 
     def __init__(self, linears: Sequence[PackedQuantizedLinear]) -> None:
-        """The experts' weights are alike, but for the order of their inputs."""
+        """Stack the experts' packed weights, which are alike except for the order of their inputs."""
         super().__init__()
         first = linears[0]
         self.format, self.input_group = first.format, first.input_group
@@ -197,7 +197,7 @@ class RoutedQuantizedLinear(Routed):
         return *tensors, FORMATS.index(self.format), self.input_group, self.out_features
 
     def first(self) -> QuantizedArgs:
-        """The first expert's weights, for native callers. They point to this layer's memory."""
+        """Return the first expert's weights, for native callers. They point to this layer's memory."""
         return _first(*self._parts)
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// Rows that are multiplied each by its own expert's weights. structs.py has the same struct.
+// Rows that are each multiplied by an expert's weights. packed.py has the same struct, with `Args` after its name.
 
 #pragma once
 
@@ -8,9 +8,9 @@ namespace {
 
 template <class Value> struct RoutedRows {
     const Value* x;           // [rows / sharing][in_features]
-    const int64_t* experts;   // [rows]: whose weights multiply a row; one that there is not gives zeros
+    const int64_t* experts;   // [rows]: each row's expert; an index outside the experts gives zeros
     Value* out;               // [rows][out_features]
-    int64_t rows, sharing;    // so many rows, one behind the other, have the same inputs
+    int64_t rows, sharing;    // `sharing`: number of consecutive rows with the same inputs
     int64_t num_experts, in_features, out_features;
 };
 

@@ -1,4 +1,4 @@
-// How rows are shared out among tiles whose number of rows the compiler knows.
+// Splits rows into tiles whose number of rows is a compile-time constant.
 
 #pragma once
 
@@ -12,8 +12,8 @@ void with_rows(int64_t rows, int64_t row, const Work& work, std::integer_sequenc
     ((rows == N + 1 ? work(std::integral_constant<int, N + 1>{}, row) : void()), ...);
 }
 
-// Calls work(rows, row) for as few tiles of the rows [first, end) as hold MOST, each with about as many; rows() is a
-// constant.
+// Calls work(rows, row) for the fewest tiles of at most MOST rows that cover [first, end), of similar sizes; rows() is
+// a constant.
 template <int MOST, class Work> void in_tiles(int64_t first, int64_t end, const Work& work) {
     for (int64_t row = first, rows; row < end; row += rows) {
         const int64_t left = end - row, tiles = (left + MOST - 1) / MOST;

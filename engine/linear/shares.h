@@ -1,4 +1,4 @@
-// How a product is shared out: by panels of outputs and blocks of rows.
+// Splits a product among threads by panels of outputs and blocks of rows.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache while all panels are read
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
 
-// Calls work(tiles, inputs, row, end, panel) for all panels and the inputs of all rows, on up to `most_threads` threads.
+// Calls work(tiles, inputs, row, end, panel) for all panels and blocks of rows, on up to `most_threads` threads.
 template <class Tiles, class Value, class Work>
 void each_panel(const ProductOf<Value>& p, int64_t most_threads, Parallel parallel, const Work& work) {
     const int64_t panels = (p.out_features + PANEL - 1) / PANEL;
