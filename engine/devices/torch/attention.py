@@ -15,7 +15,7 @@ from engine.kv.row_codes import KvRows, StoredRows
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence of the step, with its numbers on the host and its tensors on the device."""
+    """A sequence of the step, with numbers on the host and tensors on the device."""
 
     first_row: int
     query_len: int
@@ -23,16 +23,16 @@ class _Sequence:
     first_key: int
     blocks: Tensor
     paths: Tensor | None
-    """Bool [query_len, n]: which of the last n keys, those of the tree, each row sees. None for a chain."""
+    """Which of the last n keys, the tree's, each row sees: bool [query_len, n]. None for a chain."""
 
     @property
     def first_position(self) -> int:
-        """No row sits before this position, and all of them may see the keys before it."""
+        """The lowest position of the sequence's rows. All rows may see the keys before it."""
         return self.context_len - (self.query_len if self.paths is None else self.paths.shape[1])
 
 
 class TorchBackend(AttentionBackend):
-    """Gathers each sequence's context and hands it to scaled_dot_product_attention."""
+    """A backend that gathers each sequence's context and calls scaled_dot_product_attention on it."""
 
     name = "torch"
     deterministic = False
@@ -75,7 +75,7 @@ class TorchBackend(AttentionBackend):
         return self.attend(layer, query, options)
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
-        """As `forward` where the pool has the rows' keys and values already."""
+        """Attend like `forward`, for rows whose keys and values are in the pool already."""
         out = query.new_empty((*query.shape[:2], self._layers[layer].values.shape[3]))
         for sequence in self._sequences:
             rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
@@ -107,7 +107,7 @@ class TorchBackend(AttentionBackend):
             pool.scales[self._blocks, self._offsets] = scales
 
     def _gather(self, layer: int, sequence: _Sequence, window: int) -> tuple[int, Tensor, Tensor]:
-        """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
+        """Return the first gathered key's position, and keys and values [num_kv_heads, keys, head_dim]."""
         size = self.block_size
         first = sequence.first_key
         if window:
@@ -137,7 +137,7 @@ def _paths(metadata: AttentionMetadata, s: int, rows: slice) -> Tensor | None:
 
 
 def _visible(sequence: _Sequence, gathered: int, window: int, device: torch.device) -> Tensor:
-    """Bool [query_len, keys]: which keys, of those from `gathered` on, each query row may see."""
+    """Return which keys, from `gathered` on, each query row may see: bool [query_len, keys]."""
     paths = sequence.paths
     if paths is None:
         paths = torch.ones(sequence.query_len, sequence.query_len, dtype=torch.bool, device=device).tril()
@@ -153,8 +153,8 @@ def _visible(sequence: _Sequence, gathered: int, window: int, device: torch.devi
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, gathered: int, options: AttentionOptions
 ) -> Tensor:
-    """q [num_heads, query_len, key_dim] over k [num_kv_heads, keys, key_dim] and v [num_kv_heads, keys,
-    value_dim]: [num_heads, query_len, value_dim].
+    """Return q [num_heads, query_len, key_dim] attending to k [num_kv_heads, keys, key_dim] and v
+    [num_kv_heads, keys, value_dim]: [num_heads, query_len, value_dim].
     """
     kv_heads, window, scale = k.shape[0], options.window, options.scale
     has_edge = gathered < sequence.first_key or (window and k.shape[1] > window)
@@ -174,7 +174,7 @@ def _attention(
 def _spelled_out_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attend in float32 at least, with capped scores or with sinks, which SDPA does not know."""
+    """Attend in float32 or wider with capped scores or sinks, which SDPA does not support."""
     heads, query_len, head_dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).reshape(k.shape[0], -1, head_dim)

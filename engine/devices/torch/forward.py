@@ -1,4 +1,4 @@
-"""Forwards by torch's operators: a model's own modules, for models that nothing else runs."""
+"""Forwards by torch's operators: a model's own modules, for models without another executor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.lora.layers import Addition, attach, begin_step, groups_of
 from engine.lora.table import Adapters
 
 LAYER_S = 3
-"""[s] The CPU time that torch.compile takes for a layer, as measured on a Llama of 30 layers."""
+"""CPU seconds that torch.compile takes for a layer, measured on a Llama of 30 layers."""
 
 
 class TorchForward(ABC):
@@ -30,7 +30,7 @@ class TorchForward(ABC):
     no_hidden: Tensor | None = None
     hidden_of_all = False
     compile_time = "about ten seconds"
-    """How long compiling takes, for a log line."""
+    """The time that compiling takes, for a log line."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class TorchForward(ABC):
         self._backend = backend
         self._additions: Sequence[Addition] = ()
         self.compute: Callable[..., tuple[Tensor, Tensor | None]] = self.run_rows
-        """`run_rows`, or its compiled form."""
+        """The method `run_rows`, or its compiled form."""
 
     def group(self, batch: Sequence[SequenceRows]) -> None:
-        """Lay out the rows of each adapter, for a step whose inputs have no adapters' addresses."""
+        """Group the rows by adapter, for a step whose inputs have no adapter addresses."""
         if self.adapters is not None:
             self._additions = groups_of(batch, self.adapters)
 
@@ -58,11 +58,11 @@ class TorchForward(ABC):
 
     @abstractmethod
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute packed rows. This is compiled."""
+        """Compute packed rows. This method is what torch.compile compiles."""
 
 
 class Modules(TorchForward):
-    """A model's own modules. `hooks` put `operators` in place of its recurrent layers' functions."""
+    """A model's own modules. `hooks` replace its recurrent layers' functions by `operators`."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Modules(TorchForward):
         operators: StepOperators | None = None,
         by_address: Callable[[Tensor], Addition] | None = None,
     ) -> None:
-        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`. `by_address` makes the
-        additions of rows' adapters of their addresses.
+        """Make the forward. `hidden_layers` are captured, numbered like in Transformers' `hidden_states`.
+        `by_address` turns the rows' adapter addresses into an addition.
         """
         super().__init__(backend, adapters, operators)
         self.name = "the model's own modules"
@@ -104,8 +104,8 @@ class Modules(TorchForward):
         return logits[0], None if hidden is None else hidden[0]
 
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits [1, rows asked for, vocab_size] of packed rows [1, total], and the states of
-        `hidden_layers` [1, total, layers * hidden_size].
+        """Return the logits [1, rows in `logit_rows`, vocab_size] of packed rows [1, total], and the states
+        of `hidden_layers` [1, total, layers * hidden_size].
         """
         token_ids, positions, rows = inputs
         capture = {"output_hidden_states": True} if self._hidden_layers else {}
@@ -119,8 +119,8 @@ class Modules(TorchForward):
 
 
 class HeadModules(TorchForward):
-    """The modules of a draft head: a model of its decoder layers, behind an `entry` that makes their input of
-    rows' embeddings and the hidden states before them (`engine.load.extra_layers.Entrance`).
+    """The modules of a draft head: a model of its decoder layers, after an `entry` that makes their input
+    from rows' embeddings and the previous hidden states (`engine.load.extra_layers.Entrance`).
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class HeadModules(TorchForward):
         *,
         hidden_of_all: bool = False,
     ) -> None:
-        """`embeddings` are the model's own by default."""
+        """Make the forward. `embeddings` are the model's own by default."""
         super().__init__(backend)
         self.hidden_of_all = hidden_of_all
         self.name = "the head's own modules"
@@ -145,7 +145,7 @@ class HeadModules(TorchForward):
         return self.compute(inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.hidden)
 
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of the rows asked for, and their outputs or, with `hidden_of_all`, all rows'."""
+        """Return the logits of the requested rows, and their outputs, or all outputs with `hidden_of_all`."""
         token_ids, positions, rows, before = inputs
         entered = self._model.entry(self._embeddings(token_ids), before).unsqueeze(0)
         decoder = self._model.get_decoder()

@@ -1,8 +1,8 @@
 """Latent attention (MLA, DeepSeek-V2, 2024), absorbed: the pool keeps latents instead of keys and values.
 
-A token's latent c is what `kv_b_proj` makes the keys and values of all heads of: K c and V c for a head with
-weights K and V. Since q (K c) = (Kᵀ q) c, and the weighted sum of V c is V times that of c, heads attend to
-latents: one KV head, whose keys are c with the rotated key behind it, and whose values are c itself.
+From a token's latent c, `kv_b_proj` makes the keys K c and values V c of each head, with weights K and V.
+Since q (K c) = (Kᵀ q) c, and the weighted sum of V c is V times the weighted sum of c, heads can attend to
+latents: one KV head, whose keys are c followed by the rotated key, and whose values are c itself.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from protocol.config import ServeConfig
 
 
 class HeadProducts(nn.Module):
-    """Multiplies each head's part of a row by the head's own weight."""
+    """A product of each head's part of a row with the head's own weight."""
 
     def __init__(self, weight: Tensor) -> None:
-        """`weight` is [heads, out, in], and stays where it is."""
+        """Make the products. `weight` is [heads, out, in], and is not copied."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, heads, in] to [rows, heads, out]."""
+        """Map [rows, heads, in] to [rows, heads, out]."""
         return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
 
 
@@ -49,10 +49,10 @@ class PackedHeadProducts(nn.Module):
 
 
 class Absorbed(nn.Module):
-    """Applies `kv_b_proj` to a layer's queries and to its attention's output, not to keys and values."""
+    """The halves of `kv_b_proj`, applied to queries and attention outputs instead of keys and values."""
 
     def __init__(self, weight: Tensor, key_dim: int, value_dim: int) -> None:
-        """`weight` is [heads * (key_dim + value_dim), latent]."""
+        """Split `weight`, [heads * (key_dim + value_dim), latent]."""
         super().__init__()
         heads = weight.unflatten(0, (-1, key_dim + value_dim))
         self.key_dim = key_dim
@@ -60,18 +60,18 @@ class Absorbed(nn.Module):
         self.to_value = HeadProducts(heads[:, key_dim:])
 
     def queries(self, rows: Tensor) -> Tensor:
-        """[rows, heads, key_dim + rotated] to [rows, heads, latent + rotated]."""
+        """Map [rows, heads, key_dim + rotated] to [rows, heads, latent + rotated]."""
         plain, rotated = rows[..., : self.key_dim], rows[..., self.key_dim :]
         return torch.cat([self.to_latent(plain), rotated], dim=-1)
 
     def values(self, attended: Tensor) -> Tensor:
-        """[rows, heads, latent] to [rows, heads, value_dim]."""
+        """Map [rows, heads, latent] to [rows, heads, value_dim]."""
         values: Tensor = self.to_value(attended)
         return values
 
 
 def expansion_reason(model: PreTrainedModel, config: ServeConfig) -> str:
-    """Why its keys and values are kept expanded; empty where it has no latents, or `absorb` keeps these."""
+    """Return why keys and values stay expanded; "" if the model has no latents or `absorb` keeps them."""
     if not any(hasattr(module, "kv_b_proj") for module in model.modules()):
         return ""
     if config.serves_adapters:
@@ -82,7 +82,7 @@ def expansion_reason(model: PreTrainedModel, config: ServeConfig) -> str:
 
 
 def absorb(model: PreTrainedModel) -> None:
-    """Have the model's layers hand latents to our attention. With another, they do what they did."""
+    """Make the model's layers pass latents to our attention. With another attention they work as before."""
     for layer in _latent_layers(model):
         if isinstance(layer.kv_b_proj, QuantizedLinear):
             layer.kv_b_proj = layer.kv_b_proj.plain(model.dtype)
@@ -92,7 +92,7 @@ def absorb(model: PreTrainedModel) -> None:
 
 
 def pack_absorbed(model: nn.Module) -> None:
-    """Pack what `absorb` made, freeing the weights. Other attention than ours can't run then."""
+    """Pack the products made by `absorb`, freeing their weights. From then on only our attention works."""
     for layer in [module for module in model.modules() if hasattr(module, "absorbed")]:
         parts: Any = layer.absorbed
         if _fits(parts.to_latent) and _fits(parts.to_value):
@@ -102,7 +102,7 @@ def pack_absorbed(model: nn.Module) -> None:
 
 
 def _keep_latents(layer: Any, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of a layer's `expand_kv`: both are [1, 1, rows, size]. Values lie in the keys' memory."""
+    """Replace a layer's `expand_kv`. Both results are [1, 1, rows, size]; values are a view of the keys."""
     if layer.config._attn_implementation not in (transformers_hook.NAME, transformers_hook.PROBE_NAME):
         expanded: tuple[Tensor, Tensor] = type(layer).expand_kv(layer, latent, rotated)
         return expanded

@@ -1,4 +1,4 @@
-"""A program's operations by torch's operators, for executors that multiply and attend in ways of their own.
+"""A program's operations in torch, for executors that multiply and attend in their own way.
 
 Values are rounded where Transformers' modules round them.
 """
@@ -33,7 +33,7 @@ from engine.model.program import (
 )
 
 Rows = TypeVar("Rows")
-"""A step's facts that products and attention read beside the rows' values."""
+"""The data of a step that products and attention read in addition to the rows' values."""
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: silu,
@@ -42,12 +42,12 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 _UNIT_EPSILON = 1e-6
-"""The epsilon of the delta rule's unit norms, flash-linear-attention's."""
+"""Epsilon of the delta rule's unit norms, from flash-linear-attention."""
 
 
 class Operations(ABC, Generic[Rows]):
-    """The mixers, MLPs and experts of layers. Recurrent layers run by `operators` over states of `recurrent`
-    shapes.
+    """The mixers, MLPs and experts of layers. `operators` run recurrent layers over states of the shapes in
+    `recurrent`.
     """
 
     operators: StepOperators | None
@@ -55,13 +55,13 @@ class Operations(ABC, Generic[Rows]):
 
     @abstractmethod
     def attend(self, mixer: Attention, made: Tensor, rows: Rows) -> Tensor:
-        """Return the output [rows, heads, value_dim] for the products' outputs `made`, without the gate."""
+        """Return [rows, heads, value_dim] before the gate, from the products' outputs `made`."""
 
     @abstractmethod
     def attend_rows(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int
     ) -> Tensor:
-        """Attend over the pool: all are [rows, heads, dims]."""
+        """Attend over the pool. All tensors are [rows, heads, dims]."""
 
     def multiply(self, product: Product, x: Tensor, rows: Rows) -> Tensor:
         return multiplied(side_by_side(product.linears, x), product.multipliers)
@@ -92,7 +92,7 @@ class Operations(ABC, Generic[Rows]):
         return self._apply_delta_rule(mixer, made, normed, rows)
 
     def feed_forward(self, layer: Layer, normed: Tensor, rows: Rows) -> Tensor:
-        """Return what a layer's MLP and experts add."""
+        """Return the sum of the outputs of a layer's MLP and experts."""
         made = None if layer.mlp is None else self._mlp(layer.mlp, normed, rows)
         if layer.experts is not None:
             return self._experts(layer.experts, normed, made, rows)
@@ -118,7 +118,7 @@ class Operations(ABC, Generic[Rows]):
         return self.multiply(mlp.down, self.activate(made, mlp.activation, mlp.is_gated), rows)
 
     def _experts(self, experts: Experts, normed: Tensor, beside: Tensor | None, rows: Rows) -> Tensor:
-        """Return the experts' output, plus the output of the MLP `beside` them."""
+        """Return the experts' output plus the parallel MLP's output `beside`."""
         chosen, weights = _route(experts, normed)
         out: Tensor = experts.holder.experts(
             normed, chosen, weights.to(normed.dtype) if experts.rounds else weights
@@ -134,7 +134,7 @@ class Operations(ABC, Generic[Rows]):
         return self.operators.causal_conv(mixer.number, rows, mixer.taps, mixer.bias)
 
     def _apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: Rows) -> Tensor:
-        """A gated delta net, with decays of heads or of their keys' channels."""
+        """Run a gated delta net with a decay for each head or each of its key channels."""
         assert self.operators is not None and mixer.gates and mixer.norm
         assert mixer.rates is not None and mixer.shifts is not None
         shape, gates = self.recurrent[mixer.number], self.multiply(mixer.gates, normed, step)
@@ -168,7 +168,7 @@ class Operations(ABC, Generic[Rows]):
         return (exact * sigmoid(opening)).to(made.dtype).flatten(1)
 
     def _scan(self, mixer: Recurrent, made: Tensor) -> Tensor:
-        """Mamba 2's state space: linear attention without the delta rule."""
+        """Run Mamba 2's state space: linear attention without the delta rule."""
         assert self.operators is not None
         assert mixer.rates is not None and mixer.shifts is not None and mixer.skips is not None
         shape, dtype = self.recurrent[mixer.number], made.dtype
@@ -199,18 +199,18 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def side_by_side(linears: Sequence[Any], x: Tensor) -> Tensor:
-    """Return the outputs of linear layers of one input."""
+    """Return the concatenated outputs of linear layers with one input."""
     outputs: list[Tensor] = [linear(x) for linear in linears]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def multiplied(out: Tensor, multipliers: Tensor | None) -> Tensor:
-    """Return a product's outputs times its multipliers, if it has some."""
+    """Return a product's outputs times its multipliers, if any."""
     return out if multipliers is None else (out.float() * multipliers.to(out.device)).to(out.dtype)
 
 
 def _normalized(x: Tensor, norm: Norm) -> Tensor:
-    """Return the rows with a root mean square of one, in float32."""
+    """Return the rows with root mean square 1, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.epsilon)
 
@@ -224,7 +224,7 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
 
 
 def _route(experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows' experts [rows, chosen], and how much each counts, in float32."""
+    """Return the rows' experts [rows, chosen], and their weights, in float32."""
     if experts.is_exact:
         logits = normed.float() @ experts.router.float().t()
     else:
@@ -248,7 +248,7 @@ def _route(experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted_heads(rows: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
-    """Rows of heads with parts of these sizes, as all heads' first parts, then all second ones, and so on."""
+    """Reorder rows from head by head, with parts of these sizes, to part by part, with all heads in each."""
     parts = rows.unflatten(-1, (heads, -1)).split([*sizes], dim=-1)
     return torch.cat([part.flatten(1) for part in parts], dim=-1)
 

@@ -1,4 +1,4 @@
-"""Runs a program by torch's operators: any device and dtype, and the reference for the other executors."""
+"""The torch executor of programs: any device and dtype, and the reference for the other executors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.kv.state_layout import RecurrentLayer
 from engine.model.program import Attention, Entry, Layer, ModelProgram, Norm, Rotation
 
 _Turns = tuple[Tensor, Tensor] | None
-"""Cosines and sines of rows [rows, rotated dims]; None: heads are not rotated."""
+"""Cosines and sines of rows [rows, rotated dims]; None if heads are not rotated."""
 
 
 class TorchProgram(nn.Module, Operations[_Turns]):
     """A program as a function of packed rows. Attention runs over the current backend's pool
-    (`transformers_hook`) unless `attend` replaces it, recurrent layers by `operators` over states of
-    `recurrent` shapes.
+    (`transformers_hook`) unless `attend` replaces it. `operators` run recurrent layers over states of the
+    shapes in `recurrent`.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         recurrent: Sequence[RecurrentLayer] = (),
         attend: Callable[..., Tensor] = paged_attention,
     ) -> None:
-        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
+        """Make the executor. `hidden_layers` are captured, numbered like in Transformers' `hidden_states`."""
         super().__init__()
         self.program = program
         self._hidden_layers = hidden_layers
         self.operators, self.recurrent, self._attend_rows = operators, recurrent, attend
         made: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._tables: list[tuple[Tensor, Tensor] | None] = []
-        """Cosines and sines of each layer's attention."""
+        """Cosines and sines for each layer's attention."""
         for layer in program.layers:
             rotation = next((each.rotation for each in layer.mixers if isinstance(each, Attention)), None)
             if rotation is not None and rotation not in made:
@@ -53,8 +53,8 @@ class TorchProgram(nn.Module, Operations[_Turns]):
     def forward(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits of `logit_rows`, and the captured hidden states of all rows. A draft head takes the
-        hidden states `before` the rows, and returns those after `logit_rows` instead.
+        """Return the logits of `logit_rows`, and the captured hidden states of all rows. A draft head reads
+        the previous hidden states `before`, and returns the hidden states of `logit_rows` instead.
         """
         last, x, captured = self.states(token_ids, positions, logit_rows, before)
         scored = last[logit_rows] if self._hidden_layers else last
@@ -70,8 +70,8 @@ class TorchProgram(nn.Module, Operations[_Turns]):
     def states(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor | None, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Return the normed output of the last layer, its output, and the input of each layer. Without
-        `logit_rows`, or where hidden states are captured, the outputs are those of all rows.
+        """Return the last layer's normed output, its output, and all layers' inputs by number. The outputs
+        are for all rows without `logit_rows` or if hidden states are captured, else for `logit_rows`.
         """
         program, entry = self.program, self.program.entry
         x = scaled(embedding(token_ids, program.embeddings), program.embedding_multiplier)
@@ -94,8 +94,8 @@ class TorchProgram(nn.Module, Operations[_Turns]):
     def _layer(
         self, layer: Layer, x: Tensor, normed: Tensor | None, turns: _Turns, wanted: Tensor | None
     ) -> Tensor:
-        """Return the layer's output of the `wanted` rows (None: all). `normed`: the mixers' input, where it
-        is not the norm of `x`. `turns`: the rows' cosines and sines.
+        """Return the layer's output for the rows `wanted` (None: all rows). `normed` is the mixers' input if
+        it is not the norm of `x`. `turns` are the rows' cosines and sines.
         """
         factor = self.program.residual_multiplier
         if normed is None and layer.mixers:
@@ -143,7 +143,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
 
 
 def _enter(entry: Entry, embeddings: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return the mixer's input, if it is not the norm of the residual stream, and that stream."""
+    """Return the mixers' input, or None if it is the norm of the residual, and the residual."""
     normed = before if entry.hidden_norm is None else apply_norm(entry.hidden_norm, before)
     token = embeddings if entry.token_norm is None else apply_norm(entry.token_norm, embeddings)
     both = torch.cat([token, normed], dim=-1)
@@ -165,7 +165,7 @@ def _placed(rows: Tensor, norm: Norm | None, turns: _Turns) -> Tensor:
 
 
 class ProgramForward(TorchForward):
-    """A program, a draft head's among them."""
+    """The forward of a program, which may be a draft head."""
 
     def __init__(self, program: TorchProgram, backend: AttentionBackend) -> None:
         super().__init__(backend, operators=program.operators)

@@ -1,4 +1,4 @@
-"""The operators over tokens beside attention, with torch's own operators: any device and dtype."""
+"""The operators over tokens other than attention, with torch's own operators: any device and dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 
 
 class TorchOperators(StepOperators):
-    """Row by row: the shapes of a row's sums depend on its position alone, and so do its bits."""
+    """Operators that run row by row: a row's sums have shapes, and bits, set by its position only."""
 
     name = "torch"
 
@@ -21,7 +21,7 @@ class TorchOperators(StepOperators):
         self._grid = state_slots.layout.grid
         self._window = state_slots.layout.window
         self._spans: list[tuple[RowSpan, int]] = []
-        """And where their states are."""
+        """The step's spans, each with its state's position: the number of tokens that the state contains."""
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
         self._spans = [(span, self._state_slots.run(span)) for span in spans]
@@ -42,8 +42,8 @@ class TorchOperators(StepOperators):
     def _with_history(
         self, of: LayerStateSlots, span: RowSpan, base: int, rows: Tensor
     ) -> tuple[Tensor, int]:
-        """The rows behind the inputs before them, and the place of the first of these. Keeps what later rows
-        will reach.
+        """Return the rows after their history, and the position of the first history row. Store the inputs
+        that later rows will read.
         """
         tail, inputs = of.tail[span.state_slot], of.inputs[span.state_slot]
         origin, end = base - len(tail), span.start + span.count
@@ -55,7 +55,7 @@ class TorchOperators(StepOperators):
         return known, origin
 
     def _reached(self, span: RowSpan, origin: int, reach: int) -> list[slice | list[int]]:
-        """For each tap the rows that it reads, `known` from place `origin` on."""
+        """Return, for each tap, the rows of `known` that it reads; `known` begins at position `origin`."""
         first = span.start - origin
         if span.masks is None:
             return [slice(first - reach + tap, first - reach + tap + span.count) for tap in range(reach + 1)]
@@ -64,7 +64,7 @@ class TorchOperators(StepOperators):
         return [[path[tap - reach - 1] - origin for path in paths] for tap in range(reach + 1)]
 
     def _slot_places(self, places: Sequence[int]) -> slice | list[int]:
-        """Return the places in a window of these tokens, which ascend."""
+        """Return the window places of these positions, which ascend."""
         slot_places = [place % self._window for place in places]
         if slot_places and slot_places[-1] - slot_places[0] == len(slot_places) - 1 == places[-1] - places[0]:
             return slice(slot_places[0], slot_places[-1] + 1)
@@ -111,7 +111,7 @@ class TorchOperators(StepOperators):
                     state, passed = state_slot.state[..., 0].clone(), []
                 for other in path[len(passed) :]:
                     at = other % self._window
-                    if other == place:  # only now: a window's first token may have been there
+                    if other == place:  # not earlier: a window's first token may have used this place
                         state_slot.keys[at, 0], state_slot.deltas[at, :, 0], state_slot.decays[at, :, 0] = (
                             key[row],
                             value[row],
@@ -126,14 +126,14 @@ class TorchOperators(StepOperators):
         return out
 
     def _settle(self, state_slot: LayerStateSlots, base: int, end: int) -> int:
-        """Bring the state from `base` to the last grid point of so many tokens; returns that."""
+        """Advance the state from `base` to the last grid point up to `end` tokens. Return this grid point."""
         while base + self._grid <= end:
             _advance(state_slot.state, state_slot, self._slot_places(range(base, base + self._grid)))
             base += self._grid
         return base
 
     def _ahead(self, state_slot: LayerStateSlots, path: Sequence[int]) -> Tensor:
-        """The state behind these drafted tokens, whole grids of them."""
+        """Return the state after these drafted tokens, which are whole grids."""
         state = state_slot.state.clone() if path else state_slot.state
         for first in range(0, len(path), self._grid):
             _advance(state, state_slot, self._slot_places(path[first : first + self._grid]))
@@ -150,7 +150,7 @@ def _read_and_add(
     decay: Tensor,
     beta: Tensor | None,
 ) -> Tensor:
-    """One row, which goes to a place of the window: it reads the state, and what lies `behind` that."""
+    """Return a row's output from the state and the `behind` tokens since. Store the row at a window place."""
     decays, keys, deltas = state_slot.decays[behind], state_slot.keys[behind], state_slot.deltas[behind]
     total = decays[-1] + decay if len(decays) else decay
     weights = (total - decays).exp()
@@ -169,14 +169,14 @@ def _read_and_add(
 
 
 def _scanned(state: Tensor, state_slot: LayerStateSlots, place: int, rates: Tensor) -> Tensor:
-    """The state [heads, key_dim] behind the token at this place of the window."""
+    """Return the state [heads, key_dim] after the token at this window place."""
     return (
         state * (state_slot.decays[place] * rates).exp() + state_slot.deltas[place] * state_slot.keys[place]
     )
 
 
 def _advance(state: Tensor, state_slot: LayerStateSlots, places: slice | list[int]) -> None:
-    """A state from a grid point to the next one, by what these places of the window add."""
+    """Advance a state in place from one grid point to the next, by the tokens at these window places."""
     decays, keys, deltas = state_slot.decays[places], state_slot.keys[places], state_slot.deltas[places]
     total = decays[-1]
     weights = (total - decays).exp()

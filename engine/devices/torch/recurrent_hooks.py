@@ -1,8 +1,8 @@
-"""Puts our operators in place of the functions over tokens that a model's recurrent layers call.
+"""Replacement of the functions over tokens that a model's recurrent layers call by our operators.
 
-Each such layer gets a forward of its own: the same code, with other functions under these names. So its
-projections, gates and norms stay Transformers', no other model in the process notices, and every call knows
-its layer.
+Each such layer gets its own forward: the same code, with other functions under these names. So projections,
+gates and norms remain Transformers', other models in the process are unaffected, and every call knows its
+layer.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from engine.devices.torch.operations import unit
 from engine.errors import UnsupportedModelError
 
 _ADVISER = "transformers.integrations.hub_kernels"
-"""Its logger warns of slow functions, which run here at most while a model is probed."""
+"""The logger that warns of slow functions, which run here only while a model is probed."""
 
 
 class RecurrentHooks:
-    """The recurrent layers of a model, and what runs in them. Without `operators` Transformers' own functions
-    run, as in an untouched model.
+    """A model's recurrent layers, and the operators that run in them. Without `operators`, Transformers' own
+    functions run.
     """
 
     def __init__(self) -> None:
         self.layers: list[int] = []
-        """The number in the model of each."""
+        """Each recurrent layer's index in the model."""
         self.operators: Operators | None = None
 
     def add(self, module: Any) -> None:
-        """Number a layer, for its copies in models of some of the layers, too."""
+        """Number a layer. Copies in models with a part of the layers keep the number."""
         module.recurrent_number = len(self.layers)
         self.layers.append(module.layer_idx)
 
 
 def hook(model: nn.Module) -> RecurrentHooks | None:
-    """None for a model that calls none of these functions."""
+    """Hook a model's recurrent layers. Return None if the model calls none of these functions."""
     hooks = RecurrentHooks()
     for module in model.modules():
         if type(module).__name__ == _LIGHTNING:
@@ -91,8 +91,8 @@ def _bound_conv(hooks: RecurrentHooks, layer: int, original: Callable[..., Any])
 
 
 def _bound_delta_rule(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key's channels
-    (Kimi Delta Attention, 2025).
+    """Return the gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key
+    channels (Kimi Delta Attention, 2025).
     """
 
     def chunk_delta_rule(
@@ -119,7 +119,7 @@ def _bound_delta_rule(hooks: RecurrentHooks, layer: int, original: Callable[...,
 
 
 def _bound_state_space(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mamba2's scan (2024): linear attention with C as queries, B as keys and no delta rule."""
+    """Return Mamba2's scan (2024): linear attention with C as queries, B as keys and no delta rule."""
 
     def mamba2_chunk_scan(
         hidden_states: Tensor,
@@ -152,8 +152,8 @@ def _bound_state_space(hooks: RecurrentHooks, layer: int, original: Callable[...
 
 
 class TimeProjection(nn.Module):
-    """A linear layer of which a forward multiplies with `weight` and adds `bias` by itself: as a layer it may
-    be packed, and has the same bits in every batch, like all others.
+    """A linear layer whose caller multiplies by `weight` and adds `bias` by itself. As a layer, it can be
+    packed, so that its rows have the same bits in every batch.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -176,7 +176,7 @@ class TimeProjection(nn.Module):
 
 
 def _bound_scan(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mamba's selective scan (2023): a state of `A.shape[1]` values for each channel."""
+    """Return Mamba's selective scan (2023): a state of `A.shape[1]` values for each channel."""
 
     def mamba_selective_scan(
         hidden_states: Tensor,
@@ -205,8 +205,8 @@ def _bound_scan(hooks: RecurrentHooks, layer: int, original: Callable[..., Any])
 
 
 def _bound_lightning(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lightning attention (2024): linear attention with a constant decay for each head. It calls no function
-    over tokens, so its whole forward is ours.
+    """Return the forward of lightning attention (2024): linear attention with a constant decay for each head.
+    The layer calls no function over tokens, so we replace its whole forward.
     """
 
     def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """The runner of forwards by torch's operators, compiled where that pays.
 
-A forward of a small model on a CPU is dominated by the many small operators between the matrix products.
-torch.compile fuses those, and inductor's freezing packs the weights for the matrix kernels once. The last
-bits of a row that torch multiplies may depend on the number of rows.
+The many small operators between matrix products dominate a small model's forward on a CPU. torch.compile
+fuses them, and inductor's freezing packs the weights for the matrix kernels once. The last bits of a row that
+torch multiplies may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from protocol.errors import ConfigError
 logger = logging.getLogger("tandem.engine")
 
 MIN_ROWS = 2
-"""torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on."""
+"""Fewest rows of a compiled step: torch.compile specializes on size 1; one dynamic graph serves the rest."""
 
 WARM_UP_ROWS = 67
-"""Unlike the number of logit rows and any width, or torch.compile would take the two sizes for one."""
+"""Warm-up rows: unequal to the logit rows and any width, or torch.compile would take the sizes for one."""
 
 ONEDNN_MIN_ROWS = 4
-"""oneDNN's matrix kernels take less time for four rows than for one or two."""
+"""Fewest rows with oneDNN: its matrix kernels take less time for four rows than for one or two."""
 
 
 class TorchRunner(StepRunner):
-    """Runs a forward eagerly until `warm_up` has compiled it."""
+    """A runner that is eager until `warm_up` has compiled the forward."""
 
     def __init__(
         self,
@@ -54,7 +54,9 @@ class TorchRunner(StepRunner):
         products: str,
         packed: bool = False,
     ) -> None:
-        """`mode` is the value of `--compile`. `packed`: the linear layers are ours (`engine.linear`)."""
+        """Make the runner. `mode` is the value of `--compile`. `packed`: linear layers are of
+        `engine.linear`.
+        """
         super().__init__(forward, backend, products)
         self._torch_forward, self._mode, self._packed = forward, mode, packed
         self._upload = upload_to(device)
@@ -76,12 +78,12 @@ class TorchRunner(StepRunner):
         return self._compute(inputs), False
 
     def warm_up(self) -> float:
-        """Compile by running padding rows; return the seconds it took.
+        """Compile by running padding rows; return the seconds that it took.
 
-        A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
+        A model that does not compile runs eagerly from then on; with `--compile on`, raise ConfigError.
         """
         forward = self._torch_forward
-        if self._packed or self.compiled:  # also, Transformers sets its hooks in an eager forward only
+        if self._packed or self.compiled:  # an eager forward also sets Transformers' hooks
             torchs = torch_products(self._run_padding)
             sums_alike = self._backend.deterministic and not torchs
             self.deterministic = self._packed and forward.adapters is None and sums_alike
@@ -114,16 +116,16 @@ def _compiled(
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    dynamo.specialize_float = True  # an epsilon or a scale is no input to be made a tensor of at each step
+    dynamo.specialize_float = True  # else floats such as epsilons become tensors in each step
     inductor.freezing = True
     inductor.cpp.dynamic_threads = True
     inductor.size_asserts = inductor.alignment_asserts = False
-    # The model never changes, so guards on it would only cost time at each step. But what is compiled
-    # belongs to the code, and without guards one model's would serve the next: so each has a code of its
-    # own.
+    # The model never changes, so guards would only cost time in each step. But compiled code is cached by
+    # code object, and without guards one model's would serve the next: so each model gets its own code
+    # object.
     options = {
         "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        # One product for q, k, v and one for gate and up; it loses what adapters add to a part.
+        # One product for q, k, v and one for gate and up; it would lose adapters' additions to a part.
         "cpp.enable_concat_linear": not with_adapters,
     }
     assert isinstance(method, types.MethodType)
@@ -156,7 +158,7 @@ _PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "linear", "_grouped_mm", "_scaled_mm"), 0),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), 1),
 }
-"""Torch's operators by the place of their left factor, whose last dimension is summed over."""
+"""Torch's products by the index of the left factor, whose last dimension is summed over."""
 
 
 def torch_products(run: Callable[[], object]) -> list[str]:
@@ -177,7 +179,7 @@ class _Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _PRODUCTS:
             left: Tensor = args[_PRODUCTS[name]]
-            if left.shape[-1] > 1:  # such as that of a rotary embedding is no sum
+            if left.shape[-1] > 1:  # a single product, as in a rotary embedding, is no sum
                 self.found.add(name)
         elif "conv" in name or "einsum" in name:
             self.found.add(name)

@@ -1,4 +1,4 @@
-"""Chunks of prompts by a library's kernel: torch's scaled_dot_product_attention over gathered KV."""
+"""Prefill chunks by a library kernel: torch's scaled_dot_product_attention over gathered KV."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engine.kv.attention import (
 from engine.kv.row_codes import KvRows
 
 LEAST_ROWS = 65
-"""A sequence with fewer rows is no chunk: drafts to verify have as many."""
+"""Fewest rows of a prefill chunk; a sequence with fewer rows may be a draft to verify."""
 
 
 class SdpaBackend(CapturableBackend):
-    """Splits a step with chunks of prompts: the device's kernel attends for all other rows. Steps with trees
-    are the kernel's, and those that graphs replay, which have no chunks.
+    """A backend that splits a step with prefill chunks: the device's kernel attends for all other rows, for
+    steps with trees, and for steps that graphs replay, which have no chunks.
     """
 
     name = "sdpa"
@@ -40,10 +40,10 @@ class SdpaBackend(CapturableBackend):
         self.block_size = self._kernel.block_size
         self._value_dims = [layer.values.shape[3] for layer in layers]
         self._chunked: list[int] = []
-        """The sequences of the step that have chunks."""
+        """The step's sequences with chunks."""
         self._query_lens: Sequence[int] = ()
         self._parts: list[tuple[AttentionBackend, Tensor]] = []
-        """Each backend with its rows, in a step with chunks."""
+        """Each backend and its rows, in a step with chunks."""
 
     @classmethod
     def fault(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -97,7 +97,7 @@ def _attending(backend: AttentionBackend) -> CapturableBackend | TorchBackend:
 def _part(
     metadata: AttentionMetadata, sequences: Sequence[int], rows: Sequence[int], query_lens: Sequence[int]
 ) -> tuple[AttentionMetadata, Tensor]:
-    """Return the metadata of some sequences and of padding behind them, and the numbers of these rows."""
+    """Return the metadata of some sequences followed by padding, and the indices of their rows."""
     device = metadata.slot_mapping.device
     taken, own = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, sequences))
     starts = torch.tensor([*accumulate(query_lens, initial=0)], dtype=torch.int32, device=device)

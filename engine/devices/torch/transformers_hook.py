@@ -1,8 +1,8 @@
-"""Registers the paged attention with Transformers under the name "tandem".
+"""Registration of the paged attention with Transformers under the name "tandem".
 
-The model's attention layers call `paged_attention_forward`, which refuses whatever the backends do not
-compute, and then an operator of our own, so that torch.compile(fullgraph=True) sees one opaque node. The
-operator runs the backend that `set_current_backend` named last; whoever runs the forward sets it.
+The model's attention layers call `paged_attention_forward`. It refuses arguments that the backends do not
+support, and then calls our own operator, so that torch.compile(fullgraph=True) sees one opaque node. The
+operator runs the backend last set by `set_current_backend`; the caller of the forward sets it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from engine.kv.attention import AttentionBackend, AttentionOptions
 
 NAME = "tandem"
 PROBE_NAME = "tandem_probe"
-"""The implementation with a mask function, which reads the device in each forward: see `refuse_masks`."""
+"""The name with a mask function, which reads the device in each forward: see `refuse_masks`."""
 
-# Keyword arguments that Transformers hands through to attention and that do not alter what we compute.
+# Keyword arguments that Transformers passes to attention and that do not alter our result.
 _HARMLESS = frozenset(
     {
         "is_causal",  # False is refused
@@ -49,7 +49,7 @@ _current = _Current()
 
 
 def set_current_backend(backend: AttentionBackend | None) -> None:
-    """The backend that attention layers use from now on in this thread."""
+    """Set the backend for this thread's attention layers."""
     _current.backend = backend
 
 
@@ -81,9 +81,11 @@ _library.define(
 _library.impl("paged_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
 paged_attention = torch.ops.tandem.paged_attention.default
-"""Attention of packed rows over the current backend's pool: query [rows, num_heads, key_dim], key
-[rows, num_kv_heads, key_dim], value [rows, num_kv_heads, value_dim], layer, scale, sliding window (0: none),
-soft cap (0: none), sinks [num_heads] or None."""
+"""Attention of packed rows over the current backend's pool.
+
+query [rows, num_heads, key_dim], key [rows, num_kv_heads, key_dim], value [rows, num_kv_heads, value_dim],
+layer, scale, sliding window (0: none), soft cap (0: none), sinks [num_heads] or None.
+"""
 
 
 def paged_attention_forward(
@@ -99,12 +101,12 @@ def paged_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function for packed rows.
+    """Attend for packed rows, as Transformers' attention function.
 
     query is [1, num_heads, total_tokens, head_dim], key and value the same with num_kv_heads; values may have
     another head_dim. The result is [1, total_tokens, num_heads, value's head_dim]. `s_aux` are the heads'
-    attention sinks. A module with latent attention (`latent_attention`) may hand over latents as keys and
-    values of one head. Raises UnsupportedModelError for what would be computed wrongly.
+    attention sinks. A module with latent attention (`latent_attention`) may pass latents as keys and values
+    of one head. Raises UnsupportedModelError for arguments that would be computed wrongly.
     """
     _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
     _refuse_other_sinks(module, query.shape[1], s_aux)
@@ -169,9 +171,9 @@ def _refuse_other_sinks(module: torch.nn.Module, num_heads: int, sinks: Tensor |
 
 
 def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
-    """Transformers' mask function while a model is probed: refuses patterns that the backends do not know.
+    """Refuse mask patterns that the backends do not support, as the mask function of the load probe.
 
-    In serving there is none, so that Transformers does not prepare masks: the backends mask by position.
+    Serving has no mask function, so Transformers prepares no masks: the backends mask by position.
     """
     if use_vmap:
         raise UnsupportedModelError(
@@ -185,7 +187,7 @@ def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwarg
 
 
 def register() -> None:
-    """Make both names known to Transformers as attention implementations. May be called again."""
+    """Register both names with Transformers as attention implementations. May be called repeatedly."""
     AttentionInterface.register(NAME, paged_attention_forward)
     AttentionInterface.register(PROBE_NAME, paged_attention_forward)
     AttentionMaskInterface.register(PROBE_NAME, refuse_masks)
