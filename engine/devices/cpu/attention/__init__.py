@@ -1,1 +1,1 @@
-"""The CPU attention kernel: C++ that is compiled for the machine at first use, and its Python side."""
+"""The CPU attention kernel: C++ compiled for the machine at first use, and its Python side."""

@@ -1,9 +1,8 @@
-// Causal attention over a paged KV pool on the CPU: plain pointers in, plain pointers out.
+// Causal attention over a paged KV pool on the CPU, called with plain pointers.
 //
 // A context is cut into splits at multiples of SPLIT keys. Each split is an online softmax of its own, and a row's
-// result merges its splits in order. So splits may run on different threads. The bits of a row's result depend
-// neither on the number of threads, nor on the other rows of the step, nor on whether the row is in a chain or a
-// tree.
+// result merges its splits in order. So splits may run on different threads. The bits of a row's result depend on
+// neither the number of threads, nor the other rows of the step, nor whether the row is in a chain or a tree.
 
 #include <utility>
 
@@ -16,14 +15,14 @@
 
 namespace {
 
-constexpr int64_t SERIAL_COST = 200000;  // below this many keys * rows * head_dim, threads don't pay
-constexpr int64_t SERIAL_TOKENS = 64;    // up to this many, one thread writes the keys and values
+constexpr int64_t SERIAL_COST = 200000;  // fewest keys * rows * head_dim that are worth several threads
+constexpr int64_t SERIAL_TOKENS = 64;    // most tokens whose keys and values one thread writes
 constexpr int64_t WRITTEN_AT_ONCE = 16;
 
 static_assert(SPLIT % TILE == 0, "a tile lies in one split");
 static_assert(TILE == 64, "a tile's keys are the bits of a word");
 
-// Memory that is kept between calls. Each call takes its buffers from the start.
+// Memory kept between calls. Each call takes its buffers from the start.
 class Scratch {
   public:
     void reserve(size_t floats) {
@@ -86,8 +85,8 @@ class Attention {
 
     const Pool pool;
     const std::vector<KvLayer> layers;
-    const KvLayer* layer = nullptr;  // of the call
-    int width = 0;                 // its value_dim rounded up to whole vectors
+    const KvLayer* layer = nullptr;  // the call's layer
+    int width = 0;                 // the layer's value_dim, rounded up to whole vectors
     Step step{};
     Call call{};
     Plan plan;
@@ -104,7 +103,7 @@ void Attention::write_rows(int64_t chunk) {
         pool.is_bf16 ? write_row<uint16_t>(token) : write_row<float>(token);
 }
 
-// Puts a token's key and value into its slot; a padding row's output becomes zero.
+// Writes a token's key and value to its slot. A padding row has no slot; its output becomes zero.
 template <class Query> void Attention::write_row(int64_t token) {
     const int64_t slot = step.slots[token];
     if (slot < 0) {
@@ -168,12 +167,12 @@ template <class Math, class Element, class Query> void Attention::attend_as(int6
     }
 }
 
-// One thread's buffers and loops. A task's rows are ordered by KV head, query position, head of the group.
+// One thread's buffers and loops. A task's rows are ordered by KV head, then query position, then head of the group.
 template <class Math, class Element, class Query> struct Attention::Worker {
     typedef typename Math::Word Word;
     static constexpr bool CODED = is_coded<Element>;
-    static constexpr bool READABLE = std::is_same_v<Math, FloatMath> && !CODED;  // values, as they are stored
-    static constexpr bool READABLE_CODES = Math::WHOLE && READS_CODES;  // and keys
+    static constexpr bool READABLE = std::is_same_v<Math, FloatMath> && !CODED;  // whether values are read as stored
+    static constexpr bool READABLE_CODES = Math::WHOLE && READS_CODES;  // whether keys and values are
     struct Origin {
         int query, head;
         Sight sight;
@@ -207,7 +206,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         query_bytes = (int8_t*)scratch.take(sizes[11]);
     }
 
-    // `after` is probably this thread's next task: its first keys are prefetched.
+    // `after` is probably this thread's next task, so its first keys are prefetched.
     void run(const Task& task, const Task* after) {
         head_rows = task.queries * a.plan.group;
         rows = head_rows * task.heads;
@@ -260,14 +259,14 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             }
     }
 
-    // The keys of a task's splits that any of its rows may see: [first, last).
+    // Returns the keys [first, last) of a task's splits that any of its rows may see.
     std::pair<int64_t, int64_t> keys_of(const Task& task) const {
         const int64_t seen = step.first_seen_from(task.sequence, task.first_query, call.window);
         return {std::max(task.first_split * int64_t(SPLIT), seen & ~int64_t(TILE - 1)),
                 std::min(task.last_split * int64_t(SPLIT), last_key(task))};
     }
 
-    // One past the last key that any row of the task sees.
+    // Returns the end (exclusive) of the keys that any row of the task sees.
     int64_t last_key(const Task& task) const {
         return step.first_position(task.sequence) + task.first_query + task.queries;
     }
@@ -299,7 +298,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     void attend_tile(const Task& task, int64_t first_key, const RowState& state) {
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
         reads_stored = !in_tree && can_read_stored();
-        const int places = reads_stored ? 7 : 11;  // a head's fetches: four for keys, four to pack values, then three
+        const int places = reads_stored ? 7 : 11;  // fetches for a head: 4 for keys, 4 to pack values, then 3
         Sweep<Element> sweep{*next, key_dim * task.heads, value_dim * task.heads, 2 * TILE / task.heads / places + 1,
                              key_distance, value_distance};
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
@@ -321,13 +320,13 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         }
     }
 
-    // Whether a head's rows are so few that packing would cost more than it saves.
+    // Returns whether a head has so few rows that packing would cost more than it saves.
     bool can_read_stored() const {
         if (READABLE) return head_rows <= BLOCK_ROWS && width == value_dim;
         return READABLE_CODES && head_rows <= MAX_BYTE_ROWS && key_dim % 16 == 0 && value_dim % 64 == 0;
     }
 
-    // Packs the keys of tile i: this one, or the one behind it.
+    // Packs the keys of `from` as tile i: 0 for the current tile, 1 for the tile after it.
     void take_keys(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int i) {
         pack_keys(from, int64_t(head) * key_dim, key_dim, words, sweep, buffer, keys + i * TILE * words);
     }
@@ -338,13 +337,13 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         pack_values(from, int64_t(head) * value_dim, value_dim, sweep, width, buffer, to);
     }
 
-    // How far behind a row of the task's first head the scales of the task's heads begin.
+    // Returns the bytes from a row of the task's first head to the scales of the task's heads.
     static int64_t distance(const void* rows, const float* scales, const Task& task, int head_dim) {
         return CODED ? (const char*)(scales + task.first_head) - ((const char*)rows + task.first_head * head_dim) : 0;
     }
     float* key_scales_of(int i, int head) const { return key_scales + (i * a.layer->num_kv_heads + head) * TILE; }
 
-    // For a tile with keys of the tree: each row's keys are moved to the places that they would have in a chain, so
+    // Attends to a tile with keys of the tree: moves each row's keys to the places that they would have in a chain, so
     // that the row's result has the same bits as in a chain.
     void attend_paths(const Task& task, int head, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
         const int64_t start = step.tree_start[task.sequence];
@@ -412,14 +411,14 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         add(Packed<Word>{values, width});
     }
 
-    // Scores of the first keys of tile i, so many.
+    // Computes the scores of the first `num_keys` keys of tile i.
     void score(int row, int count, int head, int i, int num_keys, float* to) {
         product_of<Math, false>(count, queries + row * words, words, Packed<Word>{keys + i * TILE * words, TILE},
                                 words, units + row, to, TILE, num_keys / LANES);
         if constexpr (CODED) scale_scores(count, num_keys, key_scales_of(i, head), to);
     }
 
-    // The same of this tile, where its keys lie.
+    // Computes the scores of the current tile, reading its keys as stored.
     void score_stored(int row, int count, int num_keys, int head, Sweep<Element>& sweep) {
         score_codes(tile->keys, head * key_dim, key_dim, num_keys, count, &byte_queries[row], units + row, sweep,
                     scores);
@@ -431,7 +430,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             for (int k = 0; k < num_keys; k += LANES) store(to + k, load(to + k) * load(scales + k));
     }
 
-    // Scores this tile and the next, then moves the scores to the places that their keys would have in a chain.
+    // Scores the current tile and the next, then moves the scores to the places that their keys would have in a chain.
     void score_path(int row, int count, int head, const Path& path) {
         float* found[] = {scores + BLOCK_ROWS * TILE, scores + 2 * BLOCK_ROWS * TILE};
         const int counts[] = {tile->count, behind.count};
@@ -459,13 +458,13 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     int64_t key_distance = 0, value_distance = 0;
     std::vector<Origin> origins;
     Word *queries, *keys, *values, *buffer, *weights;
-    float *scores, *units, *key_scales, *value_scales;  // [head][TILE], keys' of this tile and the one behind it
+    float *scores, *units, *key_scales, *value_scales;  // [head][TILE]; keys': current tile, then the next
     RowState total, partial;
     TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1], behind;
     int rows = 0, head_rows = 0;
     std::vector<ByteQuery> byte_queries;
     int8_t* query_bytes;
-    bool reads_stored = false;  // what is read where it lies is not packed
+    bool reads_stored = false;  // whether the tile is read as stored, not packed
     int64_t first_token = 0;
 };
 

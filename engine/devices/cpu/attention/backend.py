@@ -1,4 +1,4 @@
-"""The Python side of the CPU kernel: hands it pointers and strides, once a step and once a layer.
+"""The Python side of the CPU kernel, which passes pointers and strides once a step and once a layer.
 
 `step.h` explains the structs, which have the same names without `Args`.
 """
@@ -62,7 +62,7 @@ class CallArgs(Structure):
 logger = logging.getLogger("tandem.engine")
 
 _STORED = ("none", ROW_QUANTIZATIONS["int8"], ROW_QUANTIZATIONS["fp8"])
-"""`Stored` of step.h."""
+"""The values of `Stored` in step.h, in its order."""
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def load() -> ctypes.CDLL:
 
 @functools.cache
 def build_fault() -> str | None:
-    """Tell why the kernel can't be had on this machine; None if it can."""
+    """Return why the kernel can't be built on this machine, or None."""
     try:
         load()
     except BuildError as error:
@@ -89,11 +89,11 @@ def build_fault() -> str | None:
 
 
 class CpuBackend(NativeBackend):
-    """Reads the blocks in place; float32 and bfloat16 on the CPU, as they are or as codes. Sums are float32,
-    or exact where rows are coded in int8.
+    """A backend that reads blocks in place: float32 and bfloat16 on the CPU, plain or coded. Sums are
+    float32, or exact for rows coded in int8.
 
-    A row's result has the same bits whatever shares the step with it, whatever the number of threads, and
-    whether it is computed as a decode row or in a prefill chunk.
+    A row's result has the same bits for all other rows in the step, all numbers of threads, and as a decode
+    row or in a prefill chunk.
     """
 
     name = "cpu"
@@ -137,9 +137,9 @@ class CpuBackend(NativeBackend):
         return self._kernel, address_of(self._library.tandem_attention_begin), address_of(self._run)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Raises ValueError where the metadata are out of range."""
+        """Begin a step. Raises ValueError if the metadata are out of range."""
         optional = (metadata.visible, metadata.tree_start, metadata.first_key)
-        self._metadata = metadata  # the kernel reads its memory until the next step
+        self._metadata = metadata  # the kernel reads this memory until the next step
         rows = metadata.slot_mapping.shape[0]
         self._num_rows = rows
         num_seqs, max_blocks = metadata.block_table.shape
@@ -199,7 +199,7 @@ class CpuBackend(NativeBackend):
 
 
 def _dims(layer: LayerKv) -> tuple[int, int, int]:
-    """A layer's KV heads, and the sizes of their keys and values."""
+    """Return a layer's KV heads, and the sizes of its keys and values."""
     return *layer.keys.shape[2:], layer.values.shape[3]
 
 

@@ -1,5 +1,5 @@
-// Rows of the pool in one byte a value: a head's key or value of one token is its codes, and a scale, a float32, which
-// lies apart. A value is its code times the scale. Each row is written once, from its own values alone.
+// Rows of the pool with one byte for each value: a token's key or value of one head is stored as codes, with a separate
+// float32 scale. A value is its code times the scale. Each row is written once, from its own values only.
 #pragma once
 
 #include "simd.h"
@@ -17,7 +17,7 @@ template <class Element> inline constexpr bool is_coded = false;
 template <> inline constexpr bool is_coded<Int8> = true;
 template <> inline constexpr bool is_coded<Fp8> = true;
 
-constexpr int MAX_CODES = 512;  // of a row
+constexpr int MAX_CODES = 512;  // most codes of a row
 constexpr float SMALLEST = 1e-30f;  // rows with no larger value are stored as zeros
 
 static inline float to_float(float x) { return x; }
@@ -47,7 +47,7 @@ static inline float from_code(Fp8 x) {
     return float_of((x.code & 0x7fu) << 20 | (x.code & 0x80u) << 24) * 0x1p120f;
 }
 
-// A row with a value that is not finite gets a scale that is not a number, and so do all results from it.
+// Encodes a row. A value that is not finite makes the scale NaN, and so all results from the row.
 template <class Code, class Element> static void encode(const Element* row, int head_dim, Code* to, float* scale) {
     uint32_t most = 0;  // without its sign, a float orders like its bits
     for (int d = 0; d < head_dim; d++) {
@@ -61,7 +61,7 @@ template <class Code, class Element> static void encode(const Element* row, int 
     for (int d = 0; d < head_dim; d++) to[d] = to_code(finite ? to_float(row[d]) * inverse : 0, Code{});
 }
 
-// Of one of the heads whose scales lie so many bytes behind a row.
+// Returns the scale of one of the heads; their scales begin `distance` bytes after the row.
 template <class Code> static inline float scale_of(const Code* row, int64_t distance, int head) {
     return ((const float*)((const char*)row + distance))[head];
 }

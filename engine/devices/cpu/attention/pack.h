@@ -1,4 +1,4 @@
-// Copies a tile's keys and values out of their blocks into the order that the product kernel reads.
+// Copies a tile's keys and values from their blocks to the order that the product kernel reads.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include "codes.h"
 #include "product.h"
 
-// A row in the type that the arithmetic takes: the row itself where it has that type, else a copy in the buffer.
+// Returns a row in the type of the arithmetic: the row itself if it has this type, else a copy in the buffer.
 static inline const float* as_words(const float* row, int, float*) { return row; }
 static inline const uint32_t* as_words(const uint16_t* row, int, uint32_t*) { return (const uint32_t*)row; }
 static inline const float* as_words(const uint16_t* row, int head_dim, float* buffer) {
@@ -15,8 +15,8 @@ static inline const float* as_words(const uint16_t* row, int head_dim, float* bu
 }
 
 #if defined(__AVX512BW__)
-// 32 codes as bfloat16. Exact: its exponent has a bias of 127 in place of 7, and subnormal codes, of which there are
-// eight, come from a table.
+// Converts 32 FP8 codes to bfloat16, exactly: the exponent's bias is 127 instead of 7, and the eight subnormal codes
+// come from a table.
 static inline __m512i bf16_of(__m256i fp8) {
     alignas(64) static const uint16_t subnormal[32] = {0,      0x3b00, 0x3b80, 0x3bc0,  // multiples of 1/512
                                                        0x3c00, 0x3c20, 0x3c40, 0x3c60};
@@ -62,7 +62,7 @@ static inline const float* as_words(const Fp8* row, int head_dim, float* buffer)
 
 constexpr float WHOLE_LIMIT = 32639;  // the largest int16 that is 256 * x + y of signed bytes x and y
 
-// Rounds to int16 by the row's largest magnitude; returns the unit: a value is about its number times this.
+// Rounds to int16 in units of the row's largest magnitude / WHOLE_LIMIT. Returns the unit.
 static inline float to_whole(const float* row, int count, int16_t* to) {
     uint32_t most = 0;
     for (int i = 0; i < count; i++) {
@@ -76,13 +76,13 @@ static inline float to_whole(const float* row, int count, int16_t* to) {
     return !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / WHOLE_LIMIT;
 }
 
-// Puts a query row where the product kernel reads it, in the order of the packed keys' words; returns its unit.
+// Copies a query row to the product kernel's input, in the order of the packed keys' words. Returns its unit.
 template <class Query, class Word>
 static inline float load_query(const Query* row, int head_dim, Word* buffer, Word* to, int words) {
     memcpy(to, as_words(row, head_dim, buffer), words * sizeof(Word));
     return 1;
 }
-// As int16, which the buffer has in their own order.
+// Converts it to int16 in units of the row; the buffer gets the int16 values in their own order.
 template <class Query>
 static inline float load_query(const Query* row, int head_dim, int32_t* buffer, int32_t* to, int) {
     float values[MAX_CODES];
@@ -114,7 +114,7 @@ template <class Word> static inline void four_columns(const Word* const* from, i
 }
 #elif defined(__AVX2__)
 #define TRANSPOSES 1
-// The same of 8 keys.
+// The same for 8 keys.
 template <class Word> static inline void four_columns(const Word* const* from, int w, IntVec* columns) {
     __m256i v[4];  // v[i] holds four words of keys i and i + 4
     for (int i = 0; i < 4; i++)
@@ -129,7 +129,7 @@ template <class Word> static inline void four_columns(const Word* const* from, i
 #endif
 
 #if defined(TRANSPOSES)
-// Calls put(w, first key, column) for the words below `end`, a vector of keys each; returns how many words it took.
+// Calls put(w, first key, column) for words below `end`, with a vector of keys each. Returns the number of words done.
 template <class Word, class Put> static inline int each_column(const Word* const* from, int end, const Put& put) {
     asm volatile("" : : "r"(from) : "memory");  // keeps g++ from holding the 16 pointers in vector registers
     int w = 0;
@@ -155,7 +155,7 @@ static inline void transpose_16(const Word* const* from, int words, Word* to) {
 }
 
 #if defined(TRANSPOSES)
-// The same from bfloat16, two values of which become two words.
+// The same for bfloat16: two values become two words.
 static inline void transpose_pairs(const uint32_t* const* from, int pairs, float* to) {
     const auto put = [&](int pair, int key, IntVec both) {
         float* even = to + 2 * pair * TILE + key;
@@ -170,13 +170,13 @@ static inline void transpose_pairs(const uint32_t* const* from, int pairs, float
 }
 #endif
 
-// Four codes of each of 16 keys, in vectors of so many, become words of two as int16: first the even, then the odd ones.
+// Turns a vector of keys' four codes each into int16 words of two codes: first the even codes, then the odd ones.
 static inline void put_codes(IntVec four, int32_t* to) {
     store(to, (IntVec)((ShortVec)four << 8 >> 8));
     store(to + TILE, (IntVec)((ShortVec)four >> 8));
 }
 
-// to[word][TILE] = codes of from[16 keys][four codes]; the buffer has room for them as they are.
+// to[word][TILE] = codes of from[16 keys][four codes]; the buffer has room for the unconverted codes.
 static inline void transpose_codes(const int32_t* const* from, int fours, int32_t* buffer, int32_t* to) {
     int w = 0;
 #if defined(TRANSPOSES)
@@ -188,19 +188,19 @@ static inline void transpose_codes(const int32_t* const* from, int fours, int32_
     }
 }
 
-// Pointers to a tile's keys and values, for the first head of a task; after them, up to a multiple of 16, to the last.
+// Pointers to a tile's keys and values of a task's first head. Up to a multiple of 16, the last pointer is repeated.
 template <class Element> struct TileRows {
     const Element *keys[TILE], *values[TILE];
     int count = 0;
 };
 
-// Prefetches the next tile, for all heads of the task, in memory order. It takes a few rows at a time, between
-// parts of the work on this tile, so that loads and arithmetic overlap.
+// Prefetches the next tile, for all heads of the task, in memory order: a few rows at a time, between parts of the work
+// on the current tile, so that loads and arithmetic overlap.
 template <class Element> struct Sweep {
     const TileRows<Element>& rows;
-    int key_elements, value_elements;  // of a row, all heads
+    int key_elements, value_elements;  // elements of a row, all heads
     int quota;                         // rows to fetch at a time
-    int64_t key_scales, value_scales;  // how far behind a row
+    int64_t key_scales, value_scales;  // bytes from a row to its scales
     int done = 0;
 
     // always_inline: g++ drops calls to a function that only prefetches, because it sees no effect.
@@ -218,7 +218,7 @@ template <class Element> struct Sweep {
     }
 };
 
-// Calls turn(keys, first) for 16 keys at a time, as they are stored, which are read as other words.
+// Calls turn(keys, first) for 16 keys at a time, reading the stored keys as `Word`s.
 template <class Word, class Element, class Turn>
 static inline void each_16_keys(const TileRows<Element>& rows, int64_t offset, Sweep<Element>& sweep, const Turn& turn) {
     for (int first = 0; first < rows.count; first += 16) {
@@ -229,7 +229,7 @@ static inline void each_16_keys(const TileRows<Element>& rows, int64_t offset, S
     }
 }
 
-// packed[word][TILE]: one column per key, up to a multiple of 16 columns. Extra columns repeat the last key.
+// packed[word][TILE]: one column for each key, up to a multiple of 16 columns. Extra columns repeat the last key.
 template <class Word, class Element>
 static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_dim, int words, Sweep<Element>& sweep,
                       Word* buffer, Word* packed) {
@@ -254,7 +254,7 @@ static void pack_keys(const TileRows<uint16_t>& rows, int64_t offset, int head_d
 #endif
 
 #if defined(__AVX512BW__)
-// The same for codes, by way of bfloat16.
+// The same for FP8 codes, converted to bfloat16 first.
 static void pack_keys(const TileRows<Fp8>& rows, int64_t offset, int head_dim, int words, Sweep<Fp8>& sweep, float* buffer,
                       float* packed) {
     if (head_dim % 2) return pack_keys<float, Fp8>(rows, offset, head_dim, words, sweep, buffer, packed);
@@ -266,14 +266,14 @@ static void pack_keys(const TileRows<Fp8>& rows, int64_t offset, int head_dim, i
 }
 #endif
 
-// The same for words of two codes.
+// The same for int8 codes, two in a word.
 static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, int, Sweep<Int8>& sweep,
                       int32_t* buffer, int32_t* packed) {
     each_16_keys<int32_t>(rows, offset, sweep, [&](auto keys, int first) { transpose_codes(keys, head_dim / 4, buffer, packed + first); });
 }
 
-// scales[head][TILE], from so many bytes behind each row, up to a multiple of 16 rows. For all heads of a task at once:
-// a token's lie in one cache line.
+// scales[head][TILE], read `distance` bytes after each row, up to a multiple of 16 rows. It reads all heads of a task
+// at once, since a token's scales share a cache line.
 template <class Element>
 static void take_scales(const Element* const* rows, int count, int64_t distance, int heads, float* scales) {
     for (int first = 0; first < count; first += 16) {
@@ -283,7 +283,7 @@ static void take_scales(const Element* const* rows, int count, int64_t distance,
     }
 }
 
-// packed[key][width]: the rows one after another, zeros from head_dim to width.
+// packed[key][width]: one row for each key, with zeros from head_dim to width.
 template <class Element>
 static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
                         int width, float*, float* packed) {
@@ -296,7 +296,7 @@ static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_
 }
 
 #if defined(__AVX512BW__)
-// 32 numbers of 16 bits: bfloat16 values, or codes as int16.
+// Loads 32 numbers of 16 bits: bfloat16 values, or codes as int16.
 static inline __m512i halves_of(const uint16_t* from) { return _mm512_loadu_si512(from); }
 static inline __m512i halves_of(const Int8* from) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));

@@ -1,4 +1,4 @@
-// The keys on a tree row's path: where they are, and which place each would have in a chain.
+// The keys on a tree row's path, and the place that each would have in a chain.
 #pragma once
 
 #include <algorithm>
@@ -6,13 +6,13 @@
 
 #include "product.h"
 
-// A tile of the path as a chain: at place k < end is the key that lies from[k] after the tile's first.
+// A tile of the path as a chain: place k < end holds the key from[k] keys after the tile's first.
 struct Path {
     int from[TILE];
     int end = 0;
 
-    // Bit i of `rows`: whether the tree's row i is on the path. The tree's keys begin `start` after the tile's first,
-    // or before it (negative).
+    // Bit i of `rows` says whether the tree's row i is on the path. The tree's keys begin `start` keys after the tile's
+    // first; `start` may be negative.
     Path(uint64_t rows, int64_t start) {
         for (; end < std::min<int64_t>(start, TILE); end++) from[end] = end;
         for (int64_t k = start; rows && k < TILE; k++, rows &= rows - 1)

@@ -1,4 +1,4 @@
-// How a step is cut into tasks for the threads.
+// Splits a step into tasks for the threads.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 constexpr int SPLIT = 512;      // keys; a multiple of the tile
 constexpr int TASK_ROWS = 72;   // query rows (positions times query heads per KV head) of one task
-constexpr int PACK_COST = 10;   // packing a key costs about as much as this many query rows
-constexpr int TASKS_EACH = 4;   // tasks per thread to aim at, so that no thread waits long for another
+constexpr int PACK_COST = 10;   // packing a key costs about as much as this number of query rows
+constexpr int TASKS_EACH = 4;   // target number of tasks per thread, so that no thread waits long for another
 
 // Query rows [first_query, first_query + queries) of a sequence, for a range of KV heads and a range of splits.
 struct Task {
@@ -21,10 +21,10 @@ struct Task {
     int64_t cost;
 };
 
-// A task cut into pieces for several threads. Each split has a partial result; the last thread to end merges them.
+// A task cut into pieces for several threads. Each split has a partial result; the last thread to finish merges them.
 struct Shared {
     int pieces, splits;
-    int64_t partial;  // where the first split's rows begin, in rows
+    int64_t partial;  // the first split's first row among the partial results
     std::atomic<int> pieces_left{0};
 
     Shared(int pieces, int splits, int64_t partial) : pieces(pieces), splits(splits), partial(partial) {}
@@ -35,7 +35,7 @@ class Plan {
   public:
     int group = 0, kv_heads = 0;
     int64_t cost = 0;          // keys times rows
-    int64_t partial_rows = 0;  // of the partial results of all in `shared`
+    int64_t partial_rows = 0;  // rows of the partial results of all `shared`
     std::vector<Task> tasks;
     std::deque<Shared> shared;
 
@@ -71,8 +71,8 @@ class Plan {
                 visit(s, q, std::min(tile_queries(), step.query_len(s) - q));
     }
 
-    // Cuts a tile of query rows into tasks of about the target cost: by splits, so that a token's heads are read at once,
-    // and if need be by heads.
+    // Cuts a tile of query rows into tasks of about the target cost: by splits, so that a token's heads are read
+    // together, and if needed by heads.
     void add_tasks(int sequence, int first_query, int queries, int64_t keys, int kv_heads, int64_t target) {
         const int64_t each = head_cost(keys, queries);
         const int splits = int((keys + SPLIT - 1) / SPLIT);

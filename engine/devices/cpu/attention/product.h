@@ -1,6 +1,6 @@
-// The product kernel: a block of query rows against a tile of packed keys or values.
+// The product kernel: a block of query rows times a tile of packed keys or values.
 //
-// Every row goes through the same operations in the same order, whatever other rows are in its block. So a row's
+// Every row goes through the same operations in the same order, whichever other rows are in its block. So a row's
 // result has the same bits alone or in a batch, in decode or in a prefill chunk.
 #pragma once
 
@@ -16,8 +16,8 @@ constexpr int BLOCK_COLS = 2;
 constexpr int BLOCK_COLS = 4;
 #endif
 
-// The multiply-add, with sums in float32. A word is one float32 factor, or two bfloat16 factors where the CPU
-// multiplies pairs of them (AVX512-BF16).
+// The multiply-add, with sums in float32. A word is one float32 factor, or two bfloat16 factors if the CPU multiplies
+// pairs (AVX512-BF16).
 struct FloatMath {
     typedef float Word;
     typedef Vec Sum;
@@ -49,8 +49,8 @@ struct PairMath : FloatMath {
 };
 #endif
 
-// Exact sums in int32 of products of int16 with int8 codes, two pairs of factors a word. Rows of float32 become int16
-// and a unit each. `product`'s scale is the unit: sums = sums + unit * a * b, or without the first term.
+// Exact sums in int32 of products of int16 with int8 codes, two pairs of factors in a word. A float32 row becomes int16
+// with a unit, which is the `scale` of `product`: sums = sums + unit * a * b, or without the first term.
 struct WholeMath {
     typedef int32_t Word;
     typedef IntVec Sum;
@@ -75,7 +75,7 @@ struct WholeMath {
     }
 };
 
-// The rows of a second factor: packed one after another, or where each is stored.
+// The rows of a second factor: packed one after another, or read as stored.
 template <class Word> struct Packed {
     const Word* words;
     int64_t stride;
@@ -87,8 +87,8 @@ template <class Element> struct InPlace {
     const Element* row(int d) const { return rows[d] + offset; }
 };
 
-// sums[R][C vectors] = scale[R] * sums + a[R][depth] * b[depth][C vectors], or without the first term. Of b these are
-// the vectors from `column` on.
+// sums[R][C vectors] = scale[R] * sums + a[R][depth] * b[depth][C vectors], or without the first term, for the vectors
+// of b from `column` on.
 template <class Math, bool ADD, int R, int C, class Rows>
 static __attribute__((noinline)) void product(const typename Math::Word* a, int64_t a_stride, const Rows& b, int column,
                                               int depth, const float* scale, float* sums, int64_t sums_stride) {

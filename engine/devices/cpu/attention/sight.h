@@ -1,4 +1,4 @@
-// Which keys a query row sees.
+// The keys that a query row sees.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 struct Sight {
     int64_t first, last;
 
-    // Bit k: whether the row sees key `tile` + k, for the 64 keys of a tile.
+    // Returns a mask in which bit k says whether the row sees key `tile` + k, for the 64 keys of a tile.
     uint64_t in_tile(int64_t tile) const {
         const int64_t low = std::clamp<int64_t>(first - tile, 0, 64);
         const int64_t high = std::clamp<int64_t>(last - tile, 0, 64);

@@ -1,4 +1,4 @@
-// Vectors of floats through GCC's vector extensions: AVX-512, AVX2, NEON or whatever the target has.
+// Vectors of floats by GCC's vector extensions: AVX-512, AVX2, NEON or other targets.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ static inline IntVec widen(const int8_t* from) {
 #endif
 }
 
-// bfloat16 values.
+// Loads bfloat16 values as float32.
 static inline Vec widen(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
@@ -80,7 +80,7 @@ static inline Vec fused(Vec a, Vec b, Vec c) {
 
 static inline Vec splat(float x) { return x - Vec{}; }
 
-// If the first operand is NaN, so is the result.
+// If the first operand is NaN, the result is NaN.
 static inline Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_max_ps((__m512)b, (__m512)a);
@@ -109,7 +109,7 @@ static inline float sum_of_lanes(Vec v) {
 #endif
 }
 
-// All ones in the lanes whose bits are set.
+// Returns all ones in the lanes whose bits are set.
 static inline IntVec lanes_of(uint64_t bits) {
     IntVec lane;
     for (int i = 0; i < LANES; i++) lane[i] = 1 << i;

@@ -7,7 +7,7 @@
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// How raw scores become base-2 logarithms of weights.
+// The conversion of raw scores to base-2 logarithms of weights.
 struct ScoreScale {
     float scale;   // applied to q.k, in units of log2
     float inner;   // soft cap: 2 log2(e) scale / cap, or 0 for none
@@ -25,8 +25,8 @@ struct ScoreScale {
     }
 };
 
-// Running results of some query rows, one after another with this stride: output [width], partial sums of
-// weights [LANES], maximum [LANES, the first used].
+// Running results of some query rows, each `stride` floats: output [width], partial sums of weights [LANES], maximum
+// [LANES, the first used].
 struct RowState {
     float* data;
     int width;
@@ -43,9 +43,9 @@ struct RowState {
     }
 };
 
-// One step of the online softmax: a block of rows over the scores of a tile's first GROUPS * 16 keys. Row r sees
-// the keys whose bits in seen[r] are set. Writes their weights, and 0 for the other keys; updates the rows' maxima
-// and sums; returns in `rescale` what to multiply the rows' outputs by.
+// One step of the online softmax: a block of rows over the scores of a tile's first GROUPS * 16 keys. Row r sees the
+// keys whose bits in seen[r] are set. Writes their weights, and 0 for the other keys; updates the rows' maxima and
+// sums; writes to `rescale` the factors for the rows' earlier outputs.
 template <class Math, int GROUPS>
 static void softmax_block(int rows, const float* scores, const uint64_t* seen, const ScoreScale& how,
                           const RowState& state, int first_row, typename Math::Word* weights,
@@ -95,7 +95,7 @@ static inline void softmax_of(int groups, Args... args) {
     }
 }
 
-// For rows over codes: `softmax_of` leaves the weights as float32, which `weigh` multiplies by the values' scales.
+// For rows over codes: `softmax_of` leaves weights in float32, and `weigh` multiplies them by the values' scales.
 struct UnscaledWeights : FloatMath {
     static constexpr bool COARSE = true;  // the values' codes are far coarser
 };
@@ -113,14 +113,14 @@ static inline float weigh(const float* weights, const float* scales, int count, 
     }
 }
 
-// Multiplies each row's vectors by the row's factor. Apart from the products, so that all rows are rounded alike.
+// Multiplies each row's vectors by the row's factor, separately from the products, so that all rows are rounded alike.
 static __attribute__((noinline)) void rescale_rows(float* rows, int64_t stride, int count, int width,
                                                    const float* factors) {
     for (int r = 0; r < count; r++, rows += stride)
         for (int i = 0; i < width; i += LANES) store(rows + i, load(rows + i) * factors[r]);
 }
 
-// One by the sum of a row's weights, relative to its maximum. A sink adds a weight to the sum, and may raise the maximum.
+// Returns 1 / the sum of a row's weights, relative to its maximum. A sink adds a weight and may raise the maximum.
 static inline float inverse_sum(const RowState& state, int row, const float* sink) {
     const float sum = sum_of_lanes(load(state.sums(row)));
     if (!sink) return 1 / sum;
@@ -129,7 +129,7 @@ static inline float inverse_sum(const RowState& state, int row, const float* sin
     return shares[0] / (sum * shares[0] + sinks[0]);
 }
 
-// The row's output divided by the sum of its weights.
+// Writes the row's output divided by the sum of its weights.
 static inline void write_output(const float* output, float inverse_sum, int head_dim, float* to) {
     for (int d = 0; d < head_dim; d++) to[d] = output[d] * inverse_sum;
 }
@@ -137,7 +137,7 @@ static inline void write_output(const float* output, float inverse_sum, int head
     for (int d = 0; d < head_dim; d++) to[d] = float_to_bf16(output[d] * inverse_sum);
 }
 
-// Adds a later split's results to those of the splits before it.
+// Merges a later split's results into the earlier splits' results.
 static __attribute__((noinline)) void fold(const RowState& into, const RowState& from, int rows) {
     for (int r = 0; r < rows; r++) {
         const float largest = std::max(into.maximum(r), from.maximum(r));

@@ -1,4 +1,4 @@
-// The kernel's arguments: a KV pool, a step and a layer's call. The decoder and Python (structs.py) fill them in.
+// The kernel's arguments: a KV pool, a step and a layer's call. The decoder and Python (backend.py) fill them in.
 #pragma once
 
 #include <algorithm>
@@ -7,13 +7,13 @@
 #include "../../../../native/parallel.h"
 #include "sight.h"
 
-// How a head's key or value of a token is stored: as the model computes it, or as codes (codes.h).
+// The form in which keys and values are stored: as the model computes them, or as codes (codes.h).
 enum Stored : int64_t { PLAIN, INT8, FP8 };
 
-// A layer's KV: where the first block's keys and values begin, and the strides from a token's to the next one's, in
-// elements. An element is a value, or a byte where codes are stored. A token's heads lie one after the other. Where
-// both begin at one place, values are the first ones of each row of keys. Codes have scales, of a token's heads one
-// after the other, and as far from the next token's.
+// A layer's KV: pointers to the first block's keys and values, and the strides between tokens, in elements. An element
+// is a value, or a byte if codes are stored. A token's heads are contiguous. If `keys` and `values` are equal, values
+// are the leading part of each row of keys. Codes have scales, contiguous for a token's heads, with the rows' strides
+// in bytes.
 struct KvLayer {
     void *keys, *values;
     float *key_scales, *value_scales;  // or null
@@ -23,13 +23,13 @@ struct KvLayer {
 struct Pool {
     const KvLayer* layers;
     int64_t num_layers;
-    int64_t block_stride;  // in elements, of every layer
+    int64_t block_stride;  // in elements, for every layer
     int64_t num_blocks, block_size;
-    int64_t is_bf16;  // what the model computes; else float32
+    int64_t is_bf16;  // dtype that the model computes: bfloat16, or else float32
     int64_t stored;   // one of `Stored`
 };
 
-// The step's metadata, as AttentionMetadata describes them.
+// The step's metadata, described at AttentionMetadata.
 struct Step {
     const int32_t *query_start, *context_len, *block_table;
     const int64_t* slots;
@@ -44,18 +44,18 @@ struct Step {
 
     bool is_tree(int64_t s) const { return visible && tree_start[s] >= 0; }
 
-    // The first key that a row at this position sees, with a sliding window or none (0).
+    // Returns the first key that a row at this position sees, with a sliding window or none (0).
     int64_t first_seen(int64_t s, int64_t position, int64_t window) const {
         const int64_t lowest = first_key ? first_key[s] : 0;
         return window ? std::max(lowest, position + 1 - window) : lowest;
     }
 
-    // No query row from row q on sees a key before this one.
+    // Returns a key before which query rows from row q on see nothing.
     int64_t first_seen_from(int64_t s, int q, int64_t window) const {
         return first_seen(s, is_tree(s) ? tree_start[s] : first_position(s) + q, window);
     }
 
-    // Bit i: whether row q of a tree sees row i. Its own bit is the highest.
+    // Returns a mask in which bit i says whether row q of a tree sees row i. The row's own bit is the highest.
     uint64_t path(int64_t s, int q) const { return visible[query_start[s] + q]; }
 
     Sight sight(int64_t s, int q, int64_t window) const {
@@ -64,7 +64,7 @@ struct Step {
         return {first_seen(s, position, window), position + 1};
     }
 
-    // The name of the field that is out of range, or null.
+    // Returns the name of the field that is out of range, or null.
     const char* fault(const Pool& pool) const {
         for (int64_t s = 0; s < num_sequences; s++) {
             if (query_start[s] < 0 || query_len(s) < 0 || query_start[s + 1] > total_tokens)
@@ -84,7 +84,7 @@ struct Step {
     }
 
   private:
-    // Every row sees itself and no later one.
+    // Returns whether every row sees itself and no later row.
     bool paths_fit(int64_t s) const {
         for (int q = 0; q < query_len(s); q++) {
             const int64_t own = first_position(s) + q - tree_start[s];
@@ -101,5 +101,5 @@ struct Call {
     int64_t query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;
     int64_t layer, num_heads, window;
     double scale, softcap;
-    const float* sinks;  // one more score per head, of a key whose value is zero; or null
+    const float* sinks;  // a score for each head of an additional key whose value is zero; or null
 };

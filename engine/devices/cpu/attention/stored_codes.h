@@ -1,15 +1,15 @@
-// Attention over int8 codes where they are stored, four to a word, by AVX512-VNNI. All sums are exact, so they equal
-// those of packed codes.
+// Attention that reads int8 codes as stored, four to a word, by AVX512-VNNI. All sums are exact, so they equal the sums
+// over packed codes.
 #pragma once
 
 #include "pack.h"
 
-constexpr int MAX_BYTE_ROWS = 4;  // for more rows, packed codes are faster
+constexpr int MAX_BYTE_ROWS = 4;  // with more rows, packed codes are faster
 
 // A query row's numbers as bytes: each is 256 * high + low. Codes are multiplied as unsigned numbers, 128 too large.
 struct ByteQuery {
     const int8_t *high, *low;
-    int32_t excess;  // of the sums: 128 times the sum of the numbers
+    int32_t excess;  // excess of the sums: 128 times the sum of the numbers
 
     ByteQuery(const int16_t* numbers, int count, int8_t* bytes) : high(bytes), low(bytes + count), excess(0) {
         for (int d = 0; d < count; d++) {
@@ -23,7 +23,7 @@ struct ByteQuery {
 #if defined(__AVX512VNNI__)
 constexpr bool READS_CODES = true;
 
-// sum + products of bytes with signed bytes. Vectors of int32 throughout, else g++ copies the sums at each step.
+// sum + products of bytes with signed bytes. Vectors are int32 throughout, since g++ else copies the sums at each step.
 static inline IntVec add_products(IntVec sum, __m512i bytes, __m512i signed_bytes) {
     return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, bytes, signed_bytes);
 }
@@ -34,7 +34,7 @@ template <class Part> static inline void each_pair(int rows, const Part& part) {
     if (rows % 2) part(std::integral_constant<int, 1>(), rows - 1);
 }
 
-// In each 128-bit lane 16 bytes of one of the rows 0, 4, 8 and 12.
+// Returns 16 bytes of each of the rows 0, 4, 8 and 12, one row in each 128-bit lane.
 static inline __m512i four_rows(const Int8* const* rows, int64_t offset) {
     const auto bytes = [&](int k) { return _mm_loadu_si128((const __m128i*)(rows[k] + offset)); };
     __m512i v = _mm512_castsi128_si512(bytes(0));
@@ -43,7 +43,7 @@ static inline __m512i four_rows(const Int8* const* rows, int64_t offset) {
     return _mm512_inserti32x4(v, bytes(12), 3);
 }
 
-// The sum of each lane's words, of 16 lanes: v[i] has those of keys i, i + 4, i + 8 and i + 12.
+// Sums each 128-bit lane's words; v[i] has the lanes of keys i, i + 4, i + 8 and i + 12. Returns 16 keys' sums.
 static inline IntVec sums_of_lanes(const IntVec* sums) {
     const auto* v = (const __m512i*)sums;
     const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
@@ -81,7 +81,7 @@ static __attribute__((noinline)) void score_16(const Int8* const* keys, int64_t 
     }
 }
 
-// scores[rows][TILE] of the first keys of a tile, so many, a multiple of 16. So is the number of a key's codes.
+// scores[rows][TILE] of the first `count` keys of a tile; `count` and head_dim are multiples of 16.
 static void score_codes(const Int8* const* keys, int64_t offset, int head_dim, int count, int rows,
                         const ByteQuery* queries, const float* units, Sweep<Int8>& sweep, float* scores) {
     for (int first = 0; first < count; first += 16) {
@@ -92,7 +92,7 @@ static void score_codes(const Int8* const* keys, int64_t offset, int head_dim, i
     }
 }
 
-// A row's weights of a tile, which are not negative, as bytes: each is 256 * high + low.
+// A row's weights of a tile as bytes. Weights are not negative, and each is 256 * high + low.
 struct ByteWeights {
     uint8_t high[TILE], low[TILE];
 
@@ -101,7 +101,7 @@ struct ByteWeights {
     }
 };
 
-// to[64] += unit * sums, where lane n of sums[i] has those of 16 n + 4 i and the three after it.
+// to[64] += unit * sums; 128-bit lane n of sums[i] has the sums 16 n + 4 i to 16 n + 4 i + 3.
 static inline void add_lanes(const IntVec* sums, float unit, float* to) {
     const auto* v = (const __m512i*)sums;
     const __m512i even01 = _mm512_shuffle_i32x4(v[0], v[1], 0x88), odd01 = _mm512_shuffle_i32x4(v[0], v[1], 0xdd);
@@ -116,7 +116,7 @@ static inline void add_lanes(const IntVec* sums, float unit, float* to) {
     add(3, _mm512_shuffle_i32x4(odd01, odd23, 0xdd));
 }
 
-// sums[R][64] += units[R] * weights * 64 codes of each of the first `count` values, a multiple of four.
+// sums[R][64] += units[R] * weights * 64 codes of each of the first `count` values; `count` is a multiple of four.
 template <int R>
 static __attribute__((noinline)) void add_weighed(const Int8* const* values, int64_t offset, int count,
                                                   const ByteWeights* weights, const float* units, float* sums,
@@ -152,8 +152,8 @@ static __attribute__((noinline)) void add_weighed(const Int8* const* values, int
     }
 }
 
-// sums[rows][head_dim] += units[rows] * weights[rows][TILE words] * codes of the first values of a tile, so many. The
-// weights are int16, at the begin of a row's words. The number of a value's codes is a multiple of 64.
+// sums[rows][head_dim] += units[rows] * weights[rows][TILE words] * codes of the first `count` values of a tile. The
+// weights are int16, at the start of a row's words. head_dim is a multiple of 64.
 static void add_codes(const Int8* const* values, int64_t offset, int head_dim, int count, int rows,
                       const int32_t* weights, const float* units, Sweep<Int8>& sweep, float* sums,
                       int64_t sums_stride) {

@@ -1,1 +1,1 @@
-"""A small decoder's whole forward in one native call."""
+"""The native decoder: a small decoder's whole forward in one native call."""

@@ -1,4 +1,4 @@
-"""Adapters as the native decoder reads them."""
+"""Adapters in the native decoder's structs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.lora.packed import PackedProduct, PartArgs
 from engine.lora.table import Adapters, Weights
 
 _ROOM = 3, 2, 1, 2, 1, 1
-"""The parts of each of a layer's products, in the order of `structs.h`."""
+"""Number of parts of each of a layer's products, in the order of `structs.h`."""
 
 
 class _Placed(NamedTuple):
-    """A batch's sequences as (slot, rows), with the arrays that tell the decoder."""
+    """A batch's sequences as (slot, rows), with the arrays that the decoder reads."""
 
     owned: list[tuple[int, int]]
     owners: np.ndarray
@@ -29,8 +29,8 @@ class _Placed(NamedTuple):
 
 
 class NativeAdapters:
-    """Adapters of a decoder with linear layers at these `paths`, of which it computes these `columns`, and
-    all columns of the others.
+    """The adapters of a decoder with linear layers at these `paths`. `columns` are the outputs that it
+    computes of some layers; of the other layers it computes all outputs.
     """
 
     def __init__(self, adapters: Adapters, paths: Sequence[LayerPaths], columns: Mapping[str, range]) -> None:
@@ -41,9 +41,9 @@ class NativeAdapters:
         self._placed = _Placed([], np.empty(0, np.int32), [], None)
 
     def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:
-        """Say in `fields` which row has which adapter. They are valid until the next call."""
+        """Write the rows' adapters to `fields`. The arrays are valid until the next call."""
         owned = [(rows.adapter, len(rows.token_ids)) for rows in batch]
-        if owned != self._placed.owned:  # a batch that decodes stays as it is for many steps
+        if owned != self._placed.owned:  # a decoding batch stays the same for many steps
             self._placed = self._place(owned)
         _, owners, parts, pointers = self._placed
         if parts:

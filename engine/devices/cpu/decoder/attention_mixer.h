@@ -1,4 +1,4 @@
-// Attention over the rows of a step, whose heads may be normed, rotated in part and opened by gates.
+// Attention over the rows of a step. Heads may be normed, partly rotated, and gated.
 
 #pragma once
 
@@ -17,7 +17,7 @@ class AttentionMixer {
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const int64_t n = rows.count, dim = m.head_dim, width = m.num_heads * dim;
-        const int64_t qkv = layer.qkv.out, apart = m.opens_heads ? 2 * dim : dim;  // of queries
+        const int64_t qkv = layer.qkv.out, apart = m.opens_heads ? 2 * dim : dim;  // `apart`: stride of queries
         const int64_t keys = (qkv - m.num_heads * apart) / 2;
         w.mixed.resize(w.room * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
@@ -40,7 +40,7 @@ class AttentionMixer {
     }
 
   private:
-    // Normalizes (where the model does) and rotates a head of a row.
+    // Normalizes (if the model does) and rotates one head of a row.
     void place_head(const Layer& layer, Value* head, const Value* weight, int64_t position) {
         if (weight) norm_row(head, weight, m.norms, m.head_dim, m.norm_epsilon, head);
         const int64_t first = position * m.rotary_dim;

@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr int64_t SERIAL_PRODUCTS = 1 << 22;  // below so many multiplications in a forward, threads don't pay
+constexpr int64_t SERIAL_PRODUCTS = 1 << 22;  // fewest multiplications in a forward that are worth several threads
 
 class Decoder : Work {
   public:
@@ -32,17 +32,17 @@ class Decoder : Work {
         for (const Layer& layer : layers) widest = std::max(widest, layer.qkv.out);
     }
 
-    // Calls from now on use up to so many threads. Results have the same bits on any number of them.
+    // Sets the number of threads of later calls. Results have the same bits for every number of threads.
     Decoder& on(int64_t threads) {
         most_threads = threads;
         return *this;
     }
 
-    // The caller has called the attention's `begin`.
+    // Runs a step. The caller must have called the attention's `begin`.
     void forward(const Rows& rows) {
         int64_t n = rows.count;
         const int64_t hidden = m.hidden;
-        room = std::max(n, rows.num_logits);  // a row's logits may be wanted twice
+        room = std::max(n, rows.num_logits);  // a row's logits may be requested twice
         x.resize(room * hidden), normed.resize(room * hidden), product.resize(room * std::max(hidden, widest));
         threads = n * m.products < SERIAL_PRODUCTS ? 1 : most_threads;
         group(rows, nullptr, n);
@@ -55,7 +55,7 @@ class Decoder : Work {
             });
         }
         int64_t captured = 0;
-        bool narrows = false;  // after the last layer's attention only rows with logits are computed
+        bool narrows = false;  // whether only rows with logits are computed, after the last layer's mixer
         for (int64_t l = 0; l < m.num_layers; l++) {
             const Layer& layer = layers[l];
             if (captured < rows.num_hidden && rows.hidden_layers[captured] == l)
@@ -103,7 +103,7 @@ class Decoder : Work {
             });
     }
 
-    // The name of the field that is out of range, or null.
+    // Runs rows without trees. Returns the name of the field that is out of range, or null.
     const char* run(const Batch& b, Rows rows) {
         if (const char* fault = place_rows(b)) return fault;
         if (const char* fault = begin(b, b.num_sequences)) return fault;
@@ -112,7 +112,7 @@ class Decoder : Work {
         return nullptr;
     }
 
-    // The name of the field that is out of range, or null.
+    // Drafts tokens. Returns the name of the field that is out of range, or null.
     const char* draft(const Draft& d) {
         const Batch& b = d.batch;
         const int64_t n = b.num_sequences;
@@ -146,7 +146,7 @@ class Decoder : Work {
     }
 
   private:
-    // Finds each row's position and slot, and the last row of each sequence.
+    // Computes each row's position and slot, and each sequence's last row.
     const char* place_rows(const Batch& b) {
         if (const char* fault = b.fault()) return fault;
         const int64_t n = b.num_sequences;
@@ -181,7 +181,7 @@ class Decoder : Work {
         return nullptr;
     }
 
-    // The hidden states that a draft head reads, made from n rows of the target's.
+    // Returns the hidden states that a draft head reads, made from n rows of the target's hidden states.
     const Value* mixed_states(const Value* states, int64_t n) {
         if (!m.entry || !m.entry->mixing) return states;
         targets.resize(n * m.hidden);
@@ -194,7 +194,7 @@ class Decoder : Work {
         return m.embeddings + rows.token_ids[r] * m.hidden;
     }
 
-    // Fills `x` and `normed` as the head's layer reads them, with room in `normed` for the rows with logits.
+    // Fills `x` and `normed` for the head's layer, with room in `normed` for the rows with logits.
     void enter(const Entry& entry, const Rows& rows) {
         const int64_t n = rows.count, hidden = m.hidden;
         normed.resize(std::max(2 * n, rows.num_logits) * hidden);
@@ -263,7 +263,7 @@ class Decoder : Work {
         }
     }
 
-    // As `mix`, but fills `beside`.
+    // Like `mix`, but fills `beside`.
     int64_t mix_beside(size_t l, const Rows& rows) {
         mixed.swap(beside);
         const int64_t width = mix(l, rows);
@@ -271,7 +271,7 @@ class Decoder : Work {
         return width;
     }
 
-    // Fills `out` with a layer's output product of what its mixer made.
+    // Fills `out` with a layer's output product of its mixer's result `made`.
     void make_output(size_t l, std::vector<Value>& made, int64_t width, std::vector<Value>& out, int64_t n) {
         const Layer& layer = layers[l];
         gather(made, n, layer.qkv.first, width, layer.output.in);
@@ -280,7 +280,7 @@ class Decoder : Work {
         });
     }
 
-    // Adds to `product` the output of what is in `beside`.
+    // Adds the output product of `beside` to `product`.
     void add_output(size_t l, int64_t width, int64_t n) {
         summand.resize(n * m.hidden);
         make_output(l, beside, width, summand, n);
@@ -308,13 +308,13 @@ class Decoder : Work {
     LatentMixer latent;
     ExpertMlp experts;
     std::vector<Value> x, gated, active, targets, kept;
-    std::vector<Value> beside, summand;  // what a layer's second mixer makes of the rows, and its output
-    std::vector<Value> scores, after;  // of each sequence's last row, while drafting
-    // The attention's step.
+    std::vector<Value> beside, summand;  // the second mixer's result, and its output product
+    std::vector<Value> scores, after;  // for each sequence's last row, while drafting
+    // Arrays of the attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
     int64_t most_threads = 1;
-    int64_t widest = 0;  // of what is made for mixers
+    int64_t widest = 0;  // outputs of a mixer's input product
 };
 
 }  // namespace

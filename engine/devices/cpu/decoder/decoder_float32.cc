@@ -1,4 +1,4 @@
-// The decoder in float32. This is no .cpp, which every host compiles at its first start: few serve float32.
+// The decoder in float32. Not named .cpp, since every host compiles all .cpp at its first start, and few serve float32.
 
 #define IN_FLOAT32
 #include "decoder.cpp"

@@ -1,6 +1,5 @@
-// A gated delta net (Gated DeltaNet, 2024). A layer's `qkv` makes the convolution's inputs, and behind them what opens
-// each head's output, past a norm; `gates` makes of each head its beta, and behind these its decay:
-// rate * softplus(made + shift).
+// A gated delta net (Gated DeltaNet, 2024). A layer's `qkv` makes the convolution's inputs, followed by the gates of
+// the normed outputs; `gates` makes each head's beta, followed by the heads' decays: rate * softplus(made + shift).
 
 #pragma once
 
@@ -51,8 +50,8 @@ class DeltaMixer : DeltaRule {
     }
 
   private:
-    // Products made of each key head its query, its key and its values, with what opens these; and all betas, then all
-    // decays. Sorts them: all queries first.
+    // Reorders the products of models that interleave heads. From, for each key head, its query, key, values and gates
+    // to all queries, all keys, and so on; likewise for betas and decays.
     void part_heads(const LayerStateSlots& of, int64_t n, int64_t step) {
         const int64_t each = of.heads / of.key_heads;
         w.each_row(n, [&](int64_t r) {
@@ -62,8 +61,8 @@ class DeltaMixer : DeltaRule {
         });
     }
 
-    // A row of `heads` heads, of which each has parts of these sizes, becomes all heads' first parts, then all second
-    // ones, and so on.
+    // Reorders a row of `heads` heads, each with parts of these sizes, to all heads' first parts, then all second
+    // parts, and so on.
     static void sort_heads(Value* row, int64_t heads, std::initializer_list<int64_t> sizes) {
         const int64_t size = std::accumulate(sizes.begin(), sizes.end(), int64_t(0));
         thread_local std::vector<Value> made;
@@ -75,7 +74,7 @@ class DeltaMixer : DeltaRule {
         }
     }
 
-    // The norm of what a head read, opened by silu(gate).
+    // Norms a head's read values and multiplies them by silu(gate).
     static void opened_norm_row(float* __restrict x, const Value* __restrict weight, const Value* __restrict gate,
                                 int64_t size, double epsilon, Value* __restrict out) {
         for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);

@@ -1,4 +1,4 @@
-// What mixers by the delta rule share: queries, keys and values come from a convolution, the former two in unit length.
+// Base of the delta rule's mixers: a convolution makes queries, keys and values; queries and keys get unit length.
 
 #pragma once
 
@@ -15,7 +15,7 @@ class DeltaRule : protected RecurrentMixer {
   protected:
     explicit DeltaRule(Work& work) : RecurrentMixer(work) {}
 
-    // For n rows, with so many decays each.
+    // Makes room for n rows with `decaying` decays each.
     void make_room(const LayerStateSlots& of, int64_t n, int64_t decaying) {
         betas.resize(n * of.heads), decays.resize(n * decaying), read.resize(n * of.heads * of.value_dim);
     }

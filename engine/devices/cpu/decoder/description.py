@@ -1,4 +1,4 @@
-"""Packs a program into the structs of the native decoder."""
+"""The packing of a program into the native decoder's structs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from engine.model.program import (
 )
 
 _ACTIVATIONS = {(Activation.SILU, True), (Activation.GELU_TANH, True), (Activation.RELU2, False)}
-"""With whether they are of gates."""
+"""Supported activations, each with whether it is gated."""
 
 
 def unfit(program: ModelProgram) -> str | None:
-    """Why the native decoder can't run the program; None if it can."""
+    """Return why the native decoder can't run the program, or None."""
     for number, layer in enumerate(program.layers):
         for mixer in layer.mixers:
             reach = mixer.taps.shape[1] if isinstance(mixer, Recurrent) else 0
@@ -63,7 +63,7 @@ def unfit(program: ModelProgram) -> str | None:
 
 
 def unfit_head(program: ModelProgram) -> str | None:
-    """Why the native decoder can't run the program of a draft head; None if it can."""
+    """Return why the native decoder can't run a draft head's program, or None."""
     if program.embedding_multiplier != 1:
         return "it scales embeddings"
     (lm_head,) = program.head.linears
@@ -81,8 +81,8 @@ def _can_join(product: Product) -> bool:
 
 
 class Description(NativeModel):
-    """A program on the CPU in one of `DTYPES`, for which `unfit` finds nothing, with at most so many
-    `positions`. `free` is called with a layer's number as soon as its weights are packed.
+    """A packed program for the CPU, in one of `DTYPES`, for which `unfit` returns None. `positions` is the
+    maximum. `free` is called with each layer's number once its weights are packed.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class Description(NativeModel):
         self.count_products()
 
     def _set_layers(self, packed: Sequence[tuple[LayerArgs, LayerPaths]], count: int) -> None:
-        """Set the layers: first `count` that follow each other, then their second mixers."""
+        """Set the layers: first the `count` consecutive layers, then their second mixers."""
         self.layers = (LayerArgs * len(packed))(*(args for args, _ in packed))
         self.paths = [paths for _, paths in packed]
         for number in range(count, len(packed)):
             self.layers[number - count].beside = number
 
     def _attention_fields(self, program: ModelProgram) -> dict[str, Any]:
-        """Return the fields that all of the program's attention layers share."""
+        """Return the fields common to all of the program's attention layers."""
         mixers = itertools.chain.from_iterable(layer.mixers for layer in program.layers)
         first = next(mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
         return {
@@ -148,7 +148,7 @@ class Description(NativeModel):
         return self.keep(norm.weight)
 
     def _take(self, layer: Layer) -> list[tuple[LayerArgs, LayerPaths]]:
-        """Pack a layer: one entry for each of its mixers, or one without a mixer."""
+        """Pack a layer into one entry for each mixer, or one without a mixer."""
         args = LayerArgs(mixer=MixerKind.NOTHING)
         rest: LayerPaths = ((), (), ())
         if layer.mlp is not None:
@@ -183,7 +183,7 @@ class Description(NativeModel):
         return args
 
     def _rotation(self, rotation: Rotation | None) -> tuple[int | None, int | None]:
-        """Return the addresses of its cosines and sines."""
+        """Return the addresses of the rotation's cosines and sines."""
         if rotation is None:
             return None, None
         if rotation not in self._rotations:
@@ -298,5 +298,5 @@ def _mixer_paths(mixer: Mixer) -> LayerPaths:
 
 
 def _unless_one(factor: float) -> float:
-    """Return the factor as the structs have it: 0 for none."""
+    """Return the structs' form of a factor, in which 0 means 1."""
     return 0.0 if factor == 1 else factor

@@ -1,4 +1,4 @@
-// Which tokens are drafted, by their logits.
+// The choice of draft tokens by their logits.
 
 #pragma once
 
@@ -14,10 +14,10 @@ namespace {
 
 class Drafted {
   public:
-    // `ids`: the token of each logit; null: the logit's index.
+    // `ids`: the token of each logit; null if it is the logit's index.
     explicit Drafted(const int64_t* ids) : ids(ids) {}
 
-    // The sequence's drafted token of this number, from its logits.
+    // Returns the sequence's `number`-th draft token, from its logits.
     int64_t next(const Draft& d, int64_t s, int64_t number, const Value* logits) {
         const int64_t start = d.batch.ends[s], position = start + number;
         if (!d.distributions)
@@ -30,8 +30,8 @@ class Drafted {
   private:
     int64_t token_id(int64_t chosen) const { return ids ? ids[chosen] : chosen; }
 
-    // The softmax of logits / temperature, over the target's vocabulary. If greedy, or without a finite logit, one
-    // token has probability 1.
+    // Writes the softmax of logits / temperature, over the target's vocabulary. If greedy, or without a finite logit,
+    // one token has probability 1.
     void spread(const Value* logits, int64_t vocab, float temperature, float* distribution, int64_t width) {
         std::fill_n(distribution, width, 0.0f);
         const int64_t likeliest = argmax(logits, vocab);
@@ -47,7 +47,7 @@ class Drafted {
         for (int64_t i = 0; i < int64_t(probabilities.size()); i++) distribution[token_id(i)] = probabilities[i];
     }
 
-    // The argmax of logits / temperature + Gumbel noise, as the sampler computes it without filters.
+    // Returns the argmax of logits / temperature + Gumbel noise, like the sampler without filters.
     int64_t choose(const Value* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
         const int64_t likeliest = argmax(logits, vocab);
         if (likeliest < 0) return 0;

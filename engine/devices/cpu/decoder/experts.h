@@ -1,5 +1,5 @@
-// A mixture of experts. A router chooses some of a layer's experts for each row; their outputs are weighted and added to
-// those of the MLP beside them, if there is one.
+// A mixture of experts. A router selects some of a layer's experts for each row; their outputs are weighted and added
+// to the output of the MLP next to them, if any.
 
 #pragma once
 
@@ -17,7 +17,7 @@ class ExpertMlp {
   public:
     explicit ExpertMlp(Work& work) : w(work), m(work.m) {}
 
-    // Adds what a layer's experts make of the `normed` rows to `product`, or writes it there if there is no MLP.
+    // Adds the experts' outputs for the `normed` rows to `product`, or writes them there if there is no MLP.
     void run(size_t l, int64_t n) {
         const Layer& layer = w.layers[l];
         const Experts& e = *layer.experts;

@@ -1,4 +1,4 @@
-"""Runs packed programs by the native decoder, and drafts with them one token after the other."""
+"""The native decoder's runner, which also drafts chains token by token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SOURCES = {torch.bfloat16: "decoder.cpp", torch.float32: "decoder_float32.cc"}
 
 @functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """Raises BuildError."""
+    """Return the compiled decoder for `dtype`. Raises BuildError."""
     structs = (
         WeightsArgs,
         RecurrentArgs,
@@ -71,9 +71,9 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 class NativeDecoder:
-    """A `Runner` of a packed program, whose KV lies in `backend`'s pool.
+    """A `Runner` of a packed program, with its KV in `backend`'s pool.
 
-    Raises BuildError where the kernel cannot be built.
+    Raises BuildError if the kernel cannot be built.
     """
 
     choice = "native decoder"
@@ -89,12 +89,12 @@ class NativeDecoder:
         adapters: Adapters | None = None,
         state_slots: StateSlots | None = None,
     ) -> None:
-        """`backend` is the CPU's, over one block table or several. `hidden_layers` are captured, numbered as
-        in Transformers' `hidden_states`. Recurrent layers need `state_slots`.
+        """Make the runner. `backend` is the CPU's, over one or more block tables. `hidden_layers` are
+        captured, numbered like in Transformers' `hidden_states`. Recurrent layers need `state_slots`.
         """
         self._library = library(description.dtype)
         self._dtype = description.dtype
-        self._description = description  # the decoder reads its memory
+        self._description = description  # keeps the decoder's memory alive
         self._backend = backend
         self._upload = upload_to(torch.device("cpu"))
         model = description.model
@@ -119,7 +119,7 @@ class NativeDecoder:
 
     @staticmethod
     def _take_tables(backend: AttentionBackend, model: ModelArgs) -> tuple[object, ...]:
-        """Set the model's attention in each block table; return the memory that it reads."""
+        """Set the model's attention for each block table. Return the memory that the model reads."""
         backends, tables = by_table(backend)
         kernels = (ctypes.c_void_p * len(backends))()
         for number, each in enumerate(backends):
@@ -134,7 +134,7 @@ class NativeDecoder:
 
     @property
     def chains(self) -> ChainDrafter | None:
-        """None with recurrent layers, of which drafted rows would need states of their own."""
+        """The drafter of chains; None with recurrent layers, as each drafted row would need its own state."""
         return self if self._state_slots is None else None
 
     def warm_up(self) -> float:
@@ -152,8 +152,8 @@ class NativeDecoder:
         return ForwardOutput(logits, hidden)
 
     def _forward(self, step: Step, hidden_layers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits of the rows asked for, and hidden states: those of `hidden_layers`, [rows, layers *
-        hidden_size], or for a draft head, which takes `step.hidden`, those after the rows asked for. Raises
+        """Return the requested rows' logits, and hidden states: those of `hidden_layers`, [rows, layers *
+        hidden_size], or for a draft head, which reads `step.hidden`, the requested rows' outputs. Raises
         ValueError if the batch is out of range.
         """
         batch, logit_rows = step.batch, step.logit_rows
@@ -206,7 +206,7 @@ class NativeDecoder:
         before: Tensor | None = None,
         distributions: Tensor | None = None,
     ) -> np.ndarray:
-        """As `ChainDrafter.draft`. Raises ValueError if the batch is out of range."""
+        """Draft like `ChainDrafter.draft`. Raises ValueError if the batch is out of range."""
         before = None if before is None else before.contiguous()
         drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
         seeds, counts = (row.ctypes.data for row in wishes)
@@ -244,7 +244,7 @@ def _check(wrong: bytes | None) -> None:
 
 
 class NativeStateSlots:
-    """Raises BuildError where the kernel cannot be built."""
+    """The state slots in the decoder's structs. Raises BuildError if the kernel cannot be built."""
 
     def __init__(self, state_slots: StateSlots, model: ModelArgs) -> None:
         self._layers = layer_state_slots(state_slots)
@@ -253,6 +253,6 @@ class NativeStateSlots:
         model.convolve, model.attend_linear = map(address_of, kernels())
 
     def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:
-        """Say in `fields` where the rows' states are. It is valid until the next call."""
+        """Write the places of the rows' states to `fields`. They are valid until the next call."""
         self._spans.begin(map(span_of, batch))
         fields.spans = ctypes.addressof(self._spans.args)

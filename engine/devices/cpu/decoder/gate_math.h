@@ -11,17 +11,17 @@
 namespace {
 
 constexpr int64_t PIECE = 128;
-constexpr float UNIT_EPSILON = 1e-6f;  // flash-linear-attention's
-constexpr float LINEAR_FROM = 20;  // softplus is the identity from there on
+constexpr float UNIT_EPSILON = 1e-6f;  // from flash-linear-attention
+constexpr float LINEAR_FROM = 20;  // softplus is the identity above this value
 
 inline float softplus(float x) { return x > LINEAR_FROM ? x : std::log1p(exp_of(x)); }
 
-// 1 + exp(-x) of at most PIECE values, apart from the loop that divides by them (see gate_row).
+// 1 + exp(-x) of at most PIECE values, in a separate loop from the division by them (see gate_row).
 template <class T> void denominators(const T* x, int64_t count, float* __restrict out) {
     for (int64_t i = 0; i < count; i++) out[i] = 1 + exp_of(-widen(x[i]));
 }
 
-// To length `length`, in place.
+// Scales x to length `length`, in place.
 void unit_row(float* __restrict x, int64_t size, float length) {
     const float factor = 1 / std::sqrt(sum_of_squares(x, size) + UNIT_EPSILON);
     for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * length;

@@ -1,7 +1,7 @@
-// Kimi Delta Attention (2025): a gated delta net whose states decay by channels of their keys. A layer's `qkv` makes
-// the convolution's inputs. `gates` makes each head's beta, and behind these two short vectors: of one `decays` makes
-// each channel's decay, rate * softplus(made + shift), of the other `opening` what opens each head's output, past a
-// norm.
+// Kimi Delta Attention (2025): a gated delta net whose states decay by key channel. A layer's `qkv` makes the
+// convolution's inputs. `gates` makes each head's beta, followed by two short vectors: from the first, `decays` makes
+// each channel's decay, rate * softplus(made + shift); from the second, `opening` makes the gates of the normed
+// outputs.
 
 #pragma once
 
@@ -51,7 +51,7 @@ class KdaMixer : DeltaRule {
     }
 
   private:
-    // What weights of low rank make of the values from `first` on in each of the gates' rows.
+    // Multiplies low-rank weights by the values from `first` on in each row of `gates`.
     void expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<Value>& out) {
         low.resize(n * weights.in), out.resize(n * weights.out);
         for (int64_t r = 0; r < n; r++)
@@ -59,7 +59,7 @@ class KdaMixer : DeltaRule {
         w.multiply(low.data(), weights, out.data(), n);
     }
 
-    // The norm of what a head read, opened by sigmoid(gate); only the result is rounded.
+    // Norms a head's read values and multiplies them by sigmoid(gate); only the result is rounded.
     static void opened_norm_row(float* __restrict x, const Value* __restrict weight, const Value* __restrict gate,
                                 int64_t size, double epsilon, Value* __restrict out) {
         for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);

@@ -1,7 +1,7 @@
-// Latent attention (MLA, DeepSeek-V2, 2024), absorbed (engine/devices/torch/latent_attention.py), without positions. A layer's `qkv`
-// makes the heads' queries, or a short vector that they are made of past a norm; behind it a token's latent, which has
-// a norm too, and the part of a key that all heads share. Latent and shared part are the one key, and the latent is its
-// value.
+// Latent attention (MLA, DeepSeek-V2, 2024), absorbed (engine/devices/torch/latent_attention.py), without positions. A
+// layer's `qkv` makes the heads' queries, or a short vector from which, normed, `queries` makes them; then a token's
+// latent, which is normed too, and the part of the key that all heads share. Latent and shared part are the one key;
+// the latent is its value.
 
 #pragma once
 
@@ -22,7 +22,7 @@ class LatentMixer {
         const Layer& layer = w.layers[l];
         const Latent& of = *layer.latent;
         const int64_t n = rows.count, heads = m.num_heads, latent = of.to_latent->out;
-        const int64_t own = of.to_latent->in, shared = m.head_dim - own;  // of a query
+        const int64_t own = of.to_latent->in, shared = m.head_dim - own;  // parts of a query
         const int64_t made = layer.qkv.out, before = made - latent - shared, key_dim = latent + shared;
         const int64_t value_dim = of.to_value->out, width = heads * value_dim;
         w.mixed.resize(w.room * width), queries.resize(n * heads * key_dim), attended.resize(n * heads * latent);
@@ -51,12 +51,12 @@ class LatentMixer {
     // A part of each row for each head.
     struct Strided {
         Value* first;
-        int64_t row, head;  // from one to the next, in values
+        int64_t row, head;  // strides, in values
 
         Value* at(int64_t r, int64_t h) const { return first + r * row + h * head; }
     };
 
-    // Fills `raised` from the first `size` values of what a layer's `qkv` made of each row.
+    // Fills `raised` from the first `size` values of each row of a layer's `qkv` product.
     void make_queries(const Layer& layer, int64_t size, int64_t n) {
         low.resize(n * size), raised.resize(n * layer.latent->queries.out);
         w.each_row(n, [&](int64_t r) {

@@ -14,7 +14,7 @@ from engine.linear.packed import QuantizedArgs, pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 
 LayerPaths = tuple[tuple[str, ...], ...]
-"""Paths in the model of the linear layers of each of a layer's products, in the order of `Product` in
+"""The model paths of the linear layers in each of a layer's products, in the order of `Product` in
 `structs.h`.
 """
 
@@ -25,22 +25,22 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class NativeModel:
-    """A model as the C++ side reads it. What `model` points to lives as long as this object."""
+    """A model in the C++ structs. The memory that `model` points to lives as long as this object."""
 
     model: ModelArgs
     layers: ctypes.Array[LayerArgs]
     paths: Sequence[LayerPaths] = ()
-    """The linear layers of each of `layers`, which adapters may add to."""
+    """For each of `layers`, the linear layers that adapters may add to."""
     columns: Mapping[str, range] = {}
-    """Outputs that it computes of linear layers, by path; of others it computes all."""
+    """The computed outputs of some linear layers, by path; all outputs of the others are computed."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Its weights and rows are of `dtype`, one of `DTYPES`."""
+        """Make an empty model with weights and rows of `dtype`, one of `DTYPES`."""
         self.dtype = dtype
         self._memory = HugePages()
         self._kept: list[Tensor] = []
         self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
-        """By address: what lies there, with the packed weight and the bias that it points to."""
+        """By address: the struct there, with the packed weight and the bias that it points to."""
         self._experts: list[ExpertsArgs | QuantizedArgs] = []
 
     def keep(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
@@ -55,13 +55,13 @@ class NativeModel:
         return self.keep(tensor, torch.float32)
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """A copy of it as it is, kept."""
+        """Return an unconverted copy of the tensor, and keep it alive."""
         values = self._memory.copy(tensor.detach())
         self._kept.append(values)
         return values
 
     def keep_experts(self, args: ExpertsArgs | QuantizedArgs) -> int:
-        """Their address."""
+        """Keep the struct alive. Return its address."""
         self._experts.append(args)
         return ctypes.addressof(args)
 
@@ -82,20 +82,20 @@ class NativeModel:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors that the model reads."""
+        """Size of all tensors that the model reads, in bytes."""
         tensors = list(self._kept)
         for _, weight, bias in self._quantized.values():
             tensors += [each for each in (*weight.tensors, bias) if each is not None]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     def weights(self, *linears: nn.Linear | PackedQuantizedLinear) -> WeightsArgs:
-        """Linear layers of one input, as one product. Quantized ones are alike."""
+        """Return one product of linear layers with one input. Quantized layers must be alike."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
         packed = [linear.packed for linear in linears if isinstance(linear, PackedQuantizedLinear)]
         if packed:
             weight = join(packed).copied(self._memory.copy)
-            if isinstance(linears[0], PackedQuantizedLinear) and len(linears) == 1:  # a head stays in use
+            if isinstance(linears[0], PackedQuantizedLinear) and len(linears) == 1:  # the head stays in use
                 linears[0].words, linears[0].scales, linears[0].offsets = weight.tensors[:3]
             return self.keep_quantized(weight, bias)
         return self.matrix(torch.cat([linear.weight for linear in linears]), bias)

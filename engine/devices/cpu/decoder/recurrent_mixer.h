@@ -1,4 +1,4 @@
-// What all mixers with states have.
+// Base of all mixers with states.
 
 #pragma once
 
@@ -13,7 +13,7 @@ class RecurrentMixer {
   protected:
     explicit RecurrentMixer(Work& work) : w(work), m(work.m) {}
 
-    // Fills `convolved` from inputs whose rows lie `step` values apart.
+    // Fills `convolved` from inputs whose rows have stride `step`.
     void convolve(const Recurrent& layer, const Rows& rows, const Value* inputs, int64_t step) {
         const LayerStateSlots& of = m.state_slots[layer.number];
         convolved.resize(rows.count * of.channels);

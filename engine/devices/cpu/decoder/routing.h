@@ -1,4 +1,4 @@
-// Which experts a row goes through, and how much each of them counts.
+// The selection of a row's experts, and their weights.
 
 #pragma once
 
@@ -13,12 +13,12 @@
 
 namespace {
 
-// What scores are made of logits: with SOFTMAX all of a row's sum up to 1.
+// The function that turns logits into scores. With SOFTMAX a row's scores sum to 1.
 enum Score : int64_t { SOFTMAX, SIGMOID };
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// The places of the `count` highest values, the highest first; of equal ones the first is the higher.
+// Writes the indices of the `count` highest values to `places`, highest first; the lower index wins a tie.
 inline void highest(const std::vector<float>& values, int64_t count, std::vector<int64_t>& places) {
     places.resize(values.size());
     std::iota(places.begin(), places.end(), 0);
@@ -43,7 +43,7 @@ inline void sigmoid_row(float* row, int64_t size, bool rounds) {
 
 class Routing {
   public:
-    // Of one row: turns its logits into scores, and finds the `chosen` experts and the `weights` of their outputs.
+    // Turns one row's logits into scores, and writes the `chosen` experts and the `weights` of their outputs.
     void choose(const Experts& experts, float* scores, int64_t* chosen, float* weights) {
         if (experts.score == SOFTMAX) softmax_row(scores, experts.count);
         else sigmoid_row(scores, experts.count, experts.rounds);
@@ -66,7 +66,7 @@ class Routing {
     }
 
   private:
-    // A group counts as much as its two best experts (DeepSeek-V3, 2024).
+    // Excludes all groups except the best. A group ranks by the sum of its two best experts (DeepSeek-V3, 2024).
     void close_groups(const Experts& experts) {
         const int64_t size = experts.count / experts.groups;
         group_ranks.resize(experts.groups);

@@ -25,8 +25,8 @@ template <class T> float sum_of_squares(const T* x, int64_t size) {
     return sum;
 }
 
-// How a norm applies its weights. PLAIN: to values that are rounded first. CENTRED: they are what the factors have above
-// 1. EXACT: only the product is rounded.
+// How a norm applies its weights. PLAIN: to values that are rounded first. CENTRED: weights are the factors minus 1,
+// and only the product is rounded. EXACT: only the product is rounded.
 enum Norm : int64_t { PLAIN, CENTRED, EXACT };
 
 // `out` may be x.

@@ -1,5 +1,5 @@
-// A short gated convolution (LFM2, 2025). A layer's `qkv` makes three values of each channel: a gate of the
-// convolution's input, a gate of its output, and the input.
+// A short gated convolution (LFM2, 2025). A layer's `qkv` makes three values for each channel: the gate of the
+// convolution's input, the gate of its output, and the input.
 
 #pragma once
 

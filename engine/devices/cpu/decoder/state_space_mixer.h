@@ -1,7 +1,7 @@
-// A state space (Mamba2, 2024): linear attention without the delta rule. A layer's `qkv` makes what opens the outputs,
-// before a norm, behind it or without one; the convolution's inputs, which become values, keys and queries; and of each
-// head a time, softplus(made + shift) within limits, for which its state decays at the head's rate. Its output has the
-// value, too, times the head's skip.
+// A state space (Mamba2, 2024): linear attention without the delta rule. A layer's `qkv` makes the outputs' gates,
+// applied before a norm, after it or without one; the convolution's inputs, which become values, keys and queries; and
+// each head's time, softplus(made + shift) within limits, for which its state decays at the head's rate. The value
+// times the head's skip is added to the output.
 
 #pragma once
 
@@ -59,7 +59,7 @@ class StateSpaceMixer : RecurrentMixer {
         return std::min(std::max(time, space.shortest), space.longest);
     }
 
-    // Opens and norms what was read. Without a norm the modules round silu(gate) first.
+    // Gates and norms the read values. Transformers' modules without a norm round silu(gate) first.
     void finish_row(const Recurrent& space, float* x, const Value* gate, int64_t width, Value* __restrict out) const {
         if (space.norm && space.norms_first) norm_groups(space, x, width);
         if (space.norm) open_groups(x, gate, width, [](float opening) { return opening; });
@@ -79,7 +79,7 @@ class StateSpaceMixer : RecurrentMixer {
         }
     }
 
-    // In place, group by group.
+    // Norms x in place, group by group.
     void norm_groups(const Recurrent& space, float* __restrict x, int64_t width) const {
         const Value* __restrict weight = space.norm;
         for (int64_t first = 0; first < width; first += space.group) {

@@ -1,4 +1,4 @@
-"""The structs of `structs.h`, with `Args` after their names. It explains the fields."""
+"""The structs of `structs.h`, which explains the fields, with `Args` after their names."""
 
 from __future__ import annotations
 

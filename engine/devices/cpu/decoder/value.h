@@ -1,4 +1,4 @@
-// What the decoder's rows and weights consist of: bfloat16, or float32 where IN_FLOAT32 is defined.
+// The type of the decoder's rows and weights: bfloat16, or float32 if IN_FLOAT32 is defined.
 
 #pragma once
 

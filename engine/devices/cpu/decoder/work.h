@@ -1,4 +1,4 @@
-// What the parts of a step share: its rows, the threads that they are shared out to, and a layer's products.
+// The state that the parts of a step share: its rows, its threads, and a layer's products.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t SERIAL_ROWS = 16;  // below so many rows, threads don't pay between two products
+constexpr int64_t SERIAL_ROWS = 16;  // fewest rows that are worth several threads between two products
 constexpr int64_t ROWS_AT_ONCE = 8;
 
 class Work {
@@ -21,7 +21,7 @@ class Work {
 
     const Model m;
     const std::vector<Layer> layers;
-    // A layer's input; what its products make; what its mixer makes of the rows. There is room for so many rows.
+    // A layer's input, its products' outputs, and its mixer's result, with room for `room` rows.
     std::vector<Value> normed, product, mixed;
     int64_t threads = 1, room = 0;
 
@@ -41,7 +41,7 @@ class Work {
         if (w.multipliers) each_row(n, [&](int64_t r) { scale_row(out + r * w.out, w.multipliers, w.out); });
     }
 
-    // Finds the rows of each adapter, among the `kept` ones (null: all).
+    // Finds each adapter's rows among the `kept` rows (null: all rows).
     void group(const Rows& rows, const int64_t* kept, int64_t n) {
         groups.resize(rows.num_adapters), adapted.resize(rows.num_adapters);
         for (auto& group : groups) group.clear();
@@ -50,14 +50,14 @@ class Work {
         adapters = rows.adapters;
     }
 
-    // One of a layer's products, with what rows' adapters have beside it.
+    // Computes one of a layer's products, including the rows' adapters.
     void project(size_t l, Product which, const Value* in, const Weights& w, Value* out, int64_t n) {
         multiply(in, w, out, n);
         if (!groups.empty()) add_adapters(l, which, in, w, out, n);
         scale(w, out, n);
     }
 
-    // Has `compute` write all `width` outputs of each row; or those that a rank's weights have, which it gathers.
+    // Lets `compute` write all `width` outputs of each row, or only those of a rank's weights, which are gathered.
     template <class Compute>
     void make_whole(const Weights& w, Value* out, int64_t n, int64_t width, const Compute& compute) {
         if (w.out == width) return compute(out);
@@ -68,15 +68,15 @@ class Work {
 
     void attend(const Call& call) { m.attend(m.attention[m.tables[call.layer]], &call); }
 
-    // Activates the `width` values that an MLP's first product makes of a row. Where they are gates, the values that
-    // they are multiplied with lie after them.
+    // Activates the `width` values that an MLP's first product makes of a row. If they are gates, they are followed by
+    // the values to multiply.
     void activate(const Value* made, int64_t width, Value* out) const {
         if (m.activation == RELU2) square_row(made, width, out);
         else if (m.activation == GELU_TANH) gate_row(made, made + width, width, out, gelu_exponent);
         else gate_row(made, made + width, width, out, [](float x) { return x; });
     }
 
-    // Makes rows whole of which a rank has `own` values.
+    // Completes rows of which a rank has `own` values.
     void gather(std::vector<Value>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
         if (own == width) return;
         part.swap(values);
@@ -85,7 +85,7 @@ class Work {
     }
 
   private:
-    // To one of a layer's products, what rows' adapters have beside it.
+    // Adds the rows' adapters to one of a layer's products.
     void add_adapters(size_t l, Product which, const Value* in, const Weights& w, Value* out, int64_t n) {
         const int64_t first = l * PARTS + which;
         const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
@@ -99,7 +99,7 @@ class Work {
     }
 
     std::vector<Value> part;
-    std::vector<std::vector<int64_t>> groups;  // the rows of each adapter
+    std::vector<std::vector<int64_t>> groups;  // each adapter's rows
     std::vector<Adapted> adapted;
     const Part* const* adapters = nullptr;
 };

@@ -1,4 +1,4 @@
-// One head of linear attention, with the delta rule or without.
+// One head of linear attention, with or without the delta rule.
 
 #pragma once
 
@@ -26,15 +26,15 @@ inline float dot(const float* a, const float* b, int64_t count) {
     return sum;
 }
 
-// A vector of columns, or a single one.
+// Loads a vector of columns, or a single column.
 template <class Columns> Columns from(const float* row) {
     Columns columns;
     memcpy(&columns, row, sizeof columns);
     return columns;
 }
 
-// Calls work(first, columns) for all columns: several vectors at a time, whose sums stay in registers, where so many
-// are left. `columns` is an array of the vectors, or of the single column.
+// Calls work(first, columns) for all columns: TILE vectors at a time, whose sums stay in registers, then single vectors
+// and single columns. `columns` is an array of the vectors, or of the single column.
 template <class Work> void for_columns(int64_t count, const Work& work) {
     int64_t first = 0;
     for (; first + TILE * LANES <= count; first += TILE * LANES) work(first, std::array<Vec, TILE>{});
@@ -48,7 +48,7 @@ template <class Columns> void add(Columns& sums, float factor, const float* row)
     for (size_t i = 0; i < sums.size(); i++) sums[i] += factor * from<Each>(row + i * sizeof(Each) / sizeof(float));
 }
 
-// A thread's own memory, kept from one head to the next.
+// A thread's buffers, kept from one head to the next.
 struct Scratch {
     std::vector<float> far_query, far_key, decayed, by_query, by_key, origin, drafted;
     std::vector<const float*> added;
@@ -96,10 +96,10 @@ class Head {
 
     float* delta_at(int64_t place) { return deltas + place % window * of.heads * of.value_dim; }
 
-    // The logarithms of the decays from the grid point until behind this place.
+    // Returns the sums of the logarithms of the decays from the grid point through this place.
     float* decay_at(int64_t place) { return decays + place % window * of.heads * of.decay_dim; }
 
-    // A key, or a query, times the decays between two places; those until the grid point are `origin`.
+    // Multiplies a key or query by the decays between two places; `origin` stands for the grid point.
     void decay(const float* rows, const float* since, const float* until, float* __restrict out) {
         const int64_t size = of.key_dim;
         if (of.decay_dim == 1) {
@@ -111,13 +111,13 @@ class Head {
         }
     }
 
-    // Keys of this step are read where they are: several heads share them, and the state_slot gets them in the end.
+    // Returns a place's key. This step's keys are read from the input: heads share them; `keys` gets them at the end.
     const float* key_at(int64_t place) const {
         if (place < span.start) return keys + place % window * of.key_heads * of.key_dim;
         return in.key + (row + place - span.start) * in.key_step + key_head * of.key_dim;
     }
 
-    // Brings the state to the last grid point of what is certain of the places before this one.
+    // Advances the state to the last grid point before `place` whose tokens are certain.
     void settle(int64_t place) {
         for (; base + grid <= std::min(place, span.certain); base += grid) {
             find_path(span, base + grid, base, own.path);
@@ -125,7 +125,7 @@ class Head {
         }
     }
 
-    // The state behind so many drafted tokens of the path: rows of a chain, and most of a tree, share it.
+    // Returns the state after `count` drafted tokens of the path. Rows of a chain, and most rows of a tree, share it.
     const float* ahead(int64_t count) {
         auto &passed = own.passed, &path = own.path;
         if (int64_t(passed.size()) > count || !std::equal(passed.begin(), passed.end(), path.begin())) passed.clear();
@@ -135,7 +135,7 @@ class Head {
         return own.drafted.data();
     }
 
-    // One row, behind a state and the `count` places after it.
+    // Computes one row from a state and the `count` places after it.
     void attend(int64_t place, const float* state, const int64_t* places, int64_t count) {
         const int64_t at = row + place - span.start, dim = of.value_dim;
         const float* query = in.query + at * in.query_step + key_head * of.key_dim;
@@ -170,7 +170,7 @@ class Head {
         });
     }
 
-    // How much a row reads of what this place, of the number `index` behind the state, has added.
+    // Computes the weight with which a row reads the delta of `place`, which is the `index`-th place after the state.
     void weigh(const float* query, const float* key, int64_t place, const float* total, int64_t index) {
         const float *since = decay_at(place), *known = key_at(place);
         own.added[index] = delta_at(place);
@@ -185,7 +185,7 @@ class Head {
         if (in.beta) own.by_key[index] = dot(key, known, of.key_dim) * weight;
     }
 
-    // A state from a grid point to the next one, by the places between them.
+    // Advances a state from one grid point to the next, by the places between them.
     void advance(float* state, const int64_t* places) {
         const int64_t keys = of.key_dim, dim = of.value_dim;
         const float* total = decay_at(places[grid - 1]);

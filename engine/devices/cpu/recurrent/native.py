@@ -75,7 +75,7 @@ def kernels() -> tuple[Callable[..., None], Callable[..., None]]:
 
 
 def layer_state_slots(state_slots: StateSlots) -> ctypes.Array[LayerStateSlotsArgs]:
-    """Return each layer's slots, as the kernels read and write them."""
+    """Return each layer's slots in the kernels' structs."""
     is_bf16 = state_slots.layout.dtype is torch.bfloat16
     described = []
     for layer, of in zip(state_slots.layout.layers, state_slots.layers, strict=True):
@@ -86,7 +86,7 @@ def layer_state_slots(state_slots: StateSlots) -> ctypes.Array[LayerStateSlotsAr
 
 
 class CpuSpans:
-    """The sequences of a step, as the kernels read them."""
+    """The sequences of a step in the kernels' structs."""
 
     def __init__(self, state_slots: StateSlots) -> None:
         self._state_slots = state_slots
@@ -96,7 +96,7 @@ class CpuSpans:
         self.args = SpansArgs()
 
     def begin(self, spans: Iterable[RowSpan]) -> None:
-        """They are valid until the next call."""
+        """Fill in the structs; they are valid until the next call."""
         self._numbers, self._masks = array("q"), []
         for span in spans:
             paths = 0
@@ -112,13 +112,13 @@ class CpuSpans:
 
 
 class CpuOperators(StepOperators):
-    """Raises BuildError where the kernel cannot be built."""
+    """The operators by the native kernels. Raises BuildError if they cannot be built."""
 
     name = "cpu"
 
     def __init__(self, state_slots: StateSlots) -> None:
         self._conv, self._attend = kernels()
-        self._state_slots = state_slots  # whose memory the kernels use
+        self._state_slots = state_slots  # keeps the kernels' memory alive
         self._layers = layer_state_slots(state_slots)
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._spans = CpuSpans(state_slots)
@@ -152,7 +152,7 @@ class CpuOperators(StepOperators):
     def _run_linear(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """The others are decay, beta and rates."""
+        """Run the kernel. `others` are decay, beta and rates."""
         inputs = [None if each is None else each.contiguous() for each in (query, key, value, *others)]
         out = torch.empty(value.shape)
         rows = map(_address, (*inputs, out))
@@ -167,5 +167,5 @@ def _address(tensor: Tensor | None) -> Any:
 
 
 def _step(state_slots: Tensor) -> int:
-    """Bytes from one state slot to the next."""
+    """Return the bytes from one state slot to the next."""
     return state_slots.stride(0) * state_slots.element_size()

@@ -1,4 +1,4 @@
-// Which tokens are before a row, and how far a state goes with a step.
+// The tokens before a row, and the grid point of a state after a step.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// The places of the tokens before a row, from position `first` on, in order of their positions.
+// Finds the places of the tokens before a row, from position `first` on, in order of their positions.
 void find_path(const Span& span, int64_t place, int64_t first, std::vector<int64_t>& path) {
     path.clear();
     int64_t position = first;
@@ -22,7 +22,7 @@ void find_path(const Span& span, int64_t place, int64_t first, std::vector<int64
         if (position++ >= first) path.push_back(root + __builtin_ctzll(bits));
 }
 
-// The grid point of a span's state once its rows have run.
+// Returns the grid point of a span's state after its rows have run.
 int64_t next_base(const Span& span, int64_t grid) {
     return std::max(std::min(span.certain, span.start + span.count) / grid * grid, span.base);
 }

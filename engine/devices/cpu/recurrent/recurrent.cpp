@@ -1,9 +1,9 @@
-// The operators of recurrent layers on a CPU (operators.py says what they compute).
+// The operators of recurrent layers on a CPU (operators.py defines what they compute).
 //
-// A unit of work is one sequence and one head, or one block of a convolution's channels: its rows run one after the
-// other, and each sum has its terms in an order that the row's position decides. So bits depend neither on chunks,
-// company nor threads. Nor do they on drafts: a state only ever holds tokens that are certain, and what drafts leave in
-// a window is written again before it is read.
+// A unit of work is one sequence and one head, or one block of a convolution's channels. Its rows run one after the
+// other, and a row's position determines the order of each sum's terms. So bits depend on neither chunks, nor other
+// rows, nor threads. Nor do they depend on drafts: a state only ever contains certain tokens, and the window places
+// that drafts have written are written again before they are read.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t CHANNELS = 512;
 
-// In its scope denormal numbers are zero: those that strong decays leave take Intel's CPUs a hundred cycles each.
+// Treats denormal numbers as zero in its scope: strong decays leave some, each costing Intel's CPUs a hundred cycles.
 class NoDenormals {
 #ifdef __SSE__
     static constexpr unsigned FLUSH_AND_READ_AS_ZERO = 0x8040;
@@ -43,7 +43,7 @@ inline float as_float(uint16_t x) {
     return value;
 }
 
-// One block of channels of a sequence's convolution.
+// Runs one block of channels of a sequence's convolution.
 template <class Word> void convolve(const Conv& conv, const Span& span, int64_t row, const Spans& of, int64_t first) {
     const LayerStateSlots& state_slots = *conv.state_slots;
     const int64_t channels = state_slots.channels, reach = state_slots.taps - 1, count = std::min(CHANNELS, channels - first);
@@ -81,7 +81,7 @@ template <class Word> void convolve(const Conv& conv, const Span& span, int64_t 
         memcpy(recent + place % of.window * channels, at(place), count * sizeof(Word));
 }
 
-// Calls work(span, its first row, part) for each span and each part below `parts`.
+// Calls work(span, first row of the span, part) for each span and each part below `parts`.
 template <class Work> void for_each(const Spans& of, int64_t parts, const Work& work) {
     std::vector<int64_t> rows(of.num_spans);
     for (int64_t s = 1; s < of.num_spans; s++) rows[s] = rows[s - 1] + of.spans[s - 1].count;

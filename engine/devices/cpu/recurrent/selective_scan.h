@@ -15,9 +15,9 @@ namespace {
 
 constexpr int64_t HEADS = 64;
 
-// Some heads of a sequence's selective scan. A row's state is that of the grid point with the tokens since then, one
-// after the other: the same operations whether they ran in this step or are read from the window. While it is worked on, a
-// state is [key_dim, heads], so that heads are computed side by side.
+// Some heads of a sequence's selective scan. A row's state is the grid point's state plus the tokens since then, one
+// after the other: by the same operations whether they ran in this step or are read from the window. The working copy
+// of a state is [key_dim, heads], so that heads are computed in parallel.
 class Scan {
   public:
     Scan(const LinearAttention& linear, const Spans& spans, const Span& span, int64_t row, int64_t first)
@@ -49,7 +49,7 @@ class Scan {
     std::vector<float> held, rates;
     std::vector<int64_t> path, passed;
 
-    // Adds to what is held the tokens of the path that it lacks. What is certain at a grid point becomes the state.
+    // Adds the path's missing tokens to `held`, which becomes the stored state at grid points of certain tokens.
     void follow() {
         if (passed.size() > path.size() || !std::equal(passed.begin(), passed.end(), path.begin())) {
             turn(state, held.data(), heads, size);
@@ -69,7 +69,7 @@ class Scan {
     void add(int64_t place) {
         const int64_t count = heads, at = place % window * of.heads;
         const int64_t here = row + place - span.start;
-        const bool is_new = place >= span.start;  // and so not in the window yet, whose first token may be there
+        const bool is_new = place >= span.start;  // and so not in the window yet; its place may be in use
         const float* key = is_new ? in.key + here * in.key_step : keys + place % window * size;
         if (is_new) {
             memcpy(deltas + at, in.value + here * in.value_step + first, heads * sizeof(float));
@@ -96,7 +96,7 @@ class Scan {
         memcpy(out, sums, heads * sizeof(float));
     }
 
-    // Rows become columns.
+    // Transposes a matrix.
     static void turn(const float* from, float* to, int64_t num_rows, int64_t num_columns) {
         for (int64_t r = 0; r < num_rows; r++)
             for (int64_t c = 0; c < num_columns; c++) to[c * num_rows + r] = from[r * num_columns + c];
