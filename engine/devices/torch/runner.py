@@ -54,8 +54,8 @@ class TorchRunner(StepRunner):
         products: str,
         packed: bool = False,
     ) -> None:
-        """Make the runner. `mode` is the value of `--compile`. `packed`: linear layers are of
-        `engine.linear`.
+        """Make the runner. `mode` is the value of `--compile`; `packed` says whether `engine.linear` packed
+        the layers.
         """
         super().__init__(forward, backend, products)
         self._torch_forward, self._mode, self._packed = forward, mode, packed
