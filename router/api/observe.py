@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_args
 
@@ -13,11 +13,12 @@ import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from protocol.speculation import StepTimeState
 from router.api.access import Json, State
 from router.dispatch.placer import MAX_DECISIONS
-from router.doctor.samples import sample
-from router.doctor.verdicts import examine
+from router.doctor import ClusterSample, WorkerSample, examine
 from router.requests.journal import LiveRequest
+from router.state import RouterState
 from router.workers.assignment import LiveStage
 from router.workers.registry import Worker
 
@@ -101,9 +102,9 @@ async def show_requests(
 async def diagnose(
     state: State, seconds: Annotated[float, Query(gt=0, le=60, allow_inf_nan=False)] = 3
 ) -> Response:
-    before = sample(state)
+    before = _sample(state)
     await asyncio.sleep(seconds)
-    after = sample(state)
+    after = _sample(state)
     return Json({"seconds": after.at - before.at, "findings": examine(before, after)})
 
 
@@ -197,3 +198,50 @@ def _links(worker: Worker) -> list[dict[str, Any]]:
         for pair in worker.state.pairs
         if pair.in_use
     ]
+
+
+def _sample(state: RouterState) -> ClusterSample:
+    totals, refused = _totals(state)
+    return ClusterSample(
+        at=time.monotonic(),
+        workers=[_worker_sample(state, worker) for worker in state.registry.live()],
+        live=len(state.journal),
+        parked=state.placer.num_parked,
+        max_num_seqs=state.config.max_num_seqs,
+        totals=totals,
+        refused=refused,
+    )
+
+
+def _totals(state: RouterState) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the router's own metrics, each summed over its labels, and the refused requests by reason."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    refused: dict[str, float] = {}
+    for name, labels, value in state.metrics.own_samples():
+        totals[name] += value
+        if name == "requests_refused_total":
+            refused[labels["reason"]] = value
+    return dict(totals), refused
+
+
+def _worker_sample(state: RouterState, worker: Worker) -> WorkerSample:
+    load, told = worker.load, worker.state
+    speculation = told.speculation
+    return WorkerSample(
+        id=worker.key.worker_id,
+        tasks=worker.role.tasks,
+        running=told.num_running,
+        waiting=told.num_waiting,
+        rows=load.rows,
+        prompts=load.prompts,
+        held=state.placer.ahead.num_held(worker),
+        context_tokens=load.context_tokens,
+        kv_usage=told.kv_usage,
+        kv_tokens=load.kv_tokens,
+        steps=told.steps,
+        preemptions=told.num_preemptions,
+        counters=told.counters,
+        costs=told.costs,
+        step_time=speculation.step_time if speculation is not None else StepTimeState(),
+        pairs=told.pairs,
+    )

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from protocol.costs import StepCosts
 from protocol.speculation import StepTimeState
-from router.doctor.samples import ClusterSample, WorkerSample
-from router.doctor.verdicts import DRAFT_LOSS, Finding, examine
+from protocol.worker_to_router import PairState
+from router.doctor import DRAFT_LOSS, ClusterSample, Finding, WorkerSample, examine
 from tests.e2e.load import load
 
 COSTS = StepCosts(step_s=2e-3, row_s=1e-4, context_s=0.0, token_s=1e-4, attention_s=0.0)
@@ -53,6 +53,11 @@ def steps(count: int, seconds: float, tokens: float = 0.0, **counters: float) ->
     return {"steps": count, "counters": counted}
 
 
+def sent(busy_s: float, nbytes: float = 0.0) -> dict[str, Any]:
+    counters = {"kv_transfer_busy_seconds_total": busy_s, "kv_transfer_bytes_total": nbytes}
+    return {"pairs": [PairState(peer="decode-0", transport="tcp", in_use=True, counters=counters)]}
+
+
 def worker(base: WorkerSample, **state: Any) -> WorkerSample:
     return msgspec.structs.replace(base, **state)
 
@@ -72,7 +77,7 @@ def names(pair: tuple[ClusterSample, ClusterSample]) -> list[str]:
 
 BUSY_PREFILL = worker(PREFILL, prompts=8.0, running=2)
 BUSY_DECODE = worker(DECODE, running=40, rows=40.0, context_tokens=4000.0)
-LINKED = worker(PREFILL, links={"decode-0": "tcp"})
+LINKED = worker(PREFILL, pairs=[PairState(peer="decode-0", transport="tcp", in_use=True)])
 FULL_POOL = worker(DECODE, waiting=5, running=3, rows=8.0, kv_usage=0.95)
 DRAFTING = worker(
     DECODE,
@@ -86,7 +91,7 @@ PROVOKED: dict[str, tuple[ClusterSample, ClusterSample]] = {
     "prefill": looks((BUSY_PREFILL, steps(40, 1.9, 19_000.0)), (DECODE, steps(40, 0.1))),
     "decode": looks((PREFILL, {}), (BUSY_DECODE, steps(316, 1.9, 316 * 40.0))),
     "transfer": looks(
-        (LINKED, {"exposed_s": {"decode-0": 1.5}, "sent_bytes": {"decode-0": 1e6}}),
+        (LINKED, sent(1.5, 1e6)),
         (DECODE, {}),
         totals=transfer_totals(0.3),
     ),
@@ -112,10 +117,10 @@ NOT_QUITE: dict[str, tuple[ClusterSample, ClusterSample]] = {
         (worker(DECODE, running=8, rows=8.0), steps(690, 1.95, 8 * 690.0))
     ),
     "a transfer that the prefill hides": looks(
-        (LINKED, {"exposed_s": {"decode-0": 0.1}}), (DECODE, {}), totals=transfer_totals(0.02)
+        (LINKED, sent(0.1)), (DECODE, {}), totals=transfer_totals(0.02)
     ),
     "a transfer that takes no longer than its messages": looks(
-        (LINKED, {"exposed_s": {"decode-0": 0.5}}), (DECODE, {}), totals=transfer_totals(0.01, 0.01, 100)
+        (LINKED, sent(0.5)), (DECODE, {}), totals=transfer_totals(0.01, 0.01, 100)
     ),
     "a router that is late for want of cores": looks(totals=LATE, live=40),
     "a full pool that nobody waits for": looks((worker(FULL_POOL, waiting=0), steps(200, 0.6))),

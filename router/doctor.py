@@ -1,4 +1,4 @@
-"""The doctor's verdicts: pure functions of two samples of the cluster that yield findings.
+"""The bottlenecks that keep requests waiting, found by pure functions of two samples of the cluster.
 
 The cost of a finding is a number of requests: the average number that it delays at any moment.
 """
@@ -11,7 +11,52 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from costs.drafting import StepCurve
-from router.doctor.samples import ClusterSample, WorkerSample
+from protocol.costs import UNKNOWN_COSTS, StepCosts
+from protocol.roles import Task
+from protocol.speculation import StepTimeState
+from protocol.worker_to_router import PairState
+
+
+class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's values. `rows` decode here now or later, `prompts` await their first token from here, and
+    `held` requests still wait in the router.
+    """
+
+    id: str
+    tasks: tuple[Task, ...]
+    running: int = 0
+    waiting: int = 0
+    rows: float = 0.0
+    prompts: float = 0.0
+    held: int = 0
+    context_tokens: float = 0.0
+    kv_usage: float = 0.0
+    kv_tokens: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    counters: dict[str, float] = {}
+    costs: StepCosts = UNKNOWN_COSTS
+    step_time: StepTimeState = StepTimeState()
+    pairs: list[PairState] = []
+
+
+class ClusterSample(msgspec.Struct, frozen=True, kw_only=True):
+    """The values of the router and all workers at `at` monotonic seconds.
+
+    `totals` holds the router's metrics by name, `refused` the number of refused requests by reason.
+    """
+
+    at: float
+    workers: list[WorkerSample] = []
+    live: int = 0
+    parked: int = 0
+    max_num_seqs: int = 0
+    totals: dict[str, float] = {}
+    refused: dict[str, float] = {}
+
+    def worker(self, worker_id: str) -> WorkerSample | None:
+        return next((worker for worker in self.workers if worker.id == worker_id), None)
+
 
 Name = Literal["prefill", "decode", "transfer", "router", "kv_room", "queue", "draft", "nothing"]
 
@@ -81,6 +126,14 @@ class WorkerSpan(NamedTuple):
     def gained(self, counter: str) -> float:
         """Return the increase of one of the worker's counters, summed over its labels."""
         return max(_sum(self.after.counters, counter) - _sum(self.before.counters, counter), 0.0)
+
+    def sent(self, peer: str, name: str) -> float:
+        """Return the increase of a total of the transfers to a peer, over all transports."""
+        before, after = (
+            sum(each.counters.get(f"kv_transfer_{name}_total", 0.0) for each in pairs if each.peer == peer)
+            for pairs in (self.before.pairs, self.after.pairs)
+        )
+        return after - before
 
     def mean(self, name: str) -> float:
         """Return the mean of a load."""
@@ -172,29 +225,28 @@ def transfer(interval: Interval) -> Iterator[Finding]:
     prefill_s = interval.mean_s("request_prefill_time_seconds")
     whole_s = exposed_s + prefill_s
     pairs = [
-        (worker.after.exposed_s.get(peer, 0.0) - worker.before.exposed_s.get(peer, 0.0), worker, peer)
+        (worker.sent(pair.peer, "busy_seconds") - worker.sent(pair.peer, "hidden_seconds"), worker, pair)
         for worker in interval.workers()
-        for peer in worker.after.links
+        for pair in worker.after.pairs
+        if pair.in_use
     ]
     if exposed_s < max(EXPOSED_S, EXPOSED_SHARE * whole_s) or not pairs:
         return
-    wait_s, worker, peer = max(pairs, key=lambda pair: pair[0])
-    sent = worker.after.sent_bytes.get(peer, 0.0) - worker.before.sent_bytes.get(peer, 0.0)
-    transport = worker.after.links[peer]
+    wait_s, worker, pair = max(pairs, key=lambda each: each[0])
     change = "connect the workers faster, or serve without hand-offs (--no-disaggregation)"
-    if transport == "tcp":
+    if pair.transport == "tcp":
         change = "halve the bytes (--kv-wire-dtype int8), use more streams (--kv-tcp-streams), or " + change
     yield Finding(
         "transfer",
         interval.total("request_kv_transfer_exposed_time_seconds_sum") / interval.seconds,
         f"after their prompt is computed requests wait {exposed_s:.3f} s for their KV; "
-        f"{worker.after.id} sends to {peer} over {transport}",
+        f"{worker.after.id} sends to {pair.peer} over {pair.transport}",
         change,
         worker.after.id,
         {
             "exposed_s": exposed_s,
             "prefill_s": prefill_s,
-            "bytes_per_s": sent / interval.seconds,
+            "bytes_per_s": worker.sent(pair.peer, "bytes") / interval.seconds,
             "exposed_share": min(wait_s / interval.seconds, 1.0),
         },
     )

@@ -1,1 +1,0 @@
-"""Finds the bottlenecks that keep requests waiting, from two samples of the cluster, and their remedies."""
