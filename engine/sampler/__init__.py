@@ -1,4 +1,4 @@
-"""Chooses each row's next token: `Sampler.sample(logits, rows)`."""
+"""Sampling of each row's next token: `Sampler.sample(logits, rows)`."""
 
 from engine.sampler.grammars import Grammars
 from engine.sampler.noise import Purpose, gumbel_noise, round_keys, stream_keys, uniform_noise

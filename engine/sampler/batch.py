@@ -1,4 +1,4 @@
-"""A batch of rows to sample from, and the interface of what samples from it on one kind of device."""
+"""A batch of rows to sample, and the interface of a sampler for one kind of device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from engine.sampler.rows import RequestParams, SamplingRow, TokenMasks
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Rows of logits [n, vocab], any float dtype, which stay as they are; n is at least 1."""
+    """Rows of logits [n, vocab], of any float dtype, which sampling does not change; n is at least 1."""
 
     logits: Tensor
     rows: Sequence[SamplingRow]
     requests: RequestParams
     index: list[int]
-    """The number of each row's request."""
+    """Number of each row's request in `requests`."""
     edits: EditLists | None
-    """How rows' logits are edited, if any are."""
+    """Edits of the rows' logits, if there are any."""
     masks: TokenMasks | None
 
     @property
@@ -31,32 +31,32 @@ class Batch:
 
 
 class TokenChoice(NamedTuple):
-    """`token_ids`, int64 [rows], lie where the logits do; what a row that fails has there means nothing, and
-    may be negative. `wait` brings them to the host, and the rows that failed; those have some token there.
-    """
+    """The tokens of a batch. `token_ids`, int64 [rows], are on the logits' device; entries of failed rows are
+    undefined and may be negative. `wait` returns the tokens on the host, where failed rows have some valid
+    id, and the failed rows."""
 
     token_ids: Tensor
     wait: Callable[[], tuple[Tensor, list[int]]]
 
     @classmethod
     def made(cls, token_ids: Tensor, failed_rows: list[int]) -> TokenChoice:
-        """Return one that needs no waiting."""
+        """Make a choice that needs no waiting."""
         return cls(token_ids, lambda: (token_ids, failed_rows))
 
 
 class RowSampler(Protocol):
-    """Chooses tokens on one kind of device. All choose the same ones."""
+    """A sampler for one kind of device. All samplers choose the same tokens."""
 
     on_device: bool
     """Whether kernels choose on the device, so that the host need not wait."""
 
     def begin(self, batch: Batch) -> TokenChoice:
-        """Choose a token for each row, without waiting for the device where kernels choose."""
+        """Choose a token for each row. If kernels choose, do not wait for the device."""
 
     def probabilities(self, batch: Batch) -> Tensor:
-        """Return what rows' tokens are drawn from, float32 [n, vocab]; zeros in rows that fail."""
+        """Return the rows' distributions, float32 [n, vocab]; zeros in rows that fail."""
 
     def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Draw tokens int64 [n] with noise of `Purpose.DRAFT`, in rounds that began at `starts`. Return them
-        and float32 [n, vocab] what they are drawn from.
+        """Draw draft tokens with noise of `Purpose.DRAFT`, in rounds that began at positions `starts`. Return
+        the tokens, int64 [n], and their distributions, float32 [n, vocab].
         """

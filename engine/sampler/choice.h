@@ -1,5 +1,5 @@
-// Chooses a token from a row of logits: the noise of noise.py, and the race of torch_sampler.py. The compiler vectorizes
-// the loops over a row: sizes are passed by value, and the output overlaps no other operand.
+// Sampling of a token from a row of logits: the noise of noise.py, and `race` of torch_sampler.py. The compiler can
+// vectorize the loops over a row, since sizes are passed by value and the output overlaps no other operand.
 #pragma once
 
 #include <algorithm>
@@ -29,10 +29,10 @@ inline float widen(bf16 value) {
 // The noise.
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
-constexpr float MAX_NOISE = 22.88f;   // the greatest there is
+constexpr float MAX_NOISE = 22.88f;   // an upper bound of the noise
 constexpr float NOISE_SPAN = 26.03f;  // no noise lifts a token above one whose log probability is greater by this
 
-// What a speculative round draws beside the target's own tokens.
+// The draws of a speculative round other than the target's own tokens.
 enum Purpose : int64_t { DRAFT = 1, ACCEPTANCE = 2, RECOVERY = 3 };
 
 inline uint64_t mix_upper(uint64_t x) {
@@ -49,7 +49,7 @@ inline uint64_t stream_key(int64_t seed, int64_t position) {
     return mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
 }
 
-// The key of noise that is used for nothing else, in the round that began at `start`.
+// Returns the key of noise that no other purpose and no other round uses; the round began at `start`.
 inline uint64_t round_key(int64_t seed, int64_t start, int64_t position, Purpose purpose) {
     const uint64_t of_purpose = stream_key(seed, -1 - purpose);  // at a position that no token has
     return stream_key(int64_t(stream_key(int64_t(of_purpose), start)), position);
@@ -82,7 +82,7 @@ inline int32_t order(float value) {
 inline int16_t infinity_like(bf16) { return 0x7f80; }
 inline int32_t infinity_like(float) { return 0x7f800000; }
 
-// The index of a row's greatest value, the first of equal ones; -1 if it is not finite, or any value is NaN.
+// Returns the index of a row's greatest value, the first of equal ones; -1 if it is not finite or any value is NaN.
 template <class T> int64_t argmax(const T* __restrict row, int64_t size) {
     using Order = decltype(order(T()));
     const Order infinity = infinity_like(T());
@@ -103,7 +103,7 @@ template <class T> int64_t argmax(const T* __restrict row, int64_t size) {
     return first;
 }
 
-// The logits of the tokens whose bits are set; the others get -inf. A word at a time, which the compiler vectorizes.
+// Copies the logits of tokens whose mask bit is set; the others get -inf. The compiler vectorizes the loop over a word.
 template <class T>
 void mask_row(const T* __restrict row, int64_t size, const uint32_t* __restrict mask, float* __restrict masked) {
     const auto mask_some = [=](int64_t first, int64_t count) {
@@ -116,14 +116,14 @@ void mask_row(const T* __restrict row, int64_t size, const uint32_t* __restrict 
     if (first < size) mask_some(first, size - first);
 }
 
-// Log probabilities up to a constant, which makes the greatest 0.
+// Computes log-probabilities up to a constant; the greatest becomes 0.
 template <class T>
 void scale_row(const T* __restrict row, int64_t size, int64_t likeliest, float temperature, float* __restrict values) {
     const float top = widen(row[likeliest]);
     for (int64_t i = 0; i < size; i++) values[i] = (widen(row[i]) - top) / temperature;
 }
 
-// The distribution that a token is drawn from. `values` are as from scale_row; those below `floor` get 0.
+// Computes the distribution that a token is drawn from. `values` are those of scale_row; those below `floor` get 0.
 inline void softmax(const float* __restrict values, int64_t size, float floor, float* __restrict probabilities) {
     floor = std::max(floor, -NOISE_SPAN);
     for (int64_t i = 0; i < size; i++) probabilities[i] = values[i] >= floor ? exp_of(values[i]) : 0;
@@ -144,7 +144,7 @@ inline int64_t count_at_least(const float* __restrict values, int64_t size, floa
     return count;
 }
 
-// visit(i) for all values that are at least `floor`.
+// Calls visit(i) for all values that are at least `floor`.
 template <class Visit> void each_at_least(const float* values, int64_t size, float floor, const Visit& visit) {
     for (int64_t first = 0; first < size; first += BLOCK) {
         const int64_t last = std::min(first + BLOCK, size);
@@ -154,9 +154,9 @@ template <class Visit> void each_at_least(const float* values, int64_t size, flo
     }
 }
 
-// The index with the greatest value + noise among values of at least `floor`, the first of equal ones. `values` are as
-// from scale_row; the noise of index i is that of token_id(i). Logarithms are computed only where the noise may lift a
-// token above the likeliest one's score: -log u is at least 1 - u.
+// Returns the index with the greatest value + noise among values of at least `floor`, the first of equal ones. `values`
+// are those of scale_row; index i has the noise of token_id(i). Logarithms are computed only for tokens that the noise
+// may lift above the likeliest one's score: -log u is at least 1 - u.
 template <class TokenId>
 int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, uint64_t key, const TokenId& token_id) {
     int64_t best = likeliest;
@@ -180,8 +180,8 @@ int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, 
     return best;
 }
 
-// Draws a token with a probability proportional to its weight: the one with the least -log u / weight, which is the one
-// with the greatest log(weight) + Gumbel noise. -1 if all weights are 0.
+// Draws a token with a probability proportional to its weight: the token with the least -log u / weight, which is also
+// the one with the greatest log(weight) + Gumbel noise. Returns -1 if all weights are 0.
 inline int64_t draw(const float* weights, int64_t size, uint64_t key) {
     int64_t best = argmax(weights, size);
     if (best < 0 || weights[best] <= 0) return -1;

@@ -1,4 +1,4 @@
-// A token for each row of logits in one call: sampler.py's choice, and the draws of drafters.
+// Sampling of a token for each row of logits in one call, for sampler.py, and the draws of drafters.
 
 #include "chooser.h"
 
@@ -14,11 +14,11 @@ struct Logits {
     Edits edits;
 };
 
-// Rows whose distributions are wanted, and tokens drawn from them for drafts, in rounds that began at `starts`.
+// Rows whose distributions are computed. Draft tokens are drawn from these, in rounds that began at `starts`.
 struct Drafted {
     Logits rows;
     const int64_t* starts;  // null: no tokens are drawn
-    float* distributions;   // [count, size]; where no score is finite zeros, or the first token if one is drawn
+    float* distributions;   // [count, size]; a failed row gets zeros or, if tokens are drawn, token 0 for certain
 };
 
 RowEdits edits_of(const Logits& rows, int64_t row) {

@@ -1,5 +1,5 @@
-// A row's token or distribution by a request's sampling parameters, with the filters of torch_sampler.py; many rows are
-// spread over threads.
+// Sampling of a row's token, and its distribution, by a request's parameters, with the filters of torch_sampler.py. The
+// rows are spread over threads.
 #pragma once
 
 #include <functional>
@@ -10,19 +10,19 @@
 
 namespace {
 
-constexpr int64_t SERIAL_LOGITS = 1 << 17;  // below so many, threads don't pay
+constexpr int64_t SERIAL_LOGITS = 1 << 17;  // with fewer logits, one thread is faster
 
 // A request's sampling parameters.
 struct Sampling {
     int64_t seed, top_k;  // 0: no filter
     double top_p;         // 1: no filter
-    float temperature;    // 0: the likeliest token
+    float temperature;    // 0: greedy
     float min_p_floor;
 };
 
-// exp(x) for x <= 0, which the compiler vectorizes; relative error below 1e-14.
+// Returns exp(x) for x <= 0 with a relative error below 1e-14, in a form that the compiler vectorizes.
 inline double exp_of(double x) {
-    const double shifted = std::max(x, -700.0) * 1.4426950408889634 + 0x1.8p52;  // its last bits are the integer
+    const double shifted = std::max(x, -700.0) * 1.4426950408889634 + 0x1.8p52;  // low bits: the rounded integer
     const double n = shifted - 0x1.8p52;
     const double r = (std::max(x, -700.0) - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;
     constexpr double F[] = {1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040, 1. / 40320, 1. / 362880,
@@ -37,7 +37,7 @@ inline double exp_of(double x) {
     return p * scale;
 }
 
-// The sum of exp(value) over the values that are at least `floor`.
+// Returns the sum of exp(value) over the values that are at least `floor`.
 inline double mass_of(const float* __restrict values, int64_t size, float floor) {
     double sums[LANES] = {};
     int64_t i = 0;
@@ -50,7 +50,7 @@ inline double mass_of(const float* __restrict values, int64_t size, float floor)
     return mass;
 }
 
-// Copies the values with keep(value) to `kept`, which may be `values`, and returns how many.
+// Copies the values for which keep(value) holds to `kept`, which may be `values`, and returns their number.
 template <class Keep> int64_t copy_some(const float* values, int64_t size, float* kept, const Keep& keep) {
     int64_t count = 0;
     for (int64_t i = 0; i < size; i++) {
@@ -80,8 +80,8 @@ inline float kth_of(float* some, int64_t size, int64_t k) {
     return some[k - 1];
 }
 
-// Of `size` values from `low` to 0 in descending order: the last one with less mass than `wanted` before it. The range
-// is halved until few values are left to sort.
+// Returns the last of `size` values from `low` to 0, in descending order, before which the mass is less than `wanted`.
+// The range is halved until few values remain to be sorted.
 inline float smallest_inside(float* some, int64_t size, float low, double wanted) {
     for (float high = 0; size > LANES;) {
         const float middle = (low + high) / 2;
@@ -101,14 +101,14 @@ inline float smallest_inside(float* some, int64_t size, float low, double wanted
     return some[i];
 }
 
-// The edits of a batch's rows as `edits.py` lists them: of row i those between `bounds[5 * i]` and `bounds[5 * i + 4]`,
-// where its four lists begin and the last one ends. Null: there are none.
+// The edits of a batch's rows, from `EditLists` of edits.py. `bounds[5 * i]` to `bounds[5 * i + 3]` are the beginnings
+// of row i's four lists, `bounds[5 * i + 4]` is the end of the last. Null: no edits.
 struct Edits {
     const int32_t *bounds, *tokens;
     const float *amounts, *factors;
 };
 
-// A row's own part of `Edits`, and the bits of the tokens that may be chosen; null for all.
+// One row's part of `Edits`, and the bits of the tokens that may be chosen; null: all.
 struct RowEdits {
     const int32_t *bounds, *tokens;
     const float *amounts, *factors;
@@ -122,7 +122,7 @@ inline RowEdits edits_of(const Edits& edits, int64_t row, const uint32_t* mask) 
     return {edits.bounds + 5 * row, edits.tokens, edits.amounts, edits.factors + 3 * row, mask};
 }
 
-// The logits as floats with the lists' edits, rounded as torch's operators do.
+// Writes the logits as floats with the lists' edits, rounded like torch's operators.
 template <class T> void edit_row(const T* row, int64_t size, const RowEdits& edits, float* edited) {
     const auto each = [&](int64_t list, const auto& edit) {
         for (int64_t i = edits.bounds[list]; i < edits.bounds[list + 1]; i++)
@@ -145,10 +145,10 @@ template <class T> void edit_row(const T* row, int64_t size, const RowEdits& edi
     });
 }
 
-// One per thread: it takes one row at a time and reuses its buffers.
+// Sampler of one thread. It handles one row at a time and reuses its buffers.
 class Chooser {
   public:
-    // -1 where no token has a finite score.
+    // Returns a row's token; -1 if no token has a finite score.
     template <class T>
     int64_t choose(const T* logits, int64_t size, const Sampling& request, int64_t position, const RowEdits& edits) {
         if (edits.has_lists() || edits.mask) return choose(changed(logits, size, edits), size, request, position, {});
@@ -159,7 +159,7 @@ class Chooser {
         return race(values.data(), size, floor_of(request, size), likeliest, key, [](int64_t i) { return i; });
     }
 
-    // What `choose` draws from; false where no token has a finite score.
+    // Writes the distribution that `choose` draws from; returns false if no token has a finite score.
     template <class T>
     bool distribution(const T* logits, int64_t size, const Sampling& request, float* probabilities,
                       const RowEdits& edits) {
@@ -195,7 +195,7 @@ class Chooser {
         scale_row(logits, size, likeliest, temperature, values.data());
     }
 
-    // The least value that passes the request's filters.
+    // Returns the least value that passes the request's filters.
     float floor_of(const Sampling& request, int64_t size) {
         float floor = request.min_p_floor;
         const bool has_top_k = request.top_k > 0 && request.top_k < size;
@@ -206,7 +206,7 @@ class Chooser {
         return nucleus_floor(kept.data(), count, floor, request.top_p);
     }
 
-    // Of the greatest of k groups or more, the k-th greatest is no greater than that of all.
+    // Returns the k-th greatest value. A lower bound is the k-th greatest of the maxima of at least k groups.
     float kth_greatest(int64_t size, int64_t k) {
         const int64_t groups = (4 * k + BLOCK - 1) / BLOCK * BLOCK;
         float bound = -std::numeric_limits<float>::infinity();
@@ -219,11 +219,11 @@ class Chooser {
         return kth_of(some.data(), copy_at_least(values.data(), size, bound, some.data()), k);
     }
 
-    // The least value in the nucleus of those that are at least `floor`: before it in descending order there is less
-    // than `top_p` of their mass.
+    // Returns the least value in the nucleus of the values that are at least `floor`: the greater values have less than
+    // `top_p` of the mass.
     float nucleus_floor(const float* from, int64_t size, float floor, double top_p) {
         const double total = mass_of(from, size, floor), wanted = top_p * total;
-        // Tokens each lighter than this weigh less than 1 - top_p together, so that the nucleus lies above.
+        // All tokens lighter than this together weigh less than 1 - top_p, so the nucleus is above it.
         const double lightest = (total - wanted) / double(size);
         float low = floor;
         int64_t count = 0;
@@ -238,7 +238,7 @@ class Chooser {
     std::vector<float> values, kept, some, edited, allowed;
 };
 
-// work(i, chooser) for all i below `count`, which look at `num_logits` together.
+// Calls work(i, chooser) for all i below `count`; the calls together read `num_logits` logits.
 template <class Work>
 void with_choosers(int64_t count, int64_t num_logits, int64_t threads, Parallel parallel, const Work& work) {
     const int64_t wanted = num_logits < SERIAL_LOGITS ? 1 : std::min(threads, count);

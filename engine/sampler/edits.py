@@ -1,4 +1,4 @@
-"""Edits of single logits: allowed tokens, biases, bans, no end before `min_tokens`, and penalties.
+"""Edits of single tokens' logits: allowed tokens, biases, bans, `min_tokens`, and penalties.
 
 Penalties come from counts that follow each request's output.
 """
@@ -18,7 +18,7 @@ _FIRST_CAPACITY = 64
 
 
 class TokenCounts:
-    """The distinct tokens of one request, and how often each is in its output (0: in the prompt alone)."""
+    """The distinct tokens of one request, and the count of each in its output (0: only in the prompt)."""
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         distinct = list(dict.fromkeys(prompt_token_ids))
@@ -29,7 +29,7 @@ class TokenCounts:
         self._output: list[int] = []
 
     def follow(self, output_token_ids: list[int]) -> None:
-        """Bring the counts to this output: usually a longer one, after rejected drafts another one."""
+        """Update the counts to this output: usually a longer one; after rejected drafts, a different one."""
         known = self._output
         common = len(known)
         if output_token_ids[:common] != known:
@@ -41,7 +41,7 @@ class TokenCounts:
             known.append(token)
 
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (int64) and output counts (float32): views that the next `follow` may change."""
+        """Return token ids (int64) and output counts (float32), views that the next `follow` may change."""
         size = len(self._index)
         return self._token_ids[:size], self._counts[:size]
 
@@ -58,7 +58,7 @@ class TokenCounts:
         self._counts[index] += 1.0
 
     def _remove(self, token: int) -> None:
-        """Undo the latest `_add`, so a token that is left with nothing is the last entry."""
+        """Undo the latest `_add`. A token that `_add` made a new entry for is then the last entry."""
         index = self._index[token]
         self._counts[index] -= 1.0
         if self._counts[index] == 0.0 and index >= self._num_prompt:
@@ -66,7 +66,7 @@ class TokenCounts:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """Return the number of equal leading tokens."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
@@ -74,7 +74,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Penalties:
-    """Holds the counts of every request that has penalties."""
+    """The token counts of all requests that have penalties."""
 
     def __init__(self) -> None:
         self._counts: dict[str, TokenCounts] = {}
@@ -83,7 +83,7 @@ class Penalties:
         self._counts.pop(request_id, None)
 
     def entries(self, row: SamplingRow) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that the row's penalties concern (int64) and their counts in the output."""
+        """Return the tokens that the row's penalties apply to (int64) and their counts in the output."""
         counts = self._counts.get(row.request_id)
         if counts is None:
             prompt = row.prompt_token_ids if row.params.repetition_penalty != 1.0 else []
@@ -94,22 +94,22 @@ class Penalties:
 
 
 class EditLists(NamedTuple):
-    """Arrays, or tensors of them on a device. A row has four lists of tokens, one behind the other: those
-    allowed, if not all are, those with a bias, the forbidden and the penalized ones.
+    """Edits of a batch's rows, as arrays or as tensors on a device. Each row has four consecutive lists of
+    tokens: allowed (empty: all are allowed), biased, forbidden and penalized.
     """
 
     bounds: Any
-    """int32 [rows, 5]: where the four lists begin, and where the last one ends."""
+    """int32 [rows, 5]: the beginnings of the four lists, and the end of the last one."""
     tokens: Any
-    """int32, of all rows."""
+    """int32: the lists of all rows."""
     amounts: Any
-    """float32 for each token: its bias, or its count in the output."""
+    """float32 for each of `tokens`: its bias, or its count in the output."""
     factors: Any
-    """float32 [rows, 3]: repetition, presence and frequency."""
+    """float32 [rows, 3]: the repetition, presence and frequency penalties."""
     masked: Any
-    """int32 [rows]: which of the `masks` is the row's; -1 for none."""
+    """int32 [rows]: the number of the row's mask in `masks`; -1 for none."""
     masks: Any
-    """int32 [masks, words]: the bits of the tokens that grammars allow."""
+    """int32 [masks, words]: bits of the tokens that grammars allow."""
 
 
 def edit_lists(
@@ -148,8 +148,8 @@ def edit_lists(
 
 
 def forbidden_tokens(row: SamplingRow, eos_token_ids: Sequence[int]) -> list[int]:
-    """Return the tokens that may not come: an end too early, a banned token, and the end of a banned
-    sequence, which may begin in the prompt.
+    """Return the row's forbidden tokens: end tokens before `min_tokens`, banned tokens, and the last token of
+    a banned sequence whose other tokens precede the row. The sequence may begin in the prompt.
     """
     params, forbidden = row.params, []
     if len(row.output_token_ids) + len(row.drafted) < params.min_tokens:
@@ -171,10 +171,10 @@ def _ends_with(row: SamplingRow, suffix: list[int]) -> bool:
 
 
 def apply_edits(values: Tensor, edits: EditLists) -> None:
-    """Edit float32 [n, vocab] in place by torch's operators; a forbidden token gets -inf.
+    """Edit float32 [n, vocab] in place with torch's operators; a forbidden token gets -inf.
 
-    Repetition (Keskar et al. 2019, CTRL) divides positive and multiplies negative values of tokens in
-    prompt or output; frequency subtracts per occurrence in the output, presence once.
+    The repetition penalty (Keskar et al. 2019, CTRL) divides positive and multiplies negative values of
+    tokens in the prompt or output; frequency subtracts for each occurrence in the output, presence once.
     """
     device = values.device
     tokens = torch.from_numpy(edits.tokens).long().to(device)

@@ -1,8 +1,8 @@
-"""Which tokens each request's grammar lets come next. llguidance does the grammar work.
+"""The tokens that each request's grammar allows next. llguidance does the grammar work.
 
-The place in a grammar is a function of the request's output: a matcher follows that wherever the request
-goes, as the penalties' counts do. Most of what masks cost is to find the tokens of a text that must follow.
-So these are found once for each such text, and not looked for where two allowed tokens begin differently.
+The place in a grammar is a function of the request's output: a matcher follows the output, also back after
+rejected drafts, like the penalties' counts. The most expensive part of a mask is the search for forced
+tokens, a text that must follow. It is done once per text, and only if all allowed tokens begin alike.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 
 MAX_COMPILED = 256
-"""Grammars that are kept for further requests, those used last."""
+"""Number of compiled grammars that are kept for later requests, the most recently used ones."""
 MAX_PROBLEM = 400
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class Grammars:
-    """The grammars of one model's requests. `load_tokenizer` is called once, for the first of them."""
+    """The grammars of one model's requests. `load_tokenizer` is called once, for the first grammar."""
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
@@ -48,7 +48,8 @@ class Grammars:
         self._first_bytes = np.empty(0, np.int16)
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
-        """At its start, to be copied; in a thread of its own. It raises `InvalidRequestError`."""
+        """Compile a grammar in a separate thread. The future has a matcher at the grammar's start, to be
+        copied, or raises `InvalidRequestError`."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
@@ -67,7 +68,7 @@ class Grammars:
         return compiled
 
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
-        """Whether these tokens may follow, of which the last one may be the end."""
+        """Return whether these tokens may follow the row. The last one may be an end token."""
         self._mask_thread.wait()
         matcher = self._matcher_of(row)
         assert self._tokenizer is not None
@@ -77,15 +78,15 @@ class Grammars:
         return is_behind and (not ends or matcher.may_end())
 
     def forced(self, row: SamplingRow) -> list[int]:
-        """The tokens that must follow: those of a text that the grammar leaves no choice about, as the
-        tokenizer writes it.
+        """Return the tokens that must follow the row: the text that the grammar forces, as the tokenizer
+        writes it.
         """
         self._mask_thread.wait()
         matcher = self._matcher_of(row)
         return matcher.forced() if matcher.is_behind(row) else []
 
     def problem(self, request_id: str) -> str:
-        """Why no token may follow, where that is a bound of llguidance's."""
+        """Return llguidance's error if no token may follow because one of its limits was reached."""
         matcher = self._matchers.get(request_id)
         return "" if matcher is None else matcher.problem
 
@@ -94,14 +95,14 @@ class Grammars:
         self._matchers.pop(request_id, None)
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:
-        """Begin with the masks of these rows, beside what the caller does until it asks for them, or anything
-        else. Some have a grammar.
+        """Begin to compute the masks of these rows in the mask thread; `masks`, like the other methods, waits
+        for them. At least one row has a grammar.
         """
         self._mask_thread.wait()
         self._mask_thread.begin(partial(self._fill_expected, rows))
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
-        """The tokens that the rows may get, until masks are asked for again; None if none has a grammar."""
+        """Return the tokens that the rows may get, valid until the next call; None without grammars."""
         self._mask_thread.wait()
         if self._expected is not None and self._expected.keys == [_key(row) for row in rows]:
             return self._expected.masks
@@ -111,7 +112,7 @@ class Grammars:
     def _fill_expected(self, rows: Sequence[SamplingRow]) -> None:
         constrained = [number for number, row in enumerate(rows) if row.params.grammar is not None]
         masks = self._fill(rows, constrained)
-        _ = masks.addresses  # kept there
+        _ = masks.addresses  # computed here and cached in the object
         self._expected = _Expected(rows, [_key(row) for row in rows], masks)
 
     def _fill(self, rows: Sequence[SamplingRow], constrained: list[int]) -> TokenMasks:
@@ -137,7 +138,7 @@ class Grammars:
 
 
 class _Expected(NamedTuple):
-    """Masks that may be asked for. `keys` are no other rows' while these are kept."""
+    """Masks that the next `masks` may return. While `rows` are kept, no other rows have the same `keys`."""
 
     rows: Sequence[SamplingRow]
     keys: list[tuple[int, ...]]
@@ -145,15 +146,15 @@ class _Expected(NamedTuple):
 
 
 class Matcher:
-    """One request's place in its grammar: behind the first tokens of an output, and some `ahead` of those."""
+    """One request's place in its grammar: after a prefix of the output, or after draft tokens `_ahead`."""
 
     def __init__(self, start: LLMatcher, first_bytes: np.ndarray) -> None:
         self._start = start
         self._first_bytes = first_bytes
         self._unlike = (0, 0)
-        """Two tokens that begin differently, both allowed when that was last looked at; equal: none known."""
+        """Two tokens that begin differently, both allowed by an earlier mask; equal: none are known."""
         self.problem = ""
-        """The reason why llguidance failed."""
+        """The error with which llguidance failed."""
         self._begin()
 
     def _begin(self) -> None:
@@ -161,17 +162,17 @@ class Matcher:
         self._output: list[int] = []
         self._ahead: list[int] = []
         self._place = 0
-        """Tokens before it, those `ahead` among them."""
+        """Number of consumed tokens, including `_ahead`."""
         self._runs: list[tuple[int, list[int]]] = []
-        """The place where a text begins that must follow, and its tokens. They are found once, there: what
-        llguidance finds in the middle of it may be other ones.
+        """Forced texts: the place where each begins, and its tokens. They are found once, at the beginning:
+        in the middle of a text llguidance may find other tokens.
         """
         self._free_at = -1
-        """The last place at which no text was found."""
+        """The last place at which no text was forced."""
 
     def follow(self, output: list[int], behind: Sequence[int] = ()) -> int:
-        """Go behind the output, and what is drafted `behind` it, up to the first token that the grammar
-        forbids. Returns the tokens before that. Of an output that has grown only what is new is looked at.
+        """Advance the matcher past the output and the draft tokens `behind`, up to the first forbidden token.
+        Return the number of tokens before it. Tokens that were consumed earlier are not read again.
         """
         if not behind and not self._ahead and output is self._output:
             if self._place == len(output) - 1:
@@ -192,11 +193,11 @@ class Matcher:
         return self._place
 
     def is_behind(self, row: SamplingRow) -> bool:
-        """Go behind what precedes the row's token; False if the grammar forbids that."""
+        """Advance the matcher to the row's token; return whether the grammar allows the tokens before it."""
         return self.follow(row.output_token_ids, row.drafted) == len(row.output_token_ids) + len(row.drafted)
 
     def forced(self) -> list[int]:
-        """The tokens that must come at this place, if there are such."""
+        """Return the tokens that are forced at this place; [] if there is a choice."""
         if self._runs:
             start, tokens = self._runs[-1]
             if self._place < start + len(tokens):
@@ -214,8 +215,8 @@ class Matcher:
         return not self.forced() and self._matcher.is_accepting()
 
     def fill(self, words: np.ndarray, address: int, row: SamplingRow) -> None:
-        """The bits of what may follow. All, behind a draft that the grammar forbids: it will not be accepted.
-        None, where the grammar cannot go on.
+        """Set the bits of the tokens that the row may get: all bits after a forbidden draft, which will not
+        be accepted; no bits if the grammar cannot continue.
         """
         if not self.is_behind(row):
             words.fill(-1 if self._place >= len(row.output_token_ids) else 0)
@@ -228,18 +229,18 @@ class Matcher:
                     _allow(words, tokens[0])
                 else:
                     self._unlike = self._two_unlike(words)
-        if self._matcher.is_error():  # for good
+        if self._matcher.is_error():  # permanently
             words.fill(0)
             self.problem = self._matcher.get_error().partition("\n")[0][:MAX_PROBLEM]
             self._begin()
 
     @property
     def _is_in_run(self) -> bool:
-        """Whether the tokens that must come at this place are known."""
+        """Whether the tokens that are forced at this place are known."""
         return bool(self._runs) and self._place < self._runs[-1][0] + len(self._runs[-1][1])
 
     def _leaves_choice(self, words: np.ndarray) -> bool:
-        """Whether two tokens that begin differently are allowed, by a look at the two that were."""
+        """Return whether the two known tokens that begin differently are still allowed."""
         one, other = self._unlike
         if one == other or not (words[one >> 5] >> (one & 31) & words[other >> 5] >> (other & 31) & 1):
             return False
@@ -270,20 +271,20 @@ class Matcher:
 
 
 def _key(row: SamplingRow) -> tuple[int, ...]:
-    """The masks of the row's place in its grammar, if it has one."""
+    """Return a key of the row's mask: its place in the grammar; () without a grammar."""
     if row.params.grammar is None:
         return ()
     return id(row.output_token_ids), len(row.output_token_ids), *row.drafted
 
 
 def _allow(words: np.ndarray, token: int) -> None:
-    """This one alone."""
+    """Allow this token only."""
     words.fill(0)
     words.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
 
 def _first_bytes(tokenizer: LLTokenizer) -> np.ndarray:
-    """int16 [tokens]: the first byte of each one's text; -1 where it has none, as special tokens."""
+    """Return int16 [tokens]: the first byte of each token's text; -1 for special and empty tokens."""
     found = np.full(tokenizer.vocab_size, -1, np.int16)
     for token in range(tokenizer.vocab_size):
         if not tokenizer.is_special_token(token) and (text := tokenizer.decode_bytes([token])):
@@ -295,7 +296,7 @@ Call = Callable[[], object]
 
 
 class MaskThread:
-    """The thread begins with the first call, and ends when nobody has this object any more."""
+    """A thread that starts with the first call and ends when this object is garbage-collected."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -304,7 +305,7 @@ class MaskThread:
         self._is_busy = False
 
     def begin(self, call: Call) -> None:
-        """The one before has ended, as `wait` tells."""
+        """Begin a call in the thread. `wait` must have returned for the previous call."""
         assert not self._is_busy
         if self._calls is None:
             self._calls = SimpleQueue()
@@ -316,7 +317,7 @@ class MaskThread:
         self._calls.put(call)
 
     def wait(self) -> None:
-        """For the end of the call, if one was begun. Raises what it raised."""
+        """Wait for the end of the call, if one was begun. Raise the call's error."""
         if self._is_busy:
             self._is_busy = False
             error = self._ends.get()
@@ -328,7 +329,7 @@ def _work(calls: SimpleQueue[Call | None], ends: SimpleQueue[BaseException | Non
     while (call := calls.get()) is not None:
         try:
             call()
-        except BaseException as error:  # the caller's
+        except BaseException as error:  # for `wait` to raise
             ends.put(error)
         else:
             ends.put(None)
@@ -336,7 +337,7 @@ def _work(calls: SimpleQueue[Call | None], ends: SimpleQueue[BaseException | Non
 
 
 def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Raises `InvalidRequestError`, for the request that needs it."""
+    """Load llguidance's tokenizer. Raise `InvalidRequestError` for the request that needs it."""
     if not eos_token_ids:
         raise InvalidRequestError("grammar", "the model has no end-of-sequence token")
     try:
@@ -346,5 +347,5 @@ def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: 
             trust_remote_code=config.trust_remote_code,
         )
         return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), list(eos_token_ids))
-    except Exception as error:  # of several libraries
+    except Exception as error:  # several libraries raise errors of their own
         raise InvalidRequestError("grammar", f"not with this model's tokenizer: {error}") from error

@@ -22,10 +22,10 @@ def token_logprobs(
     upload: Upload,
     download: Callable[[Tensor], Tensor],
 ) -> list[TokenLogprobs]:
-    """One entry per row of `logits` [n, vocab]: the given token's log-probability and rank, the likeliest.
+    """Return for each row of `logits` [n, vocab] the given token's log-probability and rank, and the
+    likeliest tokens. Among equal logits the lower token id comes first.
 
-    Among equals the lower token id comes first. Values are at least -9999, which JSON can
-    express; those of a row with NaN are all -9999.
+    Log-probabilities are at least -9999, which JSON can express; in a row with NaN all are -9999.
     """
     chunk = max(1, _MAX_ELEMENTS // logits.shape[1])
     entries: list[TokenLogprobs] = []
@@ -40,7 +40,7 @@ def token_logprobs(
 
 
 Found = tuple[Tensor, Tensor, Tensor, Tensor]
-"""[n, 1] log-probability and rank; [n, count] the likeliest tokens and theirs."""
+"""[n, 1]: log-probability and rank; [n, count]: the likeliest tokens and their log-probabilities."""
 
 
 def _found(logits: Tensor, token_ids: Tensor, num_top: int) -> Found:
@@ -59,7 +59,7 @@ def _found(logits: Tensor, token_ids: Tensor, num_top: int) -> Found:
 
 
 def _together(found: Found, download: Callable[[Tensor], Tensor]) -> Found:
-    """On the host, in one copy; float64 holds all of them."""
+    """Download all parts in one copy, as float64, which holds each value exactly."""
     widths = [each.shape[1] for each in found]
     own, ranks, top, likeliest = download(torch.cat([each.double() for each in found], dim=1)).split(
         widths, 1
@@ -76,9 +76,9 @@ def _entries(found: Found, num_top: Sequence[int]) -> list[TokenLogprobs]:
 
 
 def _top(values: Tensor, count: int) -> Tensor:
-    """Ids of each row's greatest, best first, the lower id first among equals.
+    """Return the ids of each row's greatest values, greatest first, the lower id first among equals.
 
-    topk alone leaves open which of several equal values it returns at the boundary.
+    `topk` alone does not define which of several equal values it returns at the boundary.
     """
     count = min(count, values.shape[1])
     if count == 0:
@@ -92,7 +92,7 @@ def _top(values: Tensor, count: int) -> Tensor:
 
 
 def _top_without_wait(values: Tensor, count: int) -> Tensor:
-    """As `_top`, by integers in the order of values and then of ids: no shape depends on values."""
+    """Return the ids like `_top`, by integer keys of value and id. No shape depends on values."""
     bits = (values + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     token_ids = torch.arange(values.shape[1], device=values.device)

@@ -22,7 +22,7 @@ logger = logging.getLogger("tandem.engine")
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 _GIL_FREE_LOGITS = 2**19
-"""Calls on fewer logits keep the interpreter lock: taking it back from a busy thread would cost more."""
+"""Logits below which a call keeps the GIL: taking it back from a busy thread would cost more."""
 
 
 class EditsArgs(ctypes.Structure):
@@ -54,7 +54,7 @@ class DraftedArgs(ctypes.Structure):
 
 @functools.cache
 def compiled() -> NativeSampler | None:
-    """Return the compiled sampler, built at the first call; None where it can't be."""
+    """Return the compiled sampler, built at the first call; None if it cannot be built."""
     try:
         return NativeSampler()
     except BuildError as error:
@@ -63,7 +63,7 @@ def compiled() -> NativeSampler | None:
 
 
 class NativeSampler:
-    """Raises BuildError where the kernel cannot be built."""
+    """The compiled sampler. Its constructor raises BuildError if the kernel cannot be built."""
 
     on_device = False
 
@@ -96,7 +96,7 @@ class NativeSampler:
 
 
 class _Rows:
-    """A batch as compiled calls read it, and what their addresses point to."""
+    """A batch in the form that compiled calls read, with the arrays that its addresses point to."""
 
     def __init__(self, batch: Batch, chosen: Tensor) -> None:
         self.logits = readable(batch.logits, len(batch.index))
@@ -116,8 +116,8 @@ class _Rows:
 
 
 class RowsFunction:
-    """A compiled function over rows of logits: `name`_bf16 and `name`_float, which take a struct's address,
-    a number of threads and OpenMP's function to run them. Raises BuildError.
+    """A compiled function over rows of logits: `name`_bf16 and `name`_float take a struct's address, a number
+    of threads and the function that runs them. The constructor raises BuildError.
     """
 
     def __init__(self, source: Path, name: str, *structs: type[ctypes.Structure]) -> None:
@@ -135,7 +135,7 @@ class RowsFunction:
 
 
 def readable(logits: Tensor, num_rows: int) -> Tensor:
-    """The same [n, vocab] as a `RowsFunction` can read them. Raises ValueError where n is not `num_rows`."""
+    """Return logits that a `RowsFunction` can read. Raise ValueError unless there are `num_rows` rows."""
     if logits.shape[0] != num_rows:
         raise ValueError(f"{num_rows} rows of logits, got {tuple(logits.shape)}")
     if logits.dtype not in _SUFFIXES:

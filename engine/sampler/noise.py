@@ -1,9 +1,9 @@
 """Gumbel noise from a counter-based generator, keyed by (seed, position, token id).
 
-There is no state: the noise of a token at a position is a pure function of the three, whatever the batch,
-the device and the other tokens looked at. `argmax(log p + noise)` then draws from p (the Gumbel-max trick).
-The mixing function is SplitMix64's (Steele, Lea, Flood 2014, with Stafford's constants), whose streams are
-keyed by its own output.
+The generator has no state: noise is a pure function of these three, and independent of the batch, the device
+and the other tokens that are examined. `argmax(log p + noise)` then draws from p (the Gumbel-max trick). The
+mixing function is SplitMix64's (Steele, Lea, Flood 2014, with Stafford's constants), with streams keyed by
+the function's own output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HALF = 2 ** (RESOLUTION_BITS - 1)
 MIN_NOISE = -math.log(-math.log(0.5 * _STEP))
 MAX_NOISE = -math.log(-math.log1p(-0.5 * _STEP))
 NOISE_SPAN = MAX_NOISE - MIN_NOISE + 0.01
-"""No noise lifts a token over one whose logarithm is greater by this."""
+"""Greatest difference of noise: none lifts a token above one whose log-probability is greater by this."""
 
 
 class Purpose(enum.IntEnum):
@@ -42,22 +42,22 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def stream_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One 64-bit key per row. `seeds` and `positions` are int64 of one shape; seeds may be negative."""
+    """Return a 64-bit key per row. `seeds` and `positions` are int64 of one shape; seeds may be negative."""
     return _mix(_mix(seeds.clone()) + (positions + 1) * _GAMMA)
 
 
 def round_keys(seeds: Tensor, starts: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
-    """One 64-bit key per row for noise that nothing else shares, neither another purpose nor another round.
+    """Return a 64-bit key per row, for noise that no other purpose and no other round shares.
 
-    `starts` are the positions at which the rows' rounds begin. A position may be drafted in several rounds,
-    and what came of one of them may tell of its noise there, so that the next needs its own. All are int64
-    [n].
+    `starts` are the positions at which the rows' rounds begin. A position may be drafted in several rounds.
+    The outcome of a round depends on its noise at the position, so the next round needs independent noise.
+    All are int64 [n].
     """
     return stream_keys(_round_streams(seeds, starts, purpose), positions)
 
 
 def round_seeds(seeds: np.ndarray, starts: np.ndarray, purpose: Purpose) -> np.ndarray:
-    """With these in the place of seeds `stream_keys` gives `round_keys`."""
+    """Return seeds for which `stream_keys` gives the keys of `round_keys`."""
     return _round_streams(torch.from_numpy(seeds), torch.from_numpy(starts), purpose).numpy()
 
 
@@ -67,23 +67,23 @@ def _round_streams(seeds: Tensor, starts: Tensor, purpose: Purpose) -> Tensor:
 
 
 def uniform_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """float64, uniform in (0, 1); the two int64 inputs broadcast."""
+    """Return float64 noise, uniform in (0, 1); the two int64 inputs broadcast."""
     return noise_bits(keys, token_ids).double().add_(_HALF + 0.5).mul_(_STEP)
 
 
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32, in [`MIN_NOISE`, `MAX_NOISE`]; the two int64 inputs broadcast.
+    """Return standard Gumbel noise, float32, in [`MIN_NOISE`, `MAX_NOISE`]; the two int64 inputs broadcast.
 
-    The logarithms are taken in float64 and rounded once, so that devices whose logarithms differ in the
-    last place agree.
+    Logarithms are computed in float64 and rounded once, so that devices agree whose logarithms differ in the
+    last place.
     """
     return uniform_noise(keys, token_ids).log_().neg_().log_().neg_().float()
 
 
 def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The bits that noise is made of: int64, uniform in [-2**31, 2**31), and the noise grows with it.
+    """Return the bits of noise: int64, uniform in [-2**31, 2**31). Noise increases with them.
 
-    The mixing's last step would leave these upper bits as they are, but for one.
+    The last step of the mixing is left out, since it would change only one of these upper bits.
     """
     return _mix_upper(keys + (token_ids + 1) * _GAMMA).bitwise_right_shift_(64 - RESOLUTION_BITS)
 
@@ -104,5 +104,5 @@ def _mix_upper(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Logical shift; torch's own is arithmetic."""
+    """Shift logically; torch's own shift is arithmetic."""
     return torch.bitwise_right_shift(x, count).bitwise_and_((1 << (64 - count)) - 1)

@@ -1,4 +1,4 @@
-"""The rows of logits as the sampler reads them, their requests' parameters, and grammars' masks."""
+"""The rows that the sampler reads, the parameters of their requests, and the masks of grammars."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from protocol.sampling import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class SamplingRow:
-    """One token to choose: `position` is its absolute position in prompt + output.
+    """One token to choose; `position` is its absolute position in prompt + output.
 
-    Several rows may belong to one request, each with the `drafted` tokens that would precede its own behind
-    the output (or with less of them where `needs_history` says that it does not matter). The output is the
-    request's own list, which only grows.
+    Several rows may belong to one request. Each has the `drafted` tokens between the output and its own
+    token, or fewer if the request does not need them (`needs_history`). The output is the request's own list,
+    which only grows.
     """
 
     params: SamplingParams
@@ -31,14 +31,14 @@ class SamplingRow:
 
     @property
     def history(self) -> list[int]:
-        """The output and what is drafted behind it."""
+        """The output, then the draft tokens."""
         return [*self.output_token_ids, *self.drafted] if self.drafted else self.output_token_ids
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMasks:
-    """`words` [len(rows), words], int32: the bits of the tokens that each of the `rows` may get, the first
-    token's the lowest of the first word. Other rows of the `count` may get any.
+    """Masks of some of `count` rows. `words`, int32 [len(rows), words], has the bits of the tokens that each
+    of `rows` may get; token 0 is the lowest bit of the first word. Other rows may get any token.
     """
 
     words: np.ndarray
@@ -62,7 +62,7 @@ class TokenMasks:
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """Whether the choice of a token looks at the output before it."""
+    """Return whether the choice of a token depends on the output before it."""
     return params.grammar is not None or _edits_by_history(params)
 
 
@@ -77,8 +77,8 @@ def _edits_by_history(params: SamplingParams) -> bool:
 
 
 def edits_logits(params: SamplingParams) -> bool:
-    """Whether a token's chances are not those of its logit alone, whatever is filtered after that. A
-    grammar's masks take chances away, and change none.
+    """Return whether logits are edited before the filters. Masks of grammars do not count: they remove
+    tokens and change no others.
     """
     return bool(
         _edits_by_history(params)
@@ -119,18 +119,18 @@ class RequestParams:
         self.min_p_floor = np.log(min_p, where=min_p > 0, out=np.full_like(min_p, -np.inf))
         limits = (top_k > 0) & (top_k < vocab_size) & ~self.greedy
         self.top_k = np.where(limits, top_k, 0).astype(np.int64)
-        """0 for no filter."""
+        """The top-k limit; 0: no filter."""
         self.is_nucleus = (self.top_p < 1.0) & ~self.greedy
         self.penalized = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
         self.penalties = np.stack([repetition, presence, frequency], axis=1).astype(np.float32)
         self.edits_logits = any(map(edits_logits, params))
         self._table = self._make_table()
         self.table_address: int = self._table.ctypes.data
-        """The address of the table that the compiled choice reads."""
+        """Address of the table that the compiled sampler reads."""
 
     @functools.cached_property
     def listed(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Each request's allowed tokens, if not all are, and its biased tokens with their biases."""
+        """Each request's allowed tokens (empty: all), its biased tokens, and their biases."""
         return [
             (
                 np.array(p.allowed_token_ids or (), np.int32),
@@ -141,7 +141,7 @@ class RequestParams:
         ]
 
     def describes(self, params: Sequence[SamplingParams]) -> bool:
-        """Whether these are the very objects that the arrays were made from."""
+        """Return whether the arrays were made from exactly these objects."""
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
     def _make_table(self) -> np.ndarray:
@@ -154,7 +154,7 @@ class RequestParams:
         return table
 
     def device_rows(self, index: np.ndarray, positions: Sequence[int], seeds: np.ndarray) -> list[np.ndarray]:
-        """Return what `read_row` of the Triton kernels reads of each row: int64 and float64 [3, n]."""
+        """Return the arrays from which the Triton kernels' `read_row` reads: int64 and float64 [3, n]."""
         temperature = np.where(self.greedy, 0.0, self.temperature).astype(np.float32)
         floor = self.min_p_floor.astype(np.float32)
         top_p = np.where(self.is_nucleus, self.top_p, 1.0)

@@ -1,12 +1,12 @@
-"""From logits to tokens, for a whole batch at once.
+"""Sampling of tokens from logits, for a whole batch at once.
 
 A row's token is the argmax of its processed log-probabilities plus noise keyed by (seed, position), so it
-depends on the row alone. Processing goes, in vLLM's order: logit bias, allowed tokens, bans, `min_tokens`,
+depends on the row only. The processing, in vLLM's order: logit bias, allowed tokens, bans, `min_tokens`,
 penalties, grammar, temperature, min-p, top-k, top-p. Greedy rows take the argmax before the temperature.
-Among equals the lowest token id wins.
+Among equal values the lowest token id wins.
 
-On a CPU with a compiler, one native call (`native.py`) does all of it; on a CUDA device, two kernels do
-(`triton_kernel/`). Torch's operators (`torch_sampler.py`) give the same tokens elsewhere.
+On a CPU with a compiler, one native call (`native.py`) samples a batch; on a CUDA device, two kernels do
+(`triton_kernel/`). Elsewhere torch's operators (`torch_sampler.py`) give the same tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class SampleOutput:
     """One entry per row. `failed_rows` had no token of finite score (NaN logits, or every token forbidden);
-    their tokens mean nothing."""
+    their tokens are undefined."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -47,8 +47,8 @@ class SampleOutput:
 
 
 class Sampler:
-    """Samples for one model. Its only state follows from each request's tokens: the penalties' counts and
-    the place in the grammar, which `forget` drops. Without `grammars` it samples as if there were none.
+    """The sampler of one model. Its only state follows from each request's tokens: the penalties' counts and
+    the place in the grammar, which `forget` drops. Without `grammars`, requests' grammars are ignored.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Sampler:
         grammars: Grammars | None = None,
         row_sampler: RowSampler | None = None,
     ) -> None:
-        """Without `row_sampler` it takes the best for the device."""
+        """Use `row_sampler`, or by default the best one for the device."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
@@ -80,12 +80,12 @@ class Sampler:
 
     @property
     def is_native(self) -> bool:
-        """Whether choices are compiled calls."""
+        """Whether the compiled sampler chooses."""
         return isinstance(self._row_sampler, NativeSampler)
 
     def warm_up(self, dtype: torch.dtype, *, drafts: bool = False) -> None:
-        """Compile what chooses from logits of this dtype, and with `drafts` what draws these, so that no
-        request waits for it.
+        """Compile the kernels that sample from logits of this dtype and, with `drafts`, those that draw draft
+        tokens, so that no request waits for them.
         """
         if not self.has_kernels:
             return
@@ -98,29 +98,29 @@ class Sampler:
             self.draw_drafts(logits, [SamplingRow(params, [], [], 0, "")], [0])
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
-        """Choose a token for each row of `logits` [n, vocab], any float dtype, which stay as they are."""
+        """Choose a token for each row of `logits` [n, vocab], of any float dtype; do not change them."""
         if not rows:
             return SampleOutput([], [])
         return self.finish(self.begin(logits, rows), logits, rows)
 
     def finish(self, choice: TokenChoice, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
-        """The tokens of `begin`, and log-probabilities where they are wanted."""
+        """Wait for the tokens of `begin`; return them and the log-probabilities that rows ask for."""
         chosen, failed_rows = choice.wait()
         token_ids = chosen.tolist()
         logprobs = self.logprobs(logits, rows, dict(enumerate(token_ids)))
         return SampleOutput(token_ids, [logprobs.get(row) for row in range(len(rows))], failed_rows)
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, list[int]]:
-        """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
+        """Return only the tokens, int64 [n], and the rows that failed. There must be at least one row."""
         return self.begin(logits, rows).wait()
 
     def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> TokenChoice:
-        """As `choose`, without waiting for the device where its kernels choose."""
+        """Begin `choose`. If kernels choose, do not wait for the device."""
         return self._row_sampler.begin(self._batch(logits, rows))
 
     def tokens(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Tensor:
-        """Return the tokens of `choose`, on the logits' device. A row that fails has any token there, which
-        may be negative. Kernels take rows that are so much `further`, int64 [n], than they say.
+        """Return the tokens of `choose`, on the logits' device. A failed row's token is undefined and may be
+        negative. With kernels, `further`, int64 [n], is added to the rows' positions.
         """
         if not self._row_sampler.on_device:
             assert further is None
@@ -130,36 +130,36 @@ class Sampler:
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Return the distributions that `sample` draws from, float32 [n, vocab]; zeros in rows that fail.
 
-        The token that a row gets is the argmax of their logarithm and its noise.
+        A row's token is the argmax of its distribution's logarithm plus its noise.
         """
         return self._row_sampler.probabilities(self._batch(logits, rows))
 
     def chosen(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Chosen:
-        """By kernels, `tokens`, and from what these compute probabilities; it holds until the next call."""
+        """Return the kernels' tokens, with the data to compute probabilities; valid until the next call."""
         return self._kernels.chosen(self._batch(logits, rows), further)
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """As `RowSampler.draw_drafts`."""
+        """Draw draft tokens: see `RowSampler.draw_drafts`."""
         return self._row_sampler.draw_drafts(self._batch(logits, rows), starts)
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:
-        """That tokens for these rows will be chosen, once their logits are computed. A device that computes
-        these leaves the host time for the masks anyway.
+        """Begin to compute the masks of rows whose logits are being computed. Do nothing on a GPU, which
+        leaves the host time for the masks anyway.
         """
         is_asked = any(row.params.grammar is not None for row in rows)
         if is_asked and self.grammars is not None and self.device.type == "cpu":
             self.grammars.expect(rows)
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
-        """The tokens that grammars let the rows get; None if none has one."""
+        """Return the tokens that grammars allow the rows; None if no row has a grammar."""
         return self.grammars.masks(rows) if self.grammars is not None else None
 
     def logprobs(
         self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Mapping[int, int]
     ) -> dict[int, TokenLogprobs]:
-        """The log-probabilities of tokens chosen at some of the rows, by row, for the rows that want them."""
+        """Return the log-probabilities of `token_ids`, tokens by row, for the rows that ask for them."""
         wanted = [row for row in token_ids if rows[row].params.logprobs is not None]
         if not wanted:
             return {}
@@ -170,7 +170,7 @@ class Sampler:
         return dict(zip(wanted, found, strict=True))
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt's own tokens: row i of `logits` predicts `next_token_ids[i]`."""
+        """Return the log-probabilities of prompt tokens: row i of `logits` predicts `next_token_ids[i]`."""
         return self._token_logprobs(logits, next_token_ids, [num_top] * len(next_token_ids))
 
     def _token_logprobs(
@@ -179,11 +179,11 @@ class Sampler:
         return token_logprobs(logits, token_ids, num_top, self.upload, self.download)
 
     def problem(self, request_id: str) -> str:
-        """The reason why the request's grammar failed; "" if it did not."""
+        """Return the reason why the request's grammar failed; "" if it did not."""
         return self.grammars.problem(request_id) if self.grammars is not None else ""
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request that is over. Unknown ids are ignored."""
+        """Drop the state of a request that is over. Ignore an unknown id."""
         self._penalties.forget(request_id)
         if self.grammars is not None:
             self.grammars.forget(request_id)
@@ -202,7 +202,7 @@ class Sampler:
         return Batch(logits, rows, requests, index, edits, masks)
 
     def params_of(self, params: Sequence[SamplingParams]) -> RequestParams:
-        """Return the requests' parameters, which are kept until others are asked for."""
+        """Return the parameters as arrays, which are cached until a call with other parameters."""
         if self._requests is None or not self._requests.describes(params):
             self._requests = RequestParams(params, self.vocab_size)
         return self._requests

@@ -1,4 +1,4 @@
-"""Sampling by torch's operators: any device, and the reference for the others."""
+"""Sampling with torch's operators: for any device, and the reference for the other samplers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.sampler.noise import NOISE_SPAN, Purpose, gumbel_noise, round_keys, 
 
 _SLACK = 1e-3
 _NO_CHANCE = 1e-30
-"""Smaller shares of the greatest weight count as this: no noise lifts them, and log(0) is slow on a CPU."""
+"""Least share of the greatest weight that `draw` uses: no noise lifts it, and log(0) is slow on a CPU."""
 
 
 class TorchSampler:
@@ -48,7 +48,7 @@ class TorchSampler:
 
 def _values(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return float32 [n, vocab], log-probabilities up to a constant per row, each row's maximum at 0; and
-    bool [n, 1], which rows fail: they are zeros.
+    bool [n, 1], the rows that fail, whose values are zeros.
     """
     logits = batch.logits
     values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
@@ -61,13 +61,13 @@ def _values(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def apply_filters(values: Tensor, batch: Batch) -> None:
-    """Edit float32 [n, vocab] in place: what the filters exclude gets -inf.
+    """Edit float32 [n, vocab] in place: tokens that the filters exclude get -inf.
 
     `values` are log-probabilities up to a constant per row, each row's maximum at 0. min-p keeps values >=
-    log(min_p); top-k what is no smaller than the k-th largest value; top-p, of what those left, a token while
-    those of greater value have less than `top_p` of the probability together. Each filter is a threshold on
-    a token's value, so that equal values share one fate and the outcome depends neither on a sort's order
-    nor on the other rows. Greedy rows have none.
+    log(min_p). top-k keeps values >= the k-th largest. Of the remaining tokens, top-p keeps each one for
+    which all tokens of greater value together have less than `top_p` of the probability. Each filter is a
+    threshold on a token's value. So equal values are all kept or all excluded, and the result depends neither
+    on a sort's order nor on other rows. Greedy rows are not filtered.
     """
     requests, index = batch.requests, np.array(batch.index)
     floor = _column(batch, np.where(requests.greedy, -np.inf, requests.min_p_floor))
@@ -85,10 +85,10 @@ def apply_filters(values: Tensor, batch: Batch) -> None:
 
 
 def _nucleus_floor(values: Tensor, top_p: Tensor) -> Tensor:
-    """Return float32 [n, 1], the smallest value in each row's nucleus."""
+    """Return float32 [n, 1], the smallest value in each row's nucleus (the tokens that top-p keeps)."""
     total = values.double().exp_().sum(dim=1, keepdim=True)
     wanted = top_p * total
-    # Tokens each lighter than this weigh less than 1 - top_p together, so that the nucleus lies above.
+    # All tokens lighter than this together weigh less than 1 - top_p, so the nucleus is above it.
     lightest = (((total - wanted) / values.shape[1]).log() - _SLACK).float()
     ordered = values.topk(int((values >= lightest).sum(dim=1).max())).values
     mass = ordered.double().exp_()
@@ -105,7 +105,7 @@ def race(values: Tensor, keys: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, keys: Tensor) -> Tensor:
-    """Draw from each row of float32 [n, vocab] a token, int64 [n], in proportion to its weight."""
+    """Draw a token from each row of float32 [n, vocab] in proportion to its weight; return int64 [n]."""
     values = weights / weights.amax(dim=1, keepdim=True)
     return race(values.clamp_min_(_NO_CHANCE).log_(), keys)
 
