@@ -1,1 +1,1 @@
-"""Drafting and lossless verification: several tokens of a request in one step, the same tokens as without."""
+"""Drafting and lossless verification: a step yields several tokens of a request, the same as without."""

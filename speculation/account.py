@@ -1,8 +1,8 @@
-"""Counts what speculation brought and cost, as totals for the worker's counters (vLLM's names, by method).
+"""The account of speculation: totals of what it yields and costs, for the worker's counters (vLLM's names).
 
-It also notices when a class of requests suddenly has far fewer drafts accepted than it used to. A class is a
-method and the origin of its requests' KV, since some origins can leave a drafter without context. The measure
-is the share of drafts whose first token is accepted, which does not depend on how deep they are.
+It also detects when far fewer drafts of a class of requests are accepted than before. A class is a method and
+the origin of its requests' KV, since some origins can leave a drafter without context. The measure is the
+share of drafts whose first token is accepted, which does not depend on the drafts' depth.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from speculation.control.estimator import Origin, SpeculatingRequest
 logger = logging.getLogger("tandem.speculation")
 
 _LATEST = 200
-"""[drafts] The latest mean is over about so many."""
+"""[drafts] The number of drafts that the latest mean averages."""
 _RUNNING = 2048
-"""[drafts] The running mean is over so many."""
+"""[drafts] The number of drafts that the running mean averages."""
 _ENOUGH = 256
-"""[drafts] A class with fewer raises no alarm."""
+"""[drafts] A class with fewer drafts raises no alarm."""
 _LOG_INTERVAL_S = 60.0
 
 Drafted = Source | Literal["grammar"]
@@ -35,7 +35,7 @@ Drafted = Source | Literal["grammar"]
 
 @dataclass(slots=True, eq=False)
 class _Class:
-    """How often the first tokens of a class's drafts are accepted."""
+    """The acceptance of the first tokens of a class's drafts."""
 
     num_drafts: int = 0
     latest: float = 0.0
@@ -43,8 +43,8 @@ class _Class:
     collapsed: bool = False
 
     def observe(self, accepted: bool) -> bool:
-        """Return whether with this draft the class fell below half of its running mean. That is said once,
-        until the class has been back at three quarters.
+        """Add a draft; return whether it takes the class below half of its running mean. A class is reported
+        once, until it has been back at three quarters.
         """
         self.num_drafts += 1
         self.latest += (accepted - self.latest) / min(self.num_drafts, _LATEST)
@@ -56,7 +56,7 @@ class _Class:
 
 @dataclass(slots=True, eq=False)
 class _Totals:
-    """The counts of one method. `lengths` counts its drafts by how many of their tokens were accepted."""
+    """The counts of one method. `lengths` counts its drafts by their number of accepted tokens."""
 
     draft_seconds: float = 0.0
     num_draft_tokens: int = 0
@@ -80,44 +80,44 @@ class _Totals:
 
 
 class Account:
-    """Written by the engine's thread; `counters` may be called from any."""
+    """The counts of one engine. Only the engine's thread writes them; any thread may call `counters`."""
 
     def __init__(self) -> None:
         self._methods: defaultdict[Drafted, _Totals] = defaultdict(_Totals)
         self._choices: Counter[tuple[Source, int]] = Counter()
         self._steps: Counter[str] = Counter()
-        """By whether they verified drafts."""
+        """The number of steps, by whether they verified drafts."""
         self._verify_seconds = 0.0
         self._rare: Counter[str] = Counter()
         self._classes: defaultdict[tuple[Source, Origin], _Class] = defaultdict(_Class)
         self._next_log = 0.0
 
     def chose(self, method: Source, num_tokens: int) -> None:
-        """Note that a request drafts so many tokens in each step until the next choice."""
+        """Record that a request drafts `num_tokens` in each step until the next choice."""
         self._choices[method, num_tokens] += 1
 
     def stepped(self, seconds: float, verifies: bool) -> None:
-        """Note how long a step's forward took, with the choice of its tokens."""
+        """Record the duration of a step's forward together with the choice of its tokens."""
         self._steps["yes" if verifies else "no"] += 1
         if verifies:
             self._verify_seconds += seconds
 
     def drafted(self, method: Drafted, seconds: float) -> None:
-        """Note that a batch of drafts was made."""
+        """Record that drafting for a batch took `seconds`."""
         self._methods[method].draft_seconds += seconds
 
     def verified(self, method: Drafted, num_drafted: int, num_accepted: int) -> None:
-        """Note that a request's draft was verified. Only tokens that became output count as accepted."""
+        """Record a verified draft of a request. Only tokens that became output count as accepted."""
         totals = self._methods[method]
         totals.num_draft_tokens += num_drafted
         totals.lengths[num_accepted] += 1
 
     def cut(self, method: Source, num_tokens: int) -> None:
-        """Note drafted tokens that were not verified, since the request's grammar forbids them."""
+        """Record draft tokens that were not verified because the request's grammar forbids them."""
         self._rare[f'spec_decode_cut_tokens_total{{method="{method}"}}'] += num_tokens
 
     def observed_first(self, method: Source, origin: Origin, accepted: bool) -> None:
-        """Note whether a draft's first token was accepted. Warn if its class has collapsed."""
+        """Record whether a draft's first token was accepted; warn if its class has collapsed."""
         known = self._classes[method, origin]
         if not known.observe(accepted):
             return
@@ -134,13 +134,13 @@ class Account:
             )
 
     def lost_draft(self, request_id: str, why: str) -> None:
-        """Warn that a request goes on without the drafter's state that came with it."""
+        """Warn that a request continues without the drafter's state that came with it."""
         self._rare["spec_decode_lost_drafts_total"] += 1
         lost = "request %s: the draft's state that came along is of no use: %s"
         logger.warning(lost, request_id, why, extra={"request_id": request_id})
 
     def refused_draft(self, why: str) -> None:
-        """Count a draft that cannot be run, of the deployment's own drafter. The first one is logged."""
+        """Count a draft of the deployment's own drafter that cannot be run. Only the first one is logged."""
         if not self._rare["spec_decode_refused_drafts_total"]:
             logger.warning("drafts of --speculative-config's drafter are dropped: %s", why)
         self._rare["spec_decode_refused_drafts_total"] += 1
@@ -159,9 +159,9 @@ class Account:
 
 
 class DraftTurn:
-    """A drafter's turn in a step, which begins now, and its duration: the host's, or the device's where the
-    host does not wait for it. After a turn that `is_late` the device may still draft; its duration may be
-    asked for only after the host has waited for something that the device computes later.
+    """A drafter's turn in a step, which begins now, and its duration: on the host, or on the device if the
+    host does not wait for it. After a turn that `is_late` the device may still be drafting; the duration may
+    be read only after the host waited for something that the device computes later.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class DraftTurn:
 
     @property
     def seconds(self) -> float:
-        """Return the duration. The device's is from its first launch to the end of its last."""
+        """Return the duration; on the device from the start of the first launch to the end of the last."""
         if self.is_late:
             return self._marks[0].elapsed_time(self._marks[1]) * 1e-3
         return self._ended - self.began

@@ -1,7 +1,7 @@
-"""Drafting chains with a model: in one native call where its decoder can, else one forward a token.
+"""Drafting of chains with a model: in one native call if its decoder can, else with one forward per token.
 
-On a GPU the tokens stay on the device: each forward reads those of the one before there, and so does what
-verifies them, so the host waits for none of them.
+On a GPU the tokens stay on the device, where the next forward and the verification read them, so the host
+waits for none of them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from speculation.drawing import Drawing, Drawn
 
 
 class DraftRows(NamedTuple):
-    """Rows of one draft to run next. Row 0 of a draft is its sequence's last token, and row i + 1 is token i;
-    the rows here begin with row `first`. `masks`, of a tree, have a bit for each row on the path to a row,
-    its own included (bit i: row i).
+    """Rows of one draft to run next. Row 0 of a draft is its sequence's last token, row i + 1 its token i;
+    the rows here start with row `first`. `masks`, given for trees, have bit i for each row i on the path to a
+    row, including the row itself.
     """
 
     first: int
@@ -38,19 +38,19 @@ class DraftRows(NamedTuple):
 
 
 RowsOf = Callable[[SequenceState, DraftRows], SequenceRows]
-"""Makes rows of a sequence's draft those of a forward."""
+"""The conversion of a draft's rows to rows of a forward."""
 
 
 def stays_on_device(runner: Runner, device: torch.device) -> bool:
-    """Whether drafts stay on the device: the host would have to wait for them, and the runner needs no host
-    to read them.
+    """Return whether drafts stay on the device: the host would have to wait for them, and the runner does not
+    need them on the host.
     """
     return device.type != "cpu" and runner.can_fill
 
 
 def run_last(runner: Runner, batch: Sequence[SequenceRows], hidden: Tensor | None) -> ForwardOutput:
-    """Run rows, for a head with the `hidden` states before them. Of each sequence's last row there are logits
-    and, of a head, hidden states.
+    """Run rows, for a head with the `hidden` states before them. Return the logits and, for a head, the
+    hidden states of each sequence's last row.
     """
     ends = [end - 1 for end in accumulate(len(rows.token_ids) for rows in batch)]
     return runner.run(Step(batch, ends, hidden is not None, hidden))
@@ -66,7 +66,7 @@ class ChainDrafting:
         whole: Callable[[Tensor], Tensor],
         sampler: Sampler,
     ) -> None:
-        """`whole` brings logits to the target's vocabulary. `sampler` must forget requests."""
+        """Draw with `sampler`, which must forget requests. `whole` maps logits to the target's vocabulary."""
         self._runner = runner
         self._rows_of, self._whole = rows_of, whole
         self._drawing = Drawing(sampler, options.verification)
@@ -77,10 +77,10 @@ class ChainDrafting:
             self._native = NativeChain(runner.chains, sampler.vocab_size, options.verification)
 
     def warm_up(self) -> None:
-        """Do nothing: what draws is compiled with the target's sampler."""
+        """Do nothing: the kernels that draw are compiled with the target's sampler."""
 
     def is_native(self, sequences: Sequence[SequenceState]) -> bool:
-        """Whether `draft` is one native call."""
+        """Return whether `draft` is one native call."""
         return self._native is not None and self._native.can_draft(sequences)
 
     def draft(
@@ -90,8 +90,8 @@ class ChainDrafting:
         counts: Sequence[int],
         hidden: Tensor | None = None,
     ) -> list[Draft]:
-        """`rows` are each sequence's up to its last token that have yet to be run, for a head with the
-        `hidden` states before them. `counts` fall.
+        """Draft `counts[i]` tokens (descending) for each sequence. `rows` are its rows up to the last token
+        that were not run before, for a head with the `hidden` states before them.
         """
         if self._native is not None and self._native.can_draft(sequences):
             return self._native.draft(sequences, rows, counts, hidden)
@@ -123,7 +123,7 @@ class ChainDrafting:
         hidden: Tensor | None,
         late: Drawn | None,
     ) -> ForwardOutput:
-        """After the newest token of each chain: of the `late` ones if the host does not know it."""
+        """Run the newest token of each chain, taken from `late` if the host does not know it."""
         batch = [
             self._rows_of(sequence, DraftRows(len(chain), [chain[-1] if late is None else ~row]))
             for row, (sequence, chain) in enumerate(zip(sequences, chains, strict=False))
@@ -140,11 +140,11 @@ class ChainDrafting:
 
 
 class NativeChain:
-    """Drafts with a decoder whose KV lies under the sequences' blocks.
+    """A drafter of chains with a native decoder whose KV is stored under the sequences' block ids.
 
     Under coupled verification a token is the argmax of logit / temperature plus the noise of its position;
-    under the others it is drawn from their softmax. Filters (top-k and the like) are left to the
-    verification: they seldom change the choice. `vocab_size` is the target's.
+    under the other rules it is drawn from the softmax. Filters (top-k and the like) are left to the
+    verification, since they seldom change the choice. `vocab_size` is the target's.
     """
 
     def __init__(self, forward: ChainDrafter, vocab_size: int, verification: Verification) -> None:
@@ -162,8 +162,8 @@ class NativeChain:
         counts: Sequence[int],
         before: Tensor | None = None,
     ) -> list[Draft]:
-        """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall. A
-        head also takes the hidden states `before` the rows, [rows, hidden_size].
+        """Draft `counts[i]` tokens (descending) for each sequence. `rows` are its rows up to the last token
+        that were not run before; a head also takes the hidden states `before` them, [rows, hidden_size].
         """
         by_chance = [not (self._shares_noise or sequence.params.is_greedy) for sequence in sequences]
         distributions = None

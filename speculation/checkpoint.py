@@ -1,4 +1,4 @@
-"""The weights of drafters: published heads as config.json and files of tensors; rounding to fewer bits."""
+"""The weights of drafters: published heads (config.json and tensor files), and rounding to fewer bits."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _WHOLE_MODEL = (
 
 
 class Checkpoint:
-    """`config` is config.json's content; `names` are the tensors', none of them read yet.
+    """A drafter's files. `config` is the content of config.json; `names` are the names of the tensors.
 
-    Of safetensors files only the tensors asked for are read. Other files are unpickled with torch's
-    restricted unpickler, which makes tensors and nothing else.
+    Only requested tensors are read from safetensors files. Other files are unpickled with torch's restricted
+    unpickler, which creates nothing but tensors.
     """
 
     def __init__(self, model: str, files: Sequence[str] = (), revision: str | None = None) -> None:
-        """`files` are looked for before those of a whole model. Raises `ConfigError` that names the file."""
+        """Find the files: `files` before those of a whole model. Raise `ConfigError` that names the file."""
         self.folder = _folder(model, files, revision)
         self.config = _read_json(self.folder / "config.json")
         if fault := refusal(self.config):
@@ -53,7 +53,7 @@ class Checkpoint:
         return list(self._files)
 
     def tensor(self, name: str) -> Tensor:
-        """Raises `ConfigError` when there is no such tensor, or its file is damaged."""
+        """Read a tensor. Raise `ConfigError` if it is missing or its file is damaged."""
         if name not in self._files:
             raise ConfigError(f"{_FLAG}: {self.folder}: the tensor {name} is missing")
         path = self._files[name]
@@ -63,11 +63,11 @@ class Checkpoint:
             return file.get_tensor(name)
 
     def error(self, name: str, reason: str) -> ConfigError:
-        """An error about a tensor, or about a field of config.json."""
+        """Return an error about a tensor, or about a field of config.json."""
         return ConfigError(f"{_FLAG}: {self._files.get(name, self.folder / 'config.json')}: {name} {reason}")
 
     def _find(self, candidates: Sequence[str]) -> dict[str, Path]:
-        """The file of each tensor."""
+        """Return the file of each tensor."""
         for path in (self.folder / candidate for candidate in candidates):
             if not path.exists():
                 continue
@@ -124,8 +124,8 @@ FIELD = "--speculative-config: quantization"
 def round_draft(
     draft: nn.Module, format: CodeFormat, target: LoadedModel, kept: nn.Module | None = None
 ) -> None:
-    """Round the linear layers, except the one to be `kept`, and prepare them for the target's device. Raises
-    ConfigError where the format fits none of them.
+    """Round the linear layers, except the one to be `kept`, and prepare them for the target's device. Raise
+    ConfigError if the format fits none of them.
     """
     try:
         round_layers(draft, format, kept)
@@ -134,21 +134,21 @@ def round_draft(
     if kernel_fault(target.device, target.dtype) is None:
         pack_quantized_linears(draft)
     elif target.device.type == "cpu":
-        dequantize_linears(draft, target.dtype)  # torch would do so in every step
+        dequantize_linears(draft, target.dtype)  # otherwise torch would do so in every step
     else:
         tile_on_gpu(draft, target.device, target.dtype)
 
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 TABLES = (EMBEDDING, LM_HEAD, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors beside the layers. `t2d` follows from `d2t`; the verifier's are the target's own."""
+"""Tensors outside the layers. `t2d` follows from `d2t`; the verifier's are the target's own."""
 
 
 def read_tensors(
     checkpoint: Checkpoint, expected: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Read the tensors of a module with this state. `names` has the file's names by the module's. Raises
-    ConfigError for a tensor that is missing, of another shape or no part of the module.
+    """Read the tensors of a module with the state `expected`. `names` has the file's names by the module's.
+    Raise ConfigError for a tensor that is missing, has another shape or is no part of the module.
     """
     for ours in expected.keys() - names.keys():
         raise checkpoint.error(ours, "is missing")
@@ -169,7 +169,7 @@ def check_shape(checkpoint: Checkpoint, name: str, tensor: Tensor, expected: tup
 def own_table(
     checkpoint: Checkpoint, name: str, rows: int, hidden_size: int, target: LoadedModel
 ) -> Tensor | None:
-    """Return the file's embedding or LM head, unless it is the target's."""
+    """Return the file's embedding or LM head; None if it is the target's."""
     theirs = target.model.get_input_embeddings().weight
     if name not in checkpoint.names:
         if theirs.shape[1] != hidden_size:
@@ -196,8 +196,8 @@ def lm_head_of(
 
 
 def draft_ids_of(checkpoint: Checkpoint, size: int | None, target: LoadedModel) -> Tensor | None:
-    """Return the target's ids of the `size` tokens that can be drafted, by `d2t`: draft token i is the
-    target's token i + d2t[i]. None if all can be drafted.
+    """Return the target's ids of the `size` tokens that can be drafted: draft token i is the target's token i
+    + d2t[i]. None if all can be drafted.
     """
     vocab_size = target.vocab_size
     if "d2t" not in checkpoint.names:
@@ -231,11 +231,11 @@ def activation(checkpoint: Checkpoint, layer: Mapping[str, Any]) -> str:
 
 
 def rope(checkpoint: Checkpoint, layer: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
-    """Return the file's parameters of the rotation, from any of the three places where it may have them. The
-    base is the model's if the file has none.
+    """Return the file's parameters of the rotation, from any of the three places where it may have them. If
+    the file has no base, use the model's.
     """
     given = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    given = dict(given.get("sliding_attention") or given)  # as speculators reads parameters by layer type
+    given = dict(given.get("sliding_attention") or given)  # like speculators, with parameters by layer type
     if (factor := given.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))) != 1:
         raise checkpoint.error("partial_rotary_factor", f"must be 1, got {factor}")
     given["rope_type"] = given.pop("type", None) or given.get("rope_type") or "default"

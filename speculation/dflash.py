@@ -1,6 +1,7 @@
 """Drafting with DFlash: one pass over a block of masks drafts all tokens (Chen et al. 2026).
-The layers see a text as keys and values that `Context` makes of the target's hidden states. They lie in the
-places of the text's tokens, of which the last committed one has no hidden states yet: it begins the block.
+
+The layers see a text as keys and values that `Context` makes of the target's hidden states, in the tokens'
+places. The last committed token has none yet: it is the block's first.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class DFlashDrafter(DraftKvDrafter):
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         for sequence in sequences:
             known, newest = self._known[sequence.request_id], len(sequence.token_ids) - 1
-            if known.end != newest:  # steps went by unseen
+            if known.end != newest:  # some steps were not observed
                 known.begin(newest)
         self._write({each: self._known[each.request_id] for each in sequences})
         rooms = [min(count, self._draft.block_size - 1) for count in counts]
@@ -85,7 +86,7 @@ class DFlashDrafter(DraftKvDrafter):
         return [*drafts]
 
     def _logits(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> Tensor:
-        """Return logits [sequences, most tokens, vocab_size]. Those behind a draft's end mean nothing."""
+        """Return logits [sequences, most tokens, vocab_size]. They mean nothing after a draft's end."""
         batch = [
             SequenceRows(
                 [sequence.token_ids[-1], *[self._draft.mask_token_id] * room],
@@ -131,8 +132,8 @@ class DFlashDrafter(DraftKvDrafter):
 
 
 class BlockBackend(TablesBackend):
-    """Attention over the layers of one pool, where each layer has its `sight`: None if its rows see no later
-    one, else the tokens that a row sees before itself and with itself, 0 for all, beside all later rows.
+    """Attention over the layers of one pool, each with its sight. None: rows are causal. Otherwise a row sees
+    all later rows and, up to and including itself, as many tokens as its sight (0: all).
     """
 
     is_causal = False

@@ -1,4 +1,4 @@
-"""Reads published DFlash drafters, in their own layout and in that of Speculators."""
+"""The loader of published DFlash drafters, in their own layout and in Speculators' layout."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ _ONLY: Mapping[str, object] = MappingProxyType(
         "is_neox_style": True,
     }
 )
-"""Fields whose other values change the computation in ways that are not served."""
+"""Fields that must have these values: any other changes the computation in unsupported ways."""
 
 
 @dataclass(eq=False)
 class BlockDraft:
-    """A drafter of blocks of `block_size` tokens: the last committed one, and a mask for each to be drafted.
+    """A drafter of blocks of `block_size` tokens: the last committed token, and a mask for each token to
+    draft.
 
     `layers` are Qwen3's; `complete` gives them an embedding and an LM head. `context` makes their keys and
-    values of the target's `hidden_layers`, and `sights` says what they see of a block (`BlockBackend`).
-    `lm_head` and `draft_ids` are None where the target's serves, and where all tokens can be drafted.
+    values of the target's `hidden_layers`; `sights` limits what their rows see (`BlockBackend`). `lm_head` is
+    None if the target's serves, `draft_ids` if all can be drafted.
     """
 
     layers: Qwen3ForCausalLM
@@ -65,7 +66,7 @@ class BlockDraft:
     softcap: float
 
     def round(self, format: CodeFormat, target: LoadedModel) -> None:
-        """Round the linear layers. Raises ConfigError where the format fits none."""
+        """Round the linear layers. Raise ConfigError if the format fits none."""
         own = nn.ModuleList([self.layers.model.layers, self.context])
         if self.lm_head is not None:
             own.append(self.lm_head)
@@ -83,7 +84,7 @@ class BlockDraft:
 
 
 def load_dflash(model: str, target: LoadedModel) -> BlockDraft:
-    """Load a drafter in the target's dtype, on its device. Raises `ConfigError` that names the file and the
+    """Load a drafter in the target's dtype, on its device. Raise `ConfigError` that names the file and the
     tensor or field that does not fit.
     """
     checkpoint = Checkpoint(model)
@@ -121,10 +122,10 @@ def load_dflash(model: str, target: LoadedModel) -> BlockDraft:
 
 
 def _hidden_layers(checkpoint: Checkpoint, given: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Return the target's hidden states of the context as Transformers numbers them.
+    """Return the target's hidden states of the context, as Transformers numbers them.
 
-    Speculators does so, too, but takes the last one before the final norm, which is not served. The original
-    layout names the layers that they come from.
+    Speculators uses the same numbers, but takes the last state before the final norm, which is not supported.
+    The original layout has the numbers of the layers whose outputs they are.
     """
     name = "aux_hidden_state_layer_ids"
     ids = given.get(name)
@@ -154,9 +155,7 @@ def _windows(checkpoint: Checkpoint, layer: Mapping[str, Any]) -> list[int]:
 def _sights(
     checkpoint: Checkpoint, given: Mapping[str, Any], windows: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """Return what rows of each layer see: layers with a window attend causally unless the config says
-    otherwise.
-    """
+    """Return each layer's sight: layers with a window attend causally unless the config says otherwise."""
     causal = given.get("is_causal", given.get("causal"))
     if causal not in (None, True, False):
         raise checkpoint.error("is_causal", f"must be true or false, got {causal!r}")
@@ -211,7 +210,7 @@ def _read_layers(
 
 
 def _mask(checkpoint: Checkpoint, given: Mapping[str, Any], target: LoadedModel) -> int:
-    """Return the token whose embedding stands for tokens to be drafted: it may lie behind the vocabulary."""
+    """Return the token whose embedding represents tokens to draft; it may be beyond the vocabulary."""
     rows, value = (
         len(target.model.get_input_embeddings().weight),
         number(checkpoint, given, "mask_token_id", 0),
@@ -224,12 +223,12 @@ def _mask(checkpoint: Checkpoint, given: Mapping[str, Any], target: LoadedModel)
 
 
 class Context(nn.Module):
-    """`fc` and a norm make one vector of a token's hidden states, from which each layer projects its key and
-    value as if the vector were the layer's normed input. All layers' products are one.
+    """The projections of hidden states to KV. `fc` and a norm make one vector of a token's hidden states;
+    each layer projects its key and value from it as from its own normed input. One product serves all layers.
     """
 
     def __init__(self, fc: nn.Linear, norm: Tensor, layers: Sequence[Any], epsilon: float) -> None:
-        """`layers` are Transformers' Qwen3 decoder layers."""
+        """Join the projections of `layers`, Transformers' Qwen3 decoder layers."""
         super().__init__()
         self.fc = fc
         self._norm = Norm(norm, epsilon)
@@ -243,13 +242,13 @@ class Context(nn.Module):
         self._key_norm = Norm(weights.unsqueeze(1), epsilon)
 
     def attach(self, rotation: Rotation, positions: int, pool: Tensor) -> None:
-        """Get angles of so many positions, and a pool [blocks, layers, 2, block_size, heads, head_dim]."""
+        """Set the rotation for `positions`, and a pool [blocks, layers, 2, block_size, heads, head_dim]."""
         self._cosines, self._sines = rotation.tables(positions, self._norm.weight)
         self._pool = pool
 
     def write(self, hidden: Tensor, places: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        """Write the KV of tokens with these `hidden` states [rows, feature_size] at their `places` [rows],
-        which lie at `offsets` of `blocks`.
+        """Write the KV of tokens with `hidden` states [rows, feature_size] at `places` [rows] of their texts
+        to the `offsets` in `blocks`.
         """
         products = self.products(apply_norm(self._norm, self.fc(hidden))).unflatten(-1, self._shape)
         keys, values = products.unbind(2)  # [rows, layers, heads, head_dim]

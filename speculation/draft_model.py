@@ -1,6 +1,6 @@
 """Drafting with a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-Its KV lies in the pool's second segment, under the target's blocks. It drafts chains, or trees
+The draft model's KV is a second group under the target's block ids. It drafts chains, or trees
 (`speculation.tree_growth`).
 """
 
@@ -36,12 +36,12 @@ from speculation.drafter import Computed, Drafter
 from speculation.tree_drafting import TreeDrafting
 
 _READ_AT_ONCE = 2048
-"""Tokens that are read at most in one step, lest the others wait long for their next token."""
+"""The most tokens that one step reads, so that other requests do not wait long for their next token."""
 
 
 def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: torch.dtype) -> ServeConfig:
-    """The configuration that a target's draft model is loaded with. Its KV is kept as it computes it, and the
-    target's adapters are not for it.
+    """Return the configuration that loads a target's draft model. Its KV has the dtype that it computes in,
+    and the target's adapters are not for it.
     """
     dtype: Any = str(target_dtype).removeprefix("torch.")
     assert options.model is not None
@@ -59,7 +59,7 @@ def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: 
 
 
 def check_draft(draft: LoadedModel | ModelShape, target: LoadedModel | ModelShape) -> None:
-    """Raises `ConfigError` for a draft that cannot follow the target everywhere."""
+    """Raise `ConfigError` for a draft whose vocabulary or longest text is smaller than the target's."""
     limits.check_draft(draft.vocab_size, draft.max_model_len, target.vocab_size, target.max_model_len)
 
 
@@ -85,7 +85,7 @@ class DraftModel(Drafter):
         self.kv_group = replace(self._loaded.kv_group, name=DRAFT)
         self._sight = max(self.kv_group.sights)
         self._computed: dict[str, int] = {}
-        """By request: leading places that have the draft model's KV, and are in its state if it has one."""
+        """Leading places with the draft model's KV, and in its state if it has one, by request id."""
         self._state_slots: DraftStateSlots | None = None
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
@@ -125,7 +125,7 @@ class DraftModel(Drafter):
         return drafts
 
     def _take_state_slots(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
-        """Returns how many tokens they have room for there."""
+        """Give the sequences state slots; return how many draft tokens each has room for."""
         if self._state_slots is None:
             return counts
         for request_id in self._state_slots.sit(sequence.request_id for sequence in sequences):
@@ -137,9 +137,9 @@ class DraftModel(Drafter):
         return self._state_slots[sequence.request_id] if self._state_slots is not None else 0
 
     def _read_up(self, sequences: Sequence[SequenceState]) -> list[int]:
-        """The sequences with so little left to read that it is read with the first draft.
+        """Return the sequences with so little unread that the first draft reads it; read on in the others.
 
-        A prompt is first read here, not when it is computed, so that its first token need not wait for it.
+        A prompt is first read here, not when it is prefilled, so that its first token does not wait for it.
         """
         budget = _READ_AT_ONCE
         ready = []
@@ -166,11 +166,11 @@ class DraftModel(Drafter):
         return [self._rows(each, self._first_unread(each), len(each.token_ids)) for each in sequences]
 
     def _first_unread(self, sequence: SequenceState) -> int:
-        """The first place to read: what the target's window has left is not read any more."""
+        """Return the first place to read. Places that the target's window has dropped are not read."""
         return max(self._computed.get(sequence.request_id, 0), sequence.held.first_kept)
 
     def _rows(self, sequence: SequenceState, start: int, end: int) -> SequenceRows:
-        """A sequence's own rows. Rows that lag behind the target would see keys that it has let go of."""
+        """Return a sequence's own rows. Rows that lag must not see keys that the target has dropped."""
         held = sequence.held
         first_key = held.first_kept if start + 1 - self._sight < held.first_kept else 0
         tokens, state_slot = sequence.token_ids[start:end], self._state_slot(sequence)
@@ -192,8 +192,8 @@ class DraftModel(Drafter):
         return self._computed.get(request_id, 0)
 
     def observe(self, computed: Sequence[Computed]) -> None:
-        """Places of rejected tokens hold the KV of other tokens. Prompts that are computed for
-        another worker are read along, unless it does that itself; a state would not come there.
+        """Keep the KV of accepted tokens. Read prompts that are computed for another worker, unless that
+        worker drafts them itself; a recurrent state would not reach it.
         """
         for each in computed:
             if each.draft is not None:
@@ -208,7 +208,7 @@ class DraftModel(Drafter):
         num_run = self._computed[request_id] - first_drafted
         if num_run < 0:
             return  # another drafter made the draft
-        if draft.parents is not None:  # at least the nodes that others follow were run
+        if draft.parents is not None:  # at least the nodes with children were run
             num_run = 1 + max(draft.parents, default=-1)
         kept = sum(node < num_run for node in computed.accepted)
         self._computed[request_id] = first_drafted + kept
@@ -224,20 +224,20 @@ class DraftModel(Drafter):
 
 
 class DraftStateSlots:
-    """A state slot for each request that drafts. There are as many as sequences that run at a time, so one
-    that finds none takes that of a request which does not run: the one that has not drafted for longest.
+    """A state slot for each request that drafts. There are as many as sequences that run at a time. A request
+    without one takes the slot of the request that has not drafted for longest, which does not run.
     """
 
     def __init__(self, state_slots: StateSlots) -> None:
         self.state_slots = state_slots
         self._taken: dict[str, int] = {}
-        """In the order of their latest drafts."""
+        """The slots by request id, in the order of their latest drafts."""
 
     def __getitem__(self, request_id: str) -> int:
         return self._taken[request_id]
 
     def sit(self, request_ids: Iterable[str]) -> list[str]:
-        """They draft now, and have state slots. Returns those whose state slots they took."""
+        """Give slots to these requests, which draft now. Return the requests whose slots they took."""
         newcomers = []
         for request_id in request_ids:
             if request_id in self._taken:
@@ -253,6 +253,6 @@ class DraftStateSlots:
         return ousted
 
     def forget(self, request_id: str) -> None:
-        """It drafts no more. Unknown ids are ignored."""
+        """Free the request's slot. Unknown ids are ignored."""
         if request_id in self._taken:
             self.state_slots.give_back(self._taken.pop(request_id))

@@ -1,4 +1,4 @@
-"""The contract of a drafting method, and the parts of steps that it observes."""
+"""The interface of a drafting method, and the parts of steps that drafters observe."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FEW_ROWS = 256
 
 @dataclass(slots=True, eq=False)
 class HiddenRows:
-    """Some rows of `of_step` [rows, captured layers * hidden_size], in the model's dtype.
+    """Some rows of a step's hidden states `of_step` [rows, captured layers * hidden_size].
 
-    They are cut out when they are wanted, which many never are.
+    They are in the model's dtype, and are cut out only when needed, which is rare.
     """
 
     of_step: Tensor
@@ -35,13 +35,13 @@ class HiddenRows:
         return len(self.rows)
 
     def cut(self) -> Tensor:
-        """[len, captured layers * hidden_size]; a view where the rows lie one after the other."""
+        """Return the rows [len, captured layers * hidden_size]; a view if they are adjacent."""
         if isinstance(self.rows, range):
             return self.of_step[self.rows.start : self.rows.stop]
-        return torch.stack([self.of_step[row] for row in self.rows])  # a list as an index would have to wait
+        return torch.stack([self.of_step[row] for row in self.rows])  # indexing by a list waits for the GPU
 
     def newest(self) -> HiddenRows:
-        """The last one alone; a copy where the step was so large that it had better not be kept for it."""
+        """Return the last row alone, as a copy if the step is too large to be kept for it."""
         last = self.rows[-1]
         if len(self.of_step) <= _FEW_ROWS:
             return HiddenRows(self.of_step, range(last, last + 1))
@@ -50,11 +50,11 @@ class HiddenRows:
 
 @dataclass(slots=True, eq=False)
 class Computed:
-    """The part of a step that concerns one sequence, all committed. `sequence` has its new tokens already.
+    """One sequence's part of a step, all of it committed. `sequence` already has its new tokens.
 
     The KV of the tokens at places `start` to `start + num_tokens - 1` was computed, and `hidden` are their
-    hidden states; None if the method captures none. `draft` is what the step verified, `accepted` the nodes
-    of it that are among these tokens, and `probed` the model's likeliest token after each of its probes.
+    hidden states; None if the method captures none. `draft` is the draft that the step verified, `accepted`
+    its nodes among these tokens, and `probed` the model's likeliest token after each of its probes.
     """
 
     sequence: SequenceState
@@ -69,7 +69,7 @@ class Computed:
     def of(
         cls, sequence: SequenceState, outcome: Outcome, of_step: Tensor | None, first_row: int
     ) -> Computed:
-        """`of_step` are the step's hidden states, where the sequence's begin at `first_row`."""
+        """Return a sequence's part of a step, whose hidden states `of_step` have it from `first_row` on."""
         verdict, draft = outcome.verdict, outcome.draft
         accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
         hidden = None
@@ -91,36 +91,36 @@ class Computed:
 
 
 class Drafter(ABC):
-    """Proposes tokens for the sequences of a batch, all at once. For one thread.
+    """A drafting method: it proposes tokens for all sequences of a batch at once, in one thread.
 
-    `kv_group`, `state_layout` and `hidden_layers` are as in `engine.step.speculation_interface.Speculator`.
-    It keeps what it knows of a request by its id until `forget`; a request may come back from far behind
-    (preempted) or go to another worker, so that whatever it lacks it must be able to make anew from the
-    sequence's tokens, or do without.
+    `kv_group`, `state_layout` and `hidden_layers` are as in `engine.step.speculation_interface.Speculator`. A
+    drafter keeps its knowledge of a request by id until `forget`. A request may come back at an earlier place
+    (preempted) or move to another worker, so a drafter must be able to rebuild what it lacks from the
+    sequence's tokens, or work without it.
     """
 
     kv_group: Group | None = None
     state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
     further_features = 0
-    """The hidden states in `feature` beside the target's."""
+    """The number of hidden states in `feature` in addition to the target's."""
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:  # noqa: B027
-        """The pool exists; `pool.segment("draft")` is the method's own if it has a `segment`."""
+        """Prepare for the pool; `pool.segment("draft")` is the method's own if it has a `kv_group`."""
 
     def warm_up(self) -> None:  # noqa: B027
-        """Compile what is to be compiled."""
+        """Compile kernels before the first request."""
 
     @abstractmethod
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
-        """The sequence has got its blocks; what was known of its KV and features holds no more.
+        """Begin a sequence that has got its blocks; anything known of its KV and features no longer holds.
 
-        The leading `num_drafted` places hold draft KV. `feature` is what the drafter that had the sequence
-        before has returned as such, if that belongs to the last computed token.
+        The leading `num_drafted` places have draft KV. `feature` is the result of `feature` in the sequence's
+        previous drafter, if it belongs to the last computed token.
         """
 
     def num_drafted(self, request_id: str) -> int:
-        """Leading places of the request's blocks that hold draft KV of committed tokens."""
+        """Return the number of leading places of the request's blocks with draft KV of committed tokens."""
         return 0
 
     def feature(self, request_id: str) -> Tensor | None:
@@ -131,19 +131,18 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        """A draft for each sequence, of at most `counts[i]` tokens (probes included); None where there is
-        none.
+        """Return a draft for each sequence, of at most `counts[i]` tokens (probes included), or None.
 
-        The counts fall. All sequences are decoding: every token but the last has its KV. Their blocks have
-        room for the KV of `counts[i]` tokens more, at the places that follow the last token.
+        The counts descend. All sequences are decoding: every token but the last has its KV. Their blocks have
+        room for the KV of `counts[i]` more tokens, at the places after the last token.
         """
 
     def observe(self, computed: Sequence[Computed]) -> None:  # noqa: B027
-        """A step is over: prompts' chunks, and what was verified."""
+        """Learn from an ended step: prefill chunks, and verified drafts."""
 
     @abstractmethod
     def forget(self, request_id: str) -> None:
-        """The request is over. Unknown ids are ignored."""
+        """Forget an ended request. Unknown ids are ignored."""
 
 
 MOST_STEPS, _MOST_ROWS = 80, 1024
@@ -151,8 +150,8 @@ MOST_STEPS, _MOST_ROWS = 80, 1024
 
 
 class UnreadSteps:
-    """The latest steps that drafters did not look at, kept for requests that may want to draft after all.
-    Keeping a step costs next to nothing; observing it costs time.
+    """The latest steps that no drafter observed, kept for requests that may want to draft after all. Keeping
+    a step costs next to nothing; observing it costs time.
     """
 
     def __init__(self) -> None:
@@ -160,7 +159,7 @@ class UnreadSteps:
         self._num_rows = 0
 
     def keep(self, step: ScheduledStep, hidden: Tensor) -> None:
-        """`hidden` [rows, captured layers * hidden_size] are the step's hidden states."""
+        """Keep a step with its `hidden` states [rows, captured layers * hidden_size]."""
         self._steps.append((step, hidden))
         self._num_rows += len(hidden)
         while len(self._steps) > MOST_STEPS or self._num_rows > _MOST_ROWS:

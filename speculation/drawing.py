@@ -1,10 +1,8 @@
-"""How drafters choose tokens by their logits: drawn ones for chains, and the likeliest ones for trees.
+"""The choice of draft tokens from logits: drawn for chains, the likeliest ones for trees.
 
-Stochastic drafters draw with the noise of the target's own tokens, or with noise of their own.
-
-Coupled verification compares a draft with the target's token at the same position, so sharing its noise
-makes the two agree wherever the models do. Rejection sampling needs drafts that no other noise determines,
-and the distribution that each was really drawn from.
+Tokens are drawn with the noise of the target's own tokens, or with other noise. Coupled verification compares
+a draft with the target's token at the same position, so with shared noise both agree wherever the models do.
+Rejection sampling needs drafts drawn with noise that decides nothing else, and their true distributions.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from protocol.speculation import Verification
 
 
 def in_whole_vocabulary(logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Return logits [rows, vocab_size] of the target's tokens, from those of the draft's."""
+    """Return logits [rows, vocab_size] of the target's vocabulary from logits of the draft's."""
     if draft_ids is None:
         return logits[:, :vocab_size]
     whole = logits.new_full((len(logits), vocab_size), -torch.inf)
@@ -37,8 +35,8 @@ def in_whole_vocabulary(logits: Tensor, draft_ids: Tensor | None, vocab_size: in
 
 
 class Drawn(NamedTuple):
-    """Tokens on the logits' device, int64 [n], negative where none could be chosen. `distributions`, float32
-    [n, vocab_size], unless all are chosen with the target's noise.
+    """Tokens on the logits' device, int64 [n], negative if none could be chosen, and their `distributions`,
+    float32 [n, vocab_size]; None if all are greedy or use the target's noise.
     """
 
     token_ids: Tensor
@@ -46,7 +44,7 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """Draws the tokens of one drafter. `sampler` is the drafter's own, which must `forget` requests there."""
+    """The draws of one drafter's tokens, with a `sampler` of its own, which must `forget` requests, too."""
 
     def __init__(self, sampler: Sampler, verification: Verification) -> None:
         self._sampler = sampler
@@ -56,8 +54,8 @@ class Drawing:
     def draw(
         self, sequences: Sequence[SequenceState], logits: Tensor, drafted: Sequence[Sequence[int]]
     ) -> Drawn:
-        """Draw a token for each sequence, by the draft's `logits` [sequences, vocab_size] after the tokens
-        drafted so far. For sequences that do not need their history the number of these is enough.
+        """Draw a token for each sequence from the draft's `logits` [sequences, vocab_size] after the tokens
+        `drafted` so far. For sequences that need no history only the number of these tokens matters.
         """
         rows = [sequence.sampling_row(its) for sequence, its in zip(sequences, drafted, strict=True)]
         return self._choose(sequences, rows, logits)
@@ -65,8 +63,8 @@ class Drawing:
     def draft_at_once(
         self, sequences: Sequence[SequenceState], rooms: Sequence[int], logits: Tensor
     ) -> list[Draft]:
-        """Draft up to `rooms[i]` tokens for each sequence, by `logits` [sequences, count, vocab_size] that do
-        not depend on the tokens before. The host does not wait for the tokens.
+        """Draft up to `rooms[i]` tokens for each sequence from `logits` [sequences, count, vocab_size], which
+        do not depend on the tokens before. The host does not wait for the tokens.
         """
         count = logits.shape[1]
         owners = [sequence for sequence in sequences for _ in range(count)]
@@ -91,15 +89,17 @@ class Drawing:
 
 
 _NUM_CANDIDATES = 64
-"""Tokens of a row that are looked at: the others together are hardly ever the one."""
+"""Candidate tokens of a row; the target's token is almost always among them."""
 
 _DISAGREEMENT = 0.5
-"""How much the logits of drafter and target differ, as the scale of Gumbel noise: of 1/3 to 1 this brought
-the most accepted tokens (bundled pair)."""
+"""The difference between the logits of drafter and target, as a scale of Gumbel noise: of scales from 1/3 to
+1, it brought the most accepted tokens (bundled pair).
+"""
 
 NEAR = math.log(0.3)
-"""Paths of a tree this much less likely than their level's likeliest are not followed: of 0.02 to 0.6 times
-as likely, this brought the most accepted tokens (bundled pair, 8 to 24 nodes)."""
+"""The least log-probability of a path that is followed, relative to its level's likeliest: of ratios from
+0.02 to 0.6, this one brought the most accepted tokens (bundled pair, 8 to 24 nodes).
+"""
 
 _MIN_TEMPERATURE = 1e-6
 
@@ -112,14 +112,14 @@ def rank(
     *,
     with_noise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities, float32 [rows, n], of tokens, int64 [rows, n], being the target's at
+    """Return the log-probabilities, float32 [rows, n], that tokens, int64 [rows, n], are the target's at
     `positions`.
 
-    `logits` [rows, vocab_size] are the drafter's; penalties and bans are left out. `with_noise`: the target
-    draws with the noise of the position (coupled verification), so that it is known which tokens that
-    favours. What it will take is then the greatest sum of its logits and noise, as it is for greedy rows
-    without noise, and only the difference between the two models' logits is left to chance. `upload` is to
-    the logits' device, for which the host does not wait.
+    `logits` [rows, vocab_size] are the drafter's, without penalties and bans. `with_noise`: the target draws
+    with the noise of the position (coupled verification), so the tokens that it favours are known. The target
+    then takes the greatest sum of its logit and noise, as a greedy row takes the greatest logit, and only the
+    difference between the models' logits is left to chance. `upload` is to the logits' device; the host does
+    not wait for it.
     """
     num_tokens = min(_NUM_CANDIDATES, logits.shape[1])
     is_greedy, seeds, places, options = upload(
@@ -156,7 +156,7 @@ def _options(params: SamplingParams, num_tokens: int) -> tuple[float, int, float
 
 
 def _admitted(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return bool [rows, n]: which log-probabilities, in descending order, the filters [rows, 1] leave."""
+    """Return which log-probabilities (descending) pass the filters [rows, 1]: bool [rows, n]."""
     mass = values.exp()
     ranks = torch.arange(values.shape[1], device=values.device)
     return (ranks < top_k) & (mass.cumsum(1) - mass < top_p) & (mass >= min_p * mass[:, :1])

@@ -1,6 +1,7 @@
 """EAGLE heads: their shape and layers, how they run, and the published files that they are read from.
-EAGLE-1 and 2 (Li et al. 2024) feed `fc([embedding; feature])` to a layer without input norm, and take the
-layer's output for the next feature. EAGLE-3 (Li et al. 2025) mixes the hidden states of several layers into
+
+EAGLE-1 and 2 (Li et al. 2024) feed `fc([embedding; feature])` to a layer without input norm, and use the
+layer's output as the next feature. EAGLE-3 (Li et al. 2025) mixes the hidden states of several layers into
 the feature, attends over `[norm(embedding); norm(feature)]`, and has a norm and an LM head of its own.
 Parameters have the names of the published EAGLE-3 files. SpecForge and `speculators` have their own
 config.json.
@@ -46,11 +47,11 @@ from speculation.head_drafter import DraftHead
 
 @dataclass(frozen=True)
 class HeadShape:
-    """`captured` are the target's hidden states that make the feature, numbered as in Transformers'
-    `hidden_states`; all of them together are `feature_size` wide.
+    """The shape of a head. `captured` are the target's hidden states that make the feature, numbered as in
+    Transformers' `hidden_states`, together `feature_size` wide.
 
-    `rope` are Transformers' `rope_parameters`. `biases` names the linear layers that have one. A
-    `draft_vocab_size` of None stands for the target's vocabulary.
+    `rope` are Transformers' `rope_parameters`. `biases` names the linear layers with a bias. A
+    `draft_vocab_size` of None means the target's vocabulary.
     """
 
     is_eagle3: bool
@@ -67,7 +68,7 @@ class HeadShape:
     hidden_act: str = "silu"
     draft_vocab_size: int | None = None
     mixes: bool = True
-    """Whether `fc` makes the feature as wide as the layer (EAGLE-3 without: the feature is that already)."""
+    """Whether `fc` makes the feature as wide as the layer. EAGLE-3 without `fc`: the feature already is."""
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
@@ -80,8 +81,8 @@ class HeadShape:
 
 
 class Head(nn.Module):
-    """The weights of a head but for its embedding and LM head, which may be the target's. `head_program`
-    describes how they are run.
+    """The weights of a head except its embedding and LM head, which may be the target's. `head_program`
+    describes how they run.
     """
 
     def __init__(self, shape: HeadShape) -> None:
@@ -112,7 +113,7 @@ class Head(nn.Module):
         )
 
     def combine(self, features: Tensor) -> Tensor:
-        """From the target's hidden states [..., feature_size] to what a row takes [..., hidden_size]."""
+        """Map the target's hidden states [..., feature_size] to the input of rows [..., hidden_size]."""
         if not self.shape.is_eagle3 or self.fc is None:
             return features
         if self.input_norm is not None:
@@ -124,7 +125,7 @@ class Head(nn.Module):
 
     @property
     def mixing(self) -> nn.Linear | None:
-        """The layer that `combine` applies, if that is all it does."""
+        """The layer that `combine` applies, if it does nothing else."""
         plain = self.shape.is_eagle3 and self.input_norm is None and self.fc_norm is None
         return self.fc if plain else None
 
@@ -132,7 +133,7 @@ class Head(nn.Module):
 def head_program(
     head: Head, embedding: nn.Module, lm_head: nn.Module, draft_ids: Tensor | None = None
 ) -> ModelProgram:
-    """Describe a head. `draft_ids` are the target's ids of its tokens; None: the same."""
+    """Describe a head. `draft_ids` are the target's ids of the draft's tokens; None if they are the same."""
     shape, layer = head.shape, head.midlayer
     attention, mlp, scale = layer.self_attn, layer.mlp, shape.logit_scale
 
@@ -215,8 +216,8 @@ def _linear(shape: HeadShape, name: str, in_features: int, out_features: int) ->
 
 
 class EagleHead(DraftHead):
-    """`embedding` [vocab_size, hidden_size] and `lm_head`, of `draft_vocab_size` outputs, are None where the
-    target's serve.
+    """An EAGLE head. `embedding` [vocab_size, hidden_size] and `lm_head`, with `draft_vocab_size` outputs,
+    are None if the target's serve.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class EagleHead(DraftHead):
         self.combine = head.combine  # type: ignore[method-assign]
 
     def tables(self, target: LoadedModel) -> tuple[nn.Module, nn.Module]:
-        """Return embedding and LM head: the target's where the file has none of its own."""
+        """Return the embedding and the LM head: the target's where the file has none."""
         embedding, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         if self.embedding is not None:
             embedding = nn.Embedding.from_pretrained(self.embedding)
@@ -260,14 +261,14 @@ class EagleHead(DraftHead):
         )
 
     def round(self, format: CodeFormat, target: LoadedModel) -> None:
-        """The layers that are not the target's own. Raises ConfigError where the format fits none."""
+        """Round the layers that are not the target's own. Raise ConfigError if the format fits none."""
         own = nn.ModuleList([self.head] if self.lm_head is None else [self.head, self.lm_head])
         round_draft(own, format, target)
         self.lm_head = own[1] if len(own) > 1 else None
 
 
 def load_eagle(model: str, target: LoadedModel, quantization: Quantization | None = None) -> EagleHead:
-    """Load a head in the target's dtype, on its device. Raises `ConfigError` that names the file and the
+    """Load a head in the target's dtype, on its device. Raise `ConfigError` that names the file and the
     tensor or field that does not fit.
     """
     checkpoint = Checkpoint(model)
@@ -276,7 +277,7 @@ def load_eagle(model: str, target: LoadedModel, quantization: Quantization | Non
     names = {_our_name(name): name for name in checkpoint.names if name not in TABLES}
     head.load_state_dict(read_tensors(checkpoint, head.state_dict(), names))
     draft_ids = draft_ids_of(checkpoint, shape.draft_vocab_size, target)
-    for parameter in head.parameters():  # as in Transformers the rotation's frequencies stay float32
+    for parameter in head.parameters():  # like Transformers, keep the rotation's frequencies in float32
         parameter.data = parameter.data.to(target.dtype)
     loaded = EagleHead(
         head=head.to(target.device).eval().requires_grad_(False),
@@ -295,7 +296,7 @@ def _our_name(name: str) -> str:
 
 
 def read_shape(checkpoint: Checkpoint, target: LoadedModel) -> HeadShape:
-    """From config.json and the tensors' names and shapes."""
+    """Read the shape from config.json and the tensors' names and shapes."""
     config = checkpoint.config
     layer = config.get("transformer_layer_config", config)
     if layer.get("num_hidden_layers", 1) != 1:
@@ -335,15 +336,15 @@ def read_shape(checkpoint: Checkpoint, target: LoadedModel) -> HeadShape:
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
-    """EAGLE-3 norms the feature before attention, which EAGLE-1 and 2 do not."""
+    """Return whether the head norms the feature before attention, as only EAGLE-3 does."""
     return any(_our_name(name) == "midlayer.hidden_norm.weight" for name in checkpoint.names)
 
 
 def _captured(checkpoint: Checkpoint, theirs: Any) -> tuple[tuple[int, ...], bool]:
-    """The hidden states that make the feature, and whether `fc` mixes them.
+    """Return the hidden states that make the feature, and whether `fc` mixes them.
 
-    At the top level the ids are Transformers' (and vLLM's and speculators'), in `eagle_config` they mean the
-    output of that layer (SpecForge, SGLang, ModelOpt), which Transformers numbers one higher.
+    At the top level the ids are Transformers' (and vLLM's and speculators'). In `eagle_config` an id means
+    the output of that layer (SpecForge, SGLang, ModelOpt), which Transformers numbers one higher.
     """
     config, layers = checkpoint.config, theirs.num_hidden_layers
     nested = config.get("eagle_config") or {}

@@ -1,9 +1,9 @@
 """Drafting with Gemma 4's assistants: small decoders whose layers attend to the target's own keys and values.
 
-An assistant's layer has no keys: it reads those of the target's last layer of its kind. All drafted tokens
-have the position of the sequence's last token, and see the tokens before it. The input is that token's
-embedding in the target with the target's hidden state before it; for further tokens, the drafted one's
-embedding with the assistant's own output.
+An assistant's layer has no keys: it reads those of the target's last layer of the same kind. All draft tokens
+have the position of the sequence's last token, and see the tokens before it. The first input is that token's
+embedding in the target and the target's hidden state before it; further inputs are the draft token's
+embedding and the assistant's own output.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from speculation.target_states import LastStateDrafter
 
 
 class AssistantDrafter(LastStateDrafter):
-    """Its rows' keys and values, which are zeros, go to the place of the sequence's last token. The target
-    writes its own there before anything reads them.
+    """A drafter with an assistant. Its rows write zeros as keys and values at the place of the sequence's
+    last token. The target writes its own there before anything reads them.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _Before(TablesBackend):
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        if options.window:  # counts the row's own key, too
+        if options.window:  # the window includes the row's own key
             options = options._replace(window=options.window - 1)
         return super().forward(layer, query, key, value, options)
 
@@ -127,7 +127,7 @@ class _Modules(HeadModules):
         self._shapes = shapes
 
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits and the hidden states for the next rows, of the rows asked for."""
+        """Return the logits of the requested rows, and the hidden states for the rows after them."""
         token_ids, positions, rows, before = inputs
         assistant, count = self._model, len(token_ids)
         entered = assistant.pre_projection(torch.cat([self._embeddings(token_ids), before], dim=-1))
@@ -154,7 +154,7 @@ class _Modules(HeadModules):
 
 
 def _load(checkpoint: Checkpoint, target: LoadedModel) -> Any:
-    """Load the assistant. Raises ConfigError that names the field that does not fit the target."""
+    """Load the assistant. Raise ConfigError that names the field that does not fit the target."""
     folder, theirs = checkpoint.folder, target.model.config.get_text_config(decoder=True)
     try:
         config = AutoConfig.from_pretrained(folder)

@@ -1,9 +1,9 @@
-"""Drafting with EAGLE and MTP heads: the target's hidden states come in with each step, a head of one layer
-drafts, or several such heads do.
+"""Drafting with EAGLE and MTP heads, one or several, each of one layer, over the hidden states of the
+target's steps.
 
-A place's row is the pair of its token and the hidden state before it. Committed tokens' rows have the
-target's hidden states, which `observe` brings. Only the rows of drafted tokens have the head's own. Their KV
-is overwritten as soon as the target's states are there; keeping it costs a tenth of the accepted length.
+A place's row is the pair of its token and the hidden state before it. Rows of committed tokens have the
+target's hidden states, which `observe` brings; only rows of draft tokens have the head's own. Their KV is
+overwritten when the target's states arrive: keeping it costs a tenth of the accepted length.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from speculation.tree_drafting import TreeDrafting
 class DraftHead(ABC):
     """A decoder layer over pairs of a token and the target's hidden state before it, or several such heads.
 
-    It reads the target's `hidden_layers`, numbered as in Transformers' `hidden_states`, all of them together
-    `feature_size` wide, and keeps its KV in `kv_group`. `draft_ids` [draft_vocab_size], int64, are the
-    target's ids of the tokens that it can draft, None if it can draft all.
+    A head reads the target's `hidden_layers`, numbered as in Transformers' `hidden_states`, together
+    `feature_size` wide, and keeps its KV in `kv_group`. `draft_ids`, int64 [draft_vocab_size], are the
+    target's ids of the tokens that it can draft; None if it can draft all.
     """
 
     hidden_layers: tuple[int, ...]
@@ -51,7 +51,7 @@ class DraftHead(ABC):
     """Whether a native runner takes features [rows, feature_size] without `combine`."""
 
     def combine(self, features: Tensor) -> Tensor:
-        """Return what rows take [..., hidden_size] of the target's hidden states [..., feature_size]."""
+        """Map the target's hidden states [..., feature_size] to the input of rows [..., hidden_size]."""
         return features
 
     @abstractmethod
@@ -62,7 +62,7 @@ class DraftHead(ABC):
         kv: Sequence[LayerKv],
         backend: type[AttentionBackend],
     ) -> Runner:
-        """Return what runs the head with these layers' KV: for several heads `SeveralHeads`. To be called
+        """Return a runner of the head with these layers' KV, for several heads a `SeveralHeads`. To be called
         once.
         """
 
@@ -132,9 +132,9 @@ class HeadDrafter(DraftKvDrafter):
         for sequence in sequences:
             known = self._known[sequence.request_id]
             newest = len(sequence.token_ids) - 1
-            if known.end != newest + 1:  # steps went by unseen
+            if known.end != newest + 1:  # some steps were not observed
                 known.begin(newest)
-            if not known.features:  # its last token was computed elsewhere, or unseen
+            if not known.features:  # another worker computed its last token, or it was not observed
                 known.written, known.features, known.carried = newest, [self._no_feature], None
             token_ids = sequence.token_ids[known.written :]
             tables = sequence.held.blocks
@@ -145,7 +145,7 @@ class HeadDrafter(DraftKvDrafter):
         return batch, torch.cat(features) if len(features) > 1 else features[0]
 
     def _give_carried(self, sequences: Iterable[SequenceState]) -> None:
-        """Have further heads read what they read after the rows that they have run of these sequences."""
+        """Set the inputs of further heads for the rows after those that they have run of these sequences."""
         if isinstance(self._runner, SeveralHeads):
             carried = (self._known[sequence.request_id].carried for sequence in sequences)
             self._runner.carried = torch.stack(
@@ -159,7 +159,7 @@ class HeadDrafter(DraftKvDrafter):
                 self._known[sequence.request_id].carried = carried
 
     def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
-        """Write the KV of all known pairs but the newest, whose place may have no block yet."""
+        """Write the KV of all known pairs except the newest, whose place may have no block yet."""
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
         for sequence, known in waiting.items():
@@ -199,14 +199,14 @@ class HeadDrafter(DraftKvDrafter):
 
 
 class SeveralHeads(Runner):
-    """The MTP heads of a checkpoint as one draft head: each drafts the token of its number.
+    """The MTP heads of a checkpoint as one draft head: head i drafts the i-th token.
 
-    A head's row at a place has the place's token and a hidden state. The first head reads the target's of the
-    place before. Each further head reads the output that the head before it has in the place before, or with
-    `reads_target` again what that head read there. So a head's KV at a place follows from the tokens up to
-    that place: it stays right for all later drafts, moves with the target's KV and is found with prefixes.
-    Beyond the number of heads the last one drafts, from its own output. `heads` return the hidden states of
-    all rows.
+    A head's row at a place has the place's token and a hidden state. The first head reads the target's state
+    of the previous place. Each further head reads the previous head's output at the previous place or, with
+    `reads_target`, the state that the previous head read there. So a head's KV at a place depends only on the
+    tokens up to that place: it stays right for all later drafts, moves with the target's KV and is found with
+    prefixes. Beyond the number of heads the last one drafts, from its own output. `heads` return the hidden
+    states of all rows.
     """
 
     chains = None
@@ -217,18 +217,18 @@ class SeveralHeads(Runner):
         self._heads, self._reads_target = heads, reads_target
         self.products, self.can_fill = heads[0].products, heads[0].can_fill
         self._depth = 0
-        """The number of drafted tokens that the newest rows end."""
+        """The depth of the newest rows: i for the rows of the i-th draft token, 0 for committed rows."""
         self.carried: Tensor | None = None
-        """The further heads' hidden states in the place after the newest committed rows, [sequences, further
-        heads, hidden_size]. Before a call with committed rows: in the first place of these.
+        """The further heads' hidden states for the place after the newest committed rows, [sequences, further
+        heads, hidden_size]. Before a call with committed rows: for the first place of these rows.
         """
 
     def warm_up(self) -> float:
         return sum(head.warm_up() for head in self._heads)
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-        """Run committed rows, with the target's hidden states, or drafted ones, all of one depth, with the
-        `hidden` that this returned for the rows before.
+        """Run committed rows with the target's hidden states, or draft rows, all of one depth, with the
+        `hidden` that the call before returned.
         """
         if step.batch[0].tree_start is None:
             self._depth = 0
@@ -237,7 +237,7 @@ class SeveralHeads(Runner):
         return self._run_drafted(step, fill)
 
     def _run_committed(self, step: Step) -> ForwardOutput:
-        """Run the rows by all heads, so that each has the KV of all places. The first one drafts."""
+        """Run the rows through all heads, so that each has the KV of all places. The first one drafts."""
         assert step.hidden is not None and self.carried is not None
         read = [*step.hidden.split([len(rows.token_ids) for rows in step.batch])]
         logits, made = self._run_head(0, step.batch, step.logit_rows, read)
@@ -257,7 +257,7 @@ class SeveralHeads(Runner):
     def _run_head(
         self, number: int, batch: Sequence[SequenceRows], logit_rows: Sequence[int], read: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Run the last rows of each sequence, of which there are hidden states. Return logits and outputs."""
+        """Run the last rows of each sequence, those with hidden states. Return logits and outputs."""
         later = [
             replace(
                 rows,
@@ -276,7 +276,7 @@ class SeveralHeads(Runner):
         return output.logits, output.hidden.split([*map(len, read)])
 
     def _run_drafted(self, step: Step, fill: Fill | None) -> ForwardOutput:
-        """Run the rows by the head that drafts after them, and by the further ones, which see them later."""
+        """Run the rows through the head that drafts after them, and later heads, which see them later."""
         assert step.hidden is not None
         last = len(self._heads) - 1
         first = min(self._depth, last)
@@ -301,7 +301,7 @@ class SeveralHeads(Runner):
 
 
 def _shifted(rows: SequenceRows, number: int, before: Tensor, given: Tensor) -> Tensor:
-    """Return the hidden states of a further head's rows. `given` are those after the rows of the head before
-    it, and `before` the one before all of them. The head's first place lies `number` after the first head's.
+    """Return the hidden states of a further head's rows: `given` are the states after the previous head's
+    rows, `before` is the one before these. The head's first place is `number` places after the first head's.
     """
     return given[:-1] if rows.start < rows.first_key + number else torch.cat([before, given[:-1]])

@@ -33,12 +33,12 @@ from speculation.target_states import LastStateDrafter
 
 
 class MedusaDrafter(LastStateDrafter):
-    """Head i proposes the i-th token after the sequence's last one, which has not been run yet: what the
-    heads read is the target's final hidden state of the token before.
+    """A drafter with Medusa heads. Head i proposes the i-th token after the sequence's last one, which has
+    not been run yet: the heads read the target's final hidden state of the token before.
 
     A draft is the chain of the heads' best tokens, or with `tree` the nodes of a static tree. The heads do
-    not see each other's tokens. Under coupled verification what they propose is chosen with the noise that
-    the target will draw with.
+    not see each other's tokens. Under coupled verification they choose with the noise that the target will
+    draw with.
     """
 
     def __init__(self, options: SpeculativeConfig, target: LoadedModel) -> None:
@@ -87,13 +87,13 @@ class MedusaDrafter(LastStateDrafter):
 
 
 class MedusaHeads(nn.Module):
-    """Their weights lie together: the first layer of all heads is one product, as they read the same input,
-    each further layer one batched product, and an LM head that they share one product again. Rounded, further
-    layers are a product for each head.
+    """The heads' weights, joined: the first layer of all heads is one product, since they read the same
+    input; each further layer is a batched product; a shared LM head is one product again. If rounded, each
+    further layer is a product per head.
     """
 
     def __init__(self, weights: HeadWeights, target: LoadedModel, format: CodeFormat | None = None) -> None:
-        """Weights are rounded to the `format`, if any. Raises ConfigError where it does not fit them."""
+        """Round weights to the `format`, if any. Raise ConfigError if it does not fit them."""
         super().__init__()
         self.num_heads = weights.num_heads
         self._vocab_size = target.vocab_size
@@ -152,7 +152,7 @@ class _Stacked(nn.Module):
 
 
 class _Each(nn.Module):
-    """A layer of every head with a product for each, which can be quantized."""
+    """A layer of every head as one product per head, which can be quantized."""
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__()
@@ -163,8 +163,9 @@ class _Each(nn.Module):
 
 
 _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
-"""How often each head's best token is right, where nobody measured: near what Cai et al. 2024 plot for
-Vicuna's heads. Further heads are assumed to be as good as the last of these."""
+"""How often each head's best token is right, if it was not measured: near what Cai et al. 2024 plot for
+Vicuna's heads. Further heads are assumed to be as good as the last of these.
+"""
 _ASSUMED_RANKS = 10
 _RARE = 1e-4
 """The least probability: a rank that was never right still may be."""
@@ -172,9 +173,9 @@ _RARE = 1e-4
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Node i is the `ranks[i]`-th best token of head `depths[i]`, after node `parents[i]` or, if that is -1,
-    after the sequence's last token. The nodes descend in their probability to be accepted, so that the first
-    n are the best tree of n nodes.
+    """A tree of fixed shape. Node i is the `ranks[i]`-th best token of head `depths[i]`, after node
+    `parents[i]` or, if that is -1, after the sequence's last token. Nodes descend in their probability of
+    acceptance, so the first n are the best tree of n nodes.
     """
 
     parents: list[int]
@@ -186,18 +187,18 @@ class StaticTree:
         return max(self.ranks) + 1
 
     def draft(self, ranked: Sequence[Sequence[int]], room: int, late: LateTokens | None = None) -> Draft:
-        """The first `room` nodes, where `ranked[i]` are the tokens of head i, best first, or their names."""
+        """Return the first `room` nodes. `ranked[i]`: head i's tokens (or late tokens' names), best first."""
         nodes = zip(self.depths[:room], self.ranks[:room], strict=True)
         return Draft([ranked[depth][rank] for depth, rank in nodes], self.parents[:room], late=late)
 
 
 def choose_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The `num_nodes` nodes likeliest to be accepted; fewer if the heads have no more.
+    """Return the `num_nodes` nodes likeliest to be accepted; fewer if the heads have no more.
 
-    `acceptance[i][r]` is the probability that the r-th best token of head i is the right one, independent of
-    the other heads' as it seems (Cai et al. 2024, section 2.3.3): a node is accepted with the product of the
-    probabilities on its way. A child's is less than its parent's and its better sibling's, so the best nodes
-    are found one by one.
+    `acceptance[i][r]` is the probability that the r-th best token of head i is right, assumed to be
+    independent of the other heads' (Cai et al. 2024, section 2.3.3): a node is accepted with the product of
+    the probabilities on its path. A child's product is below its parent's and its better sibling's, so the
+    best nodes are found one by one.
     """
     tree = StaticTree([], [], [])
     best_first: list[tuple[float, float, int, int, int]] = []
@@ -219,7 +220,7 @@ def choose_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> Static
 
 
 def assumed_acceptance(num_heads: int) -> list[list[float]]:
-    """Each further rank is right in a third of the cases that are left: [heads][ranks]."""
+    """Return [heads][ranks], in which each further rank is right in a third of the remaining cases."""
     table = []
     for head in range(num_heads):
         first = _ASSUMED_FIRST[min(head, len(_ASSUMED_FIRST) - 1)]
@@ -236,13 +237,13 @@ _VLLM_LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """`layers[j]` are the weights [heads, hidden_size, hidden_size] and biases [heads, hidden_size] (None
-    where there are none) of all heads' j-th residual layers.
+    """The weights of all heads. `layers[j]` has their j-th residual layers' weights [heads, hidden_size,
+    hidden_size] and biases [heads, hidden_size] (None without biases).
 
-    `lm_heads` is [heads, rows, hidden_size], or [1, rows, hidden_size] if the heads share one. `token_map`
-    [rows], int64, has the token of each of its rows; None if that is the row's number. Logits are scaled by
-    `logit_scale`. `rank_acceptance[i][r]` is how often the r-th best token of head i was the right one when
-    that was measured; None if it never was.
+    `lm_heads` is [heads, rows, hidden_size], or [1, rows, hidden_size] if the heads share one. `token_map`,
+    int64 [rows], has each row's token; None if that is the row's number. Logits are scaled by `logit_scale`.
+    `rank_acceptance[i][r]` is the measured share of cases in which the r-th best token of head i was right;
+    None if not measured.
     """
 
     num_heads: int
@@ -254,7 +255,7 @@ class HeadWeights:
 
 
 def read_heads(model: str, hidden_size: int, vocab_size: int) -> HeadWeights:
-    """Raises `ConfigError` that names the file, and the tensor or field, that does not fit the target."""
+    """Read the heads. Raise `ConfigError` that names the file and what does not fit the target."""
     return _Reader(Checkpoint(model, FILES), hidden_size, vocab_size).read()
 
 
@@ -264,7 +265,7 @@ class _Reader:
         self._hidden_size = hidden_size
         self._vocab_size = vocab_size
         self._blocks: dict[tuple[int, int, str], str] = {}
-        """By head, layer and "weight" or "bias": the tensor's name."""
+        """The tensors' names by head, layer and "weight" or "bias"."""
         self._lm_heads: dict[int, str] = {}
         self._token_map: str | None = None
         self._shared = bool(checkpoint.config.get("original_lm_head"))
@@ -308,7 +309,7 @@ class _Reader:
         self._share_blocks(depths)
 
     def _share_blocks(self, depths: dict[int, int]) -> None:
-        """Medusa v1 repeats one block object in a head, so that a file may have it once, for all layers."""
+        """Copy repeated blocks: Medusa v1 repeats one block object in a head, and files may have it once."""
         for head, depth in depths.items():
             for layer in range(1, depth):
                 for kind in ("weight", "bias"):

@@ -1,4 +1,4 @@
-"""The drafting methods by name, and drafters of a deployment's own with a check of what they draft."""
+"""The drafting methods by name, and a deployment's own drafters with a check of their drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speculation.drafter import Drafter
 def build_drafter(
     method: Method, options: SpeculativeConfig, config: ServeConfig, loaded: LoadedModel
 ) -> Drafter:
-    """Load the method's weights, if it has any. Raises `ConfigError` that names the option."""
+    """Load the method's weights, if it has any. Raise `ConfigError` that names the option."""
     match method:
         case "draft_model":
             from speculation.draft_model import DraftModel
@@ -73,7 +73,7 @@ _FLAG = "--speculative-config: drafter"
 
 
 def _custom_drafter(options: SpeculativeConfig, config: ServeConfig, loaded: LoadedModel) -> Drafter:
-    """Call the class or function that `options.drafter` names. Raises `ConfigError` for anything else."""
+    """Call the class or function that `options.drafter` names. Raise `ConfigError` for anything else."""
     assert options.drafter is not None
     make = named(options.drafter, _FLAG)
     if not callable(make):

@@ -1,4 +1,4 @@
-"""The MTP heads of a published checkpoint. A single head is a program where a family describes its layer."""
+"""The MTP heads of a published checkpoint. A single head is a program if a family describes its layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FLAG = "--speculative-config: method mtp"
 
 
 class MtpHeads(DraftHead):
-    """`heads` are models of each head's decoder layers alone, over the target's embedding and an LM head."""
+    """The MTP heads. Each of `heads` has its decoder layers, the target's embedding and an LM head."""
 
     def __init__(self, heads: Sequence[LoadedModel], layout: Layout, target: LoadedModel) -> None:
         self.heads, self.num_heads = heads, len(heads)
@@ -45,8 +45,8 @@ class MtpHeads(DraftHead):
             self._factors = norm(torch.ones(target.hidden_size, dtype=target.dtype, device=target.device))
 
     def combine(self, features: Tensor) -> Tensor:
-        """Take back the final norm's weights, where heads read what was before it: they norm that themselves,
-        and so miss no length.
+        """Undo the final norm's weights for heads that read the state before the norm. They norm it
+        themselves, so its length does not matter.
         """
         if self._factors is None:
             return features
@@ -72,21 +72,21 @@ class MtpHeads(DraftHead):
         if head.program is None:
             return modules_runner_of_head(model, target, backend(kv))
         runner = runner_of_head(config, self.program, model, target.max_model_len, target, backend(kv))
-        if runner.chains is not None:  # it has copied the weights
+        if runner.chains is not None:  # the runner has copied the weights
             entry: Any = model.entry
             for part in (*model.get_decoder().layers, entry.joint):
                 part.to("meta")
         return runner
 
     def program(self) -> ModelProgram:
-        """Return the program of a single head with its linear layers as they are now. A family must describe
-        them.
+        """Return the program of a single head, which a family must describe, with its linear layers as they
+        are now.
         """
         return mtp_program(self.heads[0].model)
 
 
 def _joined(groups: Sequence[Group]) -> Group:
-    """Return one group of the layers of all groups, which are alike."""
+    """Return one group with the layers of all groups, which are alike."""
     first = groups[0]
     counts = [segment.num_layers for segment in first.segments]
     layers = [
@@ -104,7 +104,7 @@ def _joined(groups: Sequence[Group]) -> Group:
 
 
 def mtp_program(layers: Any) -> ModelProgram:
-    """Describe a head that `engine.load.extra_layers` has made. Raises UndescribedModelError."""
+    """Describe a head made by `engine.load.extra_layers`. Raise UndescribedModelError if no family fits."""
     described, entry = describe(layers), layers.entry
     like = described.final_norm or described.layers[0].input_norm
     assert like is not None
@@ -115,8 +115,8 @@ def mtp_program(layers: Any) -> ModelProgram:
 
 
 def load_mtp(checkpoint: Checkpoint, target: LoadedModel, options: SpeculativeConfig) -> MtpHeads:
-    """Load the heads of a checkpoint, the served model's own in most cases, that drafts ask for. Raises
-    `ConfigError` that names the file and the tensor that is missing or does not fit.
+    """Load the heads that drafts need from a checkpoint, mostly the served model's own. Raise `ConfigError`
+    that names the file and the tensor that is missing or does not fit.
     """
     try:
         layouts = find_layouts(checkpoint.names, target.num_layers)

@@ -1,4 +1,4 @@
-"""The speculator of a draft worker's engine: lets a step make several draft tokens of a request."""
+"""The speculator of a draft worker's engine, which makes several draft tokens of a request in one step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from protocol.speculation import SpeculationState
 from speculation.chains import NativeChain
 
 AT_ONCE = 8
-"""The most tokens of a request that a step drafts. An additional token costs a tenth of a step of its own,
-but the engine only learns after the step which drafts the target has contradicted meanwhile.
+"""The most draft tokens of a request per step. An additional token costs a tenth of a step of its own, but
+the engine only learns after the step which drafts the target has contradicted meanwhile.
 """
 
 
 class MultiStepSpeculator:
-    """Implements `engine.step.speculation_interface.Speculator`. Verifies nothing, since each token of its
-    engine is a draft for another worker. Without the native decoder a step makes one token.
+    """The `engine.step.speculation_interface.Speculator` of a draft worker. It verifies nothing, since each
+    token of its engine is a draft for another worker. Without the native decoder a step makes one token.
     """
 
     kv_group: Group | None = None
@@ -42,7 +42,7 @@ class MultiStepSpeculator:
     most_drafted = 0
 
     def __init__(self, config: ServeConfig, loaded: LoadedModel) -> None:
-        """Raises `ConfigError` if the draft model cannot drop tokens."""
+        """Raise `ConfigError` if the draft model cannot drop tokens."""
         if loaded.recurrent is not None:
             name = loaded.model.config.model_type
             raise ConfigError(
@@ -98,7 +98,7 @@ class MultiStepSpeculator:
         """Do nothing: the engine's own warm-up is enough."""
 
     def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
-        """Do nothing: no state is kept of a sequence."""
+        """Do nothing: the speculator keeps no state of a sequence."""
 
     def state(self, request_id: str) -> DraftState:
         return REBUILD
@@ -116,7 +116,7 @@ class MultiStepSpeculator:
         raise AssertionError("nothing is drafted for this engine")
 
     def forget(self, sequence: SequenceState) -> None:
-        """Do nothing: no state is kept of a sequence."""
+        """Do nothing: the speculator keeps no state of a sequence."""
 
     def replan(self, sequence: SequenceState) -> None:
         """Do nothing: this engine verifies no drafts."""

@@ -1,6 +1,6 @@
-"""Drafts that a draft worker makes: what has arrived of them, and what is wanted.
+"""Drafts made by draft workers: the drafts that have arrived, and the tokens that are wanted.
 
-Nothing here waits. A request without a draft at hand decodes as if there were none.
+Nothing here waits. A request without a draft at hand decodes without one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from protocol.ids import PeerAddress
 from speculation.drafter import Drafter
 
 Use = Literal["usable", "stale", "late"]
-"""How an arriving chain compares with the committed tokens: it goes beyond them, differs, or ends before."""
+"""Comparison of an arriving chain with the committed tokens: it extends them, differs, or ends earlier."""
 
 
 @dataclass(eq=False)
 class RemoteRequest:
     """A request whose drafts come from the draft worker `at`; `sequence` has its committed tokens.
 
-    Its target verifies up to `granted` tokens in a step. `chain` is the newest draft: the tokens that may
-    follow the first `start` ones.
+    The target verifies up to `granted` tokens in a step. `chain` is the newest draft: tokens that may follow
+    the first `start` ones.
     """
 
     sequence: SequenceState
@@ -40,13 +40,13 @@ class RemoteRequest:
 
     @property
     def num_wanted(self) -> int:
-        """Tokens beyond the committed ones that it has use for: those that are verified now, the one that
+        """The number of useful tokens beyond the committed ones: those that are verified now, the one that
         the target adds, and those for the next step.
         """
         return 2 * self.granted + 1 if self.granted else 0
 
     def take(self, start: int, token_ids: list[int]) -> Use:
-        """A chain has arrived. It replaces the one that is there, unless that reaches further."""
+        """Take a chain that arrived. It replaces the present one unless that reaches further."""
         use = self._use(start, token_ids)
         if use == "usable" and start + len(token_ids) > self.start + len(self.chain):
             self.start, self.chain = start, token_ids
@@ -59,7 +59,7 @@ class RemoteRequest:
         return "usable" if len(token_ids) > len(since) else "late"
 
     def draft(self, count: int) -> Draft | None:
-        """Up to `count` tokens that may follow the committed ones, as far as the chain agrees with those."""
+        """Return up to `count` tokens to follow the committed ones, if the chain agrees with those."""
         if self.chain and self._use(self.start, self.chain) != "usable":
             self.start, self.chain = 0, []
         if not self.chain:
@@ -69,17 +69,17 @@ class RemoteRequest:
 
 
 class RemoteDrafter(Drafter):
-    """Proposes what draft workers have sent. The decode worker's loop brings it, and takes what is wanted
-    from `requests` and `ended`, between two steps.
+    """A drafter that proposes the drafts that draft workers have sent. Between two steps the decode worker's
+    loop delivers them, and reads `requests` and `ended` to see what to ask for.
     """
 
     def __init__(self, first_granted: int) -> None:
-        """`first_granted` tokens are wanted before any plan of the controller."""
+        """Want `first_granted` tokens of a request until the controller's first plan."""
         self.requests: dict[str, RemoteRequest] = {}
         self.ended: list[RemoteRequest] = []
-        """The requests that their draft workers must be told of."""
+        """The requests whose end the draft workers must be told."""
         self.answers: dict[str, float] = {}
-        """Seconds until each draft worker's answer is there, on average. Written by the loop's thread."""
+        """Mean seconds until each draft worker's answer arrives. Written by the loop's thread."""
         self._first_granted = first_granted
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
@@ -93,12 +93,12 @@ class RemoteDrafter(Drafter):
         self.requests[sequence.request_id] = RemoteRequest(sequence, plan.at, granted)
 
     def is_made_by(self, request_id: str, worker: PeerAddress | None) -> bool:
-        """Whether the request's drafts come from there at present."""
+        """Return whether `worker` makes the request's drafts at present."""
         request = self.requests.get(request_id)
         return request is not None and request.at == worker
 
     def grant(self, request_id: str, num_tokens: int) -> None:
-        """So many tokens of the request are verified in a step from now on."""
+        """Verify `num_tokens` draft tokens of the request per step from now on."""
         request = self.requests.get(request_id)
         if request is not None:
             request.granted = num_tokens

@@ -1,10 +1,10 @@
-"""The model drafts with some of its own layers, or with its weights rounded.
+"""Drafting with the model itself: with some of its layers, or with its weights rounded.
 
-After Draft & Verify (Zhang et al. 2023), LayerSkip (Elhoushi et al. 2024) and SWIFT (Xia et al. 2024). It has
-no KV of its own. Committed tokens have the model's in each layer that drafts: that is better than the draft's
-own would be, and no prompt need be read. Drafted tokens get the draft's, at places that the verification
-computes anew before anything else reads them, so that no bit of the model's KV is the draft's. The same goes
-for what recurrent layers keep of each token; their states stay where they are while it drafts.
+After Draft & Verify (Zhang et al. 2023), LayerSkip (Elhoushi et al. 2024) and SWIFT (Xia et al. 2024). The
+draft has no KV of its own. Committed tokens have the model's KV in each layer that drafts: that is better
+than the draft's, and no prompt need be read. Draft tokens get the draft's KV, at places that the verification
+computes again before anything else reads them, so no bit of the model's KV is the draft's. The same holds for
+what recurrent layers keep of each token; their states do not advance.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from speculation.drafter import Drafter
 
 class SelfDrafter(Drafter):
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
-        """The target's weights are packed already. Raises `ConfigError` that names the field."""
+        """Prepare `target`, whose weights are packed, to draft. Raise `ConfigError` that names the field."""
         num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
         is_quantized = config.quantization is not None or bool(target.checkpoint)
         multiplies = kernel_fault(target.device, target.dtype) is None and not is_quantized
@@ -79,7 +79,7 @@ class SelfDrafter(Drafter):
         return replace(target, model=model, adapters=None)
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        if self._is_made_late:  # of weights that the model's runner has joined, lest they be there twice
+        if self._is_made_late:  # shares the weights that the model's runner has joined
             self._loaded = self._part(loaded)
         self._runner = self._build_runner(pool)
         self._state_slots = pool.state_slots
@@ -96,7 +96,7 @@ class SelfDrafter(Drafter):
     def _build_runner(self, pool: KVPool) -> Runner:
         loaded, group = self._loaded, pool.groups[TARGET]
         layers = pool.layers(TARGET)
-        if loaded.description is not None:  # it numbers its own layers
+        if loaded.description is not None:  # a description numbers its own layers
             layers = [layers[layer] for layer in self._kept]
             group = replace(group, layers=tuple(group.layers[layer] for layer in self._kept))
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
@@ -116,13 +116,13 @@ class SelfDrafter(Drafter):
         return SequenceRows(rows.token_ids, start, blocks, state_slot=sequence.state_slot, certain=certain)
 
     def _num_settled(self, sequence: SequenceState) -> int:
-        """The tokens that recurrent layers' states have: no more come to them here, as layers that do not
-        draft would stay behind.
+        """Return the number of tokens in recurrent layers' states. Drafting adds no more, since layers that
+        do not draft would lag.
         """
         return self._state_slots.position(sequence.state_slot) if self._state_slots is not None else 0
 
     def _fitting(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
-        """At most so many tokens as recurrent layers have room for, behind what they keep of others."""
+        """Limit the counts to the room that recurrent layers have after the tokens that they keep already."""
         if self._state_slots is None:
             return counts
         window = self._state_slots.layout.window
@@ -130,14 +130,14 @@ class SelfDrafter(Drafter):
         return [min(count, most) for count in counts]
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
-        """The model's KV is all that it needs."""
+        """Do nothing: the drafter needs only the model's KV."""
 
     def forget(self, request_id: str) -> None:
         self._sampler.forget(request_id)
 
 
 def _unpack(model: PreTrainedModel) -> None:
-    """Packed layers become what they were, to be rounded; the head stays as it is."""
+    """Unpack packed layers, so that they can be rounded; the head stays packed."""
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         if isinstance(module, PackedLinear) and module is not head:
@@ -146,13 +146,13 @@ def _unpack(model: PreTrainedModel) -> None:
 
 
 class PartialDescription(NativeModel):
-    """Some of a model's layers as the native decoder runs them, in the model's own memory or rounded.
-    `num_rounded` counts the products with rounded weights.
+    """Some of a model's layers for the native decoder, in the model's own memory or rounded. `num_rounded`
+    counts the products with rounded weights.
     """
 
     def __init__(self, whole: NativeModel, kept: Sequence[int], format: CodeFormat | None) -> None:
         super().__init__(whole.dtype)
-        self._whole = whole  # which owns most of the memory
+        self._whole = whole  # the owner of most of the memory
         self.num_rounded = 0
         layers = [self._layer(whole.layers[layer], format) for layer in kept]
         self.model = ModelArgs.from_buffer_copy(whole.model)
@@ -175,14 +175,14 @@ class PartialDescription(NativeModel):
         return layer
 
     def _rounded(self, whole: WeightsArgs, format: CodeFormat) -> WeightsArgs:
-        """Round weights, or return them unchanged where the format does not fit them."""
+        """Round weights, or return them unchanged if the format does not fit them."""
         group = group_size(format, whole.inputs)
-        if group is None or whole.values is None:  # quantized, or of a product that there is not
+        if group is None or whole.values is None:  # quantized already, or no such product
             return whole
         weight = unpacked(self._whole.kept(whole.values))[: whole.outputs]
         rounded = round_to_nearest(weight, format, group)
         bias = None if whole.bias is None else self._whole.kept(whole.bias)
-        if self.dtype is not torch.bfloat16:  # which the kernel of rounded weights takes
+        if self.dtype is not torch.bfloat16:  # the kernel of rounded weights takes bf16 only
             args = self.matrix(rounded.dequantized(), bias)
         elif fits(rounded):
             args = self.keep_quantized(packed(rounded), bias)
@@ -197,10 +197,10 @@ _FLAG = "--speculative-config"
 
 
 def with_defaults(options: SpeculativeConfig, num_layers: int, *, can_round: bool) -> SpeculativeConfig:
-    """Fill in the layers and the format that draft, where the configuration names none.
+    """Fill in the layers and the format that draft, if the configuration names none.
 
-    All layers in int4, if it `can_round` them: a model that was not trained for it bears that much better
-    than to lose layers. Elsewhere every second layer, with the first and the last, which matter most.
+    All layers in int4, if it `can_round` them: an untrained model bears that much better than losing layers.
+    Otherwise every second layer, with the first and the last, which matter most.
     """
     if options.skip_layers or options.exit_layer is not None or options.quantization is not None:
         return options
@@ -210,7 +210,7 @@ def with_defaults(options: SpeculativeConfig, num_layers: int, *, can_round: boo
 
 
 def kept_layers(options: SpeculativeConfig, num_layers: int) -> list[int]:
-    """Numbers of those that draft, ascending. Raises `ConfigError` that names the field and its limit."""
+    """Return the numbers of drafting layers, ascending. Raise `ConfigError` that names field and limit."""
     if options.exit_layer is not None:
         if options.exit_layer >= num_layers:
             raise ConfigError(
@@ -229,9 +229,9 @@ def kept_layers(options: SpeculativeConfig, num_layers: int) -> list[int]:
 
 
 def with_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
-    """The model with these of its layers, which share its weights and keep their numbers in its KV.
+    """Return the model with only the layers `kept`, which share its weights and keep their numbers in its KV.
 
-    Raises `ConfigError` for a model whose layers are not in one list, or whose configuration does not list
+    Raise `ConfigError` for a model whose layers are not in one list, or whose configuration does not list
     their kinds.
     """
     tensors = [*model.parameters(), *model.buffers()]

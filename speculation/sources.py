@@ -1,4 +1,4 @@
-"""Chooses where a request's drafts come from, and how many tokens it may draft."""
+"""The choice of each request's drafter and number of draft tokens, and the drafts that grammars force."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from speculation.remote import RemoteDrafter
 
 
 class DraftSources:
-    """The deployment's method is loaded at once. Those that need no weights are made when a request first
-    asks. `remote` has the drafts of draft workers, where there are any.
+    """The drafters of a worker. The deployment's method is loaded at once; methods without weights are made
+    when a request first asks for them. `remote` has the drafts of draft workers, if there are any.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DraftSources:
         if remote is not None:
             self.drafters[REMOTE] = remote
         self.own: Drafter | None = None
-        """The deployment's drafter, if decode workers draft by it."""
+        """The deployment's drafter, if decode workers draft with it."""
         if self._deployed is not None and self._deployed.decode_workers_draft:
             self.own = build_drafter(self._deployed.method, self._options, config, loaded)
             self.drafters[self._deployed.method] = self.own
@@ -63,7 +63,7 @@ class DraftSources:
             drafter.attach(self._loaded, pool)
 
     def tell_estimator(self, method: Source) -> None:
-        """Tell what the drafter, which is ready, may draft and what it reads."""
+        """Tell the estimator what the drafter, which is ready, can draft and what it reads."""
         drafter = self.drafters[method]
         has_kv = drafter.kv_group is not None
         self._estimator.add_method(
@@ -88,15 +88,15 @@ class DraftSources:
         return request
 
     def _add(self, source: Source) -> None:
-        assert source != REMOTE  # which is there, if it is anybody's source
+        assert source != REMOTE  # always there if a request may use it
         self.drafters[source] = build_drafter(source, self._options, self._config, self._loaded)
         self.drafters[source].attach(self._loaded, self._pool)
         self.tell_estimator(source)
 
     def source(self, sequence: SequenceState) -> Source | None:
-        """Return the source of the sequence's drafts, by its plan, its request or the deployment's choice.
+        """Return the source of the sequence's drafts: by its plan, its request or the deployment's choice.
 
-        A plan that names a drafter which this worker lacks counts as one without drafts.
+        A plan that names a drafter that this worker lacks counts as a plan without drafts.
         """
         asked, plan = sequence.request.speculation or RequestSpeculation(), sequence.draft_plan
         if not asked.enabled:
@@ -113,8 +113,8 @@ class DraftSources:
         return None
 
     def may_draft_here(self, sequence: SequenceState, source: Source | None) -> bool:
-        """Return whether this worker may draft what a grammar forces, in addition to the `source`. Draft
-        workers do that themselves, while the target's tokens are on their way.
+        """Return whether this worker may draft the text that a grammar forces, in addition to the drafts of
+        `source`. Draft workers do that themselves, while the target's tokens are on their way.
         """
         asked = sequence.request.speculation
         is_off = asked is not None and not asked.enabled
@@ -128,17 +128,17 @@ class DraftSources:
         return self._remote.is_made_by(sequence.request_id, sequence.draft_plan.at)
 
     def limit(self, request: SpeculatingRequest, sequence: SequenceState) -> None:
-        """Set how many tokens the request drafts: those it asks for, and no more than its plan allows."""
+        """Set how many tokens the request drafts: the number it asks for, limited by its plan."""
         fixed, plan = self._fixed_tokens(sequence), sequence.draft_plan
         request.most = plan.max_tokens if plan is not None else None
         if request.method == "lookahead" and fixed:
-            fixed = self._options.lookahead_rows  # it takes all of them or none
+            fixed = self._options.lookahead_rows  # lookahead takes all rows or none
         elif fixed is not None and request.most is not None:
             fixed = min(fixed, request.most)
         request.fixed_tokens = fixed
 
     def _fixed_tokens(self, sequence: SequenceState) -> int | None:
-        """Return the number of tokens that the request asks for, or else the deployment's; None: "auto"."""
+        """Return the number of tokens that the request asks for, else the deployment's; None means "auto"."""
         asked = sequence.request.speculation
         fixed = asked.num_speculative_tokens if asked is not None else None
         return self._options.fixed_tokens if fixed is None else fixed
@@ -151,20 +151,20 @@ def _origin(sequence: SequenceState) -> Origin:
 
 
 MAX_FORCED = 16
-"""The most tokens of one draft: more of a step's rows at once cost a CPU about what they save."""
+"""The most tokens of a forced draft: more rows in a step cost a CPU about what they save."""
 
 
 class GrammarDrafts:
-    """Drafts under a grammar: what must follow is drafted for nothing, what may not is not verified."""
+    """Drafts under a grammar: forced text is drafted at no cost, and forbidden tokens are not verified."""
 
     def __init__(self, grammars: Grammars, account: Account) -> None:
         self._grammars = grammars
         self._account = account
         self.forced: set[SequenceState] = set()
-        """The sequences whose draft in the current step is their grammar's."""
+        """The sequences whose draft in the current step comes from their grammar."""
 
     def draft(self, step: ScheduledStep, sequences: Sequence[SequenceState], make_room: MakeRoom) -> None:
-        """Draft the text about which grammars leave no choice. The model may write it in other tokens."""
+        """Draft the text that grammars force. The model may write it with other tokens."""
         started = time.perf_counter()
         for sequence in sequences:
             tokens = self._grammars.forced(sequence.sampling_row())[:MAX_FORCED]
@@ -174,8 +174,8 @@ class GrammarDrafts:
         self._account.drafted("grammar", time.perf_counter() - started)
 
     def constrain(self, sequence: SequenceState, draft: Draft, method: Source) -> Draft:
-        """Return the draft without the end that the grammar forbids. An empty one is a draft, too: its
-        drafter has to learn that no token was accepted. Probes stay, and the nodes before them.
+        """Return the draft without the end that the grammar forbids. An empty one is returned, too: its
+        drafter must learn that no token was accepted. Drafts with probes stay whole.
         """
         if draft.probes:
             return draft
@@ -186,7 +186,7 @@ class GrammarDrafts:
         return draft.first(num_nodes)
 
     def count(self, step: ScheduledStep) -> None:
-        """Count the grammars' drafts and hide them from drafters, to which the tokens came one by one."""
+        """Count the grammars' drafts; hide them from drafters, which see tokens decoded one by one."""
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             if sequence in self.forced and outcome.draft is not None:
                 self._account.verified("grammar", outcome.draft.num_nodes, outcome.num_accepted)

@@ -1,4 +1,4 @@
-"""Speculation of one engine: asks drafters for drafts, verifies them and keeps statistics."""
+"""The speculation of one engine: it asks drafters for drafts, verifies them and keeps statistics."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from speculation.verification.verify import prepare, verify
 
 
 class BatchSpeculator:
-    """Implements `engine.step.speculation_interface.Speculator`."""
+    """The `engine.step.speculation_interface.Speculator` of workers that serve a model."""
 
     def __init__(self, config: ServeConfig, loaded: LoadedModel, remote: RemoteDrafter | None = None) -> None:
-        """`remote` has the drafts of draft workers, if there are any. Raises `ConfigError` for a draft that
-        does not fit the model.
+        """Load the drafters; `remote` has the drafts of draft workers, if there are any. Raise `ConfigError`
+        for a draft that does not fit the model.
         """
         self._config = config
         self._loaded = loaded
@@ -52,13 +52,14 @@ class BatchSpeculator:
         self._options = self._deployed or SpeculativeConfig(method="ngram")
         self._requests: dict[str, SpeculatingRequest] = {}
         self._num_speculating = 0
-        """Requests that have a method. Without any, the speculator skips steps."""
+        """The number of requests with a method. Without any, the speculator skips steps."""
         self._unread = UnreadSteps()
         self._has_speculating_requests = False
-        """Whether there were any when the current step was prepared."""
+        """Whether any request speculated when the current step was prepared."""
         self._rooms: dict[SequenceState, tuple[int, SpeculatingRequest]] = {}
         """The sequences that draft in the current step, the tokens that they have room for, and their
-        requests, since those that end with the step are forgotten before it is learnt."""
+        requests, which may be forgotten before the step is learned from.
+        """
         self._drafted_at = 0.0
         self._late_turns: list[DraftTurn] = []
         """Turns of the current step whose duration is known with the verdicts."""
@@ -98,7 +99,7 @@ class BatchSpeculator:
                 estimator.methods[method].time.per_read = measure_reading(profiling, drafter)
 
     def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
-        """The sequence has its blocks: at first, after a preemption, or by a hand-off with this `state`."""
+        """Begin a sequence with blocks: at first, after a preemption, or by a hand-off with this `state`."""
         request = self._request(sequence)
         method = request.method
         if method is None:
@@ -155,7 +156,7 @@ class BatchSpeculator:
         return bool(self.hidden_layers) and self._wants_hidden(step)
 
     def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
-        """Grammars need no look: a sequence with one runs in no step that goes ahead."""
+        """Return whether the step may go ahead. A sequence with a grammar is in no such step."""
         if self._num_speculating == 0:
             return True
         num_decoding = len(step.sequences)
@@ -230,7 +231,7 @@ class BatchSpeculator:
         self._controller.estimator.drafted(turn.method, turn.requests, turn.rooms, seconds)
 
     def _runnable(self, drafts: Sequence[Draft | None], rooms: Sequence[int]) -> list[Draft | None]:
-        """The drafts that the step can run: any other would end it for all requests."""
+        """Return the drafts that the step can run; any other would end the step for all requests."""
         runnable: list[Draft | None] = []
         for draft, room in zip(drafts, rooms, strict=True):
             why = "" if draft is None else problem(draft, room, self._loaded.vocab_size)
@@ -247,7 +248,7 @@ class BatchSpeculator:
         return verdicts
 
     def _wants_hidden(self, step: ScheduledStep) -> bool:
-        """Capturing hidden states takes time, so only where drafts may read them."""
+        """Return whether to capture hidden states. It takes time, so only if drafts may read them."""
         if self._rooms or (self._grammar_drafts.forced and self._controller.drafts):
             return True
         if step.only_decodes:
@@ -270,13 +271,13 @@ class BatchSpeculator:
         if not self._has_speculating_requests:
             return
         self._learn(step)
-        hands_over = any(sequence.prefill_only for sequence in step.sequences)  # with what its drafter knows
+        hands_over = any(sequence.prefill_only for sequence in step.sequences)  # with the drafter's state
         if not self._rooms and step.only_decodes and not hands_over:
             if hidden is None:
                 return  # no drafter could learn from it
             if not self._controller.drafts:
                 self._unread.keep(step, hidden)
-                return  # nobody drafts now
+                return  # no request drafts now
         self._unread.clear()
         computed: dict[Source, list[Computed]] = {}
         row = 0
@@ -319,8 +320,8 @@ class BatchSpeculator:
         if draft is None or not draft.token_ids or verdict is None or verdict.failed:
             estimator.verified(request, room, 0)
             return
-        # What lies behind a chain's end is unknown, but behind a tree, which is all that its method has,
-        # there is nothing. Of probes alone nothing is accepted.
+        # The acceptance beyond a chain's end is unknown. A tree is all that its method has, so nothing is
+        # accepted beyond its end. Probes alone accept nothing.
         is_whole = estimator.methods[method].shape.whole
         depth = self._options.max_speculative_tokens if is_whole else draft.depth
         num_agreed = len(verdict.accepted)
@@ -341,7 +342,7 @@ class BatchSpeculator:
             self._controller.estimator.ended(num_read, len(sequence.output_token_ids))
 
     def _end(self, sequence: SequenceState, request: SpeculatingRequest) -> None:
-        """Its drafter drafts no more for it."""
+        """Stop drafting for the sequence."""
         del self._requests[sequence.request_id]
         if request.method is not None:
             self._num_speculating -= 1
@@ -381,7 +382,7 @@ class BatchSpeculator:
 
 
 def _unread(sequence: SequenceState, drafter: Drafter) -> int:
-    """Tokens that the drafter must read before it drafts, but for the two that it may read with any draft."""
+    """Return how many tokens the drafter must read first, except two that any draft can read."""
     if drafter.kv_group is None:
         return 0
     missed = max(len(sequence.token_ids) - drafter.num_drafted(sequence.request_id) - 2, 0)

@@ -1,4 +1,4 @@
-"""Bases of drafters that read the target's hidden states: with KV of the text, or of its last token alone."""
+"""Bases of drafters that read the target's hidden states: of all tokens (as KV) or of the last one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from engine.step.sequence import SequenceState
 from speculation.drafter import Computed, Drafter, HiddenRows
 
 _SIGHT = 64
-"""Tokens behind which a draft is about as good as behind a whole text."""
+"""Tokens of context with which a draft is about as good as with a whole text."""
 MOST_UNREAD = 32
-"""Tokens of a request whose hidden states are kept, each with its whole step's, until a draft reads them."""
+"""The most tokens of a request whose hidden states are kept for a draft, each with its whole step's."""
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A request's draft KV: at the places from `first` up to, not including, `written`. `features` are the
-    hidden states for the next places, in pieces.
+    """A request's draft KV, at the places from `first` to `written` (exclusive). `features` are the hidden
+    states for the next places, in pieces.
     """
 
     first: int
     written: int
     features: list[HiddenRows] = field(default_factory=list)
     carried: Tensor | None = None
-    """The hidden states of further heads in the place `written`, [heads, hidden_size]; None: unknown."""
+    """The hidden states of further heads at place `written`, [heads, hidden_size]; None if unknown."""
 
     @property
     def end(self) -> int:
@@ -43,14 +43,14 @@ class Known:
         return self.first > 1 and self.end - self.first < _SIGHT
 
     def begin(self, place: int) -> None:
-        """Begin at this place: what was before it is not known."""
+        """Restart at `place`: nothing before it is known."""
         self.first = self.written = place
         self.features, self.carried = [], None
 
 
 class DraftKvDrafter(Drafter):
-    """Subclasses set `_sampler`, which forgets requests with it. The KV of a place is made of the target's
-    hidden state `shift` places before, so that of the first `shift` places does not exist.
+    """A drafter with KV made from the target's hidden states: the KV of a place from the state `shift` places
+    before, so the first `shift` places have none. Subclasses set `_sampler`, which forgets requests, too.
     """
 
     shift: int
@@ -61,7 +61,7 @@ class DraftKvDrafter(Drafter):
 
     @abstractmethod
     def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
-        """Write the KV of all known places that have tokens whose KV the target has computed."""
+        """Write the KV of all known places whose tokens' own KV the target has computed."""
 
     def observe(self, computed: Sequence[Computed]) -> None:
         waiting: dict[SequenceState, Known] = {}
@@ -70,15 +70,15 @@ class DraftKvDrafter(Drafter):
             assert each.hidden is not None
             sequence, end = each.sequence, each.start + each.num_tokens
             known, first = self._known[sequence.request_id], each.start + self.shift
-            if known.end != first:  # steps went by unseen
+            if known.end != first:  # some steps were not observed
                 known.begin(first)
                 waiting.pop(sequence, None)
             known.features.append(each.hidden)
             if known.written < end:
                 waiting[sequence] = known
-                # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
+                # A prompt's draft KV moves with its blocks. Generated tokens are read by the next draft.
                 is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= MOST_UNREAD
-        if is_due and waiting:  # all of them at once, so that it is seldom
+        if is_due and waiting:  # all of them at once, so that this is rare
             with torch.inference_mode():
                 self._write(waiting)
 
@@ -92,16 +92,16 @@ class DraftKvDrafter(Drafter):
 
 
 class LastStateDrafter(Drafter):
-    """Subclasses set `_sampler`, which forgets requests with it."""
+    """A drafter that reads the last computed token's hidden state only. Subclasses set `_sampler`."""
 
     _sampler: Sampler
 
     def __init__(self) -> None:
         self._features: dict[str, tuple[int, HiddenRows]] = {}
-        """By request: the newest hidden state, and its token's place."""
+        """The newest hidden state and its token's place, by request id."""
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
-        """Without a feature nothing is drafted until the sequence's next step is over."""
+        """Begin a sequence. Without a `feature`, nothing is drafted until its next step is over."""
         self._features.pop(sequence.request_id, None)
         if feature is not None:
             known = HiddenRows(feature.unsqueeze(0), range(1))
@@ -122,15 +122,15 @@ class LastStateDrafter(Drafter):
 
     @abstractmethod
     def _draft(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> Sequence[Draft]:
-        """Return drafts of at most so many tokens for sequences whose last hidden state is known."""
+        """Return drafts of at most `rooms[i]` tokens for sequences whose last hidden state is known."""
 
     def _is_fresh(self, sequence: SequenceState) -> bool:
-        """Whether the hidden state of the last token but one is there."""
+        """Return whether the hidden state of the second-to-last token is known."""
         known = self._features.get(sequence.request_id)
         return known is not None and known[0] == len(sequence.token_ids) - 2
 
     def _last_states(self, sequences: Sequence[SequenceState]) -> Tensor:
-        """[sequences, hidden_size]"""
+        """Return the last hidden states [sequences, hidden_size]."""
         return torch.cat([self._features[sequence.request_id][1].cut() for sequence in sequences])
 
     def observe(self, computed: Sequence[Computed]) -> None:

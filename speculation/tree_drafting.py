@@ -1,7 +1,7 @@
-"""Drafting trees with a model.
+"""Drafting of trees with a model.
 
-On a GPU they grow on the device, and the host waits for nothing. Where the host must know the rows of each
-level, the likeliest tokens and their scores come to it in one copy for each, and the trees grow there.
+On a GPU trees grow on the device, and the host waits for nothing. If the host must know the rows of each
+level, the likeliest tokens and their scores are copied to it, once per level, and the trees grow there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TreeDrafting:
         *,
         recurs: bool,
     ) -> None:
-        """As `ChainDrafting`. `block_size` is the KV pool's. Layers that `recurs` must know on the host which
-        rows follow which.
+        """Take the arguments of `ChainDrafting`, and the KV pool's `block_size`. If a layer `recurs`, the
+        host must know which rows follow which.
         """
         self._runner = runner
         self._rows_of, self._whole = rows_of, whole
@@ -52,7 +52,7 @@ class TreeDrafting:
         self._download = Downloader(device)
 
     def warm_up(self, hidden: Tensor | None = None) -> None:
-        """Compile what grows trees on the device. `hidden` [1, size]: rows are run on such states."""
+        """Compile the kernels that grow trees. `hidden` [1, size] is given if rows run on hidden states."""
         if not self._on_device:
             return
         scores = torch.zeros((1, TREE_WIDTH), device=self._device)
@@ -76,7 +76,7 @@ class TreeDrafting:
         counts: Sequence[int],
         hidden: Tensor | None = None,
     ) -> list[Draft | None]:
-        """As `ChainDrafting.draft`, of at most `counts` nodes. None where no token has a finite score."""
+        """Draft like `ChainDrafting.draft`, at most `counts` nodes. None if no token has a finite score."""
         growth = self._growth(counts)
         output = run_last(self._runner, rows, hidden)
         best = self._rank(output.logits, sequences, [1] * len(sequences), 0)
@@ -124,8 +124,8 @@ class TreeDrafting:
     def _rank(
         self, logits: Tensor, sequences: Sequence[SequenceState], each_has: Sequence[int], depth: int
     ) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens after rows `depth` tokens after the roots, of which each tree has some; where
-        the trees grow.
+        """Return the likeliest tokens, where the trees grow, after rows `depth` tokens after the roots; tree
+        i has `each_has[i]` of these rows.
         """
         after = [sequence for sequence, count in zip(sequences, each_has, strict=True) for _ in range(count)]
         params = [sequence.params for sequence in after]
@@ -134,12 +134,12 @@ class TreeDrafting:
         scores, token_ids = best_of(*ranked, TREE_WIDTH)
         if self._on_device or self._device.type == "cpu":
             return scores, token_ids
-        both = self._download(torch.stack([scores.double(), token_ids.double()]))  # which has them exactly
+        both = self._download(torch.stack([scores.double(), token_ids.double()]))  # exact in float64
         return both[0].float(), both[1].long()
 
 
 def drafts_of(nodes: Tensor) -> list[Draft | None]:
-    """The drafts of `TreeGrowth.end`, on the host."""
+    """Convert the nodes of `TreeGrowth.end`, on the host, to drafts."""
     drafts: list[Draft | None] = []
     for token_ids, rows_before in nodes[:2].transpose(0, 1).tolist():
         parents = [row - 1 for row in rows_before if row >= 0]

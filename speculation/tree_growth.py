@@ -1,10 +1,10 @@
-"""Dynamic draft trees (EAGLE-2: Li et al. 2024, sections 4.1 and 4.2), whatever model drafts them.
+"""Dynamic draft trees (EAGLE-2: Li et al. 2024, sections 4.1 and 4.2), for any model that drafts.
 
 The trees of a batch grow together, level by level. At each level the model runs the trees' newest rows and
-says how likely each token is after them. The likeliest of the new nodes, by the probability of their whole
-path, are run next. The draft is all nodes that were run, and the likeliest of the rest. Unlike EAGLE-2's, a
-tree runs only nodes that it will have room for and that come near the likeliest: what was run stays, so that
-its KV need not be moved.
+gives the likelihood of each token after them. The likeliest of the new nodes, by the probability of their
+whole path, are run next. The draft is all nodes that were run, and the likeliest of the rest. Unlike in
+EAGLE-2, a tree runs only nodes that it will have room for and that come near the likeliest: nodes that were
+run stay, so their KV need not be moved.
 
     growth = TreeGrowth(max_nodes, width=4, block_size=16, upload=upload_to(device))
     scores, token_ids = ...  # of what may follow each sequence's last token, a row each
@@ -13,12 +13,11 @@ its KV need not be moved.
         scores, token_ids = ...  # of what may follow the level's rows
     nodes = growth.end(scores, token_ids)
 
-Row 0 of a tree is the sequence's last token, and row i + 1 is node i of the draft. So if row i's KV is
-written i places after the last token's, it lies where the target puts its own, and `SequenceBlocks.commit`
-keeps both.
+Row 0 of a tree is the sequence's last token, and row i + 1 is node i of the draft. So row i's KV, written i
+places after the last token's, is where the target puts its own, and `SequenceBlocks.commit` keeps both.
 
 On a CPU a level takes some of torch's operators, and the rows to run are read from it. On a GPU it is one
-kernel, and the host need not know the rows: each tree has as many, some of which are padding.
+kernel, and the host need not know the rows: each tree has the same number, some of them padding.
 """
 
 from __future__ import annotations
@@ -38,29 +37,30 @@ from speculation.chains import DraftRows
 from speculation.drawing import NEAR
 
 TREE_WIDTH = 4
-"""Rows of a tree in a forward, and children of a row."""
+"""Rows of a tree in a forward, and children of a row, at most."""
 
 _LEAVES = 64
-"""Room for a tree's leaves: more than it may have nodes."""
+"""Room for a tree's leaves: more than a tree can have nodes."""
 _TILE = 512
 
 
 class State(NamedTuple):
-    """Trees that grow. The kernels do not read it before the first level."""
+    """The state of growing trees. The kernels do not read it before the first level."""
 
     nodes: Tensor
     """int64 [4, trees, most nodes], as `engine.step.late_tokens.LateTrees` takes them."""
     leaves: Tensor
-    """int64 [4, trees, leaves]: tokens, the rows that they follow, the masks of these, and how much deeper
-    than children of the root they are."""
+    """int64 [4, trees, leaves]: tokens, the rows that they follow, these rows' masks, and the depth after the
+    root's children.
+    """
     leaf_scores: Tensor
-    """float64 [trees, leaves]: log-probabilities of the paths to the leaves, -inf for none."""
+    """float64 [trees, leaves]: log-probabilities of the paths to the leaves, -inf without a leaf."""
     paths: Tensor
     """float64 [trees, width]: log-probabilities of the paths to the newest rows."""
     sources: Tensor
-    """int64 [trees, width]: which rows of the level before the newest rows follow."""
+    """int64 [trees, width]: the rows of the previous level that the newest rows follow."""
     runs: Tensor
-    """int64 [trees, 2]: how many nodes were run, and how many rows the newest level has."""
+    """int64 [trees, 2]: the number of nodes that were run, and of rows in the newest level."""
 
     @classmethod
     def of(cls, trees: int, most: int, width: int, device: torch.device) -> State:
@@ -77,7 +77,7 @@ class State(NamedTuple):
         )
 
     def begin(self) -> None:
-        """Trees that have their roots alone."""
+        """Reset to trees that have only their roots."""
         self.leaves.zero_()
         self.leaf_scores.fill_(-torch.inf)
         self.paths.zero_()
@@ -86,9 +86,9 @@ class State(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Level:
-    """The rows to run next, `depth` tokens after their roots. On a GPU there are `num_rows` of each tree, and
-    were `num_before` at the level before: the trees' own, one tree after the other, and then padding. The
-    level holds until the next one.
+    """The rows to run next, `depth` tokens after their roots. On a GPU there are `num_rows` per tree
+    (`num_before` at the previous level): the trees' own rows, one tree after the other, then padding. A level
+    is valid until the next one.
     """
 
     state: State
@@ -97,10 +97,10 @@ class Level:
     depth: int
     block_size: int
     followed: Tensor | None = None
-    """On a CPU, int64 [rows]: the numbers of the rows before that these follow, all trees' together."""
+    """On a CPU, int64 [rows]: the rows of the previous level that these follow, numbered over all trees."""
 
     def rows(self) -> list[DraftRows]:
-        """Read from trees on a CPU."""
+        """Read the rows from trees on a CPU."""
         found = []
         for tree, (end, count) in enumerate(self.state.runs.tolist()):
             token_ids, _, masks, _ = self.state.nodes[:, tree, end - count : end].tolist()
@@ -108,15 +108,15 @@ class Level:
         return found
 
     def unknown_rows(self, max_nodes: Sequence[int]) -> list[DraftRows]:
-        """Rows for `fill` to complete: of a tree the host only knows how many nodes it has by then at most.
-        They begin anywhere, even before the text.
+        """Return rows for `fill` to complete. The host only knows how many nodes a tree has at most by then,
+        so the rows begin anywhere, even before the text.
         """
         count, width = self.num_rows, self.state.sources.shape[1]
         ends = [min(self.depth * width, most) for most in max_nodes]
         return [DraftRows(1 + end - count, [0] * count, [1] * count) for end in ends]
 
     def before(self, hidden: Tensor) -> Tensor:
-        """The rows of `hidden` [trees * rows before, size] that this level's rows follow, on a GPU."""
+        """Return the rows of `hidden` [trees * rows before, size] that this level's rows follow, on a GPU."""
         from speculation.tree_kernels import follow
 
         trees, width = self.state.sources.shape
@@ -137,7 +137,7 @@ class Level:
         return out
 
     def fill(self, inputs: StepInputs) -> None:
-        """Make the rows of a step on a GPU these. Their KV goes after that of their trees' rows before."""
+        """Write this level's rows to a step's inputs on a GPU, with slots after their trees' earlier rows."""
         from speculation.tree_kernels import lay_out
 
         attention, nodes = inputs.attention, self.state.nodes
@@ -169,13 +169,13 @@ class Level:
 
 
 class TreeGrowth:
-    """A tree for each sequence of a batch, of at most `max_nodes[i]` nodes, of which 63 fit the masks."""
+    """A tree for each sequence of a batch, of at most `max_nodes[i]` nodes; the masks have bits for 63."""
 
     def __init__(
         self, max_nodes: Sequence[int], width: int, block_size: int, upload: Upload, *, by_kernels: bool
     ) -> None:
-        """At each level up to `width` of a tree's rows are run, and each row gets up to `width` children.
-        `upload` is to where the trees grow, and nothing else uses it meanwhile.
+        """Run up to `width` rows of a tree at each level, and give each row up to `width` children. `upload`
+        copies to where the trees grow, and nothing else uses it meanwhile.
         """
         (self._rooms,) = upload([np.array(max_nodes, np.int64)])
         self._state = State.of(len(max_nodes), max(max_nodes), width, self._rooms.device)
@@ -186,7 +186,7 @@ class TreeGrowth:
             self._state.begin()
 
     def grow(self, scores: Tensor, token_ids: Tensor) -> Level:
-        """The rows to run next; a tree that is complete has none.
+        """Return the rows to run next; a complete tree has none.
 
         `scores`, float32 [rows, n], are the log-probabilities of the tokens `token_ids` [rows, n] after the
         rows that were run last, the best first; a row's tokens differ.
@@ -204,7 +204,7 @@ class TreeGrowth:
         return Level(self._state, self._num_rows, num_before, self._depth, self._block_size, followed)
 
     def end(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """int64 [4, trees, most nodes], as `engine.step.late_tokens.LateTrees` takes them."""
+        """Return the nodes, int64 [4, trees, most nodes], in the form of `late_tokens.LateTrees`."""
         if self._by_kernels:
             from speculation.tree_kernels import end
 
@@ -230,7 +230,7 @@ class TreeGrowth:
         )
 
     def _grow(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """Returns `Level.followed`."""
+        """Grow a level with torch's operators; return `Level.followed`."""
         state, (num_run, num_before) = self._state, self._state.runs.T.clone()
         scores, order, facts = self._candidates(scores, token_ids)
         is_new = (order >= _LEAVES) & (scores > -torch.inf)
@@ -248,7 +248,7 @@ class TreeGrowth:
         return (num_before.cumsum(0) - num_before)[tree] + source
 
     def _end(self, scores: Tensor, token_ids: Tensor) -> None:
-        """All that there is room for become nodes, the rest of the places have none."""
+        """Make nodes of all candidates that there is room for, and mark the rest of the places as empty."""
         scores, _, facts = self._candidates(scores, token_ids)
         num_run, chosen = self._state.runs[:, :1], scores > -torch.inf
         places = torch.arange(scores.shape[1])
@@ -258,9 +258,9 @@ class TreeGrowth:
         self._place(nothing, places.expand_as(scores), is_left)
 
     def _candidates(self, scores: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The leaves and the children of the newest rows, the likeliest first: [trees, n] scores, -inf for
-        what there is no room for; numbers, the children's from `_LEAVES` on; and [4, trees, n] facts as
-        `State.leaves` has them.
+        """Return the leaves and the newest rows' children, the likeliest first: scores [trees, n], -inf if
+        there is no room; numbers, the children's from `_LEAVES` on; and facts [4, trees, n] like
+        `State.leaves`.
         """
         state, children = self._state, scores.shape[1]
         num_run, count = state.runs.unsqueeze(2).unbind(1)
@@ -268,7 +268,7 @@ class TreeGrowth:
         is_run = row < count
 
         def of_rows(values: Tensor) -> Tensor:
-            """[rows, n], of all trees one after the other, as [trees, width * n]."""
+            """Spread [rows, n], one tree after the other, to [trees, width * n]."""
             spread = values.new_zeros((*is_run.shape, children))
             spread[is_run] = values
             return spread.flatten(1)
@@ -288,7 +288,7 @@ class TreeGrowth:
         return ordered.masked_fill(~has_room, -torch.inf), order, facts
 
     def _place(self, facts: Tensor, places: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Make nodes of the chosen candidates; returns their trees and their numbers."""
+        """Make nodes of the chosen candidates; return their trees and their numbers."""
         tree, at = chosen.nonzero(as_tuple=True)
         place, nodes = places[tree, at], facts[:, tree, at].clone()
         nodes[2] |= torch.bitwise_left_shift(2, place)
@@ -297,5 +297,5 @@ class TreeGrowth:
 
 
 def _padded(count: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (count - 1).bit_length()

@@ -10,7 +10,7 @@ from speculation.drawing import NEAR
 _NEAR = tl.constexpr(NEAR)
 _NOTHING = tl.constexpr(float("-inf"))
 _COUNTS = tl.constexpr(128)
-"""Trees whose rows are counted at once."""
+"""Trees whose rows are counted at a time."""
 
 
 @triton.jit
@@ -25,8 +25,8 @@ def _candidates(
     LEAVES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """As `TreeGrowth._candidates`, but in the order of their numbers, with their ranks. And the newest rows
-    that children follow, and the number of rows that were run.
+    """Return the candidates of `TreeGrowth._candidates` in the order of their numbers, with their ranks, the
+    newest rows that children follow, and the number of rows that were run.
     """
     nodes, leaves, leaf_scores, paths, runs = state
     values, token_ids, num_rows = offered
@@ -63,7 +63,7 @@ def _candidates(
 
 @triton.jit
 def _place(nodes, facts, places, chosen, most):
-    """Make nodes of those that are chosen."""
+    """Make nodes of the chosen candidates."""
     tokens, rows_before, masks, deeper = facts
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     node = nodes + tree * most + places
@@ -92,8 +92,8 @@ def grow(
     LEAVES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """`TreeGrowth.grow`. `values` float32 and `token_ids` int64 [rows, CHILDREN] are each row's candidates,
-    of `num_rows` of each tree. `rooms` int64 [trees]: how many nodes each may have; then comes a `State`.
+    """Grid: (trees,). Run `TreeGrowth.grow`. `values` float32 and `token_ids` int64 [rows, CHILDREN] are the
+    candidates of `num_rows` rows per tree. `rooms` int64 [trees] limits each tree's nodes; a `State` follows.
     """
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     state = (nodes, leaves, leaf_scores, paths, runs)
@@ -105,7 +105,7 @@ def grow(
     places = tl.sum((is_new[None, :] & (ranks[None, :] < ranks[:, None])).to(tl.int32), 1)
     least = tl.max(tl.where(is_new, scores, _NOTHING), 0) + tl.full([], _NEAR, tl.float64)
     chosen = is_new & (places < WIDTH) & (scores >= least)
-    tl.debug_barrier()  # behind the reads of all threads
+    tl.debug_barrier()  # after the reads of all threads
     _place(nodes, facts, num_run + places, chosen, most)
     tl.store(paths + tree * WIDTH + places, scores, mask=chosen)
     tl.store(sources + tree * WIDTH + places, row.to(tl.int64), mask=chosen)
@@ -137,7 +137,7 @@ def end(
     LEAVES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """`TreeGrowth.end`: all that there is room for become nodes; the rest of the `most` places have none."""
+    """Grid: (trees,). Run `TreeGrowth.end`: make nodes of all candidates with room; clear the rest."""
     state = (nodes, leaves, leaf_scores, paths, runs)
     offered = (values, token_ids, num_rows)
     scores, ranks, facts, _, num_run = _candidates(
@@ -153,8 +153,9 @@ def end(
 
 @triton.jit
 def _packed(runs, rows, num_rows):
-    """A tree's rows: how many were run before this level, how many it has in it, where its first one lies,
-    and where these of its `rows` do: behind those of the trees before, and padding behind all.
+    """Return for a tree: the number of rows run before this level, its number of rows in the level, the place
+    of the first one, and the places of `rows`: after the rows of earlier trees, for padding after all trees'
+    rows.
     """
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     before, every = tl.zeros([_COUNTS], tl.int64), tl.zeros([_COUNTS], tl.int64)
@@ -183,8 +184,8 @@ def follow(
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Programs: tree, tile. `out` [rows, size] gets for each row of a level what `hidden` has of the one that
-    it follows; each tree had `num_before` then.
+    """Grid: (trees, tiles). Copy to each row of a level in `out` [rows, size] the row of `hidden` that it
+    follows; each tree has `num_before` rows there.
     """
     tree, rows = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     _, count, _, places = _packed(runs, rows, num_rows)
@@ -220,7 +221,7 @@ def lay_out(
     BLOCK_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """A level, `depth` tokens behind its roots, in a step's inputs."""
+    """Grid: (trees,). Write a level, `depth` tokens after its roots, to a step's inputs."""
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     rows = tl.arange(0, PADDED)
     num_before, count, first, places = _packed(runs, rows, num_rows)
@@ -229,7 +230,7 @@ def lay_out(
     node = nodes + tree * most + num_before + rows
     tl.store(token_ids + places, tl.load(node, mask=is_run, other=0), mask=inside)
     tl.store(visible + places, tl.load(node + 2 * trees * most, mask=is_run, other=1), mask=inside)
-    # Of padding, too, models look up the rotation, and its tree may not grow on to this depth.
+    # Models look up the rotation of padding, too, and its tree may not reach this depth.
     tl.store(positions + places, start + tl.where(is_run, depth, 0), mask=inside)
     last = tl.maximum(first + tl.minimum(rows + 1, count) - 1, 0)
     tl.store(logit_rows + tree * num_rows + rows, last, mask=inside)

@@ -1,1 +1,1 @@
-"""Decides how many tokens requests draft: `estimator`, `planner`, and `controller` above them."""
+"""Control of speculation: `controller` decides how many tokens requests draft, by `estimator`."""

@@ -1,8 +1,8 @@
-"""Decides for each step how many tokens its requests draft, so that it commits the most tokens in a second.
+"""The choice of how many tokens each request drafts, so that a step commits the most tokens per second.
 
-A plan stands for some steps, whose time is measured as a whole: a step in which nobody drafts costs little
-more than a comparison. Plans depend on committed tokens only, never on drafted ones: whether a token is
-verified must not depend on the token.
+A plan holds for several steps, whose time is measured as a whole: a step without drafts costs little more
+than a comparison. Plans depend on committed tokens only, never on draft tokens: whether a token is verified
+must not depend on the token.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from speculation.control.estimator import Estimator, MethodEstimate, Speculating
 DRAFT_STANDS = 8
 """[steps] The duration of a plan that drafts: planning takes 5 % of a 0.4 ms step."""
 PLAIN_STANDS = 16
-"""[steps] The duration where nothing is drafted, but would be by a request whose text is not hard."""
+"""[steps] The duration of a plan without drafts, if a request whose text is not hard would draft."""
 IDLE_STANDS = 64
-"""[steps] The duration where not even that pays, or all numbers are fixed."""
+"""[steps] The duration of a plan if not even such a request would draft, or all numbers are fixed."""
 TRIAL_STEPS = 6
 """[steps] The duration of a trial: enough to outweigh its first step, which runs with cold caches."""
 
 
 class DraftController:
-    """Belongs to the engine's thread. Deterministic, given the clock."""
+    """The planner of drafts, for the engine's thread only. It is deterministic, given the clock."""
 
     def __init__(self, max_sequences: int, max_tokens: int, trial_share: float = TRIAL_SHARE) -> None:
-        """`max_tokens`: the most that one draft has."""
+        """Plan for drafts of at most `max_tokens` tokens."""
         self.estimator = Estimator(max_sequences, max_tokens)
         self._explorer = Explorer(trial_share)
         self._load = 0, 0
-        """Requests that decode, and that will soon."""
+        """The number of requests that decode, and of those that will decode soon."""
         self._steps_left = 0
-        """The steps for which the present plan still stands."""
+        """The number of steps for which the present plan still holds."""
         self._fixed_to_come = False
-        """Whether a request with a number of its own may be among those that will decode soon."""
+        """Whether a request with a fixed number of tokens may be among those that will decode soon."""
         self._pays: dict[int, bool] = {}
-        """Whether typical requests would draft, by the number of bits of how many there are."""
+        """Whether typical requests would draft, by the bit length of their number."""
         self.drafts = False
-        """Whether anybody drafts by the present plan."""
+        """Whether any request drafts under the present plan."""
         self._sees = False
-        """Whether anybody's prompt was read, by a method that must not miss a step after that."""
+        """Whether any prompt was read by a method that must not miss a step after that."""
 
     def begin_step(self, num_decoding: int, num_to_come: int = 0) -> bool:
-        """Return whether to `plan` the coming step; otherwise the present plan stands. Plans are made as if
-        the requests to come did decode: what was read of their prompts is lost where drafting then doesn't
-        pay.
+        """Return whether to `plan` the coming step; otherwise the present plan holds. Plans count requests to
+        come as decoding: if drafting then doesn't pay, what was read of their prompts is lost.
         """
         before, load = self._load, (num_decoding, num_to_come)
         is_due = self._is_due(load)
@@ -68,30 +67,30 @@ class DraftController:
         return False
 
     def _is_due(self, load: tuple[int, int]) -> bool:
-        """Return whether a step of this load needs a plan of its own."""
+        """Return whether a step with this load needs a new plan."""
         has_come = load[0] > self._load[0] or load[1] != self._load[1]
         return self._steps_left <= 0 or (has_come and (self._fixed_to_come or self._may_pay(load)))
 
     def may_go_ahead(self, num_decoding: int, num_to_come: int, reads_hidden: bool) -> bool:
-        """Return whether nobody drafts in the coming step, and the present plan stands for it. Drafters that
-        read hidden states miss none that it would capture: see `reads_steps`.
+        """Return whether no request drafts in the coming step and the present plan holds for it. With
+        `reads_hidden`, the step's hidden states must not be needed either: see `reads_steps`.
         """
         if self.drafts or self._is_due((num_decoding, num_to_come)):
             return False
         return not (reads_hidden and (self._sees or self._steps_left == 1))
 
     def went_ahead(self, num_decoding: int, num_to_come: int) -> None:
-        """Note that the coming step was launched by the present plan. A plan that has become due since waits
-        for the step after it.
+        """Record that the coming step was launched under the present plan. If a plan has become due since,
+        the step after it gets one.
         """
         if self.begin_step(num_decoding, num_to_come):
             self.end_window()
             self._steps_left = 0
 
     def join(self, request: SpeculatingRequest, *, is_read: bool) -> None:
-        """Add a request, to which the present plan grants nothing. `is_read`: its prompt was, elsewhere.
+        """Add a request, which the present plan grants nothing. `is_read`: another worker read its prompt.
 
-        Where drafting doesn't pay at this load the plan stands: a new request is as likely to draft well as
+        If drafting doesn't pay at this load the plan still holds: a new request is as likely to draft well as
         any other.
         """
         self._fixed_to_come |= bool(request.fixed_tokens)
@@ -102,7 +101,7 @@ class DraftController:
         return self._pays.get(sum(load or self._load).bit_length(), True)
 
     def end_window(self) -> None:
-        """Learn from the steps since the latest plan. To be called when the engine has no more to do."""
+        """Learn from the steps since the latest plan. Also to be called when the engine runs out of work."""
         self._explorer.passed(self.estimator.end_window())
 
     @property
@@ -111,7 +110,7 @@ class DraftController:
         return self.drafts or self._sees or self._steps_left <= 0
 
     def reads_prompts(self, method: Source, num_tokens: int) -> bool:
-        """Return whether so many tokens of prompts, prefilled in this step, are to be read for drafting."""
+        """Return whether drafters are to read `num_tokens` prompt tokens that are prefilled in this step."""
         size = sum(self._load)
         pays = self._pays.get(size.bit_length())
         if pays is None:
@@ -144,7 +143,7 @@ class DraftController:
         self.estimator.begin_window(len(requests))
 
     def _choose(self, method: Source, requests: list[SpeculatingRequest], step: PlannedStep) -> PlannedStep:
-        """Grant tokens to the requests: as many as pay, or for a trial. Return the step with their drafts."""
+        """Grant the requests the tokens that pay, or those of a trial. Return the step with their drafts."""
         size = step.num_sequences
         plain, best = plain_and_best(self.estimator, method, requests, step)
         pays = _is_faster(best, plain)
@@ -170,7 +169,7 @@ class DraftController:
         return TRIAL_STEPS * trial.seconds * lost + self.estimator.read_seconds(method, unread)
 
     def _typical_pays(self, method: Source, num_requests: int) -> bool:
-        """Return whether so many requests would draft, the prompts of which are to be read first."""
+        """Return whether `num_requests` typical requests, whose prompts must be read first, would draft."""
         typical = self.estimator.new_request(method, None)
         if self.estimator.methods[method].reads_text:
             typical.unread = int(self.estimator.mean_prompt)
@@ -185,7 +184,7 @@ def _is_faster(plan: Plan, other: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step of so many sequences: tokens that it should commit, rows that it drafts, seconds of drafting."""
+    """A step of `num_sequences` sequences: its expected tokens, its draft rows, its seconds of drafting."""
 
     num_sequences: int
     tokens: float
@@ -195,7 +194,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`granted[i]` tokens for request i, and the step that they lead to. `rate` are tokens a second."""
+    """A plan with `granted[i]` tokens for request i, and the resulting step; `rate` is tokens a second."""
 
     granted: list[int]
     step: PlannedStep
@@ -206,11 +205,11 @@ class Plan:
 def plain_and_best(
     estimator: Estimator, method: Source, requests: Sequence[SpeculatingRequest], step: PlannedStep
 ) -> tuple[Plan, Plan]:
-    """Return plans without and with drafts of these requests of one method, in addition to those of `step`.
-    They are the same if none of the requests can draft.
+    """Return plans without and with drafts of these requests of one method, added to the drafts of `step`.
+    Both are the same if none of the requests can draft.
 
-    Slots of all requests are taken in the order of their chance of survival, as long as expected tokens over
-    expected seconds rise (DSpark, arXiv 2607.05147; vLLM's adaptive verification).
+    Slots of all requests are filled in the order of their probability of survival, up to the greatest ratio
+    of expected tokens to expected seconds (DSpark, arXiv 2607.05147; vLLM's adaptive verification).
     """
     known = estimator.methods[method]
     width, weight = known.shape.width, known.acceptance.found * known.shape.width
@@ -242,7 +241,7 @@ def plain_and_best(
 
 
 def _slot_chances(known: MethodEstimate, request: SpeculatingRequest) -> list[float]:
-    """Return the chance of each slot's tokens; for a tree the mean over its tokens."""
+    """Return the probability that each slot's tokens survive; for a tree the mean over its tokens."""
     survival, most = request.acceptance.survival(), known.shape.max_tokens
     if not known.shape.whole:
         return survival[: request.most]

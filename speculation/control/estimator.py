@@ -26,15 +26,15 @@ from protocol.speculation import (
 from speculation.drafter import Computed, Drafter, HiddenRows
 
 DRAFT_LEVEL = 0.003
-"""[plain steps] A level of drafting, until it is measured. Optimistic, so that it is tried and measured."""
+"""[plain steps] The cost of a level of drafting until it is measured: optimistic, so that it is tried."""
 READ_SHARE = 0.15
-"""[share] Time to read a token of a prompt for drafting, as a share of its prefill, before it was measured:
-that of the bundled heads.
+"""[share] The time to read a prompt token for drafting, as a share of its prefill, until it is measured: that
+of the bundled heads.
 """
 LEAST_READ = 32
-"""[tokens] Fewer are read along with any draft and tell nothing of how long reading takes."""
+"""[tokens] Fewer are read along with any draft, and say nothing about the time of reading."""
 FIRST_PROMPT, FIRST_OUTPUT = 256.0, 128.0
-"""[tokens] The mean prompt and answer before any request ended. Reading a text must pay within the answer."""
+"""[tokens] The mean prompt and answer until a request ends. Reading a text must pay within the answer."""
 LENGTH_PACE = 0.05
 """[share] The weight of a request that ends in both means."""
 
@@ -45,7 +45,7 @@ Origin = Literal["computed", "prefix_hit", "handed_over"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The drafts of a method: chains of up to `max_tokens`; `whole`: so many tokens or none."""
+    """The shape of a method's drafts: chains of up to `max_tokens`; if `whole`, exactly as many or none."""
 
     max_tokens: int
     whole: bool = False
@@ -58,12 +58,12 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class SpeculatingRequest:
-    """One request of the batch. Without a `method` it does not speculate; `fixed_tokens` None is "auto".
-    It drafts `most` tokens at most, if that is not None.
+    """One request of the batch. Without a `method` it does not speculate; `fixed_tokens` None means "auto".
+    `most`, if given, limits its draft tokens.
 
-    `place` is its number of tokens, `unread` those that the drafter must read before it drafts; `is_blind`:
-    its prompt was not read, and can't be any more. It drafts `granted` tokens in each step of the present
-    plan.
+    `place` is its number of tokens; `unread` counts the tokens that the drafter must read before it drafts;
+    `is_blind` says that its prompt was not read and cannot be any more. It drafts `granted` tokens in each
+    step of the present plan.
     """
 
     method: Source | None
@@ -87,7 +87,7 @@ def draft_shape(method: Source, options: SpeculativeConfig) -> Shape:
 
 
 def default_drafted(options: SpeculativeConfig) -> int:
-    """Return the most tokens that a request drafts which asks for no number of its own."""
+    """Return the most tokens that a request drafts if it asks for no number of its own."""
     fixed = options.fixed_tokens
     return draft_shape(options.method, options).max_tokens if fixed is None else fixed
 
@@ -99,9 +99,9 @@ def most_drafted(options: SpeculativeConfig) -> int:
 
 @dataclass(slots=True, eq=False)
 class MethodEstimate:
-    """`reads_text`: a request's text must be read before it drafts; `reads_prompts`: and that of its prompt
-    while it is prefilled or never. The latest plan grants `num_tokens` to `num_requests`. The classes that
-    have drafted have rates of their own, for the router.
+    """A method's estimates. `reads_text`: a request's text must be read before it drafts; `reads_prompts`:
+    its prompt must be read during prefill, or never. The latest plan grants `num_tokens` to `num_requests`.
+    Classes that have drafted have rates of their own, for the router.
     """
 
     shape: Shape
@@ -116,7 +116,7 @@ class MethodEstimate:
 
 @dataclass(slots=True, eq=False)
 class PlanWindow:
-    """Steps of one plan with one batch, since `began`: seconds of their drafting, and tokens drafted."""
+    """Steps of one plan with one batch since `began`; seconds of drafting and draft tokens in them."""
 
     num_sequences: int
     began: float
@@ -124,7 +124,7 @@ class PlanWindow:
     drafting: float = 0.0
     drafted: int = 0
     is_clean: bool = True
-    """Whether its steps did nothing but decode."""
+    """Whether the window's steps did nothing but decode."""
 
 
 class Estimator:
@@ -161,12 +161,12 @@ class Estimator:
         self.window = PlanWindow(num_sequences, time.perf_counter())
 
     def disturb(self) -> None:
-        """Note that the latest step did more than decode: nothing is learned from its window's time."""
+        """Record that the latest step did more than decode: nothing is learned from its window's time."""
         if self.window is not None:
             self.window.is_clean = False
 
     def end_window(self) -> float:
-        """Learn times from the window, and return its seconds; 0 without one, or if it was disturbed."""
+        """Learn times from the window; return its seconds, or 0 without one or if it was disturbed."""
         window, self.window = self.window, None
         if window is None or not window.is_clean:
             return 0.0
@@ -177,7 +177,7 @@ class Estimator:
     def drafted(
         self, method: Source, requests: Sequence[SpeculatingRequest], counts: Sequence[int], seconds: float
     ) -> None:
-        """Note that drafts of up to `counts[i]` tokens were made for these requests."""
+        """Record that drafts of up to `counts[i]` tokens were made for these requests."""
         if self.window is not None:
             self.window.drafting += seconds
         known = self.methods[method]
@@ -201,8 +201,8 @@ class Estimator:
         place: int = 0,
         is_blind: bool = False,
     ) -> None:
-        """Note that the request, now `place` tokens long, had room for so many tokens in a step. Its draft
-        was `depth` deep, if it had one.
+        """Record that the request, now `place` tokens long, had room for `num_granted` tokens in a step. Its
+        draft, if any, was `depth` deep.
         """
         if self.window is not None:
             self.window.drafted += num_drafted
@@ -211,22 +211,22 @@ class Estimator:
             request.acceptance.observe(depth, num_accepted, place, is_blind=is_blind)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
-        """Note that a request ended with so many tokens of output, and of a prompt that was computed here."""
+        """Record that a request ended: its output tokens, and its prompt tokens that were computed here."""
         self.mean_prompt += LENGTH_PACE * (num_prompt - self.mean_prompt)
         self.mean_output += LENGTH_PACE * (num_output - self.mean_output)
 
     # --- what is known ------------------------------------------------------------------------------
 
     def read_seconds(self, method: Source, num_tokens: int) -> float:
-        """Return the seconds to read so many tokens for drafting."""
+        """Return the seconds to read `num_tokens` tokens for drafting."""
         per_read = self.methods[method].time.per_read
         if per_read is None:
             per_read = READ_SHARE * self.target.per_prompt_token
         return per_read * num_tokens
 
     def report(self, max_tokens: int) -> SpeculationState:
-        """Return the router's report. `max_tokens`: the most that a request drafts by the deployment's
-        configuration. For any thread.
+        """Return the router's report; any thread may call this. `max_tokens`: the most tokens that a request
+        drafts under the deployment's configuration.
         """
         sequences = _powers_of_two(self._max_sequences)
         drafted = [0, *_powers_of_two(self._max_tokens)]
@@ -262,18 +262,18 @@ def _powers_of_two(most: int) -> list[int]:
 Verify = Callable[[Sequence[SequenceState], Tensor], list[Verdict]]
 
 _RUNS = 3
-"""Runs of each measurement. The fastest counts: disturbances only add."""
+"""Runs of each measurement. The fastest counts, since disturbances only add time."""
 _LONGEST_S = 0.05
-"""Forwards that take longer are not measured, so that workers start soon."""
+"""[s] The longest forward that is measured, so that workers start soon."""
 _CONTEXT, _PROMPT = 64, 256
-"""Tokens of a sequence that decodes, and of one that is prefilled."""
+"""Tokens of a decoding sequence, and of a prefilled one."""
 _ROWS = 32
-"""The most rows of a sequence: drafts are hardly ever longer."""
+"""The most rows of a sequence: drafts are seldom longer."""
 
 
 def measure_target(profiling: ProfilingRun, verify: Verify, max_sequences: int) -> MeasuredCurve:
-    """Measure at start how long the target's forwards of made-up sequences take, in about 0.2 seconds: for
-    powers of two of rows, of as few sequences as may have so many. Return `UNMEASURED` if two do not fit.
+    """Measure the target's forwards on made-up sequences, in about 0.2 seconds at start: for powers of two of
+    rows, each with the fewest sequences that can have them. Return `UNMEASURED` if fewer than two fit.
     """
     rows: list[int] = []
     seconds: list[float] = []
@@ -298,7 +298,7 @@ def measure_target(profiling: ProfilingRun, verify: Verify, max_sequences: int) 
 
 
 def _verify_seconds(profiling: ProfilingRun, verify: Verify, num_sequences: int, rows: int) -> float | None:
-    """Measure a decode step with so many rows of each sequence; None if there is no room for it."""
+    """Return the seconds of a decode step with `rows` rows per sequence; None if there is no room for it."""
     sequences = profiling.sequences(num_sequences, _CONTEXT, rows)
     if sequences is None:
         return None
@@ -309,7 +309,7 @@ def _verify_seconds(profiling: ProfilingRun, verify: Verify, num_sequences: int,
 
 
 def measure_reading(profiling: ProfilingRun, drafter: Drafter) -> float | None:
-    """Measure the seconds that a head adds to each token of a prompt; None if there is no room."""
+    """Return the seconds that a head adds to each token of a prompt; None if there is no room."""
     prompt = min(_PROMPT, profiling.max_model_len - 1)
     sequences = profiling.sequences(1, prompt, 1)
     if sequences is None:
@@ -329,7 +329,7 @@ def measure_reading(profiling: ProfilingRun, drafter: Drafter) -> float | None:
 
 def _least_seconds(action: Callable[[], object]) -> float:
     seconds = []
-    for _ in range(1 + _RUNS):  # the first one may compile
+    for _ in range(1 + _RUNS):  # the first run may compile
         started = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - started)

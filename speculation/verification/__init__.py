@@ -1,1 +1,1 @@
-"""Decides by the target's logits how much of a draft becomes output."""
+"""Verification: the target's logits decide how much of a draft becomes output."""

@@ -1,5 +1,5 @@
-// Verifies drafted chains in one call, row by row up to the first rejection: by coupled.py's rule, or by the standard
-// one of rejection.py.
+// Verifies draft chains in one call, row by row up to the first rejection: by the rule of coupled.py, or by the
+// standard rule of rejection.py.
 
 #include <vector>
 
@@ -7,16 +7,16 @@
 
 namespace {
 
-// For each sequence the row after its last token, then one after each drafted one.
+// For each sequence: the row after its last token, then one row after each draft token.
 struct Chains {
     const void* logits;
     int64_t stride, size, count;
     const Sampling* requests;
-    const int64_t *positions, *lengths;  // of each one's next token, and of its chain
-    const float* const* distributions;   // [length, size]: what each token was drawn from; null: chance had no part
+    const int64_t *positions, *lengths;  // of each sequence's next token, and of its chain
+    const float* const* distributions;   // [length, size]: what each token was drawn from; null: drawn without chance
     const int64_t* token_ids;            // one chain after the other
-    int64_t *accepted, *last_tokens;     // how many tokens, and the one after them: -1 where none has a finite score
-    const uint32_t* const* masks;        // for each row the bits of the tokens that may be chosen, null for all; or null
+    int64_t *accepted, *last_tokens;     // the number of tokens, and the token after them, -1 if none has a finite score
+    const uint32_t* const* masks;        // for each row, bits of the tokens that may be chosen (null: all); or null
     int64_t coupled;                     // whether to verify by the coupled rule
 };
 
@@ -34,7 +34,7 @@ struct Outcome {
     int64_t accepted, last_token;
 };
 
-// The coupled rule: accepts drafted tokens as long as they are the target's own.
+// The coupled rule: accepts draft tokens as long as they are the target's own.
 template <class T> Outcome follow(const Chain<T>& chain, const Sampling& request, Chooser& chooser) {
     for (int64_t i = 0;; i++) {
         const T* row = chain.logits + i * chain.stride;
@@ -43,7 +43,7 @@ template <class T> Outcome follow(const Chain<T>& chain, const Sampling& request
     }
 }
 
-// The target's distribution less the one that a rejected token was drawn from, not normalized.
+// The target's distribution minus the one that a rejected token was drawn from, not normalized.
 void take_away(const float* __restrict target, const float* __restrict drawn, int64_t size, float* __restrict left) {
     for (int64_t i = 0; i < size; i++) left[i] = std::max(target[i] - drawn[i], 0.0f);
 }

@@ -1,9 +1,9 @@
-"""Coupled verification: the target's own tokens, and as many at once as the draft foresaw.
+"""Coupled verification: the target's own tokens, as many at once as the draft predicted.
 
-At each drafted place the target's token is chosen just as without speculation, with the noise of its own
-position. So the output is the same tokens, whatever was drafted; a draft is accepted while it equals them.
-(Yang et al. 2023, "Inference with Reference", for greedy decoding; with noise shared by position it is exact
-for sampling too.)
+At each drafted place the target's token is chosen as without speculation, with the noise of its own position.
+So the output is the same whatever was drafted, and a draft is accepted while it equals the output. (Yang et
+al. 2023, "Inference with Reference", for greedy decoding; with noise shared by position it is exact for
+sampling, too.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from speculation.verification.rows import Decision, DraftedRows
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification = "coupled"
 ) -> list[Verdict]:
-    """`logits` [rows, vocab_size]: for each sequence the row after its last token, then one after each
-    drafted token. Returns a verdict for each sequence. `rule` may be another one where chance has no part.
+    """Return a verdict for each sequence. `logits` [rows, vocab_size] are for each sequence the row after its
+    last token, then one after each draft token. `rule` may be another one if chance has no part.
     """
     rows = DraftedRows(sequences, takes_late=sampler.has_kernels)
     tokens, failed_rows = _own_tokens(rows, logits, sampler)
@@ -34,7 +34,7 @@ def verify(
 
 
 def _own_tokens(rows: DraftedRows, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
-    """The target's after each row, and the rows that failed. Drafted ones that are late come along."""
+    """Return the target's token after each row, and the rows that failed. Also fetch late draft tokens."""
     if rows.late is None:
         chosen, failed_rows = sampler.choose(logits, rows.sampling)
         return chosen.tolist(), failed_rows
@@ -44,7 +44,7 @@ def _own_tokens(rows: DraftedRows, logits: Tensor, sampler: Sampler) -> tuple[li
 
 
 def _decide(draft: Draft | None, tokens: list[int]) -> Decision:
-    """`tokens`: the target's own after each row."""
+    """Decide on a draft by the target's own token after each row."""
     if draft is None:
         return Decision([], tokens[0])
     accepted = agreeing_path(draft, tokens)
@@ -53,7 +53,7 @@ def _decide(draft: Draft | None, tokens: list[int]) -> Decision:
 
 
 def agreeing_path(draft: Draft, tokens: Sequence[int]) -> list[int]:
-    """The nodes, from the first on, whose token is the target's: `tokens[i]` is its own after row i."""
+    """Return the path of nodes whose tokens are the target's; `tokens[i]` is the target's after row i."""
     path: list[int] = []
     last = -1
     for node in range(draft.num_nodes):  # a node's children come after it

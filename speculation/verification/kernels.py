@@ -1,6 +1,6 @@
-"""Triton kernels that find where drafts stop, and the tokens after them, as `rejection.py` does.
+"""Triton kernels that find where drafts stop, and the tokens after them, like `rejection.py`.
 
-A program that needs it finds out by itself where a sequence's draft stops: that takes a few numbers a node.
+Each program that needs a sequence's stop computes it again: that takes a few numbers per node.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ SPAN_FIELDS = tl.constexpr(7)
 NODE_FIELDS = tl.constexpr(2)
 _ACCEPTANCE, _RECOVERY = tl.constexpr(int(Purpose.ACCEPTANCE)), tl.constexpr(int(Purpose.RECOVERY))
 _SLACK = tl.constexpr(1e-3)
-"""The most that rounding may add to a chance."""
+"""The most that rounding can add to a probability."""
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
 def _round_key(seed, start, position, PURPOSE: tl.constexpr):
-    """As `engine.sampler.noise.round_keys`."""
+    """Return the keys of `engine.sampler.noise.round_keys`."""
     purposes = stream_key(seed, tl.full([], -1 - PURPOSE, tl.int64)).to(tl.int64, bitcast=True)
     return stream_key(stream_key(purposes, start).to(tl.int64, bitcast=True), position)
 
 
 @triton.jit
 def _read_span(spans, sequence):
-    """A sequence's first row, first node, number of nodes, seed, position, rule, and where its distributions
-    lie, 0 if it has none.
+    """Return a sequence's first row, first node, number of nodes, seed, position and rule, and the address of
+    its distributions, 0 if it has none.
     """
     spans += sequence * SPAN_FIELDS
     return (
@@ -48,7 +48,7 @@ def _read_span(spans, sequence):
 
 @triton.jit
 def _odds(node, token, row, drawn, target, SIZE: tl.constexpr):
-    """The probability that the target gives a node's token, and the one that it was drawn with."""
+    """Return the probability that the target gives a node's token, and the one that it was drawn with."""
     p = share_of(target, row, token, True).to(tl.float64)
     at = drawn.to(tl.pointer_type(tl.float32)) + node * SIZE + token
     q = tl.load(at, mask=drawn != 0, other=1.0)
@@ -57,8 +57,8 @@ def _odds(node, token, row, drawn, target, SIZE: tl.constexpr):
 
 @triton.jit
 def _walk(spans, nodes, target, sequence, SIZE: tl.constexpr):
-    """By `rejection._walk`, or while nodes are the target's own tokens: bits of the accepted nodes, the last
-    of them (-1 for none), how many they are, and bits of those rejected, before and behind it.
+    """Walk like `rejection._walk`, or while nodes are the target's own tokens. Return bits of the accepted
+    nodes, the last of them (-1: none), their number, and bits of the rejected nodes before and after it.
     """
     first_row, first_node, count, seed, position, rule, drawn = _read_span(spans, sequence)
     accepted, rejected = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -85,7 +85,7 @@ def _walk(spans, nodes, target, sequence, SIZE: tl.constexpr):
 
 @triton.jit
 def _share_before(spans, nodes, target, sequence, end, SIZE: tl.constexpr):
-    """As `rejection._shares`: how far the first `end` tokens are as likely as they were drawn."""
+    """Return the share of `rejection._shares` after the first `end` tokens."""
     first_row, first_node, _, _, _, _, drawn = _read_span(spans, sequence)
     share = tl.full([], 1.0, tl.float64)
     for node in range(end):
@@ -112,8 +112,8 @@ def _judge_block(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """By `rejection._stops_of_blocks`: as `_walk`, and the share of the target's distribution that is left at
-    the end. Rows that fail give no token a chance.
+    """Judge a block like `rejection._judge`: return the results of `_walk`, and the share of the target's
+    distribution that is left at the end. Rows that fail accept no token.
     """
     first_row, first_node, count, seed, position, _, drawn = _read_span(spans, sequence)
     share, kept = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
@@ -149,8 +149,8 @@ def _judge(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Bits of the accepted nodes, the last of them, how many they are, bits of those rejected, and the share
-    of the target's distribution that is left at the end.
+    """Return bits of the accepted nodes, the last of them, their number, bits of the rejected nodes, and the
+    share of the target's distribution that is left at the end.
     """
     accepted, last, depth, rejected = _walk(spans, nodes, target, sequence, SIZE)
     share = tl.full([], 1.0, tl.float64)
@@ -165,7 +165,7 @@ def _judge(
 
 @triton.jit
 def _best(weights, tokens, noise, SIZE: tl.constexpr):
-    """The greatest logarithm + noise and the first token that has it."""
+    """Return the greatest logarithm + noise, and the first token that has it."""
     scores = tl.where(weights > 0, tl.log(weights) + noise, float("-inf"))
     best = tl.max(scores, 0)
     return best, tl.min(tl.where(scores == best, tokens, SIZE), 0)
@@ -173,7 +173,7 @@ def _best(weights, tokens, noise, SIZE: tl.constexpr):
 
 @triton.jit
 def _left(spans, nodes, target, sequence, last, rejected, share, tokens, inside, SIZE: tl.constexpr):
-    """The target's probabilities of a tile's tokens after a node, and what rejected nodes leave of them."""
+    """Return the target's probabilities of a tile's tokens after a node, and what rejections leave."""
     first_row, first_node, count, _, _, _, drawn = _read_span(spans, sequence)
     given = tl.where(inside, share_of(target, first_row + 1 + last, tokens, inside), 0.0)
     left = given * share.to(tl.float32)
@@ -190,8 +190,8 @@ def _left(spans, nodes, target, sequence, last, rejected, share, tokens, inside,
 
 @triton.jit
 def _stop_of_block(spans, nodes, target, sequence, length, SIZE: tl.constexpr):
-    """The outcome of a chain that stops after `length` nodes: as `_judge`, but for the accepted ones, and
-    whether it may stop there, which other tiles have a part in.
+    """Return the outcome of a chain that stops after `length` nodes: the results of `_judge` except the
+    accepted nodes, and whether it may stop there, which also depends on other tiles.
     """
     _, first_node, count, seed, position, _, _ = _read_span(spans, sequence)
     share = _share_before(spans, nodes, target, sequence, length, SIZE)
@@ -199,7 +199,7 @@ def _stop_of_block(spans, nodes, target, sequence, length, SIZE: tl.constexpr):
     if length > 0:
         token = tl.load(nodes + (first_node + length - 1) * NODE_FIELDS)
         key = _round_key(seed, position, position + length - 1, _ACCEPTANCE)
-        may_stop = uniform(noise_bits(key, token)) < share + _SLACK  # its chance is no greater
+        may_stop = uniform(noise_bits(key, token)) < share + _SLACK  # the exact chance is no greater
     rejected = tl.where(length < count, tl.full([], 1, tl.int64) << length, 0)
     return length - 1, length, rejected, share, may_stop
 
@@ -262,14 +262,13 @@ def recover(
     TILE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Programs: tile, sequence, length. Draws from what the rejected nodes left of the target's distribution,
-    and, as that may be nothing, from all of it: `scores` and `tokens_of` [rows, 2, TILES] get the tile's best
-    behind the last accepted node. Where a block stops depends on all tiles: its draws are made for each
-    length that it may have, and `masses` [rows, TILES] get what the target gives more than the nodes were
-    drawn with.
+    """Grid: (tiles, sequences, lengths). Draw the token after the last accepted node from what rejected nodes
+    leave of the target's distribution, and, since that may be nothing, from all of it: write the tile's best
+    to `scores` and `tokens_of` [rows, 2, TILES]. A block's stop depends on all tiles, so draw for each length
+    that it may have, and write the target's excess over the nodes' distributions to `masses` [rows, TILES].
 
-    A sequence's last program to come here concludes. `out` [2, sequences] gets bits of the accepted nodes,
-    and the token after them, -1 where none has a finite score.
+    A sequence's last program concludes: it writes bits of the accepted nodes, and the token after them, -1 if
+    none has a finite score, to `out` [2, sequences].
     """
     tile, sequence, length = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     target = (chosen, logits, numbers, scales, stride)
@@ -307,7 +306,7 @@ def recover(
             score, token = _best(given, tokens, noise, SIZE)
             tl.store(scores + place + TILES, score)
             tl.store(tokens_of + place + TILES, token.to(tl.int64))
-    tl.debug_barrier()  # behind the stores of all threads; the addition releases and acquires them
+    tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them
     if tl.atomic_add(arrivals + first_row, 1) == lengths * TILES - 1:
         _conclude(
             spans,

@@ -1,8 +1,8 @@
 """Verification of chains in one compiled call, for logits on a CPU: by the rule `coupled` or `standard`.
 
-The noise is that of `rejection.py`; under `standard` a row's probabilities may differ in their last bits
-from those of torch's operators. Rows after the first rejection are not looked at. Edited logits,
-log-probabilities, trees and probes are left to the other implementations.
+The noise is the same as in `rejection.py`; under `standard` a row's probabilities may differ from torch's in
+their last bits. Rows after the first rejection are not read. Edited logits, log-probabilities, trees and
+probes are left to the other implementations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("tandem.speculation")
 
 
 class Chains(ctypes.Structure):
-    """`Chains` of `chains.cpp`, which says what the fields are."""
+    """`Chains` of `chains.cpp`, which describes the fields."""
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
@@ -42,7 +42,7 @@ class Chains(ctypes.Structure):
 
 @functools.cache
 def compiled() -> RowsFunction | None:
-    """Return the compiled rules, built at the first call; None where they can't be."""
+    """Return the compiled rules, built at the first call; None if they can't be built."""
     try:
         return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", SamplingArgs, Chains)
     except BuildError as error:
@@ -59,8 +59,8 @@ def can_verify(sequence: SequenceState) -> bool:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
-    """As `coupled.verify`, for sequences that `can_verify`, also without a draft: these and greedy ones get
-    the very tokens that they would get alone.
+    """Verify like `coupled.verify`, for sequences that `can_verify`. Those that are greedy or have no draft
+    get exactly the tokens that they would get alone.
     """
     function, is_coupled = compiled(), rule == "coupled"
     assert function is not None

@@ -1,7 +1,7 @@
-"""Verification by kernels: the host waits once, for what is accepted and the tokens behind it.
+"""Verification by kernels: the host waits once, for the accepted nodes and the tokens after them.
 
-The rules and the noise are those of `rejection.py`; probabilities may differ in their last bits. What
-is left to torch: trees that were drawn by chance, and chains of more nodes than an integer has bits.
+The rules and the noise are the same as in `rejection.py`; probabilities may differ in their last bits. Trees
+that were drawn by chance, and chains of more nodes than an integer has bits, are left to torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _TILE = 2048
 _MOST_NODES = 63
 _OPTIONS = {"num_warps": 8, "maxnreg": 96, "enable_fp_fusion": False}
-"""With fewer registers some devices put some aside. Fused products would round otherwise than the host's."""
+"""Options of the kernels. With fewer registers some devices spill. Fusion would change the rounding."""
 
 
 def can_verify(sequence: SequenceState) -> bool:
@@ -40,7 +40,7 @@ def can_verify(sequence: SequenceState) -> bool:
 
 
 def warm_up(sampler: Sampler, dtype: torch.dtype, rule: Verification) -> None:
-    """Compile what verifies by logits of this dtype."""
+    """Compile the kernels that verify logits of this dtype."""
     logits = torch.zeros((2, sampler.vocab_size), dtype=dtype, device=sampler.device)
     biases: list[dict[int, float]] = [{}, {0: 1.0}]
     for bias in biases:  # edited logits are float32
@@ -54,8 +54,8 @@ def warm_up(sampler: Sampler, dtype: torch.dtype, rule: Verification) -> None:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
-    """As `coupled.verify`, for sequences that `can_verify`. Those that are greedy or have no draft get the
-    target's own tokens.
+    """Verify like `coupled.verify`, for sequences that `can_verify`. Those that are greedy or have no draft
+    get the target's own tokens.
     """
     rows, as_blocks = DraftedRows(sequences, takes_late=True), rule == "block"
     chosen = sampler.chosen(logits, rows.sampling, rows.further(sampler.upload))
@@ -82,8 +82,8 @@ def verify(
 
 
 def stops_of(spans: Tensor, nodes: Tensor, chosen: Chosen, lengths: int = 0) -> Tensor:
-    """int64 [2, sequences], as `kernels.recover` says. Chains that are judged as blocks have at most so many
-    `lengths` to stop at; with 0 none is.
+    """Return `out` of `kernels.recover`, int64 [2, sequences]. Chains that are judged as blocks can stop at
+    up to `lengths` lengths; 0: no chain is.
     """
     from speculation.verification.kernels import recover
 
@@ -110,7 +110,7 @@ def stops_of(spans: Tensor, nodes: Tensor, chosen: Chosen, lengths: int = 0) -> 
 
 
 def _spans(rows: DraftedRows, drawn: Sequence[Tensor | None], as_blocks: bool) -> np.ndarray:
-    """The rows that `kernels._read_span` reads."""
+    """Return the rows that `kernels._read_span` reads."""
     spans, first_node = [], 0
     for sequence, span, distributions in zip(rows.sequences, rows.spans, drawn, strict=True):
         draft, params = sequence.draft, sequence.params
@@ -125,7 +125,7 @@ def _spans(rows: DraftedRows, drawn: Sequence[Tensor | None], as_blocks: bool) -
 
 
 def _nodes(sequences: Sequence[SequenceState]) -> np.ndarray:
-    """int64 [nodes, 2]: token, or the name of a late one, and parent."""
+    """Return each node's token, or the name of a late one, and its parent: int64 [nodes, 2]."""
     nodes = [
         [token_id, draft.parent(node)]
         for draft in (sequence.draft for sequence in sequences)

@@ -1,17 +1,17 @@
 """Rejection sampling of drafts by torch's operators, by one of two rules.
 
-A drafted token is accepted by chance, with odds that the two models' probabilities give, and the token after
-the accepted ones is drawn from what the drafts rejected there left of the target's distribution. Acceptance
+A draft token is accepted with a probability that follows from the two models' probabilities, and the token
+after the accepted ones is drawn from what the rejected tokens leave of the target's distribution. Acceptance
 and that last token have noise of their own, which no drafter knows.
 
 `standard` (Leviathan et al. 2023; Chen et al. 2023), for chains and trees: a token drawn from q is accepted
-with probability min(1, p / q); if it is not, the next of its siblings is tried against what is left, the
-normalized (p - q)+, and so on (Miao et al. 2024, SpecInfer). For a token that no chance chose q is 1 there
-and 0 elsewhere. What comes out has the target's distribution, whatever q is.
+with probability min(1, p / q). If it is rejected, its next sibling is tried against what is left, the
+normalized (p - q)+, and so on (Miao et al. 2024, SpecInfer). For a token chosen without chance, q is 1 there
+and 0 elsewhere. The output has the target's distribution, whatever q is.
 
 `block` (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"), for chains: their tokens are
-judged together, so that an unlikely one can be made up for by likelier ones; no rule keeps more of them in
-expectation. Trees fall to the standard rule.
+judged together, so that likelier ones can make up for an unlikely one; no rule keeps more of them in
+expectation. Trees are judged by the standard rule.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from speculation.verification.rows import Decision, DraftedRows
 
 @dataclass(slots=True, eq=False)
 class Odds:
-    """The chances of one sequence's draft.
+    """The probabilities of one sequence's draft.
 
-    `target` [rows, vocab_size], float32: the model's distributions after the last token and after each
-    drafted one. `nodes` has for each node the probability that the model gives its token after its parent,
-    the one that it was drawn with (1 where no chance was involved), and a number that is uniform in (0, 1).
+    `target` [rows, vocab_size], float32: the model's distributions after the last token and after each draft
+    token. `nodes` has for each node the probability that the model gives its token after its parent, the
+    probability that it was drawn with (1 without chance), and a uniform number in (0, 1).
     """
 
     draft: Draft
@@ -46,8 +46,8 @@ class Odds:
 
 @dataclass(slots=True, eq=False)
 class Stop:
-    """The nodes that are accepted, in order, and those that were then rejected, against a share of the
-    target's distribution after the accepted ones.
+    """The accepted nodes, in order, and the nodes that were then rejected, against a `share` of the target's
+    distribution after the accepted ones.
     """
 
     accepted: list[int] = field(default_factory=list)
@@ -58,11 +58,11 @@ class Stop:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
-    """As `coupled.verify`, for sequences that all have a draft."""
+    """Verify like `coupled.verify`, for sequences that all have a draft."""
     rows = DraftedRows(sequences)
     target = sampler.probabilities(logits, rows.sampling)
     failed = target.amax(dim=1) == 0
-    target.masked_fill_(failed.unsqueeze(1), 1.0)  # something to draw from: the verdicts tell of them
+    target.masked_fill_(failed.unsqueeze(1), 1.0)  # something to draw from; the verdicts report these rows
     odds, failed_rows = _odds(rows, target, failed)
     stops = _stops_of_blocks(odds) if rule == "block" else [_walk(each) for each in odds]
     positions = [sequence.position + len(s.accepted) for sequence, s in zip(sequences, stops, strict=True)]
@@ -76,7 +76,7 @@ def verify(
 
 
 def _walk(odds: Odds) -> Stop:
-    """Stop by the standard rule."""
+    """Return the stop by the standard rule."""
     draft, stop = odds.draft, Stop()
     last, mass = -1, 1.0
     for node, (p, q, u) in enumerate(odds.nodes):  # a node's children come after it
@@ -102,7 +102,7 @@ def _stops_of_blocks(odds: Sequence[Odds]) -> list[Stop]:
 
 
 def _judge(chains: Sequence[Odds]) -> list[Stop]:
-    """Each of a chain's lengths has a chance h_i to be kept; the greatest that makes use of it counts."""
+    """Return the stops by the block rule: length i is kept with chance h_i, and the greatest counts."""
     shares = [_shares(chain) for chain in chains]
     stops = []
     for chain, share, mass in zip(chains, shares, _masses(chains, shares), strict=True):
@@ -116,7 +116,9 @@ def _judge(chains: Sequence[Odds]) -> list[Stop]:
 
 
 def _shares(chain: Odds) -> list[float]:
-    """rho_i, i from 0 to the chain's length: how far the first i tokens are as likely as they were drawn."""
+    """Return rho_i for i from 0 to the chain's length: the target's probability of the first i tokens
+    relative to the probability that they were drawn with, capped at 1 after each token.
+    """
     shares = [1.0]
     for p, q, _ in chain.nodes:
         shares.append(min(1.0, shares[-1] * p / q))
@@ -124,11 +126,11 @@ def _shares(chain: Odds) -> list[float]:
 
 
 def _masses(chains: Sequence[Odds], shares: Sequence[Sequence[float]]) -> list[list[float]]:
-    """M_i, i from 1 to less than each chain's length: the sum of (rho_i p - q)+ over all that may follow."""
+    """Return M_i, i from 1 to less than each chain's length: the sum of (rho_i p - q)+ over next tokens."""
     masses = [
         [s * (1.0 - p) for s, (p, _, _) in zip(share[1:-1], chain.nodes[1:], strict=True)]
         for chain, share in zip(chains, shares, strict=True)
-    ]  # right where no chance was involved
+    ]  # correct for tokens chosen without chance
     drawn = [i for i, chain in enumerate(chains) if chain.draft.distributions is not None]
     if drawn:
         target = torch.cat([chains[i].target[1 : len(chains[i].nodes)] for i in drawn])
@@ -141,9 +143,9 @@ def _masses(chains: Sequence[Odds], shares: Sequence[Sequence[float]]) -> list[l
 
 
 def left_over(odds: Sequence[Odds], stops: Sequence[Stop]) -> Tensor:
-    """Return what the rejected nodes left of the target's distributions, float32 [sequences, vocab_size].
+    """Return what the rejected nodes leave of the target's distributions, float32 [sequences, vocab_size].
 
-    Each takes away the probabilities that it was drawn with; what remains is normalized.
+    Each node takes away the probabilities that it was drawn with; the rest is normalized.
     """
     last_rows = [stop.accepted[-1] + 1 if stop.accepted else 0 for stop in stops]
     left = torch.stack([each.target[row] for each, row in zip(odds, last_rows, strict=True)])
@@ -159,7 +161,7 @@ def left_over(odds: Sequence[Odds], stops: Sequence[Stop]) -> Tensor:
 
 
 def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
-    """Return weights [n, vocab_size] less what the node of each row's draft was drawn with, at least 0."""
+    """Return weights [n, vocab_size] less what each row's node was drawn with, at least 0."""
     left = weights.clone()
     drawn: dict[int, Tensor] = {}
     certain: dict[int, int] = {}
@@ -178,7 +180,7 @@ def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
 def noise_keys(
     sequences: Sequence[SequenceState], positions: Sequence[int], purpose: Purpose, device: torch.device
 ) -> Tensor:
-    """Return the noise's keys, int64 [n], at a position of each sequence's round, which begins at its next
+    """Return the noise's keys, int64 [n], for a position of each sequence's round, which begins at its next
     token.
     """
     seeds = [sequence.params.seed for sequence in sequences]
@@ -216,7 +218,7 @@ def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[Odds]
 
 
 def _drawn_with(drafts: list[Draft], tokens: Tensor) -> Tensor:
-    """Return the probability that each node was drawn with, float32 [nodes of all]."""
+    """Return the probability that each node was drawn with, float32 [nodes of all drafts]."""
     probabilities = torch.ones(len(tokens), device=tokens.device)
     first = 0
     rows: list[int] = []

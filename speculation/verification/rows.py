@@ -17,12 +17,12 @@ from engine.step.sequence import SequenceState
 from protocol.outputs import TokenLogprobs
 
 OWN, STANDARD, BLOCK = RULES = range(3)
-"""The rules that kernels know: nodes are accepted while they are the target's own tokens, or by chance."""
+"""The rules of the kernels: nodes are accepted while they are the target's own tokens, or by chance."""
 
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """The drafted nodes that are accepted, in order, the token after them, and one after each probe."""
+    """The accepted draft nodes, in order, the token after them, and one token after each probe."""
 
     accepted: list[int]
     last_token: int
@@ -30,10 +30,10 @@ class Decision:
 
 
 class DraftedRows:
-    """For each sequence the row after its last token and one after each drafted token, as in the logits.
+    """The row after each sequence's last token and one after each draft token, as in the logits.
 
-    `sampling` tells the sampler of them, and `spans` are each sequence's. Drafts may be `late` if what
-    verifies them `takes_late` ones; those that are not late together are settled.
+    `sampling` describes the rows to the sampler, and `spans` are each sequence's. Drafts may be `late` if the
+    verification `takes_late` ones; drafts that are not late together are settled.
     """
 
     def __init__(self, sequences: Sequence[SequenceState], *, takes_late: bool = False) -> None:
@@ -51,7 +51,7 @@ class DraftedRows:
             self.spans.append(slice(first, len(self.sampling)))
 
     def further(self, upload: Upload) -> Tensor | None:
-        """int64 [rows], on the device: how much further than `sampling` says rows of late trees are."""
+        """Return how much further than in `sampling` late trees' rows are: int64 [rows], on the device."""
         if not isinstance(self.late, LateTrees):
             return None
         names: list[int] = []
@@ -62,7 +62,7 @@ class DraftedRows:
         return self.late.further(upload([np.array(names, np.int64)])[0])
 
     def bring(self, wanted: Tensor, download: Downloader) -> list[int]:
-        """The values of `wanted`, int64 [n]. The drafts' late tokens come along, and settle them."""
+        """Return the values of `wanted`, int64 [n]. Also fetch late draft tokens, and settle the drafts."""
         if self.late is None:
             told: list[int] = download(wanted).tolist()
             return told
@@ -75,7 +75,7 @@ class DraftedRows:
     def conclude(
         self, decisions: Sequence[Decision], logits: Tensor, failed_rows: Sequence[int], sampler: Sampler
     ) -> list[Verdict]:
-        """The sequences' verdicts; `logits` are those of the rows."""
+        """Return the sequences' verdicts; `logits` are the rows'."""
         failed = set(failed_rows)
         visited = [
             [span.start, *(span.start + 1 + node for node in decision.accepted)]
@@ -108,8 +108,8 @@ def num_rows(sequence: SequenceState) -> int:
 
 
 def distributions_of(draft: Draft | None, logits: Tensor) -> Tensor | None:
-    """Return a draft's distributions as kernels read them, float32 [nodes, vocab_size] on the logits'
-    device.
+    """Return a draft's distributions in the form that kernels read: float32 [nodes, vocab_size] on the
+    logits' device.
     """
     if draft is None or draft.distributions is None:
         return None

@@ -1,8 +1,8 @@
-"""Verification by the rule that the deployment chose, with an implementation for each device.
+"""Verification by the deployment's rule, with an implementation for each device.
 
-Each has `verify(sequences, logits, sampler, rule)` and says by `can_verify` what it takes: `native` compiled
-calls for chains on a CPU, `on_device` Triton's kernels. `coupled` and `rejection` take all by the sampler and
-torch's operators.
+Each has `verify(sequences, logits, sampler, rule)`. `native` (compiled calls for chains on a CPU) and
+`on_device` (Triton kernels) say by `can_verify` which sequences they take. `coupled` and `rejection` take
+all, by the sampler and torch's operators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Verify = Callable[[Sequence[SequenceState], Tensor, Sampler, Verification], list
 
 
 def prepare(rule: Verification, sampler: Sampler, dtype: torch.dtype) -> None:
-    """Build what is compiled, so that no request waits for it. `dtype` is that of logits."""
+    """Build what must be compiled, so that no request waits for it. `dtype` is the logits'."""
     _is_native(rule, sampler)
     if sampler.has_kernels and rule != "coupled":
         on_device.warm_up(sampler, dtype, rule)
@@ -32,8 +32,8 @@ def prepare(rule: Verification, sampler: Sampler, dtype: torch.dtype) -> None:
 def verify(
     rule: Verification, sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler
 ) -> list[Verdict]:
-    """As `coupled.verify`. Whatever the rule, sequences that are greedy or have no draft get the very tokens
-    that they would get alone.
+    """Verify like `coupled.verify`. Under any rule, sequences that are greedy or have no draft get exactly
+    the tokens that they would get alone.
     """
     is_native = _is_native(rule, sampler)
     if rule == "coupled" or not any(map(_is_left_to_chance, sequences)):
@@ -58,12 +58,12 @@ def verify(
 
 
 def _is_native(rule: Verification, sampler: Sampler) -> bool:
-    """Whether compiled calls verify chains."""
+    """Return whether compiled calls verify chains."""
     return rule != "block" and sampler.is_native and native.compiled() is not None
 
 
 def _verify_for(sequence: SequenceState, sampler: Sampler, is_native: bool) -> Verify:
-    """It depends on the sequence alone, so that this gets the same tokens in any batch."""
+    """Choose by the sequence alone, so that it gets the same tokens in any batch."""
     if sampler.has_kernels and on_device.can_verify(sequence):
         return on_device.verify
     if is_native and native.can_verify(sequence):

@@ -1,1 +1,1 @@
-"""Drafting methods that need no weights: what a model will say is looked up, or guessed by itself."""
+"""Drafting methods without weights: they look up likely tokens, or let the model guess them."""

@@ -1,8 +1,7 @@
-"""Lookahead decoding (Fu et al. 2024): the model drafts for itself, by Jacobi iteration beside its decoding.
+"""Lookahead decoding (Fu et al. 2024): the model drafts for itself, by Jacobi iteration while it decodes.
 
 A step verifies a few n-grams that may follow the text's last token, as a tree, and runs a window of guesses
-at what comes later, from which new n-grams arise. The n-grams are those that the window brought, and those
-that the text itself has.
+at later tokens, from which new n-grams arise. The n-grams come from the window and from the text itself.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Ngram = tuple[int, ...]
 _MAX_KEYS = 4096
 """Tokens whose n-grams are remembered for one request."""
 _MAX_PLACES = 64
-"""Most recent places of the text's last token whose n-grams are looked at."""
+"""Most recent places of the text's last token whose n-grams are considered."""
 
 
 class LookaheadDrafter(TextDrafter):
-    """Drafts `lookahead_ngram` - 1 tokens in a row at most, whatever number is asked for.
+    """A drafter of at most `lookahead_ngram` - 1 tokens in a row, whatever number is asked for.
 
-    Where there is room for too few rows, the n-grams come first.
+    If there is room for too few rows, the n-grams come first.
     """
 
     def __init__(self, options: SpeculativeConfig, eos_token_ids: Collection[int]) -> None:
@@ -60,7 +59,7 @@ class LookaheadDrafter(TextDrafter):
         return Draft(nodes + probes, parents, masks) if nodes or probes else None
 
     def _choose(self, *sources: Iterable[Ngram]) -> list[Ngram]:
-        """The first different ones, from the sources in turn."""
+        """Return the first different n-grams, from the sources in turn."""
         in_turn = (ngram for turn in zip_longest(*sources) for ngram in turn if ngram is not None)
         return list(islice(dict.fromkeys(in_turn), self._num_guesses))
 
@@ -81,16 +80,16 @@ class LookaheadDrafter(TextDrafter):
 
 
 class LookaheadWindow:
-    """Guesses at what comes after the text's last token, in columns and levels.
+    """Guesses at the tokens after the text's last one, in columns and levels.
 
-    The token of level l in column c is to stand c + l places after the last token, which itself takes the
-    place of column 0's at level 0. It sees the text, level 0 up to its own column, and its column below it.
-    The model's likeliest tokens after the last level are the columns' next guesses: each column with its own
-    is an n-gram. Then the levels move down by one, as the text moves on.
+    The token of level l in column c is a guess at the token c + l places after the last one, which itself is
+    column 0 of level 0. It sees the text, level 0 up to its own column, and its column at lower levels. The
+    model's likeliest tokens after the last level are the columns' next guesses: each column with its next
+    guess is an n-gram. Then the levels move down by one, as the text grows.
     """
 
     def __init__(self, text: np.ndarray, num_levels: int, num_columns: int, eos: Collection[int]) -> None:
-        """It begins with pieces of the text (int32 [length])."""
+        """Begin with pieces of the text (int32 [length])."""
         pieces = np.arange(num_columns) * max(1, len(text) // num_columns)
         self._levels: list[list[int]] = [
             text[(pieces + level) % len(text)].tolist() for level in range(num_levels)
@@ -98,13 +97,13 @@ class LookaheadWindow:
         self._eos = eos
 
     def probes(self) -> list[int]:
-        """All but column 0 of level 0, level by level."""
+        """Return all tokens but column 0 of level 0, level by level."""
         return [token for level in self._levels for token in level][1:]
 
     def advance(self, last: int, guesses: list[int]) -> list[tuple[int, Ngram]]:
-        """With each column's next guess. Returns the n-grams: first token, the others.
+        """Add each column's next guess. Return the n-grams: first token, the others.
 
-        The end of the text is never guessed in the window: nothing follows it.
+        An end-of-sequence token is never kept in the window: nothing follows it.
         """
         firsts = [last, *self._levels[0][1:]]
         columns = zip(*self._levels[1:], guesses, strict=True)
@@ -117,7 +116,7 @@ class LookaheadWindow:
 
 
 def window_masks(num_levels: int, num_columns: int) -> list[int]:
-    """For each of a window's probes the probes that it sees, itself included: bit i is probe i."""
+    """Return, for each of a window's probes, the probes that it sees, itself included: bit i is probe i."""
     masks: list[int] = []
     for level in range(num_levels):
         for column in range(num_columns):
@@ -128,7 +127,7 @@ def window_masks(num_levels: int, num_columns: int) -> list[int]:
 
 
 class NgramPool:
-    """For each first token the `per_token` n-grams that were found last."""
+    """The `per_token` latest n-grams for each first token."""
 
     def __init__(self, per_token: int) -> None:
         self._per_token = per_token
@@ -145,20 +144,20 @@ class NgramPool:
             del self._ngrams[next(iter(self._ngrams))]
 
     def starting_with(self, first: int) -> Iterator[Ngram]:
-        """The tokens after the first one; what was found last comes first."""
+        """Return the tokens after the first one of each n-gram, the latest n-gram first."""
         return reversed(self._ngrams.get(first, {}))
 
 
 def ngrams_of(text: np.ndarray, length: int) -> Iterator[Ngram]:
-    """The tokens after earlier occurrences of the text's last token, up to `length` tokens of each; the most
-    recent first. `text` is int32 [its length].
+    """Yield the tokens after earlier occurrences of the text's last token, up to `length` tokens each, the
+    most recent first. `text` is int32 [its length].
     """
     for place in np.flatnonzero(text[:-1] == text[-1])[: -_MAX_PLACES - 1 : -1].tolist():
         yield tuple(text[place + 1 : place + 1 + length].tolist())
 
 
 def tree(ngrams: Iterable[Ngram], num_nodes: int) -> tuple[list[int], list[int]]:
-    """Token and parent of each node of a tree with these paths, of the first `num_nodes` at most."""
+    """Return token and parent of each node of a tree with these paths, of the first `num_nodes` at most."""
     nodes: dict[tuple[int, int], int] = {}
     for ngram in ngrams:
         parent = -1

@@ -1,8 +1,8 @@
-// Finds an earlier occurrence of a text's last tokens, and drafts what followed there.
+// Finds an earlier occurrence of a text's last tokens, and drafts the tokens that followed it.
 
 #include "repeats.h"
 
-// The most recent end of the longest earlier match of at least `shortest` tokens; -1 if there is none.
+// The most recent end of the longest earlier match of at least `shortest` tokens; -1 without a match.
 static int64_t find(const int32_t* text, int64_t length, int64_t shortest, int64_t longest) {
     int64_t found = -1;
     for_each_repeat(text, length, shortest, longest, [&](int64_t place, int64_t count) {
@@ -14,7 +14,7 @@ static int64_t find(const int32_t* text, int64_t length, int64_t shortest, int64
 
 extern "C" const int64_t tandem_sizes[] = {sizeof(Batch)};
 
-// Drafts what follows the match; nothing without one.
+// Drafts the tokens after the match; none without a match.
 extern "C" void tandem_ngram(const Batch* batch, int64_t shortest, int64_t longest) {
     for (int64_t i = 0; i < batch->size; i++) {
         const int32_t* text = batch->texts[i];

@@ -1,7 +1,8 @@
-"""Prompt lookup (Saxena 2023): what followed a text's last tokens where they stood before.
+"""Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the text's last
+tokens.
 
-The longest match counts, of `prompt_lookup_max` tokens down to `prompt_lookup_min`, and of several the most
-recent. A match that overlaps the end repeats with it: `abab` goes on `abab`.
+The longest match of `prompt_lookup_min` to `prompt_lookup_max` tokens counts, and of several the most recent.
+A match that overlaps the end repeats: `abab` continues with `abab`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger("tandem.speculation")
 
 @functools.cache
 def compiled() -> Callable[..., None] | None:
-    """The compiled search, built at the first call; None where it can't be."""
+    """Return the compiled search, built at the first call; None if it can't be built."""
     try:
         library = load_library(Path(__file__).parent / "ngram.cpp", TextBatch, keep_gil=True)
     except BuildError as error:
@@ -53,7 +54,7 @@ class NgramDrafter(TextDrafter):
 
 
 def look_up(text: np.ndarray, count: int, shortest: int, longest: int) -> list[int]:
-    """`count` tokens that may follow the text (int32 [length]); none without a match."""
+    """Return `count` tokens that may follow the text (int32 [length]); none without a match."""
     end = _find(text, shortest, longest)
     if end is None:
         return []
@@ -62,7 +63,7 @@ def look_up(text: np.ndarray, count: int, shortest: int, longest: int) -> list[i
 
 
 def _find(text: np.ndarray, shortest: int, longest: int) -> int | None:
-    """The most recent end of the longest earlier match of the text's last tokens."""
+    """Return the most recent end of the longest earlier match of the text's last tokens."""
     end = None
     ends = np.flatnonzero(text[:-1] == text[-1])
     for matched in range(1, longest + 1):

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
-// `size` texts of lengths[i] tokens each. Of text i, at most counts[i] tokens go to drafts[i * stride ..], and
-// found[i] says how many.
+// `size` texts of lengths[i] tokens each. Text i gets found[i] draft tokens, at most counts[i], written from
+// drafts[i * stride] on.
 struct Batch {
     const int32_t* const* texts;
     const int64_t *lengths, *counts;
@@ -15,7 +15,7 @@ struct Batch {
     int64_t size, stride;
 };
 
-// How many tokens that end at `place` equal the text's last ones, up to `longest`.
+// The number of tokens ending at `place` that equal the text's last ones, up to `longest`.
 inline int64_t matched(const int32_t* text, int64_t length, int64_t place, int64_t longest) {
     longest = std::min(longest, place + 1);
     int64_t count = 0;
@@ -23,8 +23,8 @@ inline int64_t matched(const int32_t* text, int64_t length, int64_t place, int64
     return count;
 }
 
-// Whether one of COUNT places has the token `last`, and the token `first` so many places before. There is no early
-// exit, so that the compiler vectorizes the loop.
+// Whether one of COUNT places has the token `last`, and the place `before` tokens earlier the token `first`. Without
+// an early exit the compiler vectorizes the loop.
 template <int64_t COUNT> bool contains(const int32_t* places, int32_t last, int64_t before, int32_t first) {
     bool found = false;
     for (int64_t i = 0; i < COUNT; i++) found |= (places[i] == last) & (places[i - before] == first);
@@ -32,7 +32,7 @@ template <int64_t COUNT> bool contains(const int32_t* places, int32_t last, int6
 }
 
 // Calls visit(place, length) for each earlier place where at least `wanted` of the text's last tokens end, the most
-// recent first; `length` of them match, at most `longest`. visit returns the new `wanted`: above `longest` to stop.
+// recent first; `length` tokens match, at most `longest`. visit returns the new `wanted`: above `longest` to stop.
 template <class Visit>
 void for_each_repeat(const int32_t* text, int64_t length, int64_t wanted, int64_t longest, Visit visit) {
     constexpr int64_t BLOCK = 64;

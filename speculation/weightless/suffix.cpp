@@ -1,10 +1,10 @@
-// Suffix decoding: drafts what most often followed earlier occurrences of a text's last tokens, in the text itself
-// and in a corpus of earlier outputs.
+// Suffix decoding: drafts the tokens that most often followed earlier occurrences of a text's last tokens, in the
+// text itself and in a corpus of earlier outputs.
 //
-// A suffix tree stores how often each path occurs. Here the occurrences are counted at each search, at most RECENT
-// of them: no tree is built, and text takes little memory. A text is searched anew at each step. The corpus has hash
-// chains of four orders: of places where the same last 1, 2, 4 or 8 symbols end, each with a link to the place
-// before it. A longer match is found in the chain of the greatest order that is not longer.
+// A suffix tree stores how often each path occurs. Here each search counts the occurrences, at most RECENT of them:
+// no tree is built, and text takes little memory. A text is searched again at each step. The corpus has hash chains
+// of four orders: of places where the same last 1, 2, 4 or 8 symbols end, each with a link to the place before it. A
+// longer match is found in the chain of the greatest order that is not longer.
 
 #include "repeats.h"
 
@@ -18,12 +18,12 @@ constexpr int RECENT = 64;
 constexpr int32_t NOTHING = -1;
 
 struct Settings {
-    int64_t depth;  // of the tree: tokens matched and drafted, at most
+    int64_t depth;  // of the tree: the most tokens matched and drafted
     double max_spec_factor, min_token_prob;
 };
 
-// A ring buffer of outputs, each with NOTHING at its end. A symbol is a tenant's number and a token, so that no
-// tenant's text matches another's. Places are never reset; they count modulo 2^32.
+// A ring buffer of outputs, each ended by NOTHING. A symbol is a tenant's number and a token, so that no tenant's
+// text matches another's. Places are never reset; they count modulo 2^32.
 struct Corpus {
     const int64_t* symbols;            // [capacity]
     uint32_t (*previous)[NUM_ORDERS];  // [capacity]: the place before in each order's chain
@@ -45,7 +45,7 @@ struct Text {
     bool is_predicted(uint32_t place) const { return place < predicted; }
 };
 
-// Earlier occurrences of the text's last tokens, the most recent first, and how many tokens match at each.
+// Earlier occurrences of the text's last tokens, the most recent first, and the number of tokens that match at each.
 struct Places {
     int count = 0;
     uint32_t at[RECENT];
@@ -60,7 +60,7 @@ struct Places {
 
 struct Draft {
     int32_t* tokens;
-    int64_t length = 0, predicted = 0;  // the first `predicted` tokens follow each other in the prediction
+    int64_t length = 0, predicted = 0;  // the first `predicted` tokens are adjacent in the prediction
     double score = 0;                   // the expected number of accepted tokens
 };
 
@@ -69,8 +69,8 @@ uint64_t mix(uint64_t hash, int64_t symbol) {
     return hash ^ hash >> 32;
 }
 
-// Follows the most frequent next token at each branch. The share of the places that are still on the path is its
-// probability.
+// Follows the most frequent next token at each branch. A path's probability is the share of the places that are still
+// on it.
 template <class Source>
 void walk(const Source& source, uint32_t* places, int count, int64_t limit, double min_prob, int32_t* path,
           Draft& best) {
@@ -136,8 +136,7 @@ void search_text(const Text& text, int64_t count, const Settings& settings, int3
         try_order(text, places[order], order, count, settings, path, best);
 }
 
-// The places in the chain of one order. Each is checked: hashes may collide, and places may have been
-// overwritten.
+// The places in the chain of one order. Each is checked: hashes may collide, and places may be overwritten.
 Places follow_chain(const Corpus& corpus, const int64_t* last, int64_t known, int order, int64_t longest) {
     Places places;
     if (known < ORDERS[order] || longest < ORDERS[order]) return places;
@@ -172,7 +171,7 @@ void search_corpus(const Corpus& corpus, const Text& text, int64_t tenant, int64
 
 extern "C" const int64_t tandem_sizes[] = {sizeof(Batch), sizeof(Settings), sizeof(Corpus)};
 
-// Adds an output, the `count` symbols from `start` on, to the chains.
+// Adds an output, `count` symbols from `start` on, to the chains.
 extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const uint32_t place = start + uint32_t(i);
@@ -188,8 +187,8 @@ extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_
     }
 }
 
-// Each text begins with predicted[i] tokens of its request's prediction; then predicted[i] is set to how many of the
-// drafted tokens came from there. The corpus is searched for the texts whose tenants[i] is not negative.
+// Text i begins with predicted[i] tokens of its request's prediction; then predicted[i] is set to the number of draft
+// tokens from there. The corpus is searched for the texts whose tenants[i] is not negative.
 extern "C" void tandem_suffix_search(const Batch* batch, const Settings* settings, const Corpus* corpus,
                                      const int64_t* tenants, int64_t* predicted) {
     std::vector<int32_t> path(batch->stride);

@@ -1,12 +1,12 @@
-"""Suffix decoding (Oliaro et al. 2024): what most often followed a text's last tokens, here and earlier.
+"""Suffix decoding (Oliaro et al. 2024): drafts what most often followed a text's last tokens, here and
+earlier.
 
 For each number of last tokens that occurred before, the most frequent next token is taken again and again.
-The sum of the path's probabilities up to each token says how many may be accepted, and the best sum wins,
-over all those numbers, and over the request's own text, with the client's prediction of the answer before it,
+The sum of the path's probabilities up to each token is the expected number of accepted tokens. The best sum
+wins, over all numbers of last tokens, the request's own text (after the client's prediction of the answer)
 and the tenant's earlier outputs.
 
-Frequencies are those among the 64 most recent occurrences (see `suffix.cpp`). Earlier outputs take up to
-40 MiB.
+Frequencies count the 64 most recent occurrences (see `suffix.cpp`). Earlier outputs take up to 40 MiB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SuffixArgs(ctypes.Structure):
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
-    """The compiled search, built at the first call; None where it can't be."""
+    """Return the compiled search, built at the first call; None if it can't be built."""
     try:
         library = load_library(
             Path(__file__).parent / "suffix.cpp", TextBatch, SuffixArgs, Ring, keep_gil=True
@@ -61,7 +61,7 @@ def compiled() -> ctypes.CDLL | None:
 
 class SuffixDrafter(TextDrafter):
     def __init__(self, options: SpeculativeConfig) -> None:
-        """There is a compiler."""
+        """Load the search. It must compile: see `compiled`."""
         super().__init__()
         library = compiled()
         assert library is not None
@@ -99,13 +99,13 @@ class SuffixDrafter(TextDrafter):
         return Text(sequence, before=sequence.request.prediction)
 
     def _tenant(self, sequence: SequenceState) -> int:
-        """Its number, -1 if nothing is known of it."""
+        """Return the tenant's number, -1 if it has no earlier outputs."""
         tenant = None if self._corpus is None else self._corpus.tenant(sequence.request.cache_salt)
         return -1 if tenant is None else tenant
 
 
 NUM_ORDERS = 4
-"""Chains that a place is in, as in `suffix.cpp`."""
+"""The chains that each place is in, as in `suffix.cpp`."""
 _MODULUS = 2**32
 
 
@@ -129,11 +129,11 @@ class _Tenant:
 
 
 class Corpus:
-    """At most `max_outputs` outputs of all tenants together, of at most `capacity` (a power of two) symbols
-    with the end of each; the oldest make room for new ones.
+    """The latest outputs, at most `max_outputs` of all tenants together, in `capacity` (a power of two)
+    symbols with an end mark each; the oldest make room for new ones.
 
-    It takes 40 bytes a symbol: most are for the chains of the search, in which `enter` (corpus, first place,
-    number of symbols) puts an output.
+    A symbol takes 40 bytes: most are for the chains of the search, to which `enter` (corpus, first place,
+    number of symbols) adds an output.
     """
 
     def __init__(self, max_outputs: int, capacity: int, enter: Callable[..., None]) -> None:
@@ -149,12 +149,12 @@ class Corpus:
         self._oldest = self._end = 0
 
     def tenant(self, salt: str) -> int | None:
-        """The number of a tenant that has outputs here."""
+        """Return the number of a tenant that has outputs here."""
         tenant = self._tenants.get(salt)
         return None if tenant is None else tenant.number
 
     def add(self, salt: str, output: Sequence[int]) -> None:
-        """Keep an output, or its end if it is longer than the ring. A single token teaches nothing."""
+        """Keep an output, or its end if it is longer than the ring. Single tokens are not kept."""
         output = output[-(self._capacity - 1) :]
         if len(output) < 2:
             return

@@ -1,4 +1,4 @@
-"""The common part of methods that draft from text alone: requests' tokens as arrays, and no weights."""
+"""The base of methods that draft from text alone, without weights: requests' tokens as arrays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.step.sequence import SequenceState
 from speculation.drafter import Drafter
 
 NOTHING = -1
-"""In the place of a token: the text ends here."""
+"""An end mark in the place of a token."""
 
 
 class Text:
-    """A sequence's tokens as int32 [length], at `address`, until the next `update`. If there is a text
-    `before` them, `NOTHING` ends it, so that no draft goes on from there.
+    """A sequence's tokens as int32 [length], at `address`, until the next `update`. A text `before` them, if
+    any, ends with `NOTHING`, so that no draft continues from there.
     """
 
     def __init__(self, sequence: SequenceState, before: Sequence[int] = ()) -> None:
@@ -32,7 +32,7 @@ class Text:
         return self._buffer[: self.length]
 
     def update(self) -> None:
-        """Append what is new; begin anew if what is known is no longer there."""
+        """Append new tokens; start again if the known ones have changed."""
         token_ids, start = self.sequence.token_ids, len(self._before)
         known = max(self.length - start, 0)
         if known > len(token_ids) or (known and self._buffer[self.length - 1] != token_ids[known - 1]):
@@ -69,13 +69,13 @@ class TextBatch(ctypes.Structure):
         super().__init__(*columns, drafts, found, size, stride)
 
     def drafted(self) -> list[list[int]]:
-        """Each text's draft, once a search has run."""
+        """Return each text's draft, once a search has run."""
         starts = range(0, len(self._drafts), self.stride)
         return [self._drafts[start : start + count] for start, count in zip(starts, self._found, strict=True)]
 
 
 class TextDrafter(Drafter):
-    """A `Drafter` without KV and hidden states, that knows its requests' texts."""
+    """A `Drafter` without KV and hidden states that keeps its requests' texts."""
 
     def __init__(self) -> None:
         self._texts: dict[str, Text] = {}
