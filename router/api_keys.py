@@ -100,7 +100,7 @@ class ApiKey:
             self._refuse(limit, f"may use {per_minute} {unit} a minute", wait_s)
 
     def _refuse(self, limit: Limit, what: str, wait_s: float) -> NoReturn:
-        self._metrics.refused(limit)
+        self._metrics.count("requests_refused_total", limit)
         message = f"the API key {self.entry.name} {what}, as --api-key-file says"
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
 
@@ -200,10 +200,10 @@ class ApiKeys:
             self._install(read_key_file(self._path))
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error)
-            self._metrics.keys_reloaded("failed")
+            self._metrics.count("api_key_reloads_total", "failed")
         else:
             logger.info("%d API keys were read from %s", len(self._keys) - len(self._given), self._path)
-            self._metrics.keys_reloaded("ok")
+            self._metrics.count("api_key_reloads_total", "ok")
 
     def _made(self, entry: KeyEntry) -> ApiKey:
         return ApiKey(entry, self._metrics)

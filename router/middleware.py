@@ -64,7 +64,7 @@ class Envelope:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._metrics.http_response(status or 499)  # the handler was cancelled
+            self._metrics.count("http_responses_total", status or 499)  # the handler was cancelled
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -120,7 +120,7 @@ class RouterServer:
 
     def replaced(self, process: str) -> None:
         """Report that a "worker", its "actor" or its host's "template" is being restarted. Thread-safe."""
-        self.state.metrics.process_replaced(process)
+        self.state.metrics.count("processes_replaced_total", process)
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """Return the seconds since the incarnation's last sign of life, if it is registered. Thread-safe."""
@@ -152,7 +152,9 @@ class RouterServer:
 
         With `prepares` the preprocessor starts at once and compiles common grammars.
         """
-        connections = Connections(raise_file_limit(), self.state.metrics.connection_ended)
+        connections = Connections(
+            raise_file_limit(), partial(self.state.metrics.count, "http_connections_ended_total")
+        )
         server_config = uvicorn.Config(
             build_app(self.state),
             loop="uvloop",

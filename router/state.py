@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from messaging.sockets import ClusterKeys
@@ -90,11 +91,15 @@ class RouterState:
         is_shared = config.router_replicas > 1
         self.registry = Registry(config.worker_timeout, config.block_size, is_shared, config.max_num_seqs)
         self.metrics = Metrics(config.model_name, self.registry, config.metric_names == "vllm")
-        self.preprocessor = Preprocessor(config, self.tokenizer, self.metrics.preprocessing_failed)
+        self.preprocessor = Preprocessor(
+            config, self.tokenizer, partial(self.metrics.count, "preprocessing_failures_total")
+        )
         self.grammars = GrammarCompiler(self.preprocessor)
         self.keys = ApiKeys(config, self.metrics)
         self.tracing = _tracing(config, self.metrics)
-        self.responses: ResponseStore | None = response_store(config, self.metrics.response_dropped)
+        self.responses: ResponseStore | None = response_store(
+            config, partial(self.metrics.count, "stored_responses_dropped_total")
+        )
         self.link = WorkerLink(keys, link_host, self.metrics, link_ports)
         core = Core(config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(core)
@@ -203,7 +208,7 @@ class RouterState:
 
     def _on_unknown(self, state: WorkerState) -> None:
         """Ask a worker that started before this router to register here too."""
-        self.metrics.dropped("stale_incarnation")
+        self.metrics.count("messages_dropped_total", "stale_incarnation")
         if not self.registry.is_retired(state.worker_id, state.incarnation):
             self.link.send_to(state.worker_id, Unregistered(incarnation=state.incarnation))
 
@@ -222,12 +227,13 @@ class RouterState:
         self.dispatcher.resume_parked()
 
     def _refuse(self, key: WorkerKey, reason: str) -> None:
-        self.metrics.dropped("refused_registration")
+        self.metrics.count("messages_dropped_total", "refused_registration")
         self.link.send_to(key.worker_id, Refused(incarnation=key.incarnation, reason=reason))
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         is_silent = worker.silence_s > self.config.worker_timeout
-        self.metrics.worker_lost("stalled" if worker.is_stalled else "silent" if is_silent else "ended")
+        reason_kind = "silent" if is_silent else "ended"
+        self.metrics.count("workers_lost_total", "stalled" if worker.is_stalled else reason_kind)
         self.dispatcher.worker_lost(worker, reason)
         self.placer.drafts.lost(worker)
         self.drainer.lost(worker)
@@ -267,7 +273,9 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
     except ImportError as error:
         needed = "needs OpenTelemetry: pip install 'tandem-serve[otel]'"
         raise ConfigError(f"--otlp-traces-endpoint: {needed} ({error})") from error
-    return Tracing(config.otlp_traces_endpoint, config.model_name, metrics.spans_dropped)
+    return Tracing(
+        config.otlp_traces_endpoint, config.model_name, partial(metrics.count, "trace_spans_dropped_total")
+    )
 
 
 def _core_wait_s() -> float:

@@ -91,10 +91,10 @@ class GenerateEndpoint:
                 raise InvalidRequestError(self.own_field(refused.field), refused.message) from refused
         if prepared.warning is not None:
             scope[ANSWER_HEADERS].append((WARNING_HEADER, prepared.warning.encode()))
-            state.metrics.tools_unseen.inc()
+            state.metrics.count("requests_tools_unseen_total")
         if prepared.ignored:
             scope[ANSWER_HEADERS].append((IGNORED_HEADER, ", ".join(prepared.ignored).encode()))
-            state.metrics.fields_ignored.inc()
+            state.metrics.count("requests_fields_ignored_total")
         headers = _headers(scope)
         generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)

@@ -68,7 +68,7 @@ class Dispatcher:
                 self._placer.meter.refused(refusal, self._registry.live())
                 self._refuse(generation, refusal.missed or "no_worker", not_placed(refusal))
         for other in gives_way:
-            self._metrics.refused("shed")
+            self._metrics.count("requests_refused_total", "shed")
             self.fail(other, self._queue_is_full("a more urgent one came, and "))
         left = max(0.0, generation.deadline - time.monotonic())
         generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
@@ -95,8 +95,8 @@ class Dispatcher:
         return ApiError(429, reason, code="overloaded", retry_after_s=1.0)
 
     def _refuse(self, generation: Generation, reason: RefusalReason, error: ApiError) -> NoReturn:
-        self._metrics.refused(reason)
-        self._metrics.failed("overloaded")
+        self._metrics.count("requests_refused_total", reason)
+        self._metrics.count("request_failures_total", "overloaded")
         self._placer.withdraw(generation.requests)
         generation.error = error
         raise error
@@ -127,7 +127,7 @@ class Dispatcher:
         generation.error = error
         for choice in generation.choices:
             choice.fail()
-        self._metrics.failed(error.code)
+        self._metrics.count("request_failures_total", error.code)
         self._log.failed(generation, error)
         self._placer.withdraw(generation.requests)
         self._close(generation)
@@ -157,12 +157,12 @@ class Dispatcher:
         worker = self._registry.current(message.worker_id, message.incarnation)
         request = self._journal.get(message.request_id)
         if worker is None:
-            self._metrics.dropped("stale_incarnation")
+            self._metrics.count("messages_dropped_total", "stale_incarnation")
         elif request is None:
-            self._metrics.dropped("unknown_request")
+            self._metrics.count("messages_dropped_total", "unknown_request")
             self._send(worker, Abort(request_ids=[message.request_id]))
         elif (at := request.current) is None or at.decode.key.incarnation != message.decode_incarnation:
-            self._metrics.dropped("redirected_before")
+            self._metrics.count("messages_dropped_total", "redirected_before")
         elif worker is at.prefill:
             may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
             self.redirect(request, message.error_kind, message.reason, may_ask_again)
@@ -172,13 +172,13 @@ class Dispatcher:
             self._send(worker, Abort(request_ids=[message.request_id]))
             self._place_again_or_fail(request, "transfer", message.reason)
         else:
-            self._metrics.dropped("not_the_holder")
+            self._metrics.count("messages_dropped_total", "not_the_holder")
 
     def step(self, message: StepOutput) -> None:
         """Pass one step's tokens to their requests."""
         worker = self._registry.current(message.worker_id, message.incarnation)
         if worker is None:
-            self._metrics.dropped("stale_incarnation")
+            self._metrics.count("messages_dropped_total", "stale_incarnation")
             return
         now = time.monotonic()
         worker.silence_s = 0.0
@@ -187,11 +187,11 @@ class Dispatcher:
         for output in message.outputs:
             request = self._journal.get(output.request_id)
             if request is None:
-                self._metrics.dropped("unknown_request")
+                self._metrics.count("messages_dropped_total", "unknown_request")
                 if output.finish_reason is None:
                     unknown.append(output.request_id)
             elif (at := request.assignment) is None or not at.is_sent_to(worker):
-                self._metrics.dropped("not_the_holder")
+                self._metrics.count("messages_dropped_total", "not_the_holder")
             elif output.finish_reason in ("error", "abort"):
                 kind = output.error_kind or "internal"
                 reason = output.error or f"worker {worker.key.worker_id} gave the request up"
@@ -226,12 +226,12 @@ class Dispatcher:
     def _handle(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         complaint = _complaint(request, output)
         if complaint is not None:
-            self._metrics.dropped("malformed")
+            self._metrics.count("messages_dropped_total", "malformed")
             reason = f"worker {worker.key.worker_id} {complaint}"
             self.fail(request.generation, failed_generation("internal", reason))
             return
         if output.token_ids and output.position != len(request.output_token_ids):
-            self._metrics.dropped("tokens_missing")
+            self._metrics.count("messages_dropped_total", "tokens_missing")
             here, there = len(request.output_token_ids), output.position
             reason = f"worker {worker.key.worker_id} sent token {there} where token {here} comes next"
             self._place_again_or_fail(request, "worker_lost", reason)
@@ -348,7 +348,7 @@ class Dispatcher:
             extra=ids(request),
         )
         request.times.num_placed_again += 1
-        self._metrics.placed_again(cause)
+        self._metrics.count("requests_placed_again_total", cause)
 
     def redirect(
         self,
@@ -388,9 +388,9 @@ class Dispatcher:
         if target is not failed:
             self._send(failed, Abort(request_ids=[request.request_id]))
         if target is prefill:
-            self._metrics.taken_over(kind)
+            self._metrics.count("handoff_takeovers_total", kind)
         else:
-            self._metrics.redirected(kind)
+            self._metrics.count("handoff_redirects_total", kind)
 
     def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
         """Return the next decode worker: another one, the only one once more (`again`), or `prefill`."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from costs.drafting import SharedDrafter
@@ -50,7 +51,8 @@ class DraftPlanner:
         self._deployed = config.speculative_config
         self._tokens_left = tokens_left
         self._prospects: dict[_Key, tuple[object, Prospects]] = {}
-        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(core.metrics.draft_tried))
+        tried = partial(core.metrics.count, "draft_trials_total")
+        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(tried))
         self._drafting: Counter[tuple[str, str]] = Counter()
         """The number of requests that the first worker decodes and the second drafts for."""
         self._next = 0
@@ -64,7 +66,7 @@ class DraftPlanner:
         decision = self._decide(request, at, None)
         self._adopt(request, at, decision)
         self._expect(request, at, decision.chosen, since=0.0)
-        self._metrics.draft_planned(decision.place.where)
+        self._metrics.count("draft_plans_total", decision.place.where)
 
     def sweep(self) -> None:
         """Reconsider running requests. To be called a few times a second."""
@@ -119,7 +121,7 @@ class DraftPlanner:
         if not self._send(at.decode, message):
             return  # the worker is about to be lost, with all that it runs
         request.drafts.num_replans += 1
-        self._metrics.draft_replanned(cause)
+        self._metrics.count("draft_replans_total", cause)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s drafts %s instead of %s (%s): %s",

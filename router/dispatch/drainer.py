@@ -145,7 +145,7 @@ class Drainer:
         worker = self._registry.current(message.worker_id, message.incarnation)
         role = ROLES.get(message.role or "")
         if worker is None:
-            self._metrics.dropped("stale_incarnation")
+            self._metrics.count("messages_dropped_total", "stale_incarnation")
         elif role is None or message.next_incarnation is None:
             self._start(worker, None)
         else:
@@ -269,7 +269,7 @@ class Drainer:
         if self._placer.move(request, target):
             drain.report.moved += 1
             request.times.num_migrated += 1
-            self._metrics.requests_migrated.inc()
+            self._metrics.count("requests_migrated_total")
             goes_on = "request %s goes on at %s"
             logger.info(goes_on, request.request_id, target.key.worker_id, extra=ids(request))
         else:

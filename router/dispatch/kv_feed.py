@@ -75,14 +75,14 @@ class KvFeed:
         """Apply events, unless they are of another incarnation, came before, or come early."""
         source = self._source(message.worker_id, message.incarnation)
         if source is None:
-            self._metrics.kv_events_dropped("unknown_worker")
+            self._metrics.count("kv_events_dropped_total", "unknown_worker")
             return
         if message.changes and message.changes[0].kind == "cleared":
             source.next = message.sequence
         if message.sequence < source.next:
-            self._metrics.kv_events_dropped("duplicate")
+            self._metrics.count("kv_events_dropped_total", "duplicate")
         elif message.sequence > source.next:
-            self._metrics.kv_events_dropped("gap")
+            self._metrics.count("kv_events_dropped_total", "gap")
             self._ask(source)
         else:
             source.next += 1
@@ -123,7 +123,7 @@ class KvFeed:
 
     def _apply(self, source: _Source, change: KvChange) -> None:
         if len(change.identities) % IDENTITY_BYTES:
-            self._metrics.kv_events_dropped("malformed")
+            self._metrics.count("kv_events_dropped_total", "malformed")
         elif change.kind == "cleared":
             if source.has_blocks:
                 self.index.remove_holder(source.slot)
@@ -140,7 +140,7 @@ class KvFeed:
         if now - source.asked_at < REPLAY_INTERVAL_S:
             return
         source.asked_at = now
-        self._metrics.kv_event_gaps.inc()
+        self._metrics.count("kv_event_gaps_total")
         logger.warning(
             "worker %s: KV events from number %d on are missing", worker.key.worker_id, source.next
         )

@@ -198,7 +198,8 @@ class Placer:
             assigned = time.monotonic()  # after this point the time counts as placed, or as waiting
             if self.ahead.offer(request, at):
                 request.times.placement_s += assigned - began
-                self._metrics.placed("disaggregated" if "prefill" in placement.workers else "colocated")
+                is_split = "prefill" in placement.workers
+                self._metrics.count("placements_total", "disaggregated" if is_split else "colocated")
                 self.decisions.placed(request, facts, placement)
                 self._note_fallback(placement)
                 return None
@@ -280,7 +281,7 @@ class Placer:
         if missing not in self._registry.known_purposes:
             missing = None
         if missing is not None:
-            self._metrics.role_fallback(missing)
+            self._metrics.count("role_fallbacks_total", missing)
         if missing != self._missing:
             if missing is not None:
                 logger.warning("no %s worker is left: the others serve whole requests", missing)

@@ -68,7 +68,7 @@ class Races:
             return False
         self.won(copy)
         copy.times.num_placed_again += 1
-        self._metrics.placed_again("raced")
+        self._metrics.count("requests_placed_again_total", "raced")
         return True
 
     def settle(self) -> None:
@@ -113,7 +113,7 @@ class Races:
     def _can_pay(self, budget_s: float) -> bool:
         was_spent, self._is_spent = self._is_spent, self._spent_s >= budget_s
         if self._is_spent and not was_spent:
-            self._metrics.races_unpaid.inc()
+            self._metrics.count("races_unpaid_total")
             logger.warning("no further races: copies have taken %.1f s of the workers' time", self._spent_s)
         return not self._is_spent
 

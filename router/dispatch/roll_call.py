@@ -44,7 +44,7 @@ class RollCall:
     def absent(self, message: Absent) -> None:
         worker = self._registry.current(message.worker_id, message.incarnation)
         if worker is None:
-            self._metrics.dropped("stale_incarnation")
+            self._metrics.count("messages_dropped_total", "stale_incarnation")
             return
         for request_id in message.request_ids:
             request = self._journal.get(request_id)
@@ -56,6 +56,6 @@ class RollCall:
         if at.stage is Stage.TRANSFER:
             self._loads.handed_over(at)
             return
-        self._metrics.requests_lost.inc()
+        self._metrics.count("requests_lost_total")
         reason = f"worker {at.keeper.key.worker_id} has nothing of it: a message got lost"
         self._dispatcher.lost(request, at, reason)

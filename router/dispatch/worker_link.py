@@ -96,7 +96,7 @@ class WorkerLink:
             self._on_message(message)
         except Exception:  # one worker's message must not take the router down
             logger.exception("a message from worker %r failed", frames[0])
-            self._metrics.dropped("failed")
+            self._metrics.count("messages_dropped_total", "failed")
 
     def _decode(self, frames: list[bytes]) -> WorkerToRouter | Introduced | None:
         try:
@@ -108,7 +108,7 @@ class WorkerLink:
                 raise ProtocolError(f"it speaks for worker {_worker_id(message)}")
         except ProtocolError as error:
             logger.warning("dropped a message from %r: %s", frames[0][:64], error)
-            self._metrics.dropped("malformed")
+            self._metrics.count("messages_dropped_total", "malformed")
             return None
         return message
 

@@ -6,7 +6,6 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import accumulate
 from math import inf
 from typing import Any, Literal
@@ -93,48 +92,20 @@ class Metrics:
         self.generation_tokens: Counter = self._metrics["generation_tokens_total"]
         self.inter_token_latency: LoopHistogram = self._metrics["inter_token_latency_seconds"]
         self.num_parked: Gauge = self._metrics["num_requests_parked"]
-        self.failed = self._counting("request_failures_total")
-        self.refused: Callable[[RefusalReason], None] = self._counting("requests_refused_total")
-        self.dropped = self._counting("messages_dropped_total")
-        self.kv_events_dropped = self._counting("kv_events_dropped_total")
-        self.kv_event_gaps: Counter = self._metrics["kv_event_gaps_total"]
         self.num_indexed_blocks: Gauge = self._metrics["kv_index_blocks"]
         self.ready: Gauge = self._metrics["ready"]
         self.num_awaited: Gauge = self._metrics["num_workers_awaited"]
-        self.placed_again = self._counting("requests_placed_again_total")
-        self.worker_lost = self._counting("workers_lost_total")
-        self.fields_ignored: Counter = self._metrics["requests_fields_ignored_total"]
-        self.tools_unseen: Counter = self._metrics["requests_tools_unseen_total"]
-        self.process_replaced: Callable[[str], None] = self._counting("processes_replaced_total")
-        self.scaling_failures: Counter = self._metrics["scaling_failures_total"]
-        self.requests_migrated: Counter = self._metrics["requests_migrated_total"]
-        self.requests_lost: Counter = self._metrics["requests_lost_total"]
-        self.races_unpaid: Counter = self._metrics["races_unpaid_total"]
-        self.redirected = self._counting("handoff_redirects_total")
-        self.taken_over = self._counting("handoff_takeovers_total")
-        self.role_fallback = self._counting("role_fallbacks_total")
-        self.spans_dropped = self._counting("trace_spans_dropped_total")
-        self.http_response = self._counting("http_responses_total")
-        self.connection_ended = self._counting("http_connections_ended_total")
-        self.response_dropped = self._counting("stored_responses_dropped_total")
-        self.preprocessing_failed = self._counting("preprocessing_failures_total")
-        self.keys_reloaded = self._counting("api_key_reloads_total")
-        self._seconds = {
-            name: self._metrics[f"placement_{name}_seconds_total"]
-            for name in ("predicted", "observed", "error")
-        }
-        self.draft_planned: Callable[[DraftSite], None] = self._counting("draft_plans_total")
-        self.draft_tried: Callable[[DraftSite], None] = self._counting("draft_trials_total")
-        self.draft_replanned = self._counting("draft_replans_total")
-        self.placed = self._counting("placements_total")
         self._cpu_s = self._core_wait_s = 0.0
-        self._keys: dict[tuple[str, str], Any] = {}
-        self._succeeded = self._counting("request_success_total")
+        self._children: dict[tuple[str, object], Any] = {}
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format. Of many workers it is long: call it in a thread."""
         text = generate_latest(self.registry)
         return _AS_VLLM.sub(rb"\1vllm:\2", text) if self._as_vllm else text
+
+    def count(self, name: str, label: object = None) -> None:
+        """Increase a counter, for a value of its own label if it has one."""
+        self._child(name, label).inc()
 
     def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
         """Yield name, labels and value of the router's own samples; of histograms only sum and count."""
@@ -155,18 +126,18 @@ class Metrics:
         error_s = abs(predicted_s - observed_s)
         for name, seconds in (("predicted", predicted_s), ("observed", observed_s), ("error", error_s)):
             if 0 <= seconds < inf:
-                self._seconds[name].labels(quantity, self._model_name).inc(seconds)
+                self._child(f"placement_{name}_seconds_total", quantity).inc(seconds)
 
     def drafts_made(self, where: DraftSite, steps: int, predicted: float, observed: int) -> None:
         """Record a request's steps under one draft plan, and the tokens predicted and observed for them."""
         for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
-            self._metrics[f"draft_plan_{name}_total"].labels(where, self._model_name).inc(value)
+            self._child(f"draft_plan_{name}_total", where).inc(value)
 
     def scaled(self, role: str, direction: Literal["up", "down", "change"]) -> None:
         self._metrics["scaling_decisions_total"].labels(role, direction, self._model_name).inc()
 
     def workers_wanted(self, role: str, wanted: int) -> None:
-        self._metrics["workers_wanted"].labels(role, self._model_name).set(wanted)
+        self._child("workers_wanted", role).set(wanted)
 
     def raced(self, tokens: int, seconds: float) -> None:
         """Count a race whose copy has so many tokens to compute, in so many predicted seconds."""
@@ -180,20 +151,14 @@ class Metrics:
 
     def key_waits(self, key: str, change: int) -> None:
         """Change by `change` the number of the API key's requests that wait for room at their worker."""
-        self._of_key("num_requests_held", key).inc(change)
+        self._child("num_requests_held", key).inc(change)
 
     def key_waited(self, key: str, seconds: float) -> None:
-        self._of_key("request_held_seconds_total", key).inc(seconds)
+        self._child("request_held_seconds_total", key).inc(seconds)
 
     def key_sent(self, key: str, cost: float) -> None:
         """Add `cost` tokens to what the API key has used."""
-        self._of_key("api_key_tokens_total", key).inc(cost)
-
-    def _of_key(self, name: str, key: str) -> Any:
-        known = self._keys.get((name, key))
-        if known is None:
-            known = self._keys[name, key] = self._metrics[name].labels(key, self._model_name)
-        return known
+        self._child("api_key_tokens_total", key).inc(cost)
 
     def first_token(self, request: LiveRequest, now: float) -> None:
         self._observe("time_to_first_token_seconds", now - request.generation.arrival)
@@ -208,7 +173,7 @@ class Metrics:
                 self._observe(name, getattr(timing.transfer, field))
 
     def request_finished(self, request: LiveRequest, now: float) -> None:
-        self._succeeded(request.choice.finish_reason or "stop")
+        self.count("request_success_total", request.choice.finish_reason or "stop")
         self._observe("e2e_request_latency_seconds", now - request.generation.arrival)
         others = request.choice.num_tokens - 1
         if others > 0:
@@ -218,11 +183,14 @@ class Metrics:
     def _observe(self, name: str, value: float) -> None:
         self._metrics[name].observe(value)
 
-    def _counting(self, name: str) -> Callable[[object], None]:
-        """Return a function that increments the counter for a value of its label."""
-        family = self._metrics[name]
-        child = cache(lambda value: family.labels(str(value), self._model_name))
-        return lambda value: child(value).inc()
+    def _child(self, name: str, label: object) -> Any:
+        """Return the metric with these values of its labels."""
+        known = self._children.get((name, label))
+        if known is None:
+            family = self._metrics[name]
+            known = family if label is None else family.labels(str(label), self._model_name)
+            self._children[name, label] = known
+        return known
 
     def _create(self, metric: Metric) -> Any:
         """Create the metric. Return the family if it has labels of its own, else its only child."""

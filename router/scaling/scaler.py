@@ -279,7 +279,7 @@ class Autoscaler:
             await work
         except ApiError as error:
             self.log.tell(replace(event, failure=error.message))
-            self._metrics.scaling_failures.inc()
+            self._metrics.count("scaling_failures_total")
             logger.warning("the number of workers is not what was decided: %s", error.message)
 
     async def _change_role(self, giver: str, taker: str) -> None:

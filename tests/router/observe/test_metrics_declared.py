@@ -36,6 +36,15 @@ def test_the_document_is_up_to_date():
     assert DOCUMENT.read_text() == document(), "run: python -m protocol.metrics"
 
 
+def test_the_router_counts_only_what_is_declared():
+    labels = {metric.name: len(metric.labels) for metric in ROUTER if metric.kind == "counter"}
+    sources = "".join(path.read_text() for path in (DOCUMENT.parents[1] / "router").rglob("*.py"))
+    counted = re.findall(r'\.count[(,]\s*"(\w+)"(,?)', sources)
+    assert len(counted) > 40
+    for name, has_label in counted:
+        assert name in labels and (labels[name] == 1 or not has_label), name
+
+
 def test_names_are_unique_and_show_their_kind():
     groups = ([*ROUTER, *WORKER, *REPORTED], [*PAIR_STATE, *PAIR_COUNTERS])
     for metrics in groups:
