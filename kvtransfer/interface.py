@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.blocks.device import HOST, Queue
+from kvtransfer.blocks.joined import JoinedBlocks
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
@@ -21,8 +22,8 @@ class RegisteredPool:
     """A KV pool: `num_blocks` blocks of `block_bytes` bytes each, one after the other. For a sequence with
     several block tables each table is a block pool of its own over the same blocks.
 
-    `buffer` holds the blocks, or `device` if they are in a GPU's memory: uint8 [num_blocks, block_bytes],
-    read and written by work that was launched in `queue`.
+    `buffer` holds the blocks, or `device` if they are in the memory of a GPU, or of several that have some KV
+    heads each: uint8 [num_blocks, block_bytes], read and written by work that was launched in `queue`.
 
     `segments` describe a block's content. Without them a block is mere bytes, and only a pool of equally
     large blocks fits. `memory_fd` is the file that backs `buffer` (from offset 0), if any: without it the
@@ -34,7 +35,7 @@ class RegisteredPool:
     num_blocks: int
     segments: tuple[SegmentInfo, ...] = ()
     memory_fd: int | None = None
-    device: Tensor | None = None
+    device: Tensor | JoinedBlocks | None = None
     queue: Queue = HOST
     num_tables: int = 1
 

@@ -9,7 +9,7 @@ that values of an earlier owner neither enlarge a scale nor leave the worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvtransfer.blocks import codes
 from kvtransfer.blocks.extents import BlockIndices
+from kvtransfer.blocks.joined import JoinedBlocks
 from kvtransfer.blocks.layout import (
     SCALE_DTYPE,
     BlockLayout,
@@ -210,20 +211,26 @@ class RangeError(TandemError):
 class Converter:
     """Places wire blocks in `pool`, whose blocks are `ours`, on its device. For one thread at a time.
 
-    `pool` is in the host's memory, or uint8 [num_blocks, block_bytes] in a device's. Raises LayoutError for
-    segments that can't be converted.
+    `pool` is in the host's memory, or uint8 [num_blocks, block_bytes] in a device's, or divided among several
+    devices. Raises LayoutError for segments that can't be converted.
     """
 
     def __init__(
-        self, wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo], pool: memoryview | Tensor
+        self,
+        wire: Sequence[SegmentInfo],
+        ours: Sequence[SegmentInfo],
+        pool: memoryview | Tensor | JoinedBlocks,
     ) -> None:
         problem = conversion_problem(wire, ours)
         if problem is not None:
             raise LayoutError(*problem)
         self._wire = BlockLayout(wire)
-        self._ours = BlockLayout(ours)
-        self._pool = self._ours.blocks(pool)
-        self._scratch = Scratch(self._pool.device)
+        if isinstance(pool, JoinedBlocks):
+            self._parts = [
+                _PartConverter(wire, part.segments, part.blocks, part.heads) for part in pool.parts
+            ]
+        else:
+            self._parts = [_PartConverter(wire, ours, BlockLayout(ours).blocks(pool), {})]
 
     def place(
         self, staged: memoryview, positions: BlockIndices, block_ids: BlockIndices, num_tokens: int
@@ -234,13 +241,40 @@ class Converter:
         Nothing else in the pool is changed. `staged` must be writable; its lease checked the positions and
         blocks. Raises RangeError for a value beyond the range of a float16 pool.
         """
-        blocks = self._wire.blocks(staged)[: len(positions)].to(self._pool.device)
+        blocks = self._wire.blocks(staged)[: len(positions)]
+        for part in self._parts:
+            part.place(blocks, positions, block_ids, num_tokens)
+
+
+_ALL = slice(None)
+
+
+class _PartConverter:
+    """Places the `heads` of wire blocks that a device has, all of segments that are not named there."""
+
+    def __init__(
+        self,
+        wire: Sequence[SegmentInfo],
+        ours: Sequence[SegmentInfo],
+        pool: Tensor,
+        heads: Mapping[str, slice],
+    ) -> None:
+        wired = {segment.info.name: segment for segment in BlockLayout(wire).segments}
+        self._ours = BlockLayout(ours)
+        self._segments = [(wired[each.info.name], each) for each in self._ours.segments]
+        self._pool, self._heads = pool, heads
+        self._scratch = Scratch(pool.device)
+
+    def place(
+        self, blocks: Tensor, positions: BlockIndices, block_ids: BlockIndices, num_tokens: int
+    ) -> None:
+        blocks = blocks.to(self._pool.device)
         counts = tokens_in_blocks(positions, self._ours.block_size, num_tokens)
         for count in np.unique(counts[counts > 0]).tolist():
             rows = np.flatnonzero(counts == count)
             targets = block_ids[positions[rows]]
-            for wire, ours in zip(self._wire.segments, self._ours.segments, strict=True):
-                if codes.compiled(ours, wire, self._pool.device):
+            for wire, ours in self._segments:
+                if not self._heads and codes.compiled(ours, wire, self._pool.device):
                     codes.unpack(blocks, self._pool, wire, ours, rows, targets, count)
                 else:
                     self._move(blocks, wire, ours, rows, targets, count)
@@ -255,18 +289,19 @@ class Converter:
         count: int,
     ) -> None:
         """Write the first `count` tokens of the wire blocks `sources` to our blocks `targets`."""
-        values, target = wire.values(blocks)[:, :, :count], ours.values(self._pool)[:, :, :count]
-        _, heads, width = wire.tokens_shape
-        for rows, planes in chunks(len(sources), wire.planes, count * heads * width):
+        heads = self._heads.get(ours.info.name, _ALL)
+        values, target = wire.values(blocks)[:, :, :count, heads], ours.values(self._pool)[:, :, :count]
+        _, num_heads, width = ours.tokens_shape
+        for rows, planes in chunks(len(sources), wire.planes, count * num_heads * width):
             index = sources[rows]
             chunk = _select(values[:, planes], index)
             if ours.in_rows:
-                scales = _select(wire.scales(blocks)[:, planes, :count], index)
+                scales = _select(wire.scales(blocks)[:, planes, :count, heads], index)
                 _write(target[:, planes], targets[rows], chunk)
                 _write(ours.scales(self._pool)[:, planes, :count], targets[rows], scales)
                 continue
             if wire.quantized:
-                chunk = self._dequantize(chunk, _select(wire.scales(blocks)[:, planes], index))
+                chunk = self._dequantize(chunk, _select(wire.scales(blocks)[:, planes, :, heads], index))
             _write(target[:, planes], targets[rows], self._cast(chunk, ours.dtype))
 
     def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:

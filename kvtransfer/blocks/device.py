@@ -7,9 +7,10 @@ device's queue: readers and writers of the blocks wait for that mark, and not fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.blocks.extents import Views
+from kvtransfer.blocks.joined import JoinedBlocks
 
 SLICE_BYTES = 2 * 1024 * 1024
 """Bytes of a slice of a copy to the host: a slice is sent while the next one is copied."""
@@ -40,53 +42,64 @@ PAST = Mark()
 
 
 class Copies:
-    """Copies in a stream of their own, which wait for no other work; in host memory without a stream."""
+    """Copies in streams of their own, one for each device, which wait for no other work; in host memory
+    without a stream.
+    """
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
 
-    def start(self, target: Tensor, source: Tensor) -> None:
-        with _in(self._stream):
-            target.copy_(source, non_blocking=True)
+    def start(self, target: Tensor, source: Callable[[], Tensor]) -> None:
+        """Copy what `source` returns, which it may compute on the first device."""
+        with _in(self._streams):
+            target.copy_(source(), non_blocking=True)
 
     def mark(self) -> Mark:
         """Return a mark after the copies started so far."""
-        return Mark(self._stream)
+        return Mark(*self._streams[:1])
 
     @contextmanager
     def within(self) -> Iterator[None]:
         """Complete, at its end, all copies that the calling thread launches inside."""
         try:
-            with _in(self._stream):
+            with _in(self._streams):
                 yield
         finally:  # after an error, too: the caller then gives the blocks away
-            if self._stream is not None:
-                self._stream.synchronize()
+            for stream in self._streams:
+                stream.synchronize()
 
 
-def _in(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+@contextmanager
+def _in(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Make each stream its device's current one, and the first one's device the current device."""
+    with ExitStack() as entered:
+        for stream in reversed(streams):
+            entered.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 class Queue:
-    """The work launched on a pool's `device`. In host memory (None) it is done when a call returns."""
+    """The work launched on a pool's `device`. In host memory (None) it is done when a call returns. Blocks
+    may lie on `others`, too, whose work that of this device follows.
+    """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | None = None, others: Sequence[torch.device] = ()) -> None:
+        self._device, self._others = device, others
 
     def mark(self) -> Mark:
         """Return a mark after the work that the calling thread has launched on its current stream."""
         return PAST if self._device is None else Mark(torch.cuda.current_stream(self._device))
 
     def copies(self) -> Copies:
-        return Copies(None if self._device is None else torch.cuda.Stream(self._device))
+        devices = [] if self._device is None else [self._device, *self._others]
+        return Copies([torch.cuda.Stream(device) for device in devices])
 
 
 HOST = Queue()
 
 
-def queue_of(device: torch.device) -> Queue:
-    return Queue(device) if device.type == "cuda" else HOST
+def queue_of(device: torch.device, others: Sequence[torch.device] = ()) -> Queue:
+    return Queue(device, others) if device.type == "cuda" else HOST
 
 
 def pinned(nbytes: int, device: torch.device) -> memoryview:
@@ -117,7 +130,7 @@ class Arriving(Views):
 class BlockGatherer:
     """Copies blocks of a device's pool, uint8 [num_blocks, block_bytes], to the host. For one thread."""
 
-    def __init__(self, blocks: Tensor, queue: Queue, max_blocks: int) -> None:
+    def __init__(self, blocks: Tensor | JoinedBlocks, queue: Queue, max_blocks: int) -> None:
         self._blocks = blocks
         self._block_bytes = blocks.shape[1]
         self._copies = queue.copies()
@@ -133,7 +146,8 @@ class BlockGatherer:
             part = block_ids[start : start + most]
             for first, last in _runs(part):
                 run = slice(int(part[first]), int(part[last - 1]) + 1)
-                self._copies.start(self._host[start + first : start + last], self._blocks[run])
+                target = self._host[start + first : start + last]
+                self._copies.start(target, partial(self._blocks.__getitem__, run))
             marks.append(self._copies.mark())
             ends.append((start + len(part)) * self._block_bytes)
         return Arriving(self.buffer, ends, marks)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.blocks.extents import Mode
-from kvtransfer.blocks.layout import wire_segments
+from kvtransfer.blocks.joined import JoinedBlocks
+from kvtransfer.blocks.layout import LayoutError, wire_segments
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.pairs import Pairs
 from kvtransfer.transports.object_store import Carrier, ObjectStoreTransport
@@ -48,9 +49,13 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
 
             if pool.device is not None and options.checksum != "off":
                 raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
+            if isinstance(pool.device, JoinedBlocks):
+                raise TransferError("it sends from one GPU's memory, and these blocks lie in several")
             return UcxTransport(pool, name, options.ports)
         case "tcp":
             wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if that can't be
+            if isinstance(pool.device, JoinedBlocks) and options.wire_dtype != "auto":
+                raise LayoutError("quantization", "blocks in the memory of several GPUs are sent as they are")
             chosen = options.tcp_streams, options.wire_dtype, options.wire_codec
             return TcpTransport(*chosen) if options.tls is None else TlsTransport(options.tls, *chosen)
         case _:

@@ -129,6 +129,7 @@ class Memory:
         if pool.device is None:
             address = int(np.frombuffer(pool.buffer, np.uint8).ctypes.data)
             return cls(address, pool.block_bytes, pool.num_blocks)
+        assert isinstance(pool.device, Tensor)
         return cls.of_blocks(pool.device)
 
     @classmethod

@@ -51,8 +51,8 @@ class _Mark(Mark):
 
 
 class _Copies(Launches, Copies):
-    def start(self, target: Tensor, source: Tensor) -> None:
-        self.launch(lambda: target.copy_(source))
+    def start(self, target: Tensor, source: Callable[[], Tensor]) -> None:
+        self.launch(lambda: target.copy_(source()))
 
     @contextmanager
     def within(self) -> Iterator[None]:

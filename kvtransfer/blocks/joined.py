@@ -1,0 +1,62 @@
+"""Whole blocks of a pool that is divided by KV heads among the devices of a worker's ranks.
+
+A part of a block has the same layers and tokens, and some heads of its segments. Peers see whole blocks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtransfer.blocks.layout import BlockLayout, SegmentLayout
+from protocol.handoff import SegmentInfo
+
+
+@dataclass(frozen=True)
+class Part:
+    """A device's part, uint8 [num_blocks, bytes of its part of a block]: the `heads` of each of its segments,
+    by name.
+    """
+
+    blocks: Tensor
+    segments: tuple[SegmentInfo, ...]
+    heads: Mapping[str, slice]
+
+
+class JoinedBlocks:
+    """Stands for a tensor of whole blocks, uint8 [num_blocks, block_bytes]. Parts may have the same heads."""
+
+    dtype = torch.uint8
+
+    def __init__(self, segments: Sequence[SegmentInfo], parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self._layout = BlockLayout(segments)
+        self._parts = [(part, BlockLayout(part.segments)) for part in parts]
+        self.shape = torch.Size((len(parts[0].blocks), self._layout.block_bytes))
+        self.device = parts[0].blocks.device
+        """The device on which blocks are joined."""
+
+    def __getitem__(self, run: slice) -> Tensor:
+        """Join consecutive blocks: uint8 [n, block_bytes]."""
+        count = len(range(*run.indices(self.shape[0])))
+        whole = torch.empty((count, self.shape[1]), dtype=torch.uint8, device=self.device)
+        segments = {segment.info.name: segment for segment in self._layout.segments}
+        for part, layout in self._parts:
+            for own in layout.segments:
+                heads = part.heads[own.info.name]
+                pairs = zip(
+                    _tensors(segments[own.info.name], whole), _tensors(own, part.blocks[run]), strict=True
+                )
+                for target, source in pairs:
+                    target[..., heads, :].copy_(source, non_blocking=True)
+        return whole
+
+
+def _tensors(segment: SegmentLayout, blocks: Tensor) -> Iterator[Tensor]:
+    """Yield a segment's values and, if rows have them, scales: [n, planes, block_size, heads, ...]."""
+    yield segment.values(blocks)
+    if segment.in_rows:
+        yield segment.scales(blocks)
