@@ -65,9 +65,21 @@ class Placing:
             node.node_id: [other.place for other in self.on(node) if other is not slot] for node in self.nodes
         }
         ranks = self._config.num_ranks(slot.role)
-        slot.node = choose(slot.role.name, self.nodes, held, distrusted, ranks)
+        gpu_nodes = [node for node in self.nodes if node.gpus] or self.nodes
+        nodes = [node for node in gpu_nodes if self._has_gpus(node, slot)]
+        slot.node = choose(slot.role.name, nodes, held, distrusted, ranks)
         slot.placed_as = slot.role.name if slot.node is not None else None
         return slot.node is not None
+
+    def _has_gpus(self, node: Node, slot: Slot) -> bool:
+        """Return whether a node with GPUs has one for each rank of the slot's worker. Without
+        ranks, workers share GPUs.
+        """
+        config = self._config
+        if not node.gpus or config.device == "cpu" or config.total_ranks == config.num_workers:
+            return True
+        taken = sum(config.num_ranks(other.role) for other in self.on(node) if other is not slot)
+        return node.gpus - taken >= config.num_ranks(slot.role)
 
     def on(self, node: Node) -> list[Slot]:
         return [slot for slot in self._slots if slot.node is not None and slot.node.node_id == node.node_id]

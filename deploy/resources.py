@@ -11,6 +11,7 @@ from typing import Any
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError
 from protocol.roles import ROLES
+from protocol.speculation import WEIGHTLESS
 
 _HEADS = ("num_attention_heads", "n_head")
 """Fields of a `config.json` with the number of attention heads."""
@@ -22,8 +23,6 @@ def check_ranks(config: ServeConfig) -> None:
         refuse_ranks(
             config, "with object_store among --kv-transports: it needs workers within Ray's processes"
         )
-    if config.device == "cuda":
-        refuse_ranks(config, "with --device cuda: ranks share a KV pool in the host's memory")
     if config.compile == "on":
         refuse_ranks(config, "with --compile on: torch.compile knows nothing of what ranks exchange")
 
@@ -35,6 +34,23 @@ def check_heads(config: ServeConfig, decoder: Mapping[str, Any]) -> None:
             count = decoder.get(field)
             if isinstance(count, int) and count % size:
                 raise ConfigError(f"{flag}: {size} does not divide {field} of {config.model}, {count}")
+
+
+def check_gpu_ranks(config: ServeConfig, num_gpus: float, ranks: int) -> None:
+    """Raise `ConfigError` if a node's `ranks` lack GPUs, or another option excludes ranks on GPUs."""
+    options = config.speculative_config
+    reasons = {
+        f"on {num_gpus:g} GPUs of a node for {ranks} ranks, which take a GPU each": ranks > num_gpus,
+        "with --enable-lora on GPUs": config.serves_adapters,
+        "with --kv-offloading-size on GPUs": config.kv_offloading_size > 0,
+        "with --kv-wire-dtype on GPUs": config.kv_wire_dtype != "auto",
+        f"with --compile {config.compile} on GPUs": config.compile != "auto",
+        "with draft heads on GPUs, which read weights that are divided": options is not None
+        and options.method not in (*WEIGHTLESS, "draft_model"),
+    }
+    for why, excludes in reasons.items():
+        if excludes:
+            refuse_ranks(config, why)
 
 
 def refuse_ranks(config: ServeConfig, why: str) -> None:
@@ -96,9 +112,10 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
-    """Return the GPUs for one worker: one, 0 on a CPU, or 1/n where a GPU must take n workers.
+    """Return the GPUs for one rank of a worker: one, 0 on a CPU, or 1/n where a GPU must take n workers.
 
-    A worker's share lies on one GPU, so all workers find room only if whole shares fill each GPU.
+    A worker's share lies on one GPU, so all workers find room only if whole shares fill each GPU. With
+    tensor-parallel ranks no GPU is shared.
     """
     if config.device == "cpu":
         return 0.0
@@ -106,6 +123,8 @@ def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
         if config.device == "cuda":
             raise ConfigError("--device: cuda was asked for, but Ray finds no GPU")
         return 0.0
+    if config.total_ranks > config.num_workers:
+        return 1.0
     sharing = math.ceil(workers / num_gpus)
     return math.floor(_RAY_UNITS / sharing) / _RAY_UNITS
 
@@ -113,7 +132,7 @@ def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
 def plan_workers(
     config: ServeConfig, num_gpus: float, cores: int, workers: int | None = None, ranks: int | None = None
 ) -> tuple[ServeConfig, float]:
-    """Return the configuration of a host's `workers` (default: all workers), and each one's share of a GPU.
+    """Return the configuration of a host's `workers` (default: all workers), and each rank's share of a GPU.
 
     Chooses the threads for their `ranks`, and divides the memory of the host or of a shared GPU. Raises
     `ConfigError`.
@@ -122,7 +141,7 @@ def plan_workers(
     workers = workers or config.num_workers
     gpus = gpu_share(config, num_gpus, workers)
     if gpus > 0:
-        refuse_ranks(config, "on a GPU; with --device cpu they can")
+        check_gpu_ranks(config, num_gpus, ranks or config.total_ranks)
     planned = replace(
         config,
         device="cuda" if gpus > 0 else "cpu",

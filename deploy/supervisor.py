@@ -197,9 +197,8 @@ class Supervisor:
         if slot.actor is None:
             assert slot.node is not None
             beside, ranks = len(self._placing.on(slot.node)), self._placing.ranks_on(slot.node)
-            slot.config, slot.gpus = plan_workers(
-                self._config, slot.node.gpus, slot.node.cores, beside, ranks
-            )
+            slot.config, gpus = plan_workers(self._config, slot.node.gpus, slot.node.cores, beside, ranks)
+            slot.gpus = gpus * self._config.num_ranks(slot.role)
             if not self._cluster.is_local and slot.config.worker_host is None:
                 slot.config = replace(slot.config, worker_host=slot.node.address)
             self._make_actor(slot)

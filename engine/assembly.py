@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 import psutil
+import torch
 from torch import Tensor
 
 from costs.steps import ChunkBound, StepTimes
@@ -24,9 +25,12 @@ from engine.kv.state_layout import StateLayout
 from engine.kv.tiers.disk import DiskTier
 from engine.kv.tiers.host import MIN_SLOTS_WITH_DISK, HostMemory, HostTier
 from engine.kv.tiers.slot_file import ENTRY_BYTES, SlotFile, check_free_space, claim_folder
-from engine.load.select import MakeRunner, load_packed, runner_of_one_process
+from engine.load.select import load_packed, runner_of_one_process
 from engine.lora.config import AdapterError
 from engine.lora.table import NOTHING
+from engine.parallel.leader import Leader
+from engine.parallel.pools import rank_layout
+from engine.parallel.runner import share_of
 from engine.sampler import Grammars, Sampler, SamplingRow
 from engine.sampler.grammars import load_grammar_tokenizer
 from engine.step.launch import StepLauncher
@@ -45,9 +49,11 @@ from protocol.speculation import WEIGHTLESS
 logger = logging.getLogger("tandem.engine")
 
 
-def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
+def load_served(config: ServeConfig, leader: Leader | None) -> LoadedModel:
     """Load the packed model and the adapters that `config` names. Raise like `load_model`."""
-    loaded = load_packed(config)
+    loaded = load_packed(config, on_host=leader is not None and not leader.ranks.shares_memory)
+    if leader is not None:
+        loaded = share_of(config, loaded, leader.ranks)
     for name, path in (config.lora_modules or {}).items():
         assert loaded.adapters is not None
         try:
@@ -55,7 +61,7 @@ def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
         except AdapterError as error:
             raise ConfigError(f"--lora-modules: {name}: {error}") from error
     if loaded.recurrent is not None:
-        check_hybrid(config, not in_one_process, loaded.recurrent.state.grid)
+        check_hybrid(config, leader is not None, loaded.recurrent.state.grid)
     return loaded
 
 
@@ -66,7 +72,8 @@ class Assembly:
     config: ServeConfig
     loaded: LoadedModel
     speculator: Speculator | None
-    make_runner: MakeRunner
+    leader: Leader | None
+    """Leads the worker's other ranks, if it has some."""
 
     @cached_property
     def token_budget(self) -> int:
@@ -107,7 +114,7 @@ class Assembly:
             draft_state = self.speculator.state_layout
         if self.state is None and self.config.paged_kv:
             target, *drafts = groups
-            rows = self.config.kv_wire_dtype == "auto"
+            rows = self.config.kv_wire_dtype == "auto" and self._divider_of_pools is None
             target = target.in_tables(self.loaded.max_model_len, rows=rows)
             groups = groups if any(map(target.draft_fault, drafts)) else [target, *drafts]
         size, count = self.config.block_size, self.config.max_num_seqs
@@ -138,8 +145,20 @@ class Assembly:
             window.span() + window.span(self.token_budget) if window is not None else None
             for window in self.windows
         ]
-        num_blocks = pool_blocks(self.config, self.layout, device, longest, self._kept_free(), spans)
-        return KVPool(self.layout, num_blocks, device, allocate)
+        layout, leader = self.layout, self._divider_of_pools
+        if leader is not None:
+            size = leader.ranks.size
+            each = (rank_layout(self.layout, size, rank) for rank in range(size))
+            layout = max(each, key=lambda own: own.block_bytes)
+        num_blocks = pool_blocks(self.config, layout, device, longest, self._kept_free(), spans)
+        if leader is not None:
+            return leader.pool(self.layout, num_blocks, device)
+        return KVPool(layout, num_blocks, device, allocate)
+
+    @property
+    def _divider_of_pools(self) -> Leader | None:
+        """The leader of ranks that have a pool each, for their own heads."""
+        return None if self.leader is None or self.leader.ranks.shares_memory else self.leader
 
     def tiers(self, pool: KVPool, on_fetched: Callable[[], None]) -> HostTier | None:
         """Make the tiers below the pool; return None if `config` asks for none. `on_fetched` is called in
@@ -161,7 +180,8 @@ class Assembly:
         return BlockManager(pool, self.config.enable_prefix_caching, tiers, self.windows, self.token_budget)
 
     def runner(self, pool: KVPool) -> Runner:
-        return self.make_runner(self.config, self.loaded, pool, self.hidden_layers)
+        make = self.leader.runner if self.leader is not None else runner_of_one_process
+        return make(self.config, self.loaded, pool, self.hidden_layers)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -225,14 +245,23 @@ class Assembly:
         return itl_bound(self.config.itl_budget, self.config.slo_tpot or inf)
 
     def _kept_free(self) -> int:
-        """Return the bytes to keep free for a step and its graphs, if GPU memory sizes the pool; else 0."""
+        """Return the bytes to keep free for a step and its graphs, if GPU memory sizes the pool; else 0. With
+        ranks, all of which would have to run it, a step is not measured but reckoned.
+        """
         device = self.loaded.device
         is_sized_by_gpu = device.type == "cuda" and self.config.kv_cache_memory_bytes is None
-        if not is_sized_by_gpu or self.make_runner is not runner_of_one_process:
+        if not is_sized_by_gpu:
             return 0
         budget, rows = self.token_budget, self._logit_rows
-        adapter = 0 if self.loaded.adapters is None else NOTHING
-        step = activation_bytes(self.runner, self.layout, device, budget, rows, self._sample_trial, adapter)
+        if self.leader is not None:
+            text, loaded = self.loaded.model.config.get_text_config(decoder=True), self.loaded
+            shape = loaded.hidden_size, getattr(text, "intermediate_size", None) or 0, loaded.vocab_size
+            step = reckoned_step(*shape, loaded.dtype, num_tokens=budget, rows=rows)
+        else:
+            adapter = 0 if self.loaded.adapters is None else NOTHING
+            step = activation_bytes(
+                self.runner, self.layout, device, budget, rows, self._sample_trial, adapter
+            )
         kept = step << self._num_captured
         logger.info(
             "%d MiB stay free next to the KV pool: %d for a step of %d tokens, %d of them with logits, "
@@ -269,6 +298,18 @@ class Assembly:
         sampler.sample(logits, rows)
         if options is not None and options.verification != "coupled":
             sampler.probabilities(logits, rows)
+
+
+_LIVE_ROWS = 8
+"""Activations of an MLP's size that a step has at once: residual, normed, made, sent and gathered ones."""
+
+
+def reckoned_step(
+    hidden: int, intermediate: int, vocab_size: int, dtype: torch.dtype, *, num_tokens: int, rows: int
+) -> int:
+    """Return the bytes of a step's activations, and of its logits: in `dtype`, and twice in float32."""
+    activations = _LIVE_ROWS * num_tokens * max(hidden, intermediate) * dtype.itemsize
+    return activations + rows * vocab_size * (dtype.itemsize + 8)
 
 
 def _host_slots(config: ServeConfig, pool: KVPool) -> int:

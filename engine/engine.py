@@ -20,7 +20,7 @@ from engine.check import check_adapter, check_request
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.pool import Allocate
 from engine.kv.prefix_cache import PrefixRoom, find_room, reserve_blocks
-from engine.load.select import MakeRunner, runner_of_one_process
+from engine.parallel.leader import Leader
 from engine.phases import phase
 from engine.start_up import describe_start
 from engine.step.launch import embeddings
@@ -58,11 +58,11 @@ class Engine:
         *,
         allocate: Allocate | None = None,
         speculate: Speculate | None = None,
-        make_runner: MakeRunner = runner_of_one_process,
+        leader: Leader | None = None,
     ) -> None:
-        """Load the model. `allocate` gives the memory of a CPU pool; the runner is made after the pool."""
+        """Load the model. `allocate` gives the memory of a CPU pool; `leader` leads the other ranks."""
         started = time.monotonic()
-        loaded = load_served(config, in_one_process=make_runner is runner_of_one_process)
+        loaded = load_served(config, leader)
         self.config = config
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
@@ -72,7 +72,7 @@ class Engine:
         self.adapters = loaded.adapters
         """The adapters that requests may name; None without `--enable-lora`."""
         self._speculator = speculate(config, loaded) if speculate is not None else None
-        assembly = Assembly(config, loaded, self._speculator, make_runner)
+        assembly = Assembly(config, loaded, self._speculator, leader)
         self._state = assembly.state
         self.cache_format = assembly.cache_format
         self.feature_size = len(assembly.drafters_layers) * loaded.hidden_size

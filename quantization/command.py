@@ -205,7 +205,7 @@ def _settings(
     """Return everything that a run's result depends on, keyed by option name where an option exists."""
     return {
         "model": options.model,
-        "weights": model_fingerprint(model).hex(),
+        "weights": model_fingerprint(model, model.device.type).hex(),
         **dataclasses.asdict(recipe),
         "samples": len(windows),
         "sequence_length": windows.shape[1],

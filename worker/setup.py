@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from engine.devices.attention import select_backend
@@ -19,11 +20,12 @@ from engine.engine import Engine
 from engine.kv.pool import Allocate
 from engine.load.loader import load_model, model_shape
 from engine.load.preloaded import is_preloaded, keep_preloaded
-from engine.load.select import pack_model, runner_of_one_process
+from engine.load.select import pack_model
 from engine.parallel.follower import follow
 from engine.parallel.group import Ranks
-from engine.parallel.leader import Leader
+from engine.parallel.leader import Leader, join_by
 from kvtransfer.blocks.device import queue_of
+from kvtransfer.blocks.joined import JoinedBlocks, Part
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
@@ -101,9 +103,13 @@ def build_engine(
         engine = _draft_engine(config, allocate_pool)
     else:
         speculator = partial(BatchSpeculator, remote=remote)
-        make_runner = leader.runner if leader is not None else runner_of_one_process
-        engine = Engine(config, allocate=allocate_pool, speculate=speculator, make_runner=make_runner)
-    blocks = engine.pool.memory
+        engine = Engine(config, allocate=allocate_pool, speculate=speculator, leader=leader)
+    blocks: Tensor | JoinedBlocks = engine.pool.memory
+    held = leader.held if leader is not None else []
+    if held:
+        blocks = JoinedBlocks(
+            engine.pool.segments, [Part(each.blocks, each.segments, each.heads) for each in held]
+        )
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
         block_bytes=blocks.shape[1],
@@ -112,7 +118,7 @@ def build_engine(
         num_tables=engine.pool.num_tables,
         memory_fd=memory[0].fd if memory else None,
         device=blocks if not memory else None,
-        queue=queue_of(blocks.device),
+        queue=queue_of(blocks.device, [each.blocks.device for each in held[1:]]),
     )
     return engine, pool
 
@@ -178,8 +184,11 @@ def _load(config: ServeConfig) -> LoadedModel:
 
 def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: None) -> Leader | None:
     """Fork a worker's other ranks, if any, from its only thread. Each calls `on_fork` with its name."""
-    size = launch.config.num_ranks(launch.role)
-    return Leader(size, partial(_be_rank, launch, on_fork)) if size > 1 else None
+    config = launch.config
+    size = config.num_ranks(launch.role)
+    if size == 1:
+        return None
+    return Leader(size, partial(_be_rank, launch, on_fork), join_by(config.device, size))
 
 
 def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link: socket.socket) -> None:
@@ -190,6 +199,8 @@ def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link:
     on_fork(name)
     set_up_worker_logging(launch.config, name)
     set_up_threads(launch.config)
+    if launch.config.device == "cuda":
+        torch.cuda.set_device(ranks.rank)
     build_kernels()
     follow(launch.config, ranks, link)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,15 @@ class Recurrent(NamedTuple):
 
     hooks: RecurrentHooks
     state: StateLayout
+
+
+class Share(NamedTuple):
+    """The part of a model that one of several tensor-parallel ranks runs."""
+
+    program: ModelProgram
+    """The rank's part of the model, on its device."""
+    agree: Callable[[bool], bool]
+    """Returns whether something is so on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class LoadedModel:
     """Whether some workers have tensor-parallel ranks. All run it alike, as they exchange KV."""
     expansion: str = ""
     """Why the pool has keys and values that it could keep as latents (`latent_attention`)."""
+    share: Share | None = None
+    """A rank's share, if ranks have KV pools of their own. `model` then is whole, on the host."""
     checkpoint: str = ""
     """How its checkpoint is quantized, and the form that it is run in; "" if it is not."""
 
@@ -55,6 +67,8 @@ class LoadedModel:
         """The model's program; None if no family describes it. Made on demand: a kept one would keep weights
         that packing frees.
         """
+        if self.share is not None:
+            return self.share.program
         try:
             return describe(self.model)
         except UndescribedModelError:

@@ -119,13 +119,13 @@ class PackedLinear(nn.Module):
         self.weight = nn.Parameter(pack(weight.detach()), requires_grad=False)
         self.bias = linear.bias
 
-    def rows(self, rows: range) -> PackedLinear:
+    def rows(self, rows: Sequence[range]) -> PackedLinear:
         """Return a layer with only these outputs."""
         part = PackedLinear.__new__(PackedLinear)
         nn.Module.__init__(part)
-        part.in_features, part.out_features = self.in_features, len(rows)
-        part.weight = nn.Parameter(packed_rows(self.weight, [rows]), requires_grad=False)
-        part.bias = None if self.bias is None else nn.Parameter(self.bias[rows.start : rows.stop], False)
+        part.in_features, part.out_features = self.in_features, sum(map(len, rows))
+        part.weight = nn.Parameter(packed_rows(self.weight, rows), requires_grad=False)
+        part.bias = None if self.bias is None else nn.Parameter(rows_of(self.bias, rows), False)
         return part
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,8 +177,13 @@ def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
     first = rows[0]
     if len(rows) == 1 and first.start % PANEL == 0 and first.stop % PANEL == 0:
         return packed[first.start // PANEL : first.stop // PANEL]
-    plain = unpacked(packed)
-    return pack(torch.cat([plain[each.start : each.stop] for each in rows]), packed.shape[3])
+    return pack(rows_of(unpacked(packed), rows), packed.shape[3])
+
+
+def rows_of(tensor: Tensor, rows: Sequence[range]) -> Tensor:
+    """Return some rows, the same memory if they are one range."""
+    parts = [tensor[each.start : each.stop] for each in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def pack_linears(model: nn.Module) -> int:

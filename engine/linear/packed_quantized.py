@@ -23,6 +23,7 @@ from engine.linear.packed import (
     linear_of,
     pack,
     packed_rows,
+    rows_of,
     unpacked,
 )
 from engine.linear.quantized import QuantizedLinear
@@ -272,10 +273,10 @@ class PackedQuantizedLinear(nn.Module):
         parts = self.words, self.scales, self.offsets, self.inputs
         return PackedWeight(self.format, *parts, self.out_features, self.input_group)
 
-    def rows(self, rows: range) -> PackedQuantizedLinear:
+    def rows(self, rows: Sequence[range]) -> PackedQuantizedLinear:
         """Return a layer with only these outputs."""
-        bias = None if self.bias is None else self.bias[rows.start : rows.stop]
-        return PackedQuantizedLinear(self.packed.rows([rows]), bias)
+        bias = None if self.bias is None else rows_of(self.bias, rows)
+        return PackedQuantizedLinear(self.packed.rows(rows), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.words, self.scales, self.offsets, self.inputs, self.bias

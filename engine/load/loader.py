@@ -44,8 +44,10 @@ DUMMY_SEED = 0
 """Seed of `--load-format dummy`, so that all workers make the same weights."""
 
 
-def load_model(config: ServeConfig) -> LoadedModel:
-    """Load the configuration's model. Raises `UnsupportedModelError` or `ConfigError`, naming the fault."""
+def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
+    """Load the configuration's model. Raises `UnsupportedModelError` or `ConfigError`, naming the fault. With
+    `on_host` the model stays in the host's memory, for a share of it to be moved to the device.
+    """
     loaded = take_preloaded(config)
     if loaded is not None:
         return loaded
@@ -61,7 +63,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
     if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
-        model = _load_weights(config, hf_config, dtype, device)
+        model = _load_weights(config, hf_config, dtype, torch.device("cpu") if on_host else device)
     if in_tiles and (fault := fault_of_weights(model)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     has_kernel = kernel_fault(device, dtype) is None
@@ -78,7 +80,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         round_linears(model, CodeFormat(config.quantization))
     if config.quantize_lm_head:
         round_head(model)
-    weights = model_fingerprint(model).hex()
+    weights = model_fingerprint(model, device.type).hex()
     adapters = None
     if config.serves_adapters:
         adapters = Adapters(adaptable(model), device, dtype, config.max_lora_rank)
@@ -88,7 +90,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)
-    elif device.type == "cuda":
+    elif device.type == "cuda" and not on_host:
         tile_on_gpu(model, device, dtype, plain=in_tiles)
     hooks = hook(model)
     kept = probe(model, dtype, text_config.num_hidden_layers, hooks)
@@ -274,13 +276,13 @@ SAMPLES = 256
 _OF_NO_CONSEQUENCE = ("_name_or_path", "transformers_version")
 
 
-def model_fingerprint(model: PreTrainedModel) -> bytes:
-    """Return 16 bytes that depend on the model's configuration, its device type, a sample of each weight
+def model_fingerprint(model: PreTrainedModel, device_type: str) -> bytes:
+    """Return 16 bytes that depend on the model's configuration, the device type, a sample of each weight
     tensor and the layers' input rounding.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_NO_CONSEQUENCE}
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([config, model.device.type], sort_keys=True, default=str).encode())
+    digest.update(json.dumps([config, device_type], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", torch.float32)

@@ -40,13 +40,12 @@ from protocol.config import ServeConfig
 
 logger = logging.getLogger("tandem.engine")
 
-MakeRunner = Callable[[ServeConfig, LoadedModel, KVPool, tuple[int, ...]], Runner]
-"""A function that makes a packed model's runner over a pool and captures these layers' hidden states."""
 
-
-def load_packed(config: ServeConfig) -> LoadedModel:
-    """Load the configuration's model, packed for the forward that will run it. Raises like `load_model`."""
-    loaded = load_model(config)
+def load_packed(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
+    """Load the configuration's model, packed for the forward that will run it. Arguments and errors are those
+    of `load_model`.
+    """
+    loaded = load_model(config, on_host=on_host)
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     return pack_model(loaded, config.compile, backend)
 
@@ -54,6 +53,7 @@ def load_packed(config: ServeConfig) -> LoadedModel:
 def runner_of_one_process(
     config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
 ) -> Runner:
+    """Return what runs a packed model over this pool, and captures the hidden states of these layers."""
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
     return runner_of(config, loaded, attention, hidden_layers, pool.state_slots)
@@ -88,6 +88,10 @@ def build_runner(
     """Return the native decoder, or a torch runner of the model's modules. `compile` is the option's value.
     Pack the model (`pack_model`) if it is not packed yet. Recurrent layers need `state_slots`.
     """
+    if loaded.share is not None:
+        program = TorchProgram(loaded.share.program, loaded.max_model_len, hidden_layers)
+        forward, is_ours = ProgramForward(program, backend), kernel_fault(loaded.device, loaded.dtype) is None
+        return TorchRunner(forward, backend, loaded.device, "off", products="a rank's own", packed=is_ours)
     loaded = pack_model(loaded, compile, type(by_table(backend)[0][0]))
     if loaded.description is not None:
         return NativeDecoder(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)

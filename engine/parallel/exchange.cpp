@@ -28,7 +28,7 @@ struct Shared {
     std::atomic<uint32_t> is_lost;  // some rank has ended or does not answer, so no gather will be whole again
 };
 
-// One rank's; group.py has the same struct.
+// One rank's; shared_ranks.py has the same struct.
 struct Exchange {
     Shared* shared;
     char* rooms;

@@ -1,4 +1,4 @@
-"""The life of the ranks that are not rank 0: load, map the pool, run what they are told."""
+"""The life of the ranks that are not rank 0: load, map or make the pool, run what they are told."""
 
 from __future__ import annotations
 
@@ -16,30 +16,45 @@ from engine.load.select import load_packed
 from engine.lora.config import AdapterError
 from engine.parallel import messages
 from engine.parallel.group import LostRankError, Ranks
-from engine.parallel.messages import READY, AdapterKept, DropAdapter, KeepAdapter, RunStep, WarmUp, receive
-from engine.parallel.runner import ShareRunner
+from engine.parallel.messages import (
+    READY,
+    AdapterKept,
+    CopyBlock,
+    DropAdapter,
+    KeepAdapter,
+    MoveTokens,
+    RunStep,
+    WarmUp,
+    receive,
+)
+from engine.parallel.pools import lend_pool, rank_layout
+from engine.parallel.runner import ShareRunner, share_of
 from protocol.config import ServeConfig
 from protocol.handoff import WINDOWED, SegmentInfo
 
 
 def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     """Be a rank until rank 0 is gone. Raises what the engine raises for a model that it can't serve."""
-    loaded = load_packed(config)
-    memory = _map_pool(link)
-    if memory is None or (begin := receive(link, messages.begin)) is None:
+    loaded = share_of(config, load_packed(config, on_host=not ranks.shares_memory), ranks)
+    memory = _map_pool(link) if ranks.shares_memory else None
+    if (ranks.shares_memory and memory is None) or (begin := receive(link, messages.begin)) is None:
         return
     layout = _layout(loaded, begin.segments, config.block_size)
-    pool = KVPool(layout, begin.num_blocks, loaded.device, lambda _: memoryview(memory))
+    if memory is None:
+        own = rank_layout(layout, ranks.size, ranks.rank)
+        pool = lend_pool(own, begin.num_blocks, loaded.device, link)
+    else:
+        pool = KVPool(layout, begin.num_blocks, loaded.device, lambda _: memoryview(memory))
     runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
     link.sendall(READY)
     try:
-        _obey(loaded, runner, link)
+        _obey(loaded, pool, runner, link)
     except LostRankError:
         if receive(link, messages.to_others) is not None:
             raise  # another one than rank 0
 
 
-def _obey(loaded: LoadedModel, runner: ShareRunner, link: socket.socket) -> None:
+def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, link: socket.socket) -> None:
     """Do as rank 0 says, until it is gone."""
     while (message := receive(link, messages.to_others)) is not None:
         match message:
@@ -47,6 +62,10 @@ def _obey(loaded: LoadedModel, runner: ShareRunner, link: socket.socket) -> None
                 runner.warm_up()
             case RunStep(batch, logit_rows, wants_hidden):
                 runner.run(Step(batch, logit_rows, wants_hidden))
+            case CopyBlock(source, target):
+                pool.copy_block(source, target)
+            case MoveTokens(tables, first, places):
+                pool.move_tokens(tables, first, places)
             case KeepAdapter():
                 messages.send(link, messages.encode(_keep(loaded, message)))
             case DropAdapter(slot):

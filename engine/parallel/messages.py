@@ -21,8 +21,8 @@ _Message = TypeVar("_Message")
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """All ranks are to build their runners over the pool, `num_blocks` of these segments, whose memory came
-    before.
+    """All ranks are to build their runners over `num_blocks` blocks of these segments: in the pool whose
+    memory came before, or in pools for their own heads.
     """
 
     num_blocks: int
@@ -56,6 +56,27 @@ class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Call `Runner.warm_up`, whose padding is run by all ranks together."""
 
 
+class CopyBlock(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The arguments of `KVPool.copy_block`, for ranks with pools of their own."""
+
+    source: int
+    target: int
+
+
+class MoveTokens(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The arguments of `KVPool.move_tokens`, for ranks with pools of their own."""
+
+    tables: list[list[int]]
+    first: int
+    places: list[int]
+
+
+class LentPool(msgspec.Struct, frozen=True):
+    """The parts of a CUDA IPC handle, by which rank 0 maps another rank's KV pool."""
+
+    handle: list[int | bool | bytes]
+
+
 class AdapterKept(msgspec.Struct, frozen=True):
     """A `KeepAdapter` is done, or failed with an `error`."""
 
@@ -63,9 +84,10 @@ class AdapterKept(msgspec.Struct, frozen=True):
 
 
 begin: Decoder[Begin] = Decoder(Begin)
-to_others: Decoder[RunStep | KeepAdapter | DropAdapter | WarmUp] = Decoder(
-    RunStep | KeepAdapter | DropAdapter | WarmUp
+to_others: Decoder[RunStep | KeepAdapter | DropAdapter | WarmUp | CopyBlock | MoveTokens] = Decoder(
+    RunStep | KeepAdapter | DropAdapter | WarmUp | CopyBlock | MoveTokens
 )
+lent: Decoder[LentPool] = Decoder(LentPool)
 answers: Decoder[AdapterKept] = Decoder(AdapterKept)
 
 

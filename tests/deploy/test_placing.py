@@ -30,6 +30,21 @@ def test_a_start_waits_longer_for_hosts_that_are_set_up() -> None:
     assert placing.find(slots[0], began + SET_UP_S + 1)
 
 
+def test_a_worker_of_several_ranks_needs_a_gpu_for_each_on_one_node() -> None:
+    config = ServeConfig(prefill_tensor_parallel_size=2, decode_tensor_parallel_size=4)
+    nodes = [node("1", gpus=2), node("2", gpus=5), node("3", cores=64)]
+    cluster: Any = SimpleNamespace(nodes=lambda: nodes, sets_up_nodes=False)
+    slots = make_slots(config)
+    placing = Placing(config, cluster, slots)
+    placing.look(time.monotonic())
+    found = [placing.find(slot, time.monotonic()) and slot.node for slot in reversed(slots)]
+    assert found == [nodes[1], nodes[0]], "the second has one GPU left"
+    slots[0].node = slots[1].node = None
+    nodes[1] = node("2", gpus=3)
+    placing.look_at_once(time.monotonic())
+    assert not placing.find(slots[1], time.monotonic()), "no node has four"
+
+
 def node(name: str, cores: int = 4, gpus: float = 0.0, **roles: int) -> Node:
     return Node(name, f"10.0.0.{name}", cores, gpus, roles)
 

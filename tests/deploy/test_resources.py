@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from deploy.config import load_config
 from deploy.resources import CACHED_PRODUCTS, check_heads, choose_threads, plan_workers, thread_environment
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.speculation import SpeculativeConfig
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,30 @@ def test_threads_are_divided_among_ranks_and_memory_among_workers() -> None:
         plan_workers(ranks, num_gpus=1, cores=8)
 
 
+@pytest.mark.parametrize(("gpus", "ranks"), [(4, None), (2, 2)])
+def test_each_rank_takes_a_gpu(gpus: int, ranks: int | None) -> None:
+    two = ServeConfig(prefill_tensor_parallel_size=2, decode_tensor_parallel_size=2)
+    workers = None if ranks is None else 1
+    config, share = plan_workers(two, num_gpus=gpus, cores=16, workers=workers, ranks=ranks)
+    assert (config.device, share, config.gpu_memory_utilization) == ("cuda", 1.0, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size on GPUs"),
+        ({"enable_lora": True}, "--enable-lora on GPUs"),
+        ({"compile": "off"}, "--compile off on GPUs"),
+        ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype on GPUs"),
+        ({"speculative_config": SpeculativeConfig(method="medusa", model="heads")}, "draft heads on GPUs"),
+    ],
+)
+def test_options_that_exclude_ranks_on_gpus(options: dict[str, Any], reason: str) -> None:
+    config = ServeConfig(decode_tensor_parallel_size=2, **options)
+    with pytest.raises(ConfigError, match=f"--decode-tensor-parallel-size: 2 is above 1.*{reason}"):
+        plan_workers(config, num_gpus=4, cores=8)
+
+
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 90}
 
 
@@ -134,7 +160,6 @@ def test_sizes_that_divide_the_attention_heads(model: str) -> None:
         ({"decode_tensor_parallel_size": 0}, "--decode-tensor-parallel-size: .* from 1 to 64, got 0"),
         ({"decode_tensor_parallel_size": 65}, "--decode-tensor-parallel-size: .* from 1 to 64, got 65"),
         ({"decode_tensor_parallel_size": "two"}, "--decode-tensor-parallel-size: .*got 'two'"),
-        ({"decode_tensor_parallel_size": 2, "device": "cuda"}, "--decode-.*: 2 is above 1.*--device cuda"),
         ({"decode_tensor_parallel_size": 2, "compile": "on"}, "--decode-.*: 2 is above 1.*--compile on"),
         ({"decode_tensor_parallel_size": 2, "kv_transports": "object_store"}, "--decode-.*object_store"),
     ],

@@ -81,10 +81,34 @@ These run eagerly:
 - all steps with `--enforce-eager` or with a `--compile` other than `auto`. Only with the latter, adapters
   use torch's operators, for which the host lays out rows and waits for the device.
 
-Tensor-parallel ranks work only on CPUs. FlashInfer is not a backend: its plans split keys so that the whole
+FlashInfer is not a backend: its plans split keys so that the whole
 batch fills the device, and even with its option `fixed_split_size` the batch's mean decides the size of row
 tiles (flashinfer-ai/flashinfer#2424), so a row's bits would depend on its batch. There was also no GPU to
 show where it is faster.
+
+## Several GPUs
+
+With `--prefill-tensor-parallel-size` and `--decode-tensor-parallel-size` a worker has a process, a rank, for
+each of its GPUs, all on one host. This is built and **has never run on a GPU**: it is shown on CPUs, with
+gloo in place of NCCL.
+
+- Ranks are forked before CUDA starts, and join by NCCL. Each reads the checkpoint through the host's memory
+  and keeps its share: its attention heads, its outputs of other layers, its experts; embeddings are whole.
+- Ranks exchange columns of activations, four times a layer, and add nothing up: a product's sums are one
+  rank's. So with `--deterministic` any number of GPUs gives the same tokens. A token of a 70B model receives
+  106 KB a layer in bf16, times (n - 1)/n; sums over ranks would move 66 KB in two exchanges.
+- Each rank has a KV pool for its own heads. Rank 0 maps the others' (CUDA IPC), and joins whole blocks on
+  their way to the host's memory. So workers of any sizes hand over to each other, by `tcp`, not by NIXL.
+- Decode graphs include the exchanges. All ranks capture the same graphs. A step waits for the tokens of the
+  one before.
+- A lost rank ends its worker, which is started again.
+- Rank 0 alone drafts, by a draft model of its own or without one.
+
+Llama 70B in bf16, two ranks of 80 GB (85.5e9 bytes): 71.6 GB of weights each, 2.5 GB for steps and graphs,
+and at `--gpu-memory-utilization 0.9` KV for 17,000 tokens, 164 KB each; 43,000 at 0.95.
+
+Refused on several GPUs: models that no family describes or with recurrent layers, adapters, draft heads,
+`--kv-offloading-size`, `--kv-wire-dtype`, `--compile` other than `auto`, ranks on several hosts.
 
 ## Waits for the device
 

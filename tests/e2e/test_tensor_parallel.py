@@ -13,6 +13,7 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
+from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import prompt
 from tests.e2e.serving import HttpServing
@@ -52,6 +53,37 @@ def test_hand_offs_between_different_sizes(folder: Path, reference: PreTrainedMo
         cluster.wait_empty(small, large, alone, ranks)
         left = other_ranks(large) + other_ranks(ranks)
     assert not psutil.wait_procs(left, ENDED_S)[1], "ranks end with their worker"
+
+
+def test_hand_offs_between_ranks_with_pools_of_their_own(folder: Path, reference: PreTrainedModel) -> None:
+    """Blocks are joined from ranks' heads, and divided among others, with a draft's KV on rank 0 alone."""
+    prompts = [prompt(length) for length in (5, 48, 130)]
+    options = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3)
+
+    def config(size: int) -> ServeConfig:
+        sizes = {"prefill_tensor_parallel_size": size, "decode_tensor_parallel_size": size}
+        return tiny_config(folder, speculative_config=options, **sizes)
+
+    with Cluster() as cluster:
+        prefill = {
+            size: cluster._launch("prefill", f"prefill-{size}", config(size), "gloo") for size in (1, 2, 4)
+        }
+        decode = {size: cluster._launch("decode", f"decode-{size}", config(size), "gloo") for size in (1, 2)}
+        for worker in (*prefill.values(), *decode.values()):
+            cluster._await(worker)
+        for sender, receiver in ((1, 2), (2, 1), (4, 2)):
+            ids = [f"{sender}-{receiver}-{index}" for index in range(len(prompts))]
+            for request_id, each in zip(ids, prompts, strict=True):
+                asked = request(request_id, each, NUM_TOKENS)
+                cluster.generate(prefill[sender], asked, decode[receiver].address)
+            cluster.run(*ids)
+            for request_id, each in zip(ids, prompts, strict=True):
+                assert_greedy(reference, each, cluster.tokens(request_id), NUM_TOKENS)
+            name = decode[receiver].worker_id
+            assert set(cluster.sources(ids[-1])) == {prefill[sender].worker_id, name}
+            last = [output for worker, output in cluster.outputs[ids[-1]] if worker == name]
+            assert sum(output.accepted_tokens for output in last) > NUM_TOKENS // 2
+        cluster.wait_empty(*prefill.values(), *decode.values())
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,20 +15,28 @@ import msgspec
 import torch
 
 from engine.engine import Engine
-from engine.load.select import runner_of_one_process
 from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
+from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.follower import follow
-from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks
-from engine.parallel.leader import Leader, _follow
+from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
+from engine.parallel.leader import Join, Leader, _follow, join_by
 from engine.parallel.messages import AdapterKept, DropAdapter, KeepAdapter, receive
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 
 
-def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connection) -> None:
+def join_of(kind: str, size: int) -> Join:
+    """Return how ranks on this CPU join in "shared memory", or by "gloo" as GPUs do by NCCL."""
+    if kind == "shared memory":
+        return join_by("cpu", size)
+    meeting = Meeting()
+    return lambda rank: DistributedRanks(size, rank, meeting, torch.device("cpu"))
+
+
+def run(config: dict[str, Any], size: int, kind: str, requests: list[bytes], pipe: Connection) -> None:
     """Send the engine's description and each request's tokens and log-probabilities, or why it
     cannot start.
     """
@@ -37,7 +46,7 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
         torch.set_num_threads(1)
         follow(checked, ranks, link)
 
-    leader = Leader(size, be_rank) if size > 1 else None
+    leader = Leader(size, be_rank, join_of(kind, size)) if size > 1 else None
     torch.set_num_threads(1)
 
     def allocate(nbytes: int) -> memoryview:
@@ -45,8 +54,7 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
         return PoolMemory(nbytes, lend=lend).buffer
 
     try:
-        make_runner = leader.runner if leader is not None else runner_of_one_process
-        engine = Engine(checked, allocate=allocate, make_runner=make_runner)
+        engine = Engine(checked, allocate=allocate, leader=leader)
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -62,6 +70,26 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
     engine.close()
     if leader is not None:
         leader.close()
+
+
+def lose_a_rank_in_a_gather(kind: str, pipe: Connection) -> None:
+    """Send a gather's error, and the seconds that it took: within it a rank of three is killed."""
+
+    def be_rank(ranks: Ranks, link: socket.socket) -> None:
+        for _ in range(2 if ranks.rank == 1 else 1):
+            ranks.gather(torch.ones(1, 1), ranks.columns(3))
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    leader = Leader(3, be_rank, join_of(kind, 3))
+    leader.watch()
+    leader.ranks.gather(torch.ones(1, 1), leader.ranks.columns(3))
+    began = time.monotonic()
+    try:
+        leader.ranks.gather(torch.ones(1, 1), leader.ranks.columns(3))
+    except LostRankError as error:
+        pipe.send((str(error).partition(":")[0], time.monotonic() - began))
+    leader.close()
 
 
 def lose_a_rank(pipe: Connection) -> None:
@@ -81,7 +109,7 @@ def lose_a_rank(pipe: Connection) -> None:
     os.kill(pids.get(), signal.SIGSTOP)
     is_seen, reason = lost.wait(GATHER_TIMEOUT_S / 2), ""
     try:
-        leader.ranks.gather(torch.ones(1), Columns(range(1), 3))
+        leader.ranks.gather(torch.ones(1), leader.ranks.columns(3))
     except LostRankError as error:
         reason = str(error)
     leader.close()
@@ -125,7 +153,7 @@ def lead_a_deaf_rank(pipe: Connection) -> None:
 def follow_nobody(pipe: Connection) -> None:
     """Be a rank whose leader has ended before the rank could ask to end with it. Sends nothing."""
     ours, _ = socket.socketpair()
-    _follow(lambda *_: pipe.send("it follows"), os.getpid(), Ranks(2).other(1), ours)
+    _follow(lambda *_: pipe.send("it follows"), os.getpid(), join_by("cpu", 2), 1, ours)
 
 
 def _finish(engine: Engine, results: dict[str, list[Any]]) -> None:

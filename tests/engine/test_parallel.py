@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
+from engine.assembly import reckoned_step
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
 from engine.devices.attention import select_backend
@@ -25,7 +27,7 @@ from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import absorb
-from engine.kv.layout import TARGET, PoolLayout
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.linear.packed import PackedLinear, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -34,12 +36,19 @@ from engine.load.probe import probe
 from engine.load.select import build_runner, pack_model
 from engine.lora.files import read_adapter
 from engine.lora.table import adaptable
+from engine.model.describe import describe
+from engine.model.program import Rotation
 from engine.parallel import follower, group
-from engine.parallel.group import Columns, LostRankError, Ranks
+from engine.parallel.distributed_ranks import DistributedRanks, Meeting
+from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.layers import model_share
 from engine.parallel.messages import RunStep, encode
-from engine.parallel.runner import ShareRunner
+from engine.parallel.pools import held_pool, rank_layout
+from engine.parallel.program_share import program_share
+from engine.parallel.runner import ShareRunner, share_of
+from engine.parallel.shared_ranks import SharedRanks
 from engine.quantization.weight import CodeFormat
+from kvtransfer.blocks.joined import JoinedBlocks, Part
 from protocol.requests import Adapter, EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
@@ -104,7 +113,7 @@ def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
         backend = select_backend(CPU, loaded.dtype)[0](pool.layers(TARGET), rows=loaded.kv_group.rows)
         runners = [build_runner(loaded, backend, "off")]
     else:
-        config, ranks = tiny_config(Path()), Ranks(size)
+        config, ranks = tiny_config(Path()), SharedRanks(size)
         runners = [ShareRunner(config, loaded, pool, ranks.other(rank), ()) for rank in range(size)]
     with ThreadPoolExecutor(size) as threads:
         outputs = [list(threads.map(lambda runner: runner.run(Step(*step)), runners)) for step in steps()]  # noqa: B023
@@ -157,6 +166,48 @@ def test_ranks_have_the_bits_of_one_process(case: str) -> None:
     assert len({int(row.argmax()) for step in expected for row in step}) > 2, "a test that cannot fail"
 
 
+def run_program(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
+    """Return each step's logits and the bytes of whole blocks, by ranks in threads with own pools."""
+    layout = PoolLayout((loaded.kv_group,), BLOCK_SIZE)
+    join, config = parallel_child.join_of("gloo", size), tiny_config(Path())
+
+    def work(rank: int) -> tuple[list[Tensor], KVPool]:
+        ranks = join(rank)
+        pool = KVPool(rank_layout(layout, size, rank), 7, CPU, None)
+        runner = ShareRunner(config, share_of(config, loaded, ranks), pool, ranks)
+        return [runner.run(Step(*step)).logits.clone() for step in steps()], pool
+
+    with ThreadPoolExecutor(size) as threads:
+        done = list(threads.map(work, range(size)))
+    held = [held_pool(pool.memory, layout, size, rank) for rank, (_, pool) in enumerate(done)]
+    parts = [Part(each.blocks, each.segments, each.heads) for each in held]
+    for logits, _ in done:
+        assert all(map(torch.equal, logits, done[0][0])), "ranks agree"
+    return done[0][0], JoinedBlocks(layout.describe(), parts)[:]
+
+
+PROGRAMS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    **{name: ({"model_type": name}, [2, 4]) for name in ("llama", "gemma3_text", "granite", "mixtral")},
+    "6 heads, 2 of keys": (qwen2(6, 2, compile="off"), [3]),
+    "int8 KV": (qwen2(4, 2, compile="off", kv_codes="int8_row_scales"), [2]),
+    "int4 weights": (int_weights(CodeFormat.INT4, "off"), [3]),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_shares_of_a_program_have_the_bits_of_the_whole(case: str) -> None:
+    options, sizes = PROGRAMS[case]
+    loaded = load(**{"dtype": torch.bfloat16} | options)
+    expected, pool = run_program(loaded, 1)
+    for logits, theirs in zip(expected, run(loaded, 1)[0], strict=True):
+        assert torch.allclose(logits, theirs, rtol=0.1, atol=0.1), "the program is the model"
+    for size in sizes:
+        logits, blocks = run_program(loaded, size)
+        assert all(map(torch.equal, logits, expected)), f"{size} ranks"
+        assert torch.equal(blocks, pool), f"{size} ranks keep the same KV"
+
+
 def test_other_ranks_divide_layers_like_the_first() -> None:
     loaded = load("gemma2", torch.float32)
     for kept in (loaded.kv_group, loaded.kv_group.in_tables(512)):
@@ -178,15 +229,15 @@ def test_in_float32_ranks_differ_by_rounding(model_type: str) -> None:
 
 
 def test_layers_are_divided_in_whole_panels_if_possible() -> None:
-    ranks = Ranks(3)
-    assert ranks.parts(330, 64) == [range(128), range(128, 256), range(256, 330)]
-    assert ranks.parts(100, 64) == [range(33), range(33, 66), range(66, 100)]
+    ranks = SharedRanks(3)
+    assert ranks.columns(330, 64).parts == (range(128), range(128, 256), range(256, 330))
+    assert ranks.columns(100, 64).parts == (range(33), range(33, 66), range(66, 100))
     assert ranks.other(2).own(330, 64) == range(256, 330)
 
 
 def test_a_share_has_its_own_outputs_and_no_copies() -> None:
     model = AutoModelForCausalLM.from_config(config_of("llama"))
-    share: Any = model_share(model, Ranks(2, 1))
+    share: Any = model_share(model, SharedRanks(2, 1))
     whole = model.model.layers[1].mlp.down_proj.weight
     part = share.model.layers[1].mlp.down_proj.part.weight
     assert torch.equal(part, whole[32:])
@@ -194,40 +245,58 @@ def test_a_share_has_its_own_outputs_and_no_copies() -> None:
     assert type(model.model.layers[1].mlp.down_proj) is nn.Linear, "the whole model is as it was"
 
 
-def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
-    first = Ranks(size)
+def on_ranks(kind: str, size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    join = parallel_child.join_of(kind, size)
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: work(first.other(rank)), range(size)))
+        return list(threads.map(lambda rank: work(join(rank)), range(size)))
 
 
-def test_consecutive_gathers_of_any_shape() -> None:
-    shapes = [(1, 5), (3, 700), (900, 330), (2, 3, 40), (1, 100_000)] * 20
+KINDS = "shared memory", "gloo"
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shared memory", 3), ("gloo", 2), ("gloo", 4)])
+def test_consecutive_gathers_of_any_shape(kind: str, size: int) -> None:
+    shapes = [(1, 5), (3, 700), (900, 330), (2, 3, 40), (1, 100_000)] * (20 if kind == "shared memory" else 3)
     wholes = [torch.randn(shape) for shape in shapes]
 
     def gather(ranks: Ranks) -> bool:
         def is_right(whole: Tensor) -> bool:
-            own = ranks.own(whole.shape[-1])
-            columns = Columns(own, whole.shape[-1])
+            columns = ranks.columns(whole.shape[-1])
+            own = columns.parts[ranks.rank]
             return torch.equal(ranks.gather(whole[..., own.start : own.stop], columns), whole)
 
         return all(map(is_right, wholes))
 
-    assert on_ranks(3, gather) == [True] * 3
+    assert on_ranks(kind, size, gather) == [True] * size
 
 
 def test_a_missing_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "GATHER_TIMEOUT_S", 0.05)
-    ranks = Ranks(2)
+    ranks = SharedRanks(2)
     with pytest.raises(LostRankError):
-        ranks.gather(torch.ones(1, 4), Columns(range(4), 8))
+        ranks.gather(torch.ones(1, 4), ranks.columns(8))
     with pytest.raises(LostRankError):
         ranks.other(1).check()
 
 
+def test_a_rank_that_does_not_come_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "GATHER_TIMEOUT_S", 0.2)
+
+    def gather(ranks: Ranks) -> str:
+        ranks.gather(torch.ones(1, 4), ranks.columns(8))
+        if ranks.rank:
+            return ""
+        with pytest.raises(LostRankError) as caught:
+            ranks.gather(torch.ones(1, 4), ranks.columns(8))
+        return str(caught.value)
+
+    assert on_ranks("gloo", 2, gather)[0].startswith("a rank does not answer: ")
+
+
 def test_nobody_waits_for_a_lost_rank() -> None:
-    ranks = Ranks(2)
+    ranks = SharedRanks(2)
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(ranks.other(1).gather, torch.ones(1, 4), Columns(range(4), 8))
+        waiting = thread.submit(ranks.other(1).gather, torch.ones(1, 4), ranks.columns(8))
         ranks.give_up()
         with pytest.raises(LostRankError):
             waiting.result(timeout=group.GATHER_TIMEOUT_S / 2)
@@ -272,10 +341,13 @@ def in_child(work: Callable[..., None], *arguments: Any) -> Any:
     return ours
 
 
-def start(folder: Path, size: int, **options: Any) -> Any:
-    encoded = [msgspec.msgpack.encode(each) for each in requests(folder)]
-    config = tiny_config(folder, lora_modules={ADAPTERS[0]: str(folder / ADAPTERS[0])}, **options)
-    return in_child(parallel_child.run, msgspec.to_builtins(config), size, encoded)
+def start(folder: Path, size: int, kind: str = KINDS[0], **options: Any) -> Any:
+    lora, asked = {"lora_modules": {ADAPTERS[0]: str(folder / ADAPTERS[0])}}, requests(folder)
+    if kind == "gloo":  # with pools of their own, ranks take no adapters
+        lora, asked = {}, asked[: -len(ADAPTERS)]
+    config = tiny_config(folder, **lora, **options)
+    encoded = [msgspec.msgpack.encode(each) for each in asked]
+    return in_child(parallel_child.run, msgspec.to_builtins(config), size, kind, encoded)
 
 
 def answer(pipe: Any) -> Any:
@@ -302,6 +374,25 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile:
     if dtype == "bfloat16":  # some of torch's float32 products have other bits for parts of the outputs
         assert results == expected, "the log-probabilities have the same bits"
         assert results["alone"] == results["3"], "with any batch"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 2), pytest.param("bfloat16", 4, marks=needs_kernel)])
+def test_ranks_with_pools_of_their_own_give_the_tokens_of_one_process(
+    folder: Path, dtype: str, size: int
+) -> None:
+    pipes = [start(folder, each, "gloo", dtype=dtype) for each in (1, size)]
+    (_, expected), (forward, results) = map(answer, pipes)
+    assert forward == f"eager (--compile off), on {size} ranks"
+    assert {k: r[::2] for k, r in results.items()} == {k: r[::2] for k, r in expected.items()}
+    if dtype == "bfloat16":
+        assert results == expected, "the log-probabilities have the same bits"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_ends_within_a_gather_is_lost_at_once(kind: str) -> None:
+    reason, seconds = answer(in_child(parallel_child.lose_a_rank_in_a_gather, kind))
+    assert reason == "a rank does not answer"
+    assert seconds < group.GATHER_TIMEOUT_S / 2
 
 
 def test_the_loss_of_an_idle_rank_is_noticed() -> None:
@@ -357,3 +448,70 @@ def test_a_step_is_sent_unchanged() -> None:
     rows = got.batch[0]
     assert (got.logit_rows, got.wants_hidden) == ([0, 2], False)
     assert dataclasses.astuple(rows) == dataclasses.astuple(tree)
+
+
+GPU_BYTES = 85.5e9
+"""Memory of a GPU that is sold as one of 80 GB, 81,559 MiB."""
+
+
+def test_llama_70b_fits_two_gpus() -> None:
+    """Weights of a rank, and the tokens that its KV pool then holds, reckoned without memory."""
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    meta = torch.device("meta")
+    with meta:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    program = program_share(describe(model), DistributedRanks(2, 0, Meeting(), meta), meta)
+    weights = sum(each.nbytes for each in {id(each): each for each in tensors_of(program)}.values())
+    assert weights == pytest.approx(71.6e9, rel=0.01)
+    group = Group.uniform(TARGET, Segment(80, 8, 128, torch.bfloat16))
+    token_bytes = rank_layout(PoolLayout((group,), 16), 2, 0).block_bytes // 16
+    step = reckoned_step(8192, 28672, 128256, torch.bfloat16, num_tokens=2048, rows=256)
+    room = 0.9 * GPU_BYTES - weights - 2 * step  # as much again for graphs
+    assert room / token_bytes == pytest.approx(17_000, rel=0.02)
+
+
+def tensors_of(program: Any) -> Iterator[Tensor]:
+    if isinstance(program, Tensor):
+        yield program
+    elif isinstance(program, nn.Module):
+        yield from program.parameters()
+    elif isinstance(program, tuple):
+        for each in program:
+            yield from tensors_of(each)
+    elif dataclasses.is_dataclass(program) and not isinstance(program, Rotation):
+        for field in dataclasses.fields(program):
+            yield from tensors_of(getattr(program, field.name))
+
+
+def _gathers_by_rank(tree: ast.AST) -> list[int]:
+    """Return the lines of collective calls that not all ranks make, or not at the same time."""
+    found = []
+    for branch in ast.walk(tree):
+        if isinstance(branch, ast.If | ast.IfExp | ast.While) and "rank" in _names(branch.test):
+            found += [
+                each.lineno
+                for each in ast.walk(branch)
+                if isinstance(each, ast.Attribute) and each.attr in ("gather", "agree", "_allgather_base")
+            ]
+    return found
+
+
+def _names(tree: ast.AST) -> set[str]:
+    names = {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+    return names | {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
+
+
+def test_no_rank_gathers_alone() -> None:
+    """Otherwise ranks would wait for each other, and graphs that they captured would not match."""
+    assert _gathers_by_rank(ast.parse("if self.rank == 0:\n    x = ranks.gather(x, columns)")) == [2]
+    root = Path(group.__file__).parents[2]
+    for folder in ("engine/parallel", "engine/devices", "engine/step", "speculation", "worker"):
+        for path in (root / folder).rglob("*.py"):
+            assert not _gathers_by_rank(ast.parse(path.read_text())), path

@@ -17,7 +17,7 @@ from engine.linear import packed as linear_structs
 from engine.linear.packed_quantized import FORMATS
 from engine.lora import packed as lora_structs
 from engine.model.program import Activation, MixerKind, NormKind, Score
-from engine.parallel import group
+from engine.parallel import shared_ranks
 from engine.sampler import native, noise, rows
 from speculation.verification import native as verification
 from speculation.weightless import suffix, text
@@ -30,7 +30,7 @@ MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
     ("engine/linear/quantized.h", linear_structs, {"QuantizedArgs": "Quantized"}),
     ("engine/linear/routed_rows.h", linear_structs, {"RoutedArgs": "RoutedRows"}),
     ("engine/lora/adapt.h", lora_structs, {}),
-    ("engine/parallel/exchange.cpp", group, {}),
+    ("engine/parallel/exchange.cpp", shared_ranks, {}),
     ("engine/sampler/chooser.h", rows, {}),
     ("engine/sampler/chooser.h", native, {"EditsArgs": "Edits"}),
     ("engine/sampler/choose.cpp", native, {"LogitsArgs": "Logits", "DraftedArgs": "Drafted"}),

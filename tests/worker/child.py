@@ -21,15 +21,16 @@ import engine.step.profiling
 import worker.fetch
 import worker.heartbeat
 import worker.peers
+import worker.setup
 from engine.step.results import StepResult
 from engine.step.scheduler import ScheduledStep
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import RoleSpec
+from tests.engine.parallel_child import join_of
 from worker.launch import Launch, StopHandle
 from worker.loop import WorkerLoop
 from worker.process import run_worker
-from worker.setup import fork_ranks
 
 
 def run_child(
@@ -44,7 +45,8 @@ def run_child(
     """Run a worker until the pipe says "stop" or closes. Then report how it ended.
 
     `fault` is a list joined by "+". "fail:N" lets the first N steps fail. "slow:S" makes every step S seconds
-    slower. "idle:S" closes connections to peers after S unused seconds. "fetch:S" gives up a prefix of which
+    slower. "gloo" gives ranks KV pools of their own, as on GPUs.
+    "idle:S" closes connections to peers after S unused seconds. "fetch:S" gives up a prefix of which
     no block came for S seconds. "KILL:before:METHOD:N" sends the process this signal before (or after) the
     N-th call of a method of the loop or its parts; STOP works alike. "block:..." and "spin:..." make the loop
     wait or compute there until SIGUSR1.
@@ -57,7 +59,9 @@ def run_child(
     checked = msgspec.convert(config, ServeConfig)
     faulty = msgspec.structs.replace(role, loop=f"{__name__}:make_faulty_loop")
     launch = Launch(role=faulty, worker_id=worker_id, router_endpoints=endpoints, config=checked, keys=keys)
-    leader = fork_ranks(launch, lambda _: pipe.close())
+    if "gloo" in fault:
+        worker.setup.join_by = lambda device, size: join_of("gloo", size)
+    leader = worker.setup.fork_ranks(launch, lambda _: pipe.close())
     faulthandler.enable()
     faulthandler.dump_traceback_later(50, exit=False)
 
@@ -101,6 +105,8 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
             worker.heartbeat.BLOCKED_S, worker.heartbeat.BUSY_S = 0.5, 1.5
             when, method, times = values
             at_call(loop, block if kind == "block" else spin, when, method, int(times))
+        case "gloo":
+            pass
         case "idle":
             worker.peers.IDLE_LINK_S = float(values[0])
         case "fetch":

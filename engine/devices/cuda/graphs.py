@@ -66,21 +66,30 @@ class CudaGraph:
 
 
 def capture_all(
-    shapes: Sequence[StepShape], capture: Callable[[StepShape], CudaGraph], graphs: CudaGraphs
+    shapes: Sequence[StepShape],
+    capture: Callable[[StepShape], CudaGraph],
+    graphs: CudaGraphs,
+    agree: Callable[[bool], bool] = bool,
 ) -> dict[StepShape, CudaGraph]:
-    """Capture a graph for each shape until `MOST_S` or half of the free memory is used up."""
+    """Capture a graph for each shape until `MOST_S` or half of the free memory is used up. Tensor-parallel
+    ranks `agree`: they capture and keep the same ones.
+    """
     captured: dict[StepShape, CudaGraph] = {}
-    started, free = time.monotonic(), graphs.free_bytes()
+    started, free, goes_on = time.monotonic(), graphs.free_bytes(), True
     for shape in _by_need(shapes):
-        if time.monotonic() - started > MOST_S or graphs.free_bytes() < free / 2:
+        goes_on &= time.monotonic() - started <= MOST_S and graphs.free_bytes() >= free / 2
+        if not agree(goes_on):
             break
+        graph = None
         try:
-            captured[shape] = capture(shape)
+            graph = capture(shape)
         except torch.OutOfMemoryError:
-            continue
+            pass
         except RuntimeError as error:
             logger.warning("no more CUDA graphs: the device refuses to capture a step: %s", error)
-            break
+            goes_on = False
+        if agree(graph is not None) and graph is not None:
+            captured[shape] = graph
     logger.info(
         "captured %d of %d CUDA graphs in %.1f s (at most %.0f s) and %.2f GiB (at most %.2f GiB); "
         "steps without one take a larger one, or run eagerly",

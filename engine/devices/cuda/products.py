@@ -5,7 +5,7 @@ A row's result has the same bits in every batch, since tiles have a fixed number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -171,15 +171,21 @@ def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
     A quantized layer that the kernel does not fit becomes a plain one.
     """
     for path, module in list(model.named_modules()):
-        if isinstance(module, QuantizedLinear):
-            if fits(module.quantized):
-                model.set_submodule(path, TiledLinear(TiledWeight.quantized(module.quantized, module.bias)))
-                continue
-            model.set_submodule(path, module.plain(dtype))
-        module = model.get_submodule(path)
-        if plain and type(module) in (nn.Linear, Conv1D):
-            weight = plain_weight(module).detach().contiguous()
-            model.set_submodule(path, TiledLinear(TiledWeight.plain(weight, module.bias)))
+        made = tiled(module, dtype, plain=plain)
+        if made is not module:
+            model.set_submodule(path, made)
+
+
+def tiled(module: nn.Module, dtype: torch.dtype, *, plain: bool) -> nn.Module:
+    """Return what `tile_linears` makes of one module."""
+    if isinstance(module, QuantizedLinear):
+        if fits(module.quantized):
+            return TiledLinear(TiledWeight.quantized(module.quantized, module.bias))
+        module = module.plain(dtype)
+    if plain and isinstance(module, nn.Linear | Conv1D) and type(module) in (nn.Linear, Conv1D):
+        weight = plain_weight(module).detach().contiguous()
+        return TiledLinear(TiledWeight.plain(weight, module.bias))
+    return module
 
 
 def join(linears: Sequence[TiledLinear]) -> TiledWeight:
@@ -205,13 +211,14 @@ def concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
     if not there:
         return None
     first, size = there[0], sum(map(len, there))
-    if first.untyped_storage().nbytes() == size * first[0].numel() * first.itemsize:
+    are_parts = len({part.untyped_storage().data_ptr() for part in there}) == 1
+    if are_parts and first.untyped_storage().nbytes() == size * first[0].numel() * first.itemsize:
         return first.as_strided((size, *first.shape[1:]), first.stride(), 0)
     return torch.cat(there)
 
 
-def describe(model: nn.Module, dtype: torch.dtype) -> str:
-    """Say how the model's linear layers multiply."""
+def describe(modules: Iterable[nn.Module], dtype: torch.dtype) -> str:
+    """Say how the linear layers among the modules multiply."""
     plain = f"cuBLAS, {str(dtype).removeprefix('torch.')}"
-    count = sum(isinstance(module, TiledLinear) for module in model.modules())
+    count = sum(isinstance(module, TiledLinear) for module in modules)
     return f"{count} layers in tiles, summed alike in every batch; others {plain}" if count else plain

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
@@ -41,10 +41,12 @@ class CudaRunner(StepRunner):
         products: str,
         buckets: Buckets,
         graphs: CudaGraphs | None = None,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
+        """Tensor-parallel ranks `agree` on which graphs they have."""
         super().__init__(forward, backend, products)
         self.choice = f"{forward.name}, eager"
-        self._buckets, self._graphs = buckets, graphs
+        self._buckets, self._graphs, self._agree = buckets, graphs, agree
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._captured: dict[StepShape, CudaGraph] = {}
         self._stand_ins: dict[StepShape, StepShape] = {}
@@ -70,7 +72,7 @@ class CudaRunner(StepRunner):
         if fault := self._graphs.fault(partial(self._compute, widest)):
             self.choice += f" (not to be captured: {fault})"
             return time.monotonic() - started
-        self._captured = capture_all(shapes, partial(self._capture, self._graphs), self._graphs)
+        self._captured = capture_all(shapes, partial(self._capture, self._graphs), self._graphs, self._agree)
         self._stand_ins = stand_ins(shapes, self._captured)
         if self._captured:
             self.choice = f"{self._forward.name}, {len(self._captured)} graphs"
@@ -141,8 +143,18 @@ def runner_of(
         buckets = Buckets.of_drafts(config, longest)
     else:
         buckets = Buckets.of(config, longest, adapters is not None)
-    products = describe(loaded.model, loaded.dtype)
-    return CudaRunner(forward, backend, loaded.device, products, buckets, graphs_for(config, loaded.device))
+    products, graphs = describe(_modules(loaded), loaded.dtype), graphs_for(config, loaded.device)
+    agree = bool if loaded.share is None else loaded.share.agree
+    return CudaRunner(forward, backend, loaded.device, products, buckets, graphs, agree)
+
+
+def _modules(loaded: LoadedModel) -> Iterator[nn.Module]:
+    """Yield the modules that multiply: the model's, or those of a rank's share."""
+    if loaded.share is None:
+        return loaded.model.modules()
+    layers = loaded.share.program.layers
+    products = [product for layer in layers for product in layer.products()]
+    return (module for product in products for linear in product.linears for module in linear.modules())
 
 
 def runner_of_head(

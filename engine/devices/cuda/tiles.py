@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,6 +25,14 @@ def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, p
     """
     if backend_fault("triton", device, dtype) is None:
         importlib.import_module("engine.devices.cuda.products").tile_linears(model, dtype, plain=plain)
+
+
+def tiling(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:
+    """Return what packs a linear layer of a model as `tile_on_gpu` packs those of another."""
+    if device.type != "cuda" or backend_fault("triton", device, dtype) is not None:
+        return lambda linear: linear
+    tiled = importlib.import_module("engine.devices.cuda.products").tiled
+    return partial(tiled, dtype=dtype, plain=config.deterministic)
 
 
 def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> str | None:

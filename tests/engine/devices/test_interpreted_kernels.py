@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[3]
 HERE = "tests/engine/interpreted"
 GROUPS = {
-    "attention": ["adapter_kernels", "adapters", "attention", "decoder"],
+    "attention": ["adapter_kernels", "adapters", "attention", "decoder", "ranks"],
     "layers": ["families", "graphs", "hybrid_graphs", "products", "recurrent"],
     "tokens": ["drafts", "sampler", "trees", "verification"],
 }

@@ -15,7 +15,6 @@ from engine.assembly import Assembly
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
-from engine.load.select import runner_of_one_process
 from engine.sampler import Sampler
 from engine.step import profiling
 from engine.step.profiling import activation_bytes, measure_steps
@@ -189,7 +188,7 @@ def test_a_trial_samples_and_verifies(
 def assembly_of(options: dict[str, Any], device: str, drafted: int | None) -> Assembly:
     loaded: Any = SimpleNamespace(device=torch.device(device), vocab_size=32, eos_token_ids=[], adapters=None)
     speculator: Any = None if drafted is None else SimpleNamespace(most_drafted=drafted)
-    return Assembly(ServeConfig(**options), loaded, speculator, runner_of_one_process)
+    return Assembly(ServeConfig(**options), loaded, speculator, None)
 
 
 DISTURBED_S = 0.1

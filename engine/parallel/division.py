@@ -1,0 +1,110 @@
+"""Which outputs of a model's products each rank computes: those of its attention heads, and even parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.linear.packed import PANEL, PackedLinear, linear_of, plain_weight, rows_of
+from engine.linear.packed_quantized import PackedQuantizedLinear
+from engine.linear.quantized import QuantizedLinear
+from engine.parallel.group import Columns, Ranks
+
+LINEARS = (nn.Linear, Conv1D, PackedLinear, PackedQuantizedLinear, QuantizedLinear)
+"""The linear layers that `part_of` divides."""
+
+
+class Heads(NamedTuple):
+    """A rank's attention heads, and the KV heads that they read, of which each serves equally many here."""
+
+    queries: range
+    keys: range
+
+    def rows(self, size: int, query_size: int, num_queries: int, outputs: int) -> list[range]:
+        """Return their rows of a product that makes `num_queries` queries, then keys and values of `size`. A
+        query takes `query_size` rows: more than `size` if its gate lies next to it.
+        """
+        first_key = num_queries * query_size
+        queries, keys = times(self.queries, query_size), moved(times(self.keys, size), first_key)
+        return [queries, keys, moved(keys, (outputs - first_key) // 2)]
+
+
+def heads_of(queries: int, keys: int, size: int) -> list[Heads]:
+    """Divide attention and KV heads among `size` ranks. With more ranks than KV heads, several ranks have
+    the same one: each keeps its keys and values, and has some of its attention heads.
+    """
+    group, found = queries // keys, []
+    owners = [own.start for own in keys_of(keys, size)]
+    for rank, own in enumerate(keys_of(keys, size)):
+        place, sharing = rank - owners.index(own.start), owners.count(own.start)
+        first, count = own.start * group, len(own) * group
+        queries_of = range(first + place * count // sharing, first + (place + 1) * count // sharing)
+        found.append(Heads(queries_of, own))
+    return found
+
+
+def keys_of(keys: int, size: int) -> list[range]:
+    """Return the KV heads of each of `size` ranks."""
+    firsts = [rank * keys // size for rank in range(size + 1)]
+    return [range(first, max(last, first + 1)) for first, last in itertools.pairwise(firsts)]
+
+
+def query_columns(queries: int, keys: int, size: int) -> Columns:
+    """Return which attention heads each rank has."""
+    return Columns(tuple(heads.queries for heads in heads_of(queries, keys, size)))
+
+
+def columns_of(outputs: int, ranks: Ranks) -> Columns:
+    """Divide a product's outputs, in whole panels of the CPU's kernels if possible."""
+    return ranks.columns(outputs, PANEL)
+
+
+def times(part: range, size: int) -> range:
+    return range(part.start * size, part.stop * size)
+
+
+def moved(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by)
+
+
+def part_of(linear: nn.Module, rows: Sequence[range]) -> Any:
+    """Return a linear layer with these outputs alone. One range of a plain layer is no copy."""
+    if isinstance(linear, PackedLinear | PackedQuantizedLinear):
+        return linear.rows(rows)
+    if isinstance(linear, QuantizedLinear):
+        weight = linear.quantized
+        return QuantizedLinear(
+            replace(
+                weight,
+                codes=rows_of(weight.codes, rows),
+                scales=rows_of(weight.scales, rows),
+                zeros=None if weight.zeros is None else rows_of(weight.zeros, rows),
+            ),
+            None if linear.bias is None else rows_of(linear.bias, rows),
+        )
+    assert isinstance(linear, nn.Linear | Conv1D)
+    bias = None if linear.bias is None else rows_of(linear.bias, rows)
+    return linear_of(rows_of(plain_weight(linear), rows), bias)
+
+
+class LinearShare(nn.Module):
+    """The outputs of a linear layer that one rank computes. All ranks get all outputs."""
+
+    def __init__(
+        self, linear: nn.Module, columns: Columns, ranks: Ranks, inputs: Columns | None = None
+    ) -> None:
+        """With `inputs` each rank has these columns of the input, which are gathered first."""
+        super().__init__()
+        self.part = part_of(linear, [columns.parts[ranks.rank]])
+        self.out_features = columns.width
+        self._columns, self._inputs, self._ranks = columns, inputs, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._inputs is not None:
+            x = self._ranks.gather(x, self._inputs)
+        return self._ranks.gather(self.part(x), self._columns)

@@ -1,0 +1,125 @@
+"""KV pools of ranks that have one each, for their own heads. Block numbers are the same on all ranks.
+
+Rank 0 maps the pools of the others. So what moves blocks, through the host's memory, needs no other rank.
+Every forward ends with a gather of its logits, which on a GPU follows the others' writes of KV: what rank 0
+does after its own forward also comes after theirs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.errors import UnsupportedModelError
+from engine.kv.layout import PoolLayout
+from engine.kv.pool import KVPool
+from engine.parallel import messages
+from engine.parallel.division import keys_of
+from engine.parallel.messages import READY, CopyBlock, LentPool, MoveTokens
+from protocol.handoff import SegmentInfo
+
+
+def rank_layout(layout: PoolLayout, size: int, rank: int) -> PoolLayout:
+    """Return the layout of a rank's pool: its heads of the model's KV. A draft's KV is rank 0's alone."""
+    target, *others = layout.groups
+    if any(place.shape is not None for place in target.layers):
+        raise UnsupportedModelError("layers with KV of several shapes cannot be divided among ranks")
+    segments = tuple(
+        replace(segment, num_kv_heads=len(keys_of(segment.num_kv_heads, size)[rank]))
+        for segment in target.segments
+    )
+    own = replace(target, segments=segments)
+    return replace(layout, groups=(own, *others) if rank == 0 else (own,))
+
+
+@dataclass(frozen=True)
+class HeldPool:
+    """A rank's pool as rank 0 sees it: uint8 [num_blocks, bytes of a rank's block]. `heads` are those that it
+    has of each of its `segments`, by name.
+    """
+
+    blocks: Tensor
+    segments: tuple[SegmentInfo, ...]
+    heads: dict[str, slice]
+
+
+def held_pool(blocks: Tensor, layout: PoolLayout, size: int, rank: int) -> HeldPool:
+    """Describe a rank's pool. `layout` is that of whole blocks."""
+    target = {layout.groups[0].segment_name(index) for index in range(len(layout.groups[0].segments))}
+    own = rank_layout(layout, size, rank)
+    heads = {}
+    for name in own.segments:
+        count = layout.segments[name].num_kv_heads
+        kept = keys_of(count, size)[rank] if name in target else range(count)
+        heads[name] = slice(kept.start, kept.stop)
+    return HeldPool(blocks, tuple(own.describe()), heads)
+
+
+class LeadingPool(KVPool):
+    """Rank 0's pool, which has the other ranks change theirs alike. It describes whole blocks."""
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        num_blocks: int,
+        device: torch.device,
+        size: int,
+        tell: Callable[[msgspec.Struct], None],
+    ) -> None:
+        super().__init__(rank_layout(layout, size, 0), num_blocks, device, None)
+        self.whole, self.segments = layout, layout.describe()
+        self._tell = tell
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._tell(CopyBlock(source, target))
+        super().copy_block(source, target)
+
+    def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
+        self._tell(MoveTokens([[*table] for table in tables], first, [*places]))
+        super().move_tokens(tables, first, places)
+
+
+def lend_pool(layout: PoolLayout, num_blocks: int, device: torch.device, link: socket.socket) -> KVPool:
+    """Allocate a rank's pool, and let rank 0 map it."""
+    if device.type == "cuda":
+        pool = KVPool(layout, num_blocks, device, None)
+        handle = pool.memory.untyped_storage()._share_cuda_()
+        messages.send(link, messages.encode(LentPool([*handle])))
+        return pool
+    fd = os.memfd_create("tandem-rank-pool", os.MFD_CLOEXEC)
+    pool = KVPool(layout, num_blocks, device, lambda nbytes: _mapped(fd, nbytes))
+    socket.send_fds(link, [READY], [fd])
+    os.close(fd)
+    return pool
+
+
+def borrow_pool(
+    layout: PoolLayout, num_blocks: int, device: torch.device, link: socket.socket
+) -> Tensor | None:
+    """Map the pool that a rank lends: uint8 [num_blocks, block bytes]; None if the rank is gone."""
+    shape = num_blocks, layout.block_bytes
+    if device.type == "cuda":
+        message = messages.receive(link, messages.lent)
+        if message is None:
+            return None
+        storage = torch.UntypedStorage._new_shared_cuda(*message.handle)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, shape)
+    _, fds, _, _ = socket.recv_fds(link, 1, 1)
+    if not fds:
+        return None
+    try:
+        return torch.frombuffer(_mapped(fds[0], shape[0] * shape[1]), dtype=torch.uint8).view(shape)
+    finally:
+        os.close(fds[0])
+
+
+def _mapped(fd: int, nbytes: int) -> memoryview:
+    os.ftruncate(fd, nbytes)
+    return memoryview(mmap.mmap(fd, nbytes))

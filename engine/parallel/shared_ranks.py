@@ -1,0 +1,86 @@
+"""Ranks of one host on its CPUs, forked from the first one, which gather in memory that they share."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.parallel import group
+from engine.parallel.group import Columns, LostRankError, Ranks
+from native.build import BuildError, address_of, declare, load_library
+from protocol.errors import ConfigError
+
+_HEADER_BYTES = mmap.PAGESIZE
+_ROOM_BYTES = 16 << 20
+"""The size of each of the two rooms, more than any row takes. Only touched memory is used: some 256 KiB."""
+
+
+class ExchangeArgs(ctypes.Structure):
+    """`Exchange` in `exchange.cpp`, which explains the fields."""
+
+    _fields_ = (
+        ("shared", ctypes.c_void_p),
+        ("rooms", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("room_bytes", "ranks", "timeout_ns", "gathers")),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Raises ConfigError where it cannot be had."""
+    try:
+        library = load_library(Path(__file__).parent / "exchange.cpp", ExchangeArgs)
+    except BuildError as error:
+        raise ConfigError(f"a tensor-parallel size above 1 needs a C++ compiler: {error}") from error
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    declare(library, "tandem_gather", ctypes.c_bool, *[pointer] * 3, *[number] * 4)
+    declare(library, "tandem_is_lost", ctypes.c_bool, pointer)
+    declare(library, "tandem_give_up", None, pointer)
+    return library
+
+
+class SharedRanks(Ranks):
+    """Gathers by `exchange.cpp`, which native code calls, too."""
+
+    shares_memory = True
+
+    def __init__(self, size: int, rank: int = 0, memory: mmap.mmap | None = None) -> None:
+        """Without `memory` it is the first one's."""
+        super().__init__(size, rank)
+        self._memory = memory or mmap.mmap(-1, _HEADER_BYTES + 2 * _ROOM_BYTES)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        rooms, timeout_ns = start + _HEADER_BYTES, int(group.GATHER_TIMEOUT_S * 1e9)
+        self._exchange = ExchangeArgs(start, rooms, _ROOM_BYTES, size, timeout_ns)
+
+    def other(self, rank: int) -> SharedRanks:
+        """Return another rank's view of them, for the process that is to be it."""
+        return SharedRanks(self.size, rank, self._memory)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """The addresses of the exchange and of its gather function. Native callers ask `check` afterwards."""
+        return ctypes.addressof(self._exchange), address_of(_library().tandem_gather)
+
+    def gather(self, part: Tensor, columns: Columns) -> Tensor:
+        own, width = columns.parts[self.rank], columns.width
+        part = part.contiguous()
+        whole = part.new_empty((*part.shape[:-1], width))
+        if width * part.itemsize > _ROOM_BYTES:
+            raise ValueError(f"rows of {width} {part.dtype} exceed the {_ROOM_BYTES} bytes of an exchange")
+        rows, item = whole.numel() // width, part.itemsize
+        sizes = rows, own.start * item, len(own) * item, width * item
+        gather = _library().tandem_gather
+        if not gather(ctypes.byref(self._exchange), part.data_ptr(), whole.data_ptr(), *sizes):
+            raise LostRankError
+        return whole
+
+    def check(self) -> None:
+        if _library().tandem_is_lost(ctypes.byref(self._exchange)):
+            raise LostRankError
+
+    def give_up(self) -> None:
+        _library().tandem_give_up(ctypes.byref(self._exchange))

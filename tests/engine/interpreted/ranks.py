@@ -1,0 +1,107 @@
+"""The CUDA decoder on tensor-parallel ranks, in Triton's interpreter: its bits are those of one rank.
+
+`test_interpreted_kernels.py` runs this module in another process.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+
+from engine.batch.runner import Runner, Step
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.products import tile_linears, tiled
+from engine.devices.cuda.runner import CudaRunner
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
+from engine.model.describe import describe
+from engine.model.program import ModelProgram
+from engine.parallel.group import Columns, Ranks
+from engine.parallel.pools import rank_layout
+from engine.parallel.program_share import program_share
+from tests.engine.interpreted.decoder import CONFIGS, CPU, HIDDEN_LAYERS, STEPS, made
+from tests.engine.interpreted.recorder import pageable_memory
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu() -> Iterator[None]:
+    with pageable_memory():
+        yield
+
+
+class TurnRanks(Ranks):
+    """Ranks in threads, of which one runs at a time: the interpreter is for one thread."""
+
+    def __init__(self, rank: int, parts: list[Any], meeting: threading.Barrier, turn: threading.Lock) -> None:
+        super().__init__(len(parts), rank)
+        self._parts, self._meeting, self._turn = parts, meeting, turn
+
+    def gather(self, part: Tensor, columns: Columns) -> Tensor:
+        self._parts[self.rank] = part.clone()
+        self._meet()
+        whole = torch.cat(self._parts, dim=-1)
+        assert whole.shape[-1] == columns.width
+        self._meet()
+        return whole
+
+    def _meet(self) -> None:
+        self._turn.release()
+        self._meeting.wait(60)
+        self._turn.acquire()
+
+    def give_up(self) -> None:
+        raise NotImplementedError
+
+
+def runner_of(program: ModelProgram, pool: KVPool) -> Runner:
+    backend = TritonBackend(pool.layers(TARGET), rows=pool.groups[TARGET].rows)
+    decoder = CudaDecoder(program, backend, 128, HIDDEN_LAYERS)
+    return CudaRunner(decoder, backend, CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
+
+
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+MODELS = {
+    "llama": CONFIGS["llama"],
+    "gemma3": CONFIGS["gemma3"],
+    "qwen3_moe": Qwen3MoeConfig(**CONFIGS["qwen3"].to_dict() | SHAPE | MOE),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("gemma3", 4), ("qwen3_moe", 2)])
+def test_ranks_have_the_bits_of_one(name: str, size: int) -> None:
+    config = copy.deepcopy(MODELS[name])
+    for field, value in SHAPE.items():
+        setattr(config, field, value)
+    model = made(config)
+    layout = PoolLayout((Group.uniform(TARGET, Segment(2, 2, 16, torch.float32)),), 16)
+    parts, meeting, turn = [None] * size, threading.Barrier(size), threading.Lock()
+
+    def run(rank: int) -> list[Any]:
+        with turn:
+            ranks = TurnRanks(rank, parts, meeting, turn)
+            prepare = partial(tiled, dtype=torch.float32, plain=True)
+            share = program_share(describe(model), ranks, CPU, prepare)
+            runner = runner_of(share, KVPool(rank_layout(layout, size, rank), 8, CPU, None))
+            return [runner.run(Step(step, [1, 3])) for step in STEPS]
+
+    with ThreadPoolExecutor(size) as threads:
+        shared = list(threads.map(run, range(size)))
+    tile_linears(model, torch.float32, plain=True)
+    whole = runner_of(describe(model), KVPool(layout, 8, CPU, None))
+    for number, step in enumerate(STEPS):
+        logits, hidden = whole.run(Step(step, [1, 3]))
+        for outputs in shared:
+            assert torch.equal(outputs[number].logits, logits)
+            assert hidden is not None and torch.equal(outputs[number].hidden, hidden)
