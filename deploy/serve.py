@@ -1,306 +1,47 @@
-"""`tandem serve`: runs the routers in the main thread, Ray and its workers in another, and ends all."""
+"""`tandem serve`: starts this host's template, which takes longest, and then everything else."""
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
-import shlex
 import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
-from types import FrameType
-from typing import NoReturn
-from urllib.parse import urlsplit
-
-import msgspec
 
 from deploy.config import ENV_PREFIX
 from deploy.launch import forks_workers
 from deploy.preflight import check_start
-from deploy.processes import adopt_orphans, end_descendants, kill_descendants
-from deploy.ray_cluster import HeadWatch, RayCluster
+from deploy.processes import adopt_orphans, kill_descendants
+from deploy.ray_cluster import RayCluster
 from deploy.resources import choose_threads, thread_environment
-from deploy.routers.pool import RouterPool, Routers
+from deploy.signals import Patience, complain
 from deploy.template.client import TemplateClient
-from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
-from protocol.logs import log_to_stderr, say
-from protocol.ports import is_loopback, is_wildcard
-from protocol.version import version
-from router.reading.prepared import GenerationDefaults
-from router.server import RouterServer, http_url
+from protocol.logs import log_to_stderr
 from worker.cores import host_cores
-
-log = logging.getLogger(__name__)
-
-
-class Launcher(threading.Thread):
-    """Lives as long as the cluster. `failure` says why the cluster ended, unless `stop` was called.
-
-    Calls `on_ready` when every worker has registered, and `on_failure` when the cluster ends by itself:
-    twice if running requests are lost.
-    """
-
-    def __init__(
-        self,
-        config: ServeConfig,
-        keys: ClusterKeys,
-        server: Routers,
-        cluster: RayCluster,
-        on_ready: Callable[[], None],
-        on_failure: Callable[[], None],
-    ) -> None:
-        super().__init__(name="launcher", daemon=True)
-        self._config = config
-        self._keys = keys
-        self._server = server
-        self._on_ready = on_ready
-        self._on_failure = on_failure
-        self.cluster = cluster
-        threads, _ = choose_threads(config, host_cores())
-        self._template = TemplateClient(
-            self.cluster.namespace, thread_environment(threads), own_stderr=False, keeper=os.getpid()
-        )
-        self._stop_requested = threading.Event()
-        self._watch: HeadWatch | None = None
-        self.failure: str | None = None
-
-    def stop(self) -> None:
-        """End the workers and Ray. Any thread may call it."""
-        self._stop_requested.set()
-
-    def run(self) -> None:
-        try:
-            if self.cluster.is_local and forks_workers(self._config):
-                self._template.connect()
-                self._template.preload(self._config)  # imports and loading take as long as Ray's start
-            self.cluster.start(self._stop_requested)
-            if self.cluster.head is not None:
-                self._watch = HeadWatch(*self.cluster.head, self._on_head_lost)
-                self._watch.start()
-            self._server.restore_signals()  # Ray's own handler prints a trace of the C stack at SIGTERM
-            self._supervise()
-        except TandemError as error:
-            self.failure = str(error)
-        except Exception as error:
-            log.exception("the launcher failed")
-            self.failure = f"{type(error).__name__}: {error}"
-        finally:
-            if self.failure is not None and not self._stop_requested.is_set():
-                self._on_failure()
-            if self._watch is not None:
-                self._watch.stop()
-            self.cluster.stop()
-            self._template.close()
-
-    def _on_head_lost(self, reason: str) -> None:
-        """Stop the server at once, from the watch's thread: the launcher's may hang in Ray."""
-        self.failure, self.cluster.has_died = reason, True
-        self._stop_requested.set()
-        self._on_failure()
-        self._on_failure()
-
-    def _supervise(self) -> None:
-        if self._stop_requested.is_set():
-            return
-        from deploy.supervisor import Supervisor
-
-        Supervisor(
-            self._config, self._keys, self._server, self.cluster, self._stop_requested, self._on_ready
-        ).run()
-
-
-LAUNCHER_GRACE_S = 20.0
-"""Seconds that Ray and the workers get to end before they are killed."""
-
-START_GRACE_S = 0.5
-"""The same if the server was not ready yet."""
-
-DESCENDANTS_GRACE_S = 2.0
 
 
 def serve(config: ServeConfig) -> int:
     """Run the server until it is told to end. Returns the process' exit code."""
     log_to_stderr(config.log_level, config.log_format)
     os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no child process needs it
-    patience = _Patience(config)
+    patience = Patience(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)
+    adopt_orphans()
+    cluster = RayCluster(config)
+    threads, _ = choose_threads(config, host_cores())
+    template = TemplateClient(
+        cluster.namespace, thread_environment(threads), own_stderr=False, keeper=os.getpid()
+    )
     try:
-        return _run(config, patience)
+        defaults = check_start(config)
+        if cluster.is_local and forks_workers(config):
+            template.begin()
+        from deploy.launcher import run  # the router is imported while the template imports the engine
+
+        return run(config, defaults, cluster, template, patience)
     except TandemError as error:
-        _complain(config, str(error))
+        kill_descendants()
+        complain(config, str(error))
         return error.exit_status
     except KeyboardInterrupt:
         return 130
-
-
-class _Patience:
-    """Handles signals while the router's own handlers are not installed.
-
-    Before Ray's start a signal ends the process at once; an exception could get lost within a callback of
-    the import system. During the orderly end a signal cuts it short.
-    """
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
-        self.started = self.asked = False
-        self.ending = False
-        self.over = threading.Event()
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.ending:
-            self.over.set()
-        elif self.started:
-            raise KeyboardInterrupt
-        else:
-            kill_descendants()
-            _leave_unready(self._config)
-
-
-def _run(config: ServeConfig, patience: _Patience) -> int:
-    defaults = check_start(config)
-    keys = ClusterKeys.generate()
-    cluster = RayCluster(config)
-    link_host = cluster.link_host()
-    server = _routers(config, keys, link_host)
-    warn_of_exposure(config)
-    adopt_orphans()
-    ready = threading.Event()
-
-    def announce() -> None:
-        ready.set()
-        url = reachable_url(config, server.url, link_host)
-        say(config.log_format, announcement(config, server, url, defaults), url=url, model=config.model_name)
-
-    def on_signal() -> None:
-        if not ready.is_set():
-            server.stop()  # counts as a second call, so nothing is waited for
-        elif not patience.asked:
-            log.info("stopping; running requests get %g s (--shutdown-timeout)", config.shutdown_timeout)
-        patience.asked = True
-        server.stop()
-
-    launcher = Launcher(config, keys, server, cluster, on_ready=announce, on_failure=server.stop)
-
-    def start() -> None:
-        patience.started = True
-        say(config.log_format, f"Starting {config.num_workers} workers of {config.model_name} ...")
-        launcher.start()
-
-    gc.collect()
-    gc.freeze()  # else the collector would scan the libraries again and again, for milliseconds
-    try:
-        server.run(on_start=start, on_signal=on_signal)
-    finally:
-        patience.ending = True
-        was_stopped = launcher.failure is None
-        _end(launcher, patience, ready.is_set())
-    if was_stopped and not ready.is_set():
-        _leave_unready(config)
-    if launcher.failure is not None:
-        _complain(config, launcher.failure)
-    if launcher.is_alive() or cluster.has_died:
-        os._exit(1)  # Ray's own exit handlers would wait for processes that have died
-    return 0 if launcher.failure is None else 1
-
-
-def warn_of_exposure(config: ServeConfig) -> None:
-    if is_loopback(config.host):
-        return
-    where = f"HTTP on {config.host}"
-    if not config.needs_api_key:
-        log.warning("%s takes requests of everybody: set TANDEM_API_KEY or --api-key-file", where)
-    elif config.tls_cert is None:
-        log.warning("%s is not encrypted, and API keys can be read on the way: see --tls-cert", where)
-
-
-def _routers(config: ServeConfig, keys: ClusterKeys, link_host: str) -> Routers:
-    """Return the router of this process, or a pool of several processes, which this one outlives."""
-    if config.router_replicas == 1:
-        return RouterServer(config, keys, link_host)
-    return RouterPool(config, keys, link_host)
-
-
-def _end(launcher: Launcher, patience: _Patience, was_ready: bool) -> None:
-    """End Ray and the workers in order, or at once after a further signal. No process or file is left in
-    either case.
-
-    During the start the launcher may wait for Ray or for the loading of a model, which cannot be
-    interrupted.
-    """
-    launcher.stop()
-    deadline = time.monotonic() + (LAUNCHER_GRACE_S if was_ready else START_GRACE_S)
-    while launcher.is_alive() and time.monotonic() < deadline and not patience.over.is_set():
-        if launcher.cluster.has_died:
-            break
-        launcher.join(0.05)
-    if launcher.is_alive():
-        kill_descendants()
-        if was_ready:
-            launcher.join(DESCENDANTS_GRACE_S)
-    end_descendants(DESCENDANTS_GRACE_S)
-    launcher.cluster.remove_files()
-
-
-def _leave_unready(config: ServeConfig) -> NoReturn:
-    """End at once, without waiting for Ray's other threads."""
-    _complain(config, "stopped before the server was ready")
-    os._exit(130)
-
-
-def _complain(config: ServeConfig, reason: str) -> None:
-    """Report why the server ends."""
-    if config.log_format == "json":
-        log.error("%s", reason)
-    else:
-        print(f"tandem: {reason}", file=sys.stderr, flush=True)
-
-
-def announcement(config: ServeConfig, server: Routers, url: str, defaults: GenerationDefaults) -> str:
-    """Return the start message: a line for each worker, a command to try, and the address."""
-    lines = [f"Tandem {version()} serves {config.model_name}"]
-    if config.ray_address is None:
-        threads, why = choose_threads(config, host_cores())
-        lines[0] += f", threads per worker: {threads} ({why})"
-    for worker_id, start_up in server.start_ups().items():
-        where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
-        lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
-    if given := defaults.shown():
-        listed = ", ".join(f"{name} {value}" for name, value in given.items())
-        lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
-    lines.append(f"Try:  {curl_line(config, url)}")
-    lines.append(f"Listening on {url}  (a playground at {url}/, API below /v1, its documentation at /docs)")
-    return "\n".join(lines)
-
-
-def reachable_url(config: ServeConfig, url: str, link_host: str) -> str:
-    """Return the URL at which other hosts of the cluster reach a server that listens on all addresses."""
-    if config.ray_address is None or not is_wildcard(config.host):
-        return url
-    return http_url(config, link_host, urlsplit(url).port or config.port)
-
-
-def _summary(start_up: Mapping[str, str]) -> str:
-    chosen = [start_up[name] for name in ("device", "forward", "kv_pool") if name in start_up]
-    speculation = start_up.get("speculation", "none").partition(" (")[0]
-    if speculation != "none":
-        chosen.append(f"speculates by {speculation}")
-    return "; ".join(chosen)
-
-
-def curl_line(config: ServeConfig, url: str) -> str:
-    body = {
-        "model": config.model_name,
-        "prompt": "def read_file(path):\n",
-        "max_tokens": 64,
-        "temperature": 0,
-    }
-    parts = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
-    if config.needs_api_key:
-        parts += ["-H", "Authorization: Bearer <API key>"]
-    return shlex.join([*parts, "-d", msgspec.json.encode(body).decode()])

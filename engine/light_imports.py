@@ -1,24 +1,33 @@
-"""Import hooks that halve the time and memory of importing Transformers' model classes, which import
-PyTorch's compiler, its distributed tensors and SciPy.
+"""Import hooks that make the import of Transformers' model classes light. As they come, they import PyTorch's
+compiler, its distributed tensors and SciPy, and read the source of all models, twice.
 
 The hooks report SciPy and distributed tensors as missing: Transformers needs them only for object detection
 and sharded training. The compiler, `torch._dynamo`, is loaded when something uses it; most models never do.
+The names that the models' modules define are kept in the cache, for the installed release.
 Call `install` before the first import of Transformers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from native.ownership import cache_dir, own_folder, read_own
+
 _CHECKS = "transformers.utils.import_utils"
 _ABSENT = ("is_scipy_available", "is_torch_distributed_available")
+_NAMES = "define_import_structure"
 _COMPILER = "torch._dynamo"
 _FOR_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
 """The only part of the compiler that Transformers imports. This part needs no other part."""
@@ -50,7 +59,9 @@ class _OwnLoader(Loader):
 
 
 class _ChecksLoader(_OwnLoader):
-    """The loader of Transformers' checks for libraries. It makes the checks in `_ABSENT` return False."""
+    """The loader of Transformers' checks for libraries. It makes the checks in `_ABSENT` return False, and
+    `define_import_structure`, which the same module has, quick.
+    """
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.plain.create_module(spec)
@@ -60,6 +71,46 @@ class _ChecksLoader(_OwnLoader):
         for name in _ABSENT:
             if hasattr(module, name):
                 setattr(module, name, lambda: False)
+        if hasattr(module, _NAMES):
+            setattr(module, _NAMES, _kept(getattr(module, _NAMES)))
+
+
+Structure = dict[frozenset[str], dict[str, set[str]]]
+"""The names that modules define, by the libraries that they need and by module."""
+
+
+def _kept(define: Callable[..., Structure]) -> Callable[..., Structure]:
+    """Return Transformers' `define_import_structure`, with what it finds in all models kept in a file."""
+
+    def kept(path: str | Path, prefix: str | None = None) -> Structure:
+        folder = Path(path) if os.path.isdir(path) else Path(path).parent
+        if folder.name != "models":
+            return define(path, prefix)
+        start = "" if prefix is None else f"{prefix}."
+        return {
+            frozenset(needs): {start + module: set(names) for module, names in modules.items()}
+            for needs, modules in _names_in(folder, define)
+        }
+
+    return kept
+
+
+@functools.cache
+def _names_in(folder: Path, define: Callable[..., Structure]) -> list[tuple[list[str], dict[str, list[str]]]]:
+    stamps = sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder) if entry.is_dir())
+    key = hashlib.sha256(f"{folder} {stamps}".encode()).hexdigest()[:20]
+    file = cache_dir() / f"transformers-{key}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(read_own(file))
+    found = [
+        (sorted(needs), {module: sorted(names) for module, names in modules.items()})
+        for needs, modules in define(str(folder)).items()
+    ]
+    with contextlib.suppress(OSError):
+        made = own_folder(file.parent) / f"{file.name}.{os.getpid()}"
+        made.write_text(json.dumps(found))
+        made.replace(file)
+    return found
 
 
 class _CompilerLoader(_OwnLoader):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from protocol.errors import ConfigError
-from protocol.server_options import WorkerOptions
+from protocol.server_options import ApiOptions, WorkerOptions
 
 
 def is_loopback(host: str) -> bool:
@@ -18,6 +18,11 @@ def is_loopback(host: str) -> bool:
 
 def is_wildcard(host: str) -> bool:
     return host in ("", "0.0.0.0", "::")
+
+
+def http_url(config: ApiOptions, host: str, port: int) -> str:
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 ANY_PORT: Sequence[int] = (0,)

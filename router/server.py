@@ -18,7 +18,7 @@ from messaging.files import http_tls
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.ports import router_ports
+from protocol.ports import http_url, router_ports
 from router.app import build_app
 from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, raise_file_limit
 from router.errors import ApiError
@@ -150,7 +150,7 @@ class RouterServer:
     ) -> None:
         """Serve. `on_start` is called once HTTP answers, `on_signal` (or `stop`) at SIGINT and SIGTERM.
 
-        With `prepares` the preprocessor starts at once and compiles common grammars.
+        With `prepares` the preprocessor starts once workers serve, and compiles common grammars.
         """
         connections = Connections(
             raise_file_limit(), partial(self.state.metrics.count, "http_connections_ended_total")
@@ -194,15 +194,22 @@ class RouterServer:
         if self._shared_socket is not None:
             self._joining = asyncio.ensure_future(self._join(server, self._shared_socket))
         if prepares:
-            state = self.state
-            self._preparing = asyncio.ensure_future(state.grammars.prepare(state.chats.constant_grammars))
+            self._preparing = asyncio.ensure_future(self._prepare())
         await server.serve(sockets=[self._http_socket])
 
     async def _join(self, server: _Uvicorn, shared: socket.socket) -> None:
         """Listen on the shared port once this router is ready; until then the others serve."""
+        await self._readiness()
+        await server.listen(shared)
+
+    async def _prepare(self) -> None:
+        """Compile common grammars once this router is ready: its start leaves no core for that."""
+        await self._readiness()
+        await self.state.grammars.prepare(self.state.chats.constant_grammars)
+
+    async def _readiness(self) -> None:
         while self.state.not_ready() is not None:
             await asyncio.sleep(POLL_INTERVAL_S)
-        await server.listen(shared)
 
     def _begin_stop(self) -> None:
         if self._stopping is None:
@@ -279,11 +286,6 @@ class _Uvicorn(uvicorn.Server):
 def _reinstall_signal_handlers() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.getsignal(number))
-
-
-def http_url(config: ServeConfig, host: str, port: int) -> str:
-    scheme = "http" if config.tls_cert is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind_http(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:

@@ -28,9 +28,9 @@ from deploy.routers import messages
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
-from protocol.ports import bind_one, router_ports
+from protocol.ports import bind_one, http_url, router_ports
 from router.scaling.interface import Changes, ScaleAnswer, ScaleRequest, ScalingLog
-from router.server import RouterPlace, RouterServer, bind_http, http_url
+from router.server import RouterPlace, RouterServer, bind_http
 from router.workers.assignment import Demand, sum_of
 
 _TRIES = 20

@@ -146,6 +146,7 @@ class TemplateClient:
         self._environment = environment
         self._own_stderr = own_stderr
         self._keeper = keeper
+        self._starting: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._watch: ProcessWatch | None = None
         self.waits_for = ""
@@ -159,6 +160,8 @@ class TemplateClient:
 
     def connect(self) -> None:
         """Connect to the template; start it if there is none. Raises `TemplateError`."""
+        if self._starting is not None:
+            self._start()
         for _ in range(3):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.setblocking(False)
@@ -181,8 +184,18 @@ class TemplateClient:
                 return
         raise TemplateError("the template process ends as soon as it is started")
 
+    def begin(self) -> None:
+        """Start a template. `connect` then waits until it accepts clients."""
+        self._starting = subprocess.Popen(
+            [sys.executable, *_ARGUMENTS, self._name, str(self._keeper)],
+            env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # spared Ctrl-C, but in our session: Linux divides busy cores among sessions
+        )
+
     def preload(self, config: ServeConfig) -> None:
         """Have the template load a model as soon as it can, so that `spawn` need not wait for that."""
+        self.connect()
         assert self._connection is not None
         with contextlib.suppress(OSError):  # a template that has ended shows at the next request
             self._connection.send(msgspec.msgpack.encode(Preload(config)))
@@ -279,22 +292,19 @@ class TemplateClient:
     def _start(self) -> None:
         """Return once a template accepts connections, whether this client or another one started it."""
         self.waits_for = "its host's template to start"
+        if self._starting is None:
+            self.begin()
+        assert self._starting is not None
         try:
-            done = subprocess.run(
-                [sys.executable, *_ARGUMENTS, self._name, str(self._keeper)],
-                env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # spared Ctrl-C, but in our session: Linux divides busy cores among sessions
-                check=False,
-                timeout=_START_TIMEOUT_S,
-            )
+            status = self._starting.wait(_START_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
+            self._starting.kill()
             limit = f"{_START_TIMEOUT_S:.0f} s"
             raise TemplateError(f"the template process did not start within {limit}") from error
         finally:
-            self.waits_for = ""
-        if done.returncode != 0:
-            raise TemplateError(f"the template process cannot start (exit status {done.returncode})")
+            self.waits_for, self._starting = "", None
+        if status != 0:
+            raise TemplateError(f"the template process cannot start (exit status {status})")
 
 
 class WorkerProcess:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.preflight import check_start
-from deploy.serve import warn_of_exposure
+from deploy.reports import warn_of_exposure
 from protocol.config import ServeConfig, field_docs, flag_name
 from router.api_keys import hash_of, read_key_file
 from tests.deploy.server_process import ROOT, tandem_command

@@ -241,7 +241,7 @@ def test_a_signal_to_the_process_alone_ends_it_quietly(running: ServerProcess) -
     running.look()
     running.process.send_signal(signal.SIGTERM)
     assert running.wait_end() == 0
-    ours = (" router.server: ", " deploy.serve: stopping; ")
+    ours = (" router.server: ", " deploy.launcher: stopping; ")
     of_ray = [line for line in running.log.splitlines()[before:] if not any(part in line for part in ours)]
     assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
     assert running.leftovers() == []

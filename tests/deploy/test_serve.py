@@ -347,10 +347,10 @@ def test_a_signal_during_the_imports_is_not_lost() -> None:
     """Python ignores exceptions in callbacks of weak references, which imports use."""
     code = """if True:
         import os, signal, weakref
-        from deploy.serve import _Patience
+        from deploy.signals import Patience
         class Lock: pass
         from protocol.config import ServeConfig
-        signal.signal(signal.SIGINT, _Patience(ServeConfig()).on_signal)
+        signal.signal(signal.SIGINT, Patience(ServeConfig()).on_signal)
         lock = Lock()
         reference = weakref.ref(lock, lambda _: [os.kill(os.getpid(), signal.SIGINT), *range(9)])
         del lock

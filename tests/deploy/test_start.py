@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import deploy.serve
-from deploy.serve import announcement
+import deploy.launcher
+from deploy.reports import announcement
+from deploy.signals import Patience
 from protocol.config import ServeConfig
 from router.reading.prepared import GenerationDefaults
 
@@ -45,11 +46,11 @@ class StartingLauncher:
 
 def test_a_start_is_ended_without_waiting_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, killed = StartingLauncher(), threading.Event()
-    monkeypatch.setattr(deploy.serve, "LAUNCHER_GRACE_S", 1000.0)
-    monkeypatch.setattr(deploy.serve, "kill_descendants", killed.set)
-    monkeypatch.setattr(deploy.serve, "end_descendants", lambda grace_s: None)
-    patience = deploy.serve._Patience(ServeConfig())
-    ending = threading.Thread(target=deploy.serve._end, args=(launcher, patience, False), daemon=True)
+    monkeypatch.setattr(deploy.launcher, "LAUNCHER_GRACE_S", 1000.0)
+    monkeypatch.setattr(deploy.launcher, "kill_descendants", killed.set)
+    monkeypatch.setattr(deploy.launcher, "end_descendants", lambda grace_s: None)
+    patience = Patience(ServeConfig())
+    ending = threading.Thread(target=deploy.launcher._end, args=(launcher, patience, False), daemon=True)
     ending.start()
     ending.join(30)
     assert killed.is_set() and not ending.is_alive()

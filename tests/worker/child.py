@@ -51,7 +51,7 @@ def run_child(
     N-th call of a method of the loop or its parts; STOP works alike. "block:..." and "spin:..." make the loop
     wait or compute there until SIGUSR1.
     """
-    engine.step.profiling._RUNS = engine.step.profiling._LEAST_RUNS  # hundreds of workers start
+    engine.step.profiling._RUNS = 1  # hundreds of workers start
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
     worker.fetch.FETCH_TIMEOUT_S = 1.0

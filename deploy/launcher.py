@@ -1,0 +1,190 @@
+"""Runs the routers in the main thread, Ray and its workers in another, and ends all."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from deploy.launch import forks_workers
+from deploy.processes import end_descendants, kill_descendants
+from deploy.ray_cluster import HeadWatch, RayCluster
+from deploy.reports import announcement, reachable_url, warn_of_exposure
+from deploy.routers.pool import RouterPool, Routers
+from deploy.signals import Patience, complain, leave_unready
+from deploy.template.client import TemplateClient
+from messaging.sockets import ClusterKeys
+from protocol.config import ServeConfig
+from protocol.errors import TandemError
+from protocol.logs import say
+from router.server import RouterServer
+
+if TYPE_CHECKING:
+    from router.reading.prepared import GenerationDefaults
+
+log = logging.getLogger(__name__)
+
+
+class Launcher(threading.Thread):
+    """Lives as long as the cluster. `failure` says why the cluster ended, unless `stop` was called.
+
+    Calls `on_ready` when every worker has registered, and `on_failure` when the cluster ends by itself:
+    twice if running requests are lost.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        keys: ClusterKeys,
+        server: Routers,
+        cluster: RayCluster,
+        template: TemplateClient,
+        on_ready: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        super().__init__(name="launcher", daemon=True)
+        self._config = config
+        self._keys = keys
+        self._server = server
+        self._on_ready = on_ready
+        self._on_failure = on_failure
+        self.cluster = cluster
+        self._template = template
+        self._stop_requested = threading.Event()
+        self._watch: HeadWatch | None = None
+        self.failure: str | None = None
+
+    def stop(self) -> None:
+        """End the workers and Ray. Any thread may call it."""
+        self._stop_requested.set()
+
+    def run(self) -> None:
+        try:
+            if self.cluster.is_local and forks_workers(self._config):
+                self._template.preload(self._config)
+            self.cluster.start(self._stop_requested)
+            if self.cluster.head is not None:
+                self._watch = HeadWatch(*self.cluster.head, self._on_head_lost)
+                self._watch.start()
+            self._server.restore_signals()  # Ray's own handler prints a trace of the C stack at SIGTERM
+            self._supervise()
+        except TandemError as error:
+            self.failure = str(error)
+        except Exception as error:
+            log.exception("the launcher failed")
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            if self.failure is not None and not self._stop_requested.is_set():
+                self._on_failure()
+            if self._watch is not None:
+                self._watch.stop()
+            self.cluster.stop()
+            self._template.close()
+
+    def _on_head_lost(self, reason: str) -> None:
+        """Stop the server at once, from the watch's thread: the launcher's may hang in Ray."""
+        self.failure, self.cluster.has_died = reason, True
+        self._stop_requested.set()
+        self._on_failure()
+        self._on_failure()
+
+    def _supervise(self) -> None:
+        if self._stop_requested.is_set():
+            return
+        from deploy.supervisor import Supervisor
+
+        Supervisor(
+            self._config, self._keys, self._server, self.cluster, self._stop_requested, self._on_ready
+        ).run()
+
+
+LAUNCHER_GRACE_S = 20.0
+"""Seconds that Ray and the workers get to end before they are killed."""
+
+START_GRACE_S = 0.5
+"""The same if the server was not ready yet."""
+
+DESCENDANTS_GRACE_S = 2.0
+
+
+def run(
+    config: ServeConfig,
+    defaults: GenerationDefaults,
+    cluster: RayCluster,
+    template: TemplateClient,
+    patience: Patience,
+) -> int:
+    """Serve a checked configuration until a signal or a failure. Returns the process' exit code."""
+    keys = ClusterKeys.generate()
+    link_host = cluster.link_host()
+    server = _routers(config, keys, link_host)
+    warn_of_exposure(config)
+    ready = threading.Event()
+
+    def announce() -> None:
+        ready.set()
+        url = reachable_url(config, server.url, link_host)
+        say(config.log_format, announcement(config, server, url, defaults), url=url, model=config.model_name)
+
+    def on_signal() -> None:
+        if not ready.is_set():
+            server.stop()  # counts as a second call, so nothing is waited for
+        elif not patience.asked:
+            log.info("stopping; running requests get %g s (--shutdown-timeout)", config.shutdown_timeout)
+        patience.asked = True
+        server.stop()
+
+    launcher = Launcher(config, keys, server, cluster, template, on_ready=announce, on_failure=server.stop)
+
+    def start() -> None:
+        patience.started = True
+        say(config.log_format, f"Starting {config.num_workers} workers of {config.model_name} ...")
+        launcher.start()
+
+    gc.collect()
+    gc.freeze()  # else the collector would scan the libraries again and again, for milliseconds
+    try:
+        server.run(on_start=start, on_signal=on_signal)
+    finally:
+        patience.ending = True
+        was_stopped = launcher.failure is None
+        _end(launcher, patience, ready.is_set())
+    if was_stopped and not ready.is_set():
+        leave_unready(config)
+    if launcher.failure is not None:
+        complain(config, launcher.failure)
+    if launcher.is_alive() or cluster.has_died:
+        os._exit(1)  # Ray's own exit handlers would wait for processes that have died
+    return 0 if launcher.failure is None else 1
+
+
+def _routers(config: ServeConfig, keys: ClusterKeys, link_host: str) -> Routers:
+    """Return the router of this process, or a pool of several processes, which this one outlives."""
+    if config.router_replicas == 1:
+        return RouterServer(config, keys, link_host)
+    return RouterPool(config, keys, link_host)
+
+
+def _end(launcher: Launcher, patience: Patience, was_ready: bool) -> None:
+    """End Ray and the workers in order, or at once after a further signal. No process or file is left in
+    either case.
+
+    During the start the launcher may wait for Ray or for the loading of a model, which cannot be
+    interrupted.
+    """
+    launcher.stop()
+    deadline = time.monotonic() + (LAUNCHER_GRACE_S if was_ready else START_GRACE_S)
+    while launcher.is_alive() and time.monotonic() < deadline and not patience.over.is_set():
+        if launcher.cluster.has_died:
+            break
+        launcher.join(0.05)
+    if launcher.is_alive():
+        kill_descendants()
+        if was_ready:
+            launcher.join(DESCENDANTS_GRACE_S)
+    end_descendants(DESCENDANTS_GRACE_S)
+    launcher.cluster.remove_files()
