@@ -16,15 +16,7 @@ import numpy.typing as npt
 from kvtransfer.blocks.device import PAST, Mark
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.interface import Arrival
-from kvtransfer.messages import (
-    OTHER_SENDER,
-    OUTSIDE,
-    OVERTAKEN,
-    STILL_WRITTEN,
-    UNKNOWN_BLOCK_POOL,
-    UNKNOWN_LEASE,
-    Piece,
-)
+from kvtransfer.messages import Piece, Refusal
 from protocol.handoff import Extent
 
 
@@ -192,12 +184,12 @@ class Lease:
         if self.sender is None:
             self.sender = sender
         if sender != self.sender:
-            return OTHER_SENDER
+            return Refusal.OTHER_SENDER
         if block_pool not in self._received:
-            return UNKNOWN_BLOCK_POOL
+            return Refusal.UNKNOWN_BLOCK_POOL
         inside = positions - self.spans[block_pool][0]
         if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[block_pool])):
-            return OUTSIDE
+            return Refusal.OUTSIDE_OF_LEASE
         return ""
 
     def attempt(self, piece: Piece, deadline: float) -> tuple[WriteGate | None, str]:
@@ -213,14 +205,14 @@ class Lease:
         with self._attempts_lock:
             attempts = [self._attempts[index] for index in piece.part_indices]
             if any(other.number >= piece.attempt for other in attempts):
-                return None, OVERTAKEN
+                return None, Refusal.OVERTAKEN
             for other in attempts:
                 other.number = piece.attempt
                 writing = [each for each in other.gates if not each.close()]
                 other.gates = [*writing, gate]
                 earlier += writing
         is_alone = all(other.wait_empty(deadline) for other in earlier)
-        return (gate, "") if is_alone else (None, STILL_WRITTEN)
+        return (gate, "") if is_alone else (None, Refusal.STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
         """Record that a piece is in place; return how many of the sender's blocks are, in all block pools."""
@@ -326,7 +318,7 @@ class LeaseTable:
                 return None, ""
             lease = self._leases.get(piece.lease_id)
             if lease is None or not lease.gate.is_open:
-                return None, UNKNOWN_LEASE
+                return None, Refusal.UNKNOWN_LEASE
             refusal = lease.refusal(piece.block_pool, positions, sender)
             return (None, refusal) if refusal else (lease, "")
 

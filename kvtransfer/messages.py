@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import select
 import socket
@@ -32,36 +33,29 @@ Anything else means that bytes were lost or duplicated, so that the rest of the 
 SIZE_BYTES = 4
 """Bytes of the size before each slice of a coded piece. `SPOILED` in its place ends the piece."""
 
-UNKNOWN_LEASE = "unknown lease"
-OTHER_SENDER = "the lease belongs to another sender"
-OUTSIDE = "blocks outside of the lease"
-UNKNOWN_BLOCK_POOL = "a block pool that the lease does not have"
-GIVEN_UP = "given up by the sender"
-STILL_WRITTEN = "an earlier attempt at the piece is still writing"
-OVERTAKEN = "a later attempt at the piece has begun"
-CHECKSUM_MISMATCH = "checksum mismatch"
-OUT_OF_RANGE = "a value beyond the range of the pool's dtype"
-NOT_QUANTIZABLE = "a value that can't be quantized"
-REFUSALS = {
-    UNKNOWN_LEASE: "unknown_lease",
-    OTHER_SENDER: "other_sender",
-    OUTSIDE: "outside_of_lease",
-    UNKNOWN_BLOCK_POOL: "unknown_block_pool",
-    GIVEN_UP: "given_up",
-    STILL_WRITTEN: "still_written",
-    OVERTAKEN: "overtaken",
-    CHECKSUM_MISMATCH: "checksum_mismatch",
-    OUT_OF_RANGE: "out_of_range",
-    NOT_QUANTIZABLE: "not_quantizable",
-}
-"""The counter for each reason to refuse a piece."""
-TRANSIENT = {STILL_WRITTEN, CHECKSUM_MISMATCH}
+
+class Refusal(enum.StrEnum):
+    """The reasons to refuse a piece. The name in lower case is the reason's counter."""
+
+    UNKNOWN_LEASE = "unknown lease"
+    OTHER_SENDER = "the lease belongs to another sender"
+    OUTSIDE_OF_LEASE = "blocks outside of the lease"
+    UNKNOWN_BLOCK_POOL = "a block pool that the lease does not have"
+    GIVEN_UP = "given up by the sender"
+    STILL_WRITTEN = "an earlier attempt at the piece is still writing"
+    OVERTAKEN = "a later attempt at the piece has begun"
+    CHECKSUM_MISMATCH = "checksum mismatch"
+    OUT_OF_RANGE = "a value beyond the range of the pool's dtype"
+    NOT_QUANTIZABLE = "a value that can't be quantized"
+
+
+TRANSIENT = {Refusal.STILL_WRITTEN, Refusal.CHECKSUM_MISMATCH}
 """Refusals after which the piece may be sent once more."""
 
 
 def failure_kind(refusal: str) -> str:
     """Return the counter for a refusal. Their number is bounded, whatever a peer answers."""
-    return REFUSALS.get(refusal, "refused")
+    return next((known.name.lower() for known in Refusal if known == refusal), "refused")
 
 
 def error_kind(error: Exception) -> str:

@@ -15,12 +15,12 @@ from kvtransfer.blocks.convert import NonFiniteError
 from kvtransfer.blocks.extents import Buffers, ScatterList, piece_checksum
 from kvtransfer.messages import (
     LENGTH_BYTES,
-    NOT_QUANTIZABLE,
     PREFIX_BYTES,
     SPOILED,
     Ack,
     Channel,
     Piece,
+    Refusal,
     decode,
     encode,
     error_kind,
@@ -286,7 +286,7 @@ class Stream(threading.Thread):
         with self._owner.state:
             sequence, _ = self.in_flight[-1]
             self._wake.set()  # there may be more to send
-        self._owner.acknowledged(self, queued, Ack(sequence, NOT_QUANTIZABLE))
+        self._owner.acknowledged(self, queued, Ack(sequence, Refusal.NOT_QUANTIZABLE))
 
     def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
         """Write some of the piece; return False if the connection accepts nothing now."""
