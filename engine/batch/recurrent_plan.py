@@ -48,7 +48,7 @@ class Tables(NamedTuple, Generic[Array]):
     before: Array
     """[rows, reach]: sources of the inputs that a convolution reads before each row"""
     tails: Array
-    """[sequences, reach]: sources of the inputs that it will read before the new grid point"""
+    """[sequences, reach]: sources of the inputs that a convolution will read before the new grid point"""
     tiles: Array
     """[tiles, TILE_COLUMNS + tile_rows(grid)]"""
     num_drafted: int

@@ -20,7 +20,7 @@ class Step(NamedTuple):
     """Packed rows that need logits."""
     wants_hidden: bool = True
     hidden: Tensor | None = None
-    """For a draft head, [rows, hidden_size]: the hidden state before each row."""
+    """[rows, hidden_size], for a draft head: the hidden state before each row."""
 
 
 class ForwardOutput(NamedTuple):

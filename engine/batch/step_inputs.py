@@ -39,7 +39,7 @@ class StepShape:
     """Whether a sequence's only row may be a draft token, which changes no recurrent state."""
 
     def takes(self, other: StepShape) -> bool:
-        """Whether the steps of `other` fit this one."""
+        """Return whether the steps of `other` fit this shape."""
         sizes = zip(vars(self).values(), vars(other).values(), strict=True)
         return all(own >= least for own, least in sizes)
 
@@ -55,7 +55,7 @@ class StepInputs(NamedTuple):
     adapters: Tensor | None = None
     """int64 [rows]: the address of each row's adapter, 0 for none; None if no row may have an adapter."""
     hidden: Tensor | None = None
-    """For a draft head, [rows, hidden_size]: the hidden state before each row."""
+    """[rows, hidden_size], for a draft head: the hidden state before each row."""
 
 
 def are_chains(batch: Sequence[SequenceRows]) -> bool:

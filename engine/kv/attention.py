@@ -176,7 +176,7 @@ class NativeBackend(AttentionBackend):
     @property
     @abstractmethod
     def addresses(self) -> tuple[int, int, int]:
-        """The kernel's state, and its functions that begin a step and attend."""
+        """Addresses of the kernel's state, and of its functions that begin a step and attend."""
 
 
 class WrittenLayer(Protocol):

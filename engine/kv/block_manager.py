@@ -44,7 +44,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.tier = tier
         self.drafted = [False] * num_blocks
-        """For each block, whether all of its places also hold draft KV."""
+        """Whether all places of a block also hold draft KV, for each block."""
         self._references = [0] * num_blocks
         self._entry_of: list[Entry | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -73,8 +73,8 @@ class BlockPool:
         return self._references[block] > 1 or self._entry_of[block] is not None
 
     def take(self, count: int) -> list[int]:
-        """Return `count` blocks, each referenced once; so many must be available. They are in ascending
-        order, since adjacent blocks make one transfer.
+        """Return `count` blocks, which must be available, each referenced once. They are in ascending order,
+        since adjacent blocks make one transfer.
         """
         evicted: list[Evicted] = []
         while len(self._free) < count:
@@ -263,7 +263,7 @@ class BlockManager(BlockPool):
         self.enable_prefix_caching = enable_prefix_caching
         self.most_rows = most_rows
         self.least_tokens = 0
-        """The least tokens that a sequence gets blocks for, whatever its length."""
+        """Least number of tokens that a sequence gets blocks for, whatever its length."""
         self.tables = [Store(self, size, number, window) for number, window in enumerate(windows)]
         self.states = (
             StateStore(self, size, pool.state_blocks, pool.state_unit) if pool.state_blocks else None
@@ -271,7 +271,7 @@ class BlockManager(BlockPool):
         self.stores: list[Store] = [*self.tables, *([self.states] if self.states is not None else [])]
         self.has_windows = any(window is not None for window in windows)
         self._told = self.states or self.tables[0]
-        """The store whose entries are reported. With recurrent layers a prefix ends at a state."""
+        """The store whose entries are logged: with recurrent layers, a usable prefix ends at a state."""
 
     def watch(self) -> CacheLog:
         """Return a log that begins with the prefix cache's contents and gets every change from now on."""

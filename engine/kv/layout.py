@@ -264,7 +264,7 @@ class Group:
 
     def _row_width(self, sights: list[int]) -> int:
         """Return the number of values of a token in a block with which the tables, at most `MOST_TABLES` if
-        possible, take the least memory. Candidates are the sizes of the first layers of one sight.
+        possible, take the least memory. Candidates are sums over the first layers of one sight.
         """
         kinds = self._by_sight(sights).values()
         sizes = [[self._shape(place).num_values for place in alike] for alike in kinds]
@@ -334,7 +334,7 @@ class PoolLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """For each block table, how many of a sequence's last tokens keep KV in it; 0: all."""
+        """The number of a sequence's last tokens that keep KV in each block table; 0: all."""
         return self.groups[0].windows
 
     @property

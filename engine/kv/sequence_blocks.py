@@ -146,9 +146,9 @@ class SequenceBlocks:
     blocks: list[list[int]] = field(init=False)
     """The blocks of each table, as forwards read them."""
     state: State | None = field(init=False)
-    """None for models without recurrent layers."""
+    """The sequence's recurrent state; None for models without recurrent layers."""
     identities: list[BlockIdentity] = field(default_factory=list)
-    """The leading full blocks of committed tokens; `blocks` may have more."""
+    """The leading full blocks of committed tokens; `blocks` may hold more full blocks."""
     below: list[BlockIdentity] = field(default_factory=list)
     """The blocks after `identities` that some store has in the lower tier only, until `fill`."""
     shareable: bool = True
@@ -177,7 +177,7 @@ class SequenceBlocks:
 
     @property
     def first_places(self) -> list[int]:
-        """For each table, the first place that has a block."""
+        """The first place that has a block, for each table."""
         return [table.num_left for table in self.tables]
 
     @property

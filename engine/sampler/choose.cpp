@@ -56,7 +56,7 @@ template <class T> int64_t draw_drafts(const Drafted& drafted, int64_t threads, 
 
 }  // namespace
 
-// All return how many rows failed.
+// tandem_choose_* return how many rows failed, tandem_draw_* return 0.
 extern "C" {
 
 extern const int64_t tandem_sizes[] = {sizeof(Sampling), sizeof(Logits), sizeof(Drafted)};

@@ -89,7 +89,7 @@ def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 with wraparound; overwrites `x`."""
+    """Apply SplitMix64's finalizer to int64 with wraparound; overwrite `x`."""
     x = _mix_upper(x)
     x ^= _shift_right(x, 31)
     return x

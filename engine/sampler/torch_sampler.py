@@ -97,8 +97,8 @@ def _nucleus_floor(values: Tensor, top_p: Tensor) -> Tensor:
 
 
 def race(values: Tensor, keys: Tensor) -> Tensor:
-    """Gumbel-max sampling: return int64 [n], the token of each row with the greatest value + noise, the
-    lowest id among equals. `values` is float32 [n, vocab] with each row's maximum at 0, `keys` int64 [n].
+    """Return int64 [n], each row's token with the greatest value + noise (Gumbel-max sampling), the lowest id
+    among equals. `values` is float32 [n, vocab] with each row's maximum at 0, `keys` int64 [n].
     """
     token_ids = torch.arange(values.shape[1], device=values.device)
     return (values + gumbel_noise(keys.unsqueeze(1), token_ids)).argmax(dim=1)

@@ -94,7 +94,7 @@ class Draft:
         return found
 
     def first(self, num_nodes: int) -> Draft:
-        """Return a draft of the first `num_nodes` nodes. They keep their places, so their draft KV stays."""
+        """Return a draft of the first `num_nodes` nodes, which keep their places and so their draft KV."""
         parents, drawn = self.parents, self.distributions
         return Draft(
             self.token_ids[:num_nodes],

@@ -45,7 +45,7 @@ class SequenceState:
     prefill_only: bool = False
     drafts_elsewhere: bool = False
     hold_at: int | None = None
-    """For a sequence that drafts for a target's: the length at which it is held. It never ends by itself."""
+    """Length at which a sequence that drafts for a target's is held. Such a sequence never ends by itself."""
     stage: SequenceStage = SequenceStage.WAITING
     prompt_token_ids: list[int] = field(init=False)
     output_token_ids: list[int] = field(init=False)

@@ -35,7 +35,7 @@ class Speculator(Protocol):
     the draft model's KV, named `DRAFT`; `state_layout` is the state of the draft model's recurrent layers.
     Each is None if the draft has none. `hidden_layers` are the hidden states that the drafter reads, numbered
     as in Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one after the
-    final norm. `most_drafted` is the greatest number of draft tokens that recurrent layers have room for.
+    final norm. Recurrent layers have room for `most_drafted` draft tokens; longer drafts are cut to it.
     """
 
     kv_group: Group | None
@@ -53,7 +53,7 @@ class Speculator(Protocol):
         """Take up a handed-over sequence that starts decoding; `state` came with it."""
 
     def state(self, request_id: str) -> DraftState:
-        """Return what a hand-off carries in addition to the blocks of a finished prefill."""
+        """Return the draft state that a hand-off carries in addition to the blocks of a finished prefill."""
 
     def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         """Start the step's admitted sequences, and set the `draft` of decoding ones. Return whether `finish`

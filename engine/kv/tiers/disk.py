@@ -47,7 +47,7 @@ class DiskCounters:
 
 @dataclass(eq=False)
 class Job:
-    """A copy of a block between a slot of the file and a slot of host memory; no one else changes either."""
+    """A copy of a block between a slot of the file and a slot of host memory, which no other code changes."""
 
     identity: BlockIdentity
     slot: int

@@ -4,7 +4,7 @@ Filling a slot takes one write for the block and two writes of 64 bytes for its 
 metadata; with a file for each block, creating the file would cost as much as writing a small block. The entry
 is cleared before the block is written and set after it, so a process that is killed at any point leaves a
 whole block or no block. The checksum, which every read verifies, finds other faults: power loss, disk errors,
-a file that someone changed. Processes with one path each claim a folder in it.
+a file that someone changed. Processes that share a path each claim a folder of their own in it.
 """
 
 from __future__ import annotations
