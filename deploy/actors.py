@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from deploy.launch import forks_workers, run_launch
+from deploy.launch import run_launch
 from deploy.processes import ProcessWatch
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
 from protocol.errors import ConfigError
@@ -79,7 +79,7 @@ class WorkerActor:
             launch = read_launch(encoded)
         except ConfigError as error:
             return WorkerExit(str(error))
-        if not forks_workers(launch.config):
+        if not launch.config.forks_workers:
             return self._run_here(launch)
         return self._keep(partial(self._template.spawn, encoded), launch.config.start_timeout)
 

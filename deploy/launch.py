@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from worker.launch import Launch, StopHandle
 
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
     from worker.cores import CorePlace
 
 log = logging.getLogger(__name__)
-
-
-def forks_workers(config: ServeConfig) -> bool:
-    """Whether templates fork workers; `object_store` needs Ray in the worker's process: the actor's."""
-    return "object_store" not in config.transport_names
 
 
 def run_launch(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from deploy.launch import forks_workers
 from deploy.processes import end_descendants, kill_descendants
 from deploy.ray_cluster import HeadWatch, RayCluster
 from deploy.reports import announcement, reachable_url, warn_of_exposure
@@ -64,7 +63,7 @@ class Launcher(threading.Thread):
 
     def run(self) -> None:
         try:
-            if self.cluster.is_local and forks_workers(self._config):
+            if self.cluster.is_local and self._config.forks_workers:
                 self._template.preload(self._config)
             self.cluster.start(self._stop_requested)
             if self.cluster.head is not None:

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from deploy.launch import forks_workers
 from deploy.local_ray import RayStartError, start
 from deploy.processes import PrivateDirectory, ProcessWatch
 from deploy.slots import Node
@@ -170,7 +169,7 @@ class RayCluster:
             "namespace": self.namespace,
             "configure_logging": False,
             # The workers that a local template forks write to the launcher's own stderr.
-            "log_to_driver": not (self.is_local and forks_workers(self._config)),
+            "log_to_driver": not (self.is_local and self._config.forks_workers),
         }
         if self._directory is not None:
             options |= {

@@ -6,7 +6,6 @@ import os
 import signal
 
 from deploy.config import ENV_PREFIX
-from deploy.launch import forks_workers
 from deploy.preflight import check_start
 from deploy.processes import adopt_orphans, kill_descendants
 from deploy.ray_cluster import RayCluster
@@ -34,7 +33,7 @@ def serve(config: ServeConfig) -> int:
     )
     try:
         defaults = check_start(config)
-        if cluster.is_local and forks_workers(config):
+        if cluster.is_local and config.forks_workers:
             template.begin()
         from deploy.launcher import run  # the router is imported while the template imports the engine
 

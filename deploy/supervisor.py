@@ -18,7 +18,6 @@ import ray
 from ray.exceptions import RayError
 
 from deploy.actors import CONCURRENCY, WorkerActor
-from deploy.launch import forks_workers
 from deploy.placing import Placing
 from deploy.ray_cluster import RayCluster
 from deploy.resources import plan_workers, thread_environment
@@ -73,7 +72,7 @@ class Supervisor:
         self._cluster = cluster
         self._config = replace(config, api_key=None)
         """The configuration for workers, without API keys since Ray transports it."""
-        self._forks = forks_workers(config)
+        self._forks = config.forks_workers
         # Ranks wait for each other at every product, so they must not lend cores.
         has_ranks = config.total_ranks > config.num_workers
         self._shares_cores = config.worker_threads is None and not has_ranks

@@ -183,3 +183,8 @@ class TransferOptions:
     def transport_names(self) -> list[str]:
         """The transports to offer, best first."""
         return list(listed(self.kv_transports))
+
+    @property
+    def forks_workers(self) -> bool:
+        """Whether templates fork workers; `object_store` needs Ray in the worker's process: the actor's."""
+        return "object_store" not in self.transport_names

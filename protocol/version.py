@@ -9,7 +9,7 @@ PROTOCOL = 4
 
 
 def version() -> str:
-    """Return the installed distribution's version; "" for a source tree that is not installed."""
+    """Return the installed distribution's version, or "(not installed)" in a bare source tree."""
     try:
         return metadata.version("tandem-serve")
     except metadata.PackageNotFoundError:

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from bench.shapes.tokenizer import save_tokenizer
-from deploy.launch import Launch
 from deploy.resources import choose_threads
 from deploy.slots import make_slots
 from messaging.sockets import ClusterKeys
@@ -16,6 +15,7 @@ from protocol.config import ServeConfig
 from protocol.roles import ROLES, RoleSpec
 from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+from worker.launch import Launch
 
 PLAIN = RoleSpec(
     name="plain",
