@@ -73,7 +73,7 @@ class Assembly:
     loaded: LoadedModel
     speculator: Speculator | None
     leader: Leader | None
-    """Leads the worker's other ranks, if it has some."""
+    """The leader of the worker's other ranks; None without other ranks."""
 
     @cached_property
     def token_budget(self) -> int:
@@ -157,7 +157,7 @@ class Assembly:
 
     @property
     def _divider_of_pools(self) -> Leader | None:
-        """The leader of ranks that have a pool each, for their own heads."""
+        """The leader, if each rank has its own pool, with the KV of its own heads; else None."""
         return None if self.leader is None or self.leader.ranks.shares_memory else self.leader
 
     def tiers(self, pool: KVPool, on_fetched: Callable[[], None]) -> HostTier | None:
@@ -246,7 +246,7 @@ class Assembly:
 
     def _kept_free(self) -> int:
         """Return the bytes to keep free for a step and its graphs, if GPU memory sizes the pool; else 0. With
-        ranks, all of which would have to run it, a step is not measured but reckoned.
+        ranks a step is estimated, not measured, since all ranks would have to run it.
         """
         device = self.loaded.device
         is_sized_by_gpu = device.type == "cuda" and self.config.kv_cache_memory_bytes is None
@@ -301,13 +301,13 @@ class Assembly:
 
 
 _LIVE_ROWS = 8
-"""Activations of an MLP's size that a step has at once: residual, normed, made, sent and gathered ones."""
+"""Activations of an MLP's size that a step holds at once: residual, normed, made, sent and gathered ones."""
 
 
 def reckoned_step(
     hidden: int, intermediate: int, vocab_size: int, dtype: torch.dtype, *, num_tokens: int, rows: int
 ) -> int:
-    """Return the bytes of a step's activations, and of its logits: in `dtype`, and twice in float32."""
+    """Estimate the bytes of a step's activations and of its logits, once in `dtype` and twice in float32."""
     activations = _LIVE_ROWS * num_tokens * max(hidden, intermediate) * dtype.itemsize
     return activations + rows * vocab_size * (dtype.itemsize + 8)
 

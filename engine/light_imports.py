@@ -1,9 +1,9 @@
-"""Import hooks that make the import of Transformers' model classes light. As they come, they import PyTorch's
-compiler, its distributed tensors and SciPy, and read the source of all models, twice.
+"""Import hooks that make Transformers' model classes light to import. Without hooks they import PyTorch's
+compiler, its distributed tensors and SciPy, and read the source of all models twice.
 
 The hooks report SciPy and distributed tensors as missing: Transformers needs them only for object detection
 and sharded training. The compiler, `torch._dynamo`, is loaded when something uses it; most models never do.
-The names that the models' modules define are kept in the cache, for the installed release.
+The names that the models' modules define are cached in a file for the installed release.
 Call `install` before the first import of Transformers.
 """
 
@@ -60,7 +60,7 @@ class _OwnLoader(Loader):
 
 class _ChecksLoader(_OwnLoader):
     """The loader of Transformers' checks for libraries. It makes the checks in `_ABSENT` return False, and
-    `define_import_structure`, which the same module has, quick.
+    caches the result of `define_import_structure`, a function of the same module.
     """
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -76,11 +76,11 @@ class _ChecksLoader(_OwnLoader):
 
 
 Structure = dict[frozenset[str], dict[str, set[str]]]
-"""The names that modules define, by the libraries that they need and by module."""
+"""Names that modules define, by the libraries that they need, then by module."""
 
 
 def _kept(define: Callable[..., Structure]) -> Callable[..., Structure]:
-    """Return Transformers' `define_import_structure`, with what it finds in all models kept in a file."""
+    """Wrap Transformers' `define_import_structure`: its result for the folder of all models is cached."""
 
     def kept(path: str | Path, prefix: str | None = None) -> Structure:
         folder = Path(path) if os.path.isdir(path) else Path(path).parent

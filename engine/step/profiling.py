@@ -94,7 +94,7 @@ def measure_steps(
 ) -> list[tuple[StepWork, float]]:
     """Measure steps that decode few or many sequences, and prefill chunks, after short and long contexts.
 
-    The first step runs once before, since it is cold.
+    The first step also runs once before the measurement, to warm up.
     """
     many = min(_ROWS, max_sequences)
     wanted = [(1, _SHORT, 1), (many, _SHORT, 1), (many, _LONG, 1)]
