@@ -69,7 +69,7 @@ class Computed:
     def of(
         cls, sequence: SequenceState, outcome: Outcome, of_step: Tensor | None, first_row: int
     ) -> Computed:
-        """Return a sequence's part of a step, whose hidden states `of_step` have it from `first_row` on."""
+        """Return a sequence's part of a step; its hidden states in `of_step` begin at `first_row`."""
         verdict, draft = outcome.verdict, outcome.draft
         accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
         hidden = None

@@ -17,7 +17,7 @@ from speculation.drafter import Computed, Drafter, HiddenRows
 _SIGHT = 64
 """Tokens of context with which a draft is about as good as with a whole text."""
 MOST_UNREAD = 32
-"""The most tokens of a request whose hidden states are kept for a draft, each with its whole step's."""
+"""The most tokens of a request whose hidden states wait for a draft; each keeps its whole step's alive."""
 
 
 @dataclass(slots=True, eq=False)

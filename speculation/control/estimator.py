@@ -28,8 +28,8 @@ from speculation.drafter import Computed, Drafter, HiddenRows
 DRAFT_LEVEL = 0.003
 """[plain steps] The cost of a level of drafting until it is measured: optimistic, so that it is tried."""
 READ_SHARE = 0.15
-"""[share] The time to read a prompt token for drafting, as a share of its prefill, until it is measured: that
-of the bundled heads.
+"""[share] The time to read a prompt token for drafting, as a share of its prefill, until it is measured: the
+value of the bundled heads.
 """
 LEAST_READ = 32
 """[tokens] Fewer are read along with any draft, and say nothing about the time of reading."""

@@ -15,7 +15,7 @@ struct Chains {
     const int64_t *positions, *lengths;  // of each sequence's next token, and of its chain
     const float* const* distributions;   // [length, size]: what each token was drawn from; null: drawn without chance
     const int64_t* token_ids;            // one chain after the other
-    int64_t *accepted, *last_tokens;     // the number of tokens, and the token after them, -1 if none has a finite score
+    int64_t *accepted, *last_tokens;     // the number of tokens; the token after them, -1 if none has a finite score
     const uint32_t* const* masks;        // for each row, bits of the tokens that may be chosen (null: all); or null
     int64_t coupled;                     // whether to verify by the coupled rule
 };

@@ -30,9 +30,9 @@ _STEP = 16
 
 @dataclass(frozen=True)
 class AdaptedProduct:
-    """One product of one input, of which linear layers are adjacent parts. `parts`, int32 [parts, 3], has
-    each layer's number in adapters' tables, its first column and its number of outputs, at most `widest`.
-    Parts begin and end at multiples of `step`. Adapters have the dtype `dtype` and ranks up to `max_rank`.
+    """A product of one input whose adjacent parts are linear layers. `parts`, int32 [parts, 3], has each
+    layer's number in adapters' tables, its first column and its number of outputs, at most `widest`. Parts
+    begin and end at multiples of `step`. Adapters have the dtype `dtype` and ranks up to `max_rank`.
     """
 
     parts: Tensor

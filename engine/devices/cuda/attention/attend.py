@@ -162,7 +162,7 @@ def _queries(
     TAIL_PADDED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Load query rows from `place`: the part for a key's first KEY_PADDED values, and the rest."""
+    """Load query rows from `place`, in two parts: for a key's first KEY_PADDED values, and for the rest."""
     d = tl.arange(0, KEY_PADDED)
     q = tl.load(place + d[None, :], mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0).to(MULTIPLIED)
     q_tail = q

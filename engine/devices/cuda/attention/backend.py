@@ -24,7 +24,7 @@ MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.floa
 """The type that the matrix units multiply, by the dtype of rows."""
 
 LARGEST_DIM = 512
-"""The largest size of values and of coded keys. Other keys may have as many more, as in latent attention."""
+"""The largest size of values and coded keys. Uncoded keys may have as many more, as in latent attention."""
 
 PARTS_BYTES = 256 * 1024**2
 """The most memory for partial results of splits. Tiles whose splits do not fit are joined by one program."""

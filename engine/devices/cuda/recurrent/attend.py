@@ -34,7 +34,7 @@ def _known(rows, window, sources, offset, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _totals(decay, decays, sources, offset, inside, WIDTH: tl.constexpr):
-    """Return the logarithm of the decay from the grid point through each row."""
+    """Return the logarithm of the decay from the grid point up to and including each row."""
     known = _known(decay, decays, sources, offset, inside, WIDTH)
     if known.shape[1] == 1:  # Triton 3.6 compiles no scan of a single column
         totals = tl.cumsum(tl.sum(known, 1), 0)[:, None]
@@ -187,8 +187,8 @@ def attend(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Grid: (sequences, heads * blocks of values). Keys are read PART values at a time. `drafted` has the
-    states after draft rows. `keep` then writes the rest of the windows.
+    """Grid: (sequences, heads * blocks of values). Attend, and read PART values of keys at a time. `drafted`
+    has the states after draft rows. `keep` then writes the rest of the windows.
     """
     BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
     DELTA: tl.constexpr = beta is not None

@@ -56,7 +56,7 @@ def convolve(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (sequences, blocks of channels). REACH is the width of the tables `before` and `tails`."""
+    """Grid: (sequences, blocks of channels). Convolve rows; `before` and `tails` are REACH wide."""
     sequence = tl.program_id(0)
     entry = sequences + sequence * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)

@@ -46,7 +46,7 @@ def scan(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Grid: (sequences, blocks of heads). `keep` then writes the rest of the windows."""
+    """Grid: (sequences, blocks of heads). Scan; `keep` then writes the rest of the windows."""
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
