@@ -1,8 +1,8 @@
-"""How published checkpoints name the tensors of their MTP heads.
+"""The tensor names of published checkpoints' MTP heads.
 
 All heads share the formula of DeepSeek-V3 (2024), section 2.2. A head's row has the embedding of a token and
-the hidden state before it. Both are normed, `joint` makes one vector of the two, and a decoder layer of the
-target's own kind and a final norm follow. The LM head scores the output.
+the previous position's hidden state. Both are normed, `joint` makes one vector of the two, and a decoder
+layer of the target's own kind and a final norm follow. The LM head scores the output.
 
 The first head's hidden states are the target's, after its final norm. Each further head has its own layer and
 reads the previous head's output.
@@ -107,7 +107,7 @@ LAYOUTS = {
     ),
     "Speculators": _beside("mtp_layers.{head}.", "final_layernorm", **_LONG_NAMES),
 }
-"""The layouts by the families that published them. A checkpoint has the first that fits its tensor names."""
+"""The layouts by family. A checkpoint's layout is the first that fits its tensor names."""
 
 
 def find_layouts(names: Collection[str], num_layers: int) -> list[Layout]:

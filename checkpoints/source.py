@@ -11,7 +11,7 @@ GGUF = ".gguf"
 
 
 def is_gguf(model: str) -> bool:
-    """Return whether a model's name is that of a GGUF file."""
+    """Return whether a model's name ends like a GGUF file's."""
     return model.endswith(GGUF)
 
 

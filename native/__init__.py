@@ -1,1 +1,1 @@
-"""Builds C++ kernels for the machine at first use, and finds torch's own OpenMP runtime for them."""
+"""C++ kernels built for the machine at first use, and torch's own OpenMP runtime for them."""

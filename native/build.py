@@ -1,4 +1,4 @@
-"""Compiles a kernel for this machine at first use, and loads it.
+"""Compilation of a kernel for this machine at first use, and its loading.
 
 The library is cached (TANDEM_CACHE_DIR, default ~/.cache/tandem) under a name derived from the sources, the
 compiler and the CPU, so a changed source or another machine with the same home directory gets its own.
@@ -86,7 +86,7 @@ def _cpu() -> str:
 
 
 def own_inductor_cache() -> None:
-    """Keep what torch.compile builds in our cache: in Inductor's default, under /tmp, anybody may be first.
+    """Keep torch.compile's output in our cache: any user may make Inductor's default folder in /tmp.
 
     Inductor loads libraries and pickles from there. Raises OSError.
     """

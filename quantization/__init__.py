@@ -1,1 +1,1 @@
-"""`tandem quantize`: block by block, calibrated quantization of a model, written in a published layout."""
+"""`tandem quantize`: calibrated, block-by-block quantization of a model, written in a published layout."""

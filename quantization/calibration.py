@@ -16,7 +16,7 @@ from protocol.errors import ConfigError
 _STRIP = 1024
 """The number of rows of the matrix of moments that one product updates."""
 _SAME = 1e-2
-"""Tolerance for a replayed block's output: difference in the model's dtype, as a share of the root mean
+"""Largest difference of a replayed block's output in the model's dtype, as a share of the output's root mean
 square.
 """
 
@@ -268,7 +268,7 @@ def _embed(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) 
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Split a block's arguments into the other arguments and the hidden states."""
+    """Split a block's arguments into those other than the hidden states, and the hidden states."""
     if args:
         return kwargs, args[0]
     return {name: value for name, value in kwargs.items() if name != "hidden_states"}, kwargs["hidden_states"]

@@ -35,20 +35,18 @@ _EXPERT_FIELDS = {
 
 @dataclass(frozen=True)
 class Family:
-    """How Transformers names a GGUF architecture's model and its fields."""
+    """Transformers' names for a GGUF architecture's model and fields."""
 
     model_type: str
     model_class: str
     fields: dict[str, str] = field(default_factory=dict)
     """Names of further fields that every file of the architecture has."""
     more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
-    """Function that returns fields that must be computed."""
+    """A function that returns the fields that must be computed."""
 
 
 def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return Gemma's own fields. Like llama.cpp, tell the 27 B models, with other query scales, by their
-    layers.
-    """
+    """Return Gemma's own fields. The layer count tells the 27 B models, which scale queries differently."""
     largest = {"gemma2": 46, "gemma3": 62}[file.architecture]
     is_largest = config["num_hidden_layers"] == largest
     per_head = config["hidden_size"] // config["num_attention_heads"]

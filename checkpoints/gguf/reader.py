@@ -28,7 +28,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class GgufError(ConfigError):
-    """A GGUF file cannot be read or served. The message names file, field or tensor, and reason."""
+    """A GGUF file that cannot be read or served; the message names file, field or tensor, and reason."""
 
 
 @dataclass(frozen=True)

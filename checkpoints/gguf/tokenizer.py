@@ -25,7 +25,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Split:
-    """How text is cut into words before merges apply."""
+    """The way text is cut into words before merges apply."""
 
     pattern: str | None = None
     """A regular expression; None for GPT-2's own."""
@@ -136,7 +136,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocab = {token: place for place, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab, merges, ignore_merges=split.takes_whole_words)
-    except Exception as error:  # tokenizers raises no class of its own
+    except Exception as error:  # tokenizers raises plain Exception
         file.fail(f"tokenizer.ggml.merges: {error}")
     tokenizer = Tokenizer(model)
     if split.composes:

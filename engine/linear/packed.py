@@ -60,8 +60,8 @@ def kernel(name: str = "tandem_linear") -> Callable[..., None]:
 def kernel_fault(
     device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
 ) -> str | None:
-    """Return the replacement of our kernel and the reason for it; None if the kernel can be used. `dtypes`
-    are the supported dtypes.
+    """Return which product replaces our kernel, and why; None if the kernel can be used. `dtypes` are the
+    dtypes that it supports.
     """
     if device.type != "cpu" or dtype not in dtypes:
         return f"torch's, for {str(dtype).removeprefix('torch.')} on {device.type}"

@@ -18,7 +18,7 @@ class QuantizedLinear(nn.Module):
     permutation: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
-        """Make the layer. `bias` is [out_features], in the model's dtype. Raises ValueError otherwise."""
+        """Take `bias` [out_features], in the model's dtype. Raises ValueError if shapes don't fit."""
         super().__init__()
         fault = _fault(weight, bias)
         if fault is not None:

@@ -1,4 +1,4 @@
-"""Linear layers in which an expert's own weights multiply each row, packed for our kernel (`routed.h`).
+"""Linear layers that multiply each row by its expert's weights, packed for our kernel (`routed.h`).
 
 An expert's weights are read once for all its rows. A row's result has the same bits in every batch.
 """

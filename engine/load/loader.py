@@ -151,7 +151,7 @@ def choose_device(requested: str) -> torch.device:
 
 
 def _check_allocator() -> None:
-    """Raise `ConfigError` if other processes could not map this one's device memory (CUDA IPC)."""
+    """Raise `ConfigError` if other processes could not map this process's device memory (CUDA IPC)."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         settings = dict(pair.partition(":")[::2] for pair in os.environ.get(name, "").split(","))
         if settings.get("expandable_segments", "").strip().lower() in ("true", "1"):

@@ -250,7 +250,7 @@ def _same_logits(
 
 
 def _reference(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """Return Transformers' logits for the text and for slightly changed embeddings, [2, text, vocab]."""
+    """Return float32 [2, text, vocab]: Transformers' logits for the text and for changed embeddings."""
 
     def change_last_bits(embeddings: Tensor) -> Tensor:
         up = torch.arange(embeddings[1].numel(), device=model.device).view_as(embeddings[1]) % 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class NormKind(IntEnum):
-    """How a norm applies its weights; `row_math.h` has the same values."""
+    """The rounding of a norm's product with its weights; `row_math.h` has the same values."""
 
     PLAIN = 0
     """The normalized values are rounded, then multiplied."""

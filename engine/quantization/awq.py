@@ -67,7 +67,7 @@ class Awq:
         )
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the layer's tensors; scales become float16. Outputs: a multiple of 8; no permutation."""
+        """Return the layer's tensors, scales in float16. Outputs must be a multiple of 8, not permuted."""
         assert weight.format is CodeFormat.INT4 and weight.permutation is None
         zeros = weight.zeros
         if zeros is None:

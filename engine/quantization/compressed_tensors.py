@@ -43,7 +43,7 @@ class Scheme:
     bits: int = 8
     symmetric: bool = True
     group_size: int | None = None
-    """None means one scale for each output or for the layer."""
+    """Number of inputs with one scale; None: one scale for each output or for the layer."""
     block: tuple[int, int] | None = None
     rounds_inputs: bool = False
 
@@ -184,7 +184,7 @@ def _are_int8(inputs: Mapping[str, Any]) -> bool:
 
 
 def _activations(scheme: Scheme) -> dict[str, Any] | None:
-    """Return the inputs' configuration. FP8 weights get FP8 inputs, the only FP8 kernels of other engines."""
+    """Return the inputs' configuration. FP8 weights get FP8 inputs: other engines need both in FP8."""
     if not (scheme.rounds_inputs or scheme.format == "float-quantized"):
         return None
     kind = scheme.weights()["type"]
@@ -211,7 +211,7 @@ def _read_packed(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
 
 
 def _permutation(layer: StoredLayer, groups: int) -> Tensor | None:
-    """Return the order of inputs by group, in older files; None without one. All -1 means sorted inputs."""
+    """Return the inputs sorted by group. None if they are in order: without the tensor, or all -1 in it."""
     group_of = layer.tensors.get("weight_g_idx")
     if group_of is None or (group_of == -1).all():
         return None

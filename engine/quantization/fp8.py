@@ -20,7 +20,7 @@ from engine.quantization.stored import (
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 _SCALES = ("weight_scale_inv", "weight_scale")
-"""The scales' names; they multiply the weights."""
+"""Names of the scales; despite `_inv`, both kinds multiply the codes."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file as weights of a Transformers model.
 
 Blocks stay quantized if a `QuantizedWeight` can hold their values; ggml's `ggml-common.h` defines their
-layouts. The package `gguf` dequantizes the others.
+layouts. The package `gguf` dequantizes the other types.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ _READ = {
 def _with_minimum(format: CodeFormat, codes: Tensor, scales: Tensor, minima: Tensor) -> QuantizedWeight:
     """Return the weight with values `scales * codes + minima`.
 
-    A group whose scale is 0 is all minimum: its codes become 1, and its scale becomes the minimum.
+    In a group with scale 0, all values are the minimum: its codes become 1, and its scale the minimum.
     """
     flat = scales == 0
     if flat.any():

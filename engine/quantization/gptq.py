@@ -91,7 +91,7 @@ class Gptq:
         return QuantizedWeight(CodeFormat.INT4, codes.contiguous(), scales, zeros, permutation)
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the layer's tensors; scales become float16. Some readers of version 1 read zero 0 as 16."""
+        """Return tensors with float16 scales. Some readers of version 1 read the zero point 0 as 16."""
         codes, zeros = weight.codes, weight.zeros
         if weight.format is CodeFormat.INT8:
             codes = words.move_zero(codes)

@@ -23,7 +23,7 @@ class _Sequence:
     first_key: int
     blocks: Tensor
     paths: Tensor | None
-    """Which of the last n keys, the tree's, each row sees: bool [query_len, n]. None for a chain."""
+    """Mask of the last n keys, the tree's, that each row sees: bool [query_len, n]. None for a chain."""
 
     @property
     def first_position(self) -> int:
@@ -153,8 +153,8 @@ def _visible(sequence: _Sequence, gathered: int, window: int, device: torch.devi
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, gathered: int, options: AttentionOptions
 ) -> Tensor:
-    """Return q [num_heads, query_len, key_dim] attending to k [num_kv_heads, keys, key_dim] and v
-    [num_kv_heads, keys, value_dim]: [num_heads, query_len, value_dim].
+    """Attend with q [num_heads, query_len, key_dim] to k [num_kv_heads, keys, key_dim] and v [num_kv_heads,
+    keys, value_dim]. Return [num_heads, query_len, value_dim].
     """
     kv_heads, window, scale = k.shape[0], options.window, options.scale
     has_edge = gathered < sequence.first_key or (window and k.shape[1] > window)

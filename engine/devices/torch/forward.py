@@ -58,7 +58,7 @@ class TorchForward(ABC):
 
     @abstractmethod
     def run_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute packed rows. This method is what torch.compile compiles."""
+        """Compute packed rows. torch.compile compiles this method."""
 
 
 class Modules(TorchForward):

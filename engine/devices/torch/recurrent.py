@@ -12,7 +12,7 @@ from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 
 
 class TorchOperators(StepOperators):
-    """Operators that run row by row: a row's sums have shapes, and bits, set by its position only."""
+    """Row-by-row operators: the shapes of a row's sums, and so its bits, depend only on its position."""
 
     name = "torch"
 
@@ -150,7 +150,7 @@ def _read_and_add(
     decay: Tensor,
     beta: Tensor | None,
 ) -> Tensor:
-    """Return a row's output from the state and the `behind` tokens since. Store the row at a window place."""
+    """Return a row's output, from the state and the later tokens `behind`. Store the row at `place`."""
     decays, keys, deltas = state_slot.decays[behind], state_slot.keys[behind], state_slot.deltas[behind]
     total = decays[-1] + decay if len(decays) else decay
     weights = (total - decays).exp()

@@ -1,8 +1,7 @@
-"""Replacement of the functions over tokens that a model's recurrent layers call by our operators.
+"""Our operators in place of the functions over tokens that a model's recurrent layers call.
 
 Each such layer gets its own forward: the same code, with other functions under these names. So projections,
-gates and norms remain Transformers', other models in the process are unaffected, and every call knows its
-layer.
+gates and norms remain Transformers', other models are unaffected, and every call knows its layer.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RecurrentHooks:
         self.operators: Operators | None = None
 
     def add(self, module: Any) -> None:
-        """Number a layer. Copies in models with a part of the layers keep the number."""
+        """Number a layer. Copies of it in models with fewer layers keep the number."""
         module.recurrent_number = len(self.layers)
         self.layers.append(module.layer_idx)
 

@@ -121,7 +121,7 @@ def _compiled(
     inductor.cpp.dynamic_threads = True
     inductor.size_asserts = inductor.alignment_asserts = False
     # The model never changes, so guards would only cost time in each step. But compiled code is cached by
-    # code object, and without guards one model's would serve the next: so each model gets its own code
+    # code object, and without guards the next model would get this model's: so each model has its own code
     # object.
     options = {
         "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,

@@ -92,8 +92,8 @@ class CpuBackend(NativeBackend):
     """A backend that reads blocks in place: float32 and bfloat16 on the CPU, plain or coded. Sums are
     float32, or exact for rows coded in int8.
 
-    A row's result has the same bits for all other rows in the step, all numbers of threads, and as a decode
-    row or in a prefill chunk.
+    A row's result has the same bits whichever other rows are in the step, with any number of threads, and as
+    a decode row or in a prefill chunk.
     """
 
     name = "cpu"

@@ -253,6 +253,6 @@ class NativeStateSlots:
         model.convolve, model.attend_linear = map(address_of, kernels())
 
     def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:
-        """Write the places of the rows' states to `fields`. They are valid until the next call."""
+        """Write the places of the rows' states to `fields`, valid until the next call."""
         self._spans.begin(map(span_of, batch))
         fields.spans = ctypes.addressof(self._spans.args)

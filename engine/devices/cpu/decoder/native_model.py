@@ -40,7 +40,7 @@ class NativeModel:
         self._memory = HugePages()
         self._kept: list[Tensor] = []
         self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
-        """By address: the struct there, with the packed weight and the bias that it points to."""
+        """The structs by address, each with the packed weight and the bias that it points to."""
         self._experts: list[ExpertsArgs | QuantizedArgs] = []
 
     def keep(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
