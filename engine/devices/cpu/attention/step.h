@@ -50,7 +50,7 @@ struct Step {
         return window ? std::max(lowest, position + 1 - window) : lowest;
     }
 
-    // Returns a key before which query rows from row q on see nothing.
+    // Returns a lower bound of the keys that query rows from row q on see.
     int64_t first_seen_from(int64_t s, int q, int64_t window) const {
         return first_seen(s, is_tree(s) ? tree_start[s] : first_position(s) + q, window);
     }

@@ -50,8 +50,8 @@ class DeltaMixer : DeltaRule {
     }
 
   private:
-    // Reorders the products of models that interleave heads. From, for each key head, its query, key, values and gates
-    // to all queries, all keys, and so on; likewise for betas and decays.
+    // Reorders the products of models that interleave heads: from each key head's query, key, values and gates to all
+    // queries, then all keys, and so on; likewise betas and decays.
     void part_heads(const LayerStateSlots& of, int64_t n, int64_t step) {
         const int64_t each = of.heads / of.key_heads;
         w.each_row(n, [&](int64_t r) {

@@ -51,7 +51,7 @@ class KdaMixer : DeltaRule {
     }
 
   private:
-    // Multiplies low-rank weights by the values from `first` on in each row of `gates`.
+    // Multiplies the values from `first` on in each row of `gates` by low-rank weights.
     void expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<Value>& out) {
         low.resize(n * weights.in), out.resize(n * weights.out);
         for (int64_t r = 0; r < n; r++)

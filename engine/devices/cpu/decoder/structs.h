@@ -20,7 +20,7 @@ using RoutedLinear = void (*)(const Routed*, const Value*, const Value*, int64_t
 using RoutedQuantizedLinear = void (*)(const Routed*, const void*, int64_t, int64_t, int64_t, Parallel);
 using BeginAttention = const char* (*)(void*, const Step*);
 using Attend = void (*)(void*, const Call*);
-// Completes rows of which each rank has `own` of `width` bytes, from `first` on.
+// Assembles whole rows from the ranks' parts. This rank has `own` of the `width` bytes of a row, from `first` on.
 using Gather = bool (*)(void* ranks, const Value* part, Value* whole, int64_t rows, int64_t first, int64_t own, int64_t width);
 
 // A product's packed weights, [out, in], and bias (null for none), or the quantized product's struct.

@@ -76,7 +76,7 @@ class Work {
         else gate_row(made, made + width, width, out, [](float x) { return x; });
     }
 
-    // Completes rows of which a rank has `own` values.
+    // Assembles whole rows from the ranks' parts. This rank has `own` of the `width` values of a row, from `first` on.
     void gather(std::vector<Value>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
         if (own == width) return;
         part.swap(values);
