@@ -181,7 +181,7 @@ def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
 
 
 def rows_of(tensor: Tensor, rows: Sequence[range]) -> Tensor:
-    """Return some rows, the same memory if they are one range."""
+    """Return some rows of a tensor. A single range shares the tensor's memory."""
     parts = [tensor[each.start : each.stop] for each in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -45,8 +45,8 @@ DUMMY_SEED = 0
 
 
 def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
-    """Load the configuration's model. Raises `UnsupportedModelError` or `ConfigError`, naming the fault. With
-    `on_host` the model stays in the host's memory, for a share of it to be moved to the device.
+    """Load the configuration's model. With `on_host` it stays in host memory, and a share of it moves to the
+    device later. Raises `UnsupportedModelError` or `ConfigError`, naming the fault.
     """
     loaded = take_preloaded(config)
     if loaded is not None:

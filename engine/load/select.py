@@ -42,8 +42,8 @@ logger = logging.getLogger("tandem.engine")
 
 
 def load_packed(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
-    """Load the configuration's model, packed for the forward that will run it. Arguments and errors are those
-    of `load_model`.
+    """Load the configuration's model, packed for the forward that will run it. `on_host` goes to
+    `load_model`, whose errors are raised.
     """
     loaded = load_model(config, on_host=on_host)
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
@@ -53,7 +53,7 @@ def load_packed(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
 def runner_of_one_process(
     config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
 ) -> Runner:
-    """Return what runs a packed model over this pool, and captures the hidden states of these layers."""
+    """Return a packed model's runner over this pool, which captures these layers' hidden states."""
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
     return runner_of(config, loaded, attention, hidden_layers, pool.state_slots)
