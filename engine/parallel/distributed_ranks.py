@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
 
 from engine.parallel import group
@@ -16,6 +17,11 @@ from engine.parallel.group import Columns, LostRankError, Ranks
 
 _SLOWEST_S = 60.0
 """Ranks load their models, and compile kernels within a forward, some sooner than others."""
+
+
+_OPTIONS = AllgatherOptions()
+_OPTIONS.asyncOp = False
+"""NCCL then runs in the current stream, and nothing waits for another one."""
 
 
 class Meeting:
@@ -48,7 +54,9 @@ class DistributedRanks(Ranks):
         sent = pad(sent, (0, max(sizes) - part.shape[-1])) if len({*sizes}) > 1 else sent.contiguous()
         got = sent.new_empty((self.size * len(sent), sent.shape[1]))
         try:
-            self._connected()._allgather_base(got.view(torch.uint8), sent.view(torch.uint8)).wait()
+            work = self._connected()._allgather_base(got.view(torch.uint8), sent.view(torch.uint8), _OPTIONS)
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise LostRankError(f"a rank does not answer: {error}") from error
         got = got.view(self.size, *sent.shape)
