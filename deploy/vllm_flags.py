@@ -146,7 +146,7 @@ REFUSED: Mapping[str, str] = {
     "leave it out: a server's prefill and decode workers hand KV over by themselves (--kv-transports); "
     "--no-disaggregation has one kind of worker, --kv-offloading-size keeps prefixes in host memory": """
         ec-transfer-config= kv-transfer-config=""",
-    "a model's layers stay on one device; on CPUs write --tensor-parallel-size": """
+    "a model's layers are not spread over devices; write --tensor-parallel-size": """
         decode-context-parallel-size= pipeline-parallel-size= prefill-context-parallel-size=""",
     "one server has all hosts: write --ray-address and --min-nodes, and --decode-replicas": """
         data-parallel-address= data-parallel-backend= data-parallel-external-lb data-parallel-hybrid-lb

@@ -32,9 +32,9 @@ class RoleOptions:
     draft_replicas: Annotated[int, Meta(ge=0)] = 0
     """Draft workers, which draft for the requests of all decode workers."""
     prefill_tensor_parallel_size: _Ranks = 1
-    """Processes that share the heads and weights of each prefill worker, on a CPU."""
+    """Processes that share the heads and weights of each prefill worker, on a CPU or on a GPU each."""
     decode_tensor_parallel_size: _Ranks = 1
-    """Processes that share the heads and weights of each decode worker, on a CPU."""
+    """Processes that share the heads and weights of each decode worker, on a CPU or on a GPU each."""
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -154,7 +154,7 @@ def test_arguments_are_rewritten(arguments: list[str], meant: list[str]) -> None
         (["--qqq"], "--qqq: there is no such option$"),
         (["--port"], "--port: needs a value$"),
         (["-tp", "--host", "x"], "--tensor-parallel-size: needs a value$"),
-        (["-pp", "2"], "--pipeline-parallel-size: a model's layers stay on one device"),
+        (["-pp", "2"], "--pipeline-parallel-size: a model's layers are not spread over devices"),
     ],
 )
 def test_arguments_are_refused(arguments: list[str], error: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,12 +39,12 @@ from engine.lora.files import read_adapter
 from engine.lora.table import adaptable
 from engine.model.describe import describe
 from engine.model.program import Rotation
-from engine.parallel import follower, group
+from engine.parallel import follower, group, messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.layers import model_share
 from engine.parallel.messages import RunStep, encode
-from engine.parallel.pools import held_pool, rank_layout
+from engine.parallel.pools import LeadingPool, held_pool, rank_layout
 from engine.parallel.program_share import program_share
 from engine.parallel.runner import ShareRunner, share_of
 from engine.parallel.shared_ranks import SharedRanks
@@ -206,6 +207,26 @@ def test_shares_of_a_program_have_the_bits_of_the_whole(case: str) -> None:
         logits, blocks = run_program(loaded, size)
         assert all(map(torch.equal, logits, expected)), f"{size} ranks"
         assert torch.equal(blocks, pool), f"{size} ranks keep the same KV"
+
+
+def test_other_ranks_change_their_pools_alike() -> None:
+    layout = PoolLayout((Group.uniform(TARGET, Segment(2, 4, 8, torch.float32)),), 4)
+    ours, theirs = socket.socketpair()
+    lead = LeadingPool(layout, 4, CPU, 2, lambda message: messages.send(ours, encode(message)))
+    other, whole = KVPool(rank_layout(layout, 2, 1), 4, CPU, None), KVPool(layout, 4, CPU, None)
+    held = [held_pool(pool.memory, layout, 2, rank) for rank, pool in enumerate((lead, other))]
+    joined = JoinedBlocks(layout.describe(), [Part(each.blocks, each.segments, each.heads) for each in held])
+    for pool in (lead, other):
+        pool.memory.copy_(torch.randint(256, pool.memory.shape, dtype=torch.uint8))
+    whole.memory.copy_(joined[:])
+    for pool in (lead, whole):
+        pool.copy_block(0, 3)
+        pool.move_tokens([[3, 1]], 2, [4, 5])
+    ours.close()
+    unused: Any = None
+    follower._obey(unused, other, unused, theirs)
+    assert torch.equal(joined[:], whole.memory)
+    assert joined[1:3].shape == (2, layout.block_bytes)
 
 
 def test_other_ranks_divide_layers_like_the_first() -> None:
