@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import Qwen3Config
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
+from engine import assembly
 from engine.batch.runner import Runner
 from engine.batch.step_inputs import StepInputs
 from engine.copies import Pinned, Uploader
@@ -107,7 +109,8 @@ def engine_of(folder: Path, sequences: int, max_model_len: int) -> Engine:
         max_num_seqs=sequences,
         max_model_len=max_model_len,
     )
-    engine = Engine(serve, make_runner=_runner, speculate=BatchSpeculator)
+    with patch.object(assembly, "runner_of_one_process", _runner):
+        engine = Engine(serve, speculate=BatchSpeculator)
     engine._launcher._runs_ahead = True  # launches steps ahead, as on a GPU
     return engine
 
