@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.step.results import Reservation
+from engine.step.live_sequences import Reservation
 from kvtransfer.interface import Arrival, Progress
 from protocol.handoff import HandoffManifest, SamplingState
 from protocol.ids import token_ids_digest

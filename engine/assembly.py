@@ -21,7 +21,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import Allocate, KVPool, pool_blocks
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from engine.kv.tiers.disk import DiskTier
 from engine.kv.tiers.host import MIN_SLOTS_WITH_DISK, HostMemory, HostTier
 from engine.kv.tiers.slot_file import ENTRY_BYTES, SlotFile, check_free_space, claim_folder

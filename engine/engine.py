@@ -24,8 +24,8 @@ from engine.parallel.leader import Leader
 from engine.phases import phase
 from engine.start_up import describe_start
 from engine.step.launch import embeddings
+from engine.step.live_sequences import EngineStats, Reservation, StepResult
 from engine.step.profiling import ProfilingRun, measure_steps
-from engine.step.results import EngineStats, Reservation, StepResult
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceStage, SequenceState
 from engine.step.slot_allocator import StateSlotAllocator

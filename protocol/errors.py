@@ -26,3 +26,7 @@ class InvalidRequestError(TandemError):
 
 class ProtocolError(TandemError):
     """A peer's message does not decode or breaks a bound. It is counted and dropped."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model asks for something the engine would compute wrongly; the message names it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from engine.linear.rounding import round_to_nearest
+from engine.linear.quantized import round_to_nearest
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from quantization import awq, gptq
 from quantization.calibration import Calibration, linears

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch.rows import RowArrays, SequenceRows
 from engine.batch.runner import ChainDrafter, ForwardOutput, Runner, Step
+from engine.batch.step_inputs import RowArrays, SequenceRows
 from engine.copies import Downloader
 from engine.sampler import Sampler
 from engine.sampler.rows import edits_logits, needs_history
-from engine.step.draft import Draft
-from engine.step.late_tokens import LateTokens
+from engine.step.draft import Draft, LateTokens
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.drawing import Drawing, Drawn

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.copies import upload_to
 from engine.devices.attention import TablesBackend, select_backend
 from engine.devices.loaded_model import LoadedModel

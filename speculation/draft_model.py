@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from engine import limits
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
-from engine.errors import UnsupportedModelError
 from engine.kv.layout import DRAFT
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
@@ -28,7 +27,7 @@ from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
 from speculation.control.estimator import default_drafted

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import Group
 from engine.kv.pool import KVPool
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from engine.step.draft import Draft, Outcome
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceState

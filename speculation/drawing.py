@@ -18,8 +18,7 @@ from torch import Tensor
 from engine.copies import Downloader, Upload
 from engine.sampler import Sampler, SamplingRow
 from engine.sampler.noise import gumbel_noise, stream_keys
-from engine.step.draft import Draft
-from engine.step.late_tokens import LateTokens
+from engine.step.draft import Draft, LateTokens
 from engine.step.sequence import SequenceState
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification

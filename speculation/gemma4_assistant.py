@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.batch.rows import SequenceRows
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import TablesBackend, backend_over, by_table, select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import HeadModules
-from engine.devices.torch.runner import TorchRunner
+from engine.devices.torch.runner import HeadModules, TorchRunner
 from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOptions
 from engine.kv.layout import TARGET, LayerShape
 from engine.kv.pool import KVPool

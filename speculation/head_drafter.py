@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Fill, ForwardOutput, Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.attention import AttentionBackend, LayerKv

@@ -23,8 +23,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.linear.packed import kernel_fault, linear_of, pack_linears
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
-from engine.step.draft import Draft
-from engine.step.late_tokens import LateTokens
+from engine.step.draft import Draft, LateTokens
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import Checkpoint, round_draft

@@ -13,7 +13,6 @@ from torch import Tensor
 from checkpoints.mtp_layouts import NUMBER, Layout, find_layouts
 from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
-from engine.errors import UnsupportedModelError
 from engine.kv.attention import AttentionBackend, LayerKv
 from engine.kv.layout import DRAFT, Group
 from engine.load.extra_layers import final_norm, load_extra_layers
@@ -22,7 +21,7 @@ from engine.model.describe import describe
 from engine.model.program import Entry, ModelProgram
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import FIELD, Checkpoint
 from speculation.head_drafter import DraftHead, SeveralHeads

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import backend_over, select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET, Group
 from engine.kv.pool import KVPool
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from engine.load.select import build_runner
 from engine.sampler import Sampler
 from engine.step.draft import Outcome, Verdict

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import backend_over, select_backend
-from engine.devices.cpu.decoder.native_model import PRODUCTS, NativeModel
-from engine.devices.cpu.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
+from engine.devices.cpu.decoder.native_model import PRODUCTS, LayerArgs, ModelArgs, NativeModel, WeightsArgs
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.linear.packed import PackedLinear, kernel_fault, linear_of, unpacked
 from engine.linear.packed_quantized import fits, packed
-from engine.linear.rounding import group_size, round_to_nearest
+from engine.linear.quantized import group_size, round_to_nearest
 from engine.load.select import runner_of
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler

@@ -13,7 +13,7 @@ from costs.widths import TargetTime
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import Group
 from engine.kv.pool import KVPool
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from engine.sampler import Sampler
 from engine.step.draft import Draft, Outcome, Verdict, late_among
 from engine.step.profiling import ProfilingRun

@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
-from engine.batch.step_inputs import StepShape, step_inputs
+from engine.batch.step_inputs import BlockTable, SequenceRows, StepShape, step_inputs
 from engine.copies import Downloader, upload_to
 from engine.sampler.rows import needs_history
-from engine.step.draft import Draft
-from engine.step.late_tokens import LateTrees
+from engine.step.draft import Draft, LateTrees
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import DraftRows, RowsOf, run_last, stays_on_device

@@ -48,7 +48,7 @@ class State(NamedTuple):
     """The state of growing trees. The kernels do not read it before the first level."""
 
     nodes: Tensor
-    """int64 [4, trees, most nodes], as `engine.step.late_tokens.LateTrees` takes them."""
+    """int64 [4, trees, most nodes], as `engine.step.draft.LateTrees` takes them."""
     leaves: Tensor
     """int64 [4, trees, leaves]: tokens, the rows that they follow, these rows' masks, and the depth after the
     root's children.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.kv.layout import Group
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from engine.step.draft import Verdict
 from engine.step.scheduler import ScheduledStep
 from protocol.config import ServeConfig

@@ -12,14 +12,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from bench.gpu.clock import time_of
 from bench.gpu.model import BLOCK_SIZE, DecoderShape
-from engine.batch.rows import BlockTable, SequenceRows
-from engine.batch.step_inputs import StepShape, step_inputs
+from engine.batch.step_inputs import BlockTable, SequenceRows, StepShape, step_inputs
 from engine.copies import upload_to
 from engine.devices.attention import select_backend
 from engine.kv.attention import AttentionOptions
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
-from engine.linear.rounding import round_to_nearest
+from engine.linear.quantized import round_to_nearest
 from engine.quantization.weight import CodeFormat
 
 _ATTENTION = ((1, 1, 1024), (64, 1, 1024), (1, 1, 65536), (8, 8, 1024), (1, 2048, 2048), (1, 2048, 8192))

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.gpu.roofline import Costs
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook

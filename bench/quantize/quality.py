@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.engine import Engine
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 

@@ -7,8 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from engine.kv.state_layout import StateLayout
-from engine.kv.state_slots import RowSpan
+from engine.kv.state_slots import RowSpan, StateLayout
 from engine.triton_support import ceil_div, power_of_two
 
 Array = TypeVar("Array")

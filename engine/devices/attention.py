@@ -21,7 +21,7 @@ from engine.kv.layout import Group
 BACKENDS = {
     "cpu": "engine.devices.cpu.attention.backend:CpuBackend",
     "triton": "engine.devices.cuda.attention.backend:TritonBackend",
-    "sdpa": "engine.devices.torch.sdpa:SdpaBackend",
+    "sdpa": "engine.devices.torch.attention:SdpaBackend",
     "torch": "engine.devices.torch.attention:TorchBackend",
 }
 """The class of each, imported when it is asked for: Triton is not there on every host."""

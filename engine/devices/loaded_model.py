@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine.devices.cpu.decoder.native_model import NativeModel
 from engine.devices.torch.recurrent_hooks import RecurrentHooks
 from engine.kv.layout import Group
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from engine.lora.table import Adapters
 from engine.model.describe import UndescribedModelError, describe
 from engine.model.program import ModelProgram

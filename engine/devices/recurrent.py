@@ -7,11 +7,10 @@ import logging
 
 import torch
 
-from engine.batch.operators import StepOperators
+from engine.batch.runner import StepOperators
 from engine.devices.cpu.recurrent.native import CpuOperators
 from engine.devices.torch.recurrent import TorchOperators
-from engine.kv.state_layout import StateLayout
-from engine.kv.state_slots import StateSlots
+from engine.kv.state_slots import StateLayout, StateSlots
 from engine.triton_support import triton_fault
 from native.build import BuildError
 

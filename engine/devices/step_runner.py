@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.batch.operators import StepOperators
-from engine.batch.rows import BlockTable, SequenceRows, span_of
-from engine.batch.runner import Fill, ForwardOutput, Step
-from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
+from engine.batch.runner import Fill, ForwardOutput, Step, StepOperators
+from engine.batch.step_inputs import BlockTable, SequenceRows, StepInputs, StepShape, span_of, step_inputs
 from engine.copies import Upload
 from engine.kv.attention import AttentionBackend
 from engine.lora.table import Adapters

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.row_codes import KvRows, StoredRows
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from protocol.handoff import PAGED, WINDOWED, SegmentInfo
 
 TARGET, DRAFT = "target", "draft"

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.copies import upload_to
+from engine.copies import host_zeros, upload_to
 from engine.kv.attention import LayerKv
-from engine.kv.host_memory import host_zeros
 from engine.kv.layout import LayerPlace, LayerShape, PoolLayout
 from engine.kv.row_codes import StoredRows
 from engine.kv.state_slots import StateSlots

@@ -1,19 +1,210 @@
-"""Experts that Transformers holds as one tensor, as linear layers of our own.
+"""Experts: linear layers of which each row is multiplied by its own, packed for our kernel (`routed.h`).
 
-`split_experts` gives each expert linear layers, which can be quantized like any other; `join_experts` packs
-these layers for our kernel. `pack_experts` packs the fused tensor itself.
+An expert's weights are read once for all its rows. A row's result has the same bits in every batch.
+`split_experts` gives experts that Transformers holds as one tensor linear layers, which can be quantized like
+any other, and `join_experts` packs those; `pack_experts` packs the tensor itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed import linear_of
-from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
+from engine.linear.packed import QuantizedArgs, RoutedArgs, library, linear_of, pack
+from engine.linear.packed_quantized import FORMATS, PackedQuantizedLinear, packed_args
+from native.build import declare
+from native.threads import gomp_parallel
+
+
+@functools.cache
+def kernel() -> Callable[..., None]:
+    """Return `tandem_routed_linear`. Raises BuildError."""
+    pointers = [ctypes.c_void_p] * 3
+    return declare(library(), "tandem_routed_linear", None, *pointers, ctypes.c_int64, ctypes.c_void_p)
+
+
+@functools.cache
+def quantized_kernel() -> Callable[..., None]:
+    """Return `tandem_routed_quantized_linear`. Raises BuildError."""
+    pointers, numbers = [ctypes.c_void_p] * 2, [ctypes.c_int64] * 3
+    return declare(library(), "tandem_routed_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
+
+
+def _routed(
+    x: Tensor, experts: Tensor, in_features: int, out_features: int, num_experts: int
+) -> tuple[RoutedArgs, Tensor]:
+    """Return the kernel's arguments and its output. `x` and `experts` must be contiguous and outlive them."""
+    rows = experts.numel()
+    if x.shape[-1] != in_features or x.dtype is not torch.bfloat16 or (rows and rows % len(x)):
+        raise ValueError(
+            f"not bfloat16 inputs of {in_features} features for {rows} experts: {x.dtype} {tuple(x.shape)}"
+        )
+    out = torch.empty(rows, out_features, dtype=torch.bfloat16)
+    args = RoutedArgs(
+        x.data_ptr(),
+        experts.data_ptr(),
+        out.data_ptr(),
+        rows,
+        max(1, rows // max(1, len(x))),
+        num_experts,
+        in_features,
+        out_features,
+    )
+    return args, out
+
+
+def _run(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    x, experts = x.contiguous(), experts.contiguous()
+    args, out = _routed(x, experts, 2 * weight.shape[2], out_features, len(weight))
+    kernel()(
+        ctypes.addressof(args),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        torch.get_num_threads(),
+        gomp_parallel(),
+    )
+    return out
+
+
+def _first(
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    inputs: Tensor | None,
+    bias: Tensor | None,
+    *numbers: int,
+) -> QuantizedArgs:
+    """Return the first expert's weights; `numbers` are the last three arguments of `packed_args`."""
+    offset, order, first_bias = (None if each is None else each[0] for each in (offsets, inputs, bias))
+    return packed_args(words[0], scales[0], offset, order, first_bias, *numbers)
+
+
+def _run_quantized(
+    x: Tensor,
+    experts: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    inputs: Tensor | None,
+    bias: Tensor | None,
+    format: int,
+    input_group: int,
+    out_features: int,
+) -> Tensor:
+    x, experts = x.contiguous(), experts.contiguous()
+    first = _first(words, scales, offsets, inputs, bias, format, input_group, out_features)
+    args, out = _routed(x, experts, first.in_features, out_features, len(words))
+    quantized_kernel()(
+        ctypes.addressof(args),
+        ctypes.addressof(first),
+        words[0, 0].numel(),
+        scales[0, 0].numel(),
+        torch.get_num_threads(),
+        gomp_parallel(),
+    )
+    return out
+
+
+def _run_meta(x: Tensor, experts: Tensor, *_: object) -> Tensor:
+    return x.new_empty((experts.numel(), _[-1]))
+
+
+_library = torch.library.Library("tandem", "FRAGMENT")
+_QUANTIZED = (
+    "Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, int format, int input_group"
+)
+_library.define(
+    "routed_linear(Tensor x, Tensor experts, Tensor weight, Tensor? bias, int out_features) -> Tensor"
+)
+_library.define(
+    f"routed_quantized_linear(Tensor x, Tensor experts, {_QUANTIZED}, int out_features) -> Tensor"
+)
+_library.impl("routed_linear", _run, "CompositeExplicitAutograd")
+_library.impl("routed_quantized_linear", _run_quantized, "CompositeExplicitAutograd")
+for _name in ("routed_linear", "routed_quantized_linear"):
+    torch.library.register_fake(f"tandem::{_name}", _run_meta, lib=_library)
+
+
+class Routed(nn.Module):
+    """A module whose parameters and buffers have the experts as their first dimension."""
+
+    def part(self, own: range) -> Self:
+        """Return a module with only the experts `own`, in the same memory."""
+        part = copy.copy(self)
+        part._parameters = {
+            name: each if each is None else nn.Parameter(each[own.start : own.stop], requires_grad=False)
+            for name, each in self._parameters.items()
+        }
+        part._buffers = {
+            name: each if each is None else each[own.start : own.stop] for name, each in self._buffers.items()
+        }
+        return part
+
+
+class RoutedLinear(Routed):
+    """A linear layer for each expert; `weight` is bfloat16 [experts, out / 64, in / 2, 64, 2], padded."""
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        """Pack `weights`, bfloat16 [out_features, in_features] each. `bias` is [experts, out_features]."""
+        super().__init__()
+        self.out_features = weights[0].shape[0]
+        self.weight = nn.Parameter(torch.stack([pack(weight) for weight in weights]), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.weight)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Return [rows, out_features] for `x` [rows / n, in_features], each row of `x` for n experts.
+
+        `experts` is int64 [rows]; an index outside the experts gives zeros.
+        """
+        return torch.ops.tandem.routed_linear.default(x, experts, self.weight, self.bias, self.out_features)
+
+
+class RoutedQuantizedLinear(Routed):
+    """A `RoutedLinear` with quantized weights."""
+
+    words: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    inputs: Tensor | None
+
+    def __init__(self, linears: Sequence[PackedQuantizedLinear]) -> None:
+        """Stack the experts' packed weights, which are alike except for the order of their inputs."""
+        super().__init__()
+        first = linears[0]
+        self.format, self.input_group = first.format, first.input_group
+        self.out_features = first.out_features
+        for name in ("words", "scales", "offsets", "inputs"):
+            parts = [getattr(linear, name) for linear in linears]
+            self.register_buffer(name, None if parts[0] is None else torch.stack(parts))
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.bias = nn.Parameter(torch.stack(biases), requires_grad=False) if biases else None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.words)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        tensors = self.words, self.scales, self.offsets, self.inputs, self.bias
+        return *tensors, FORMATS.index(self.format), self.input_group, self.out_features
+
+    def first(self) -> QuantizedArgs:
+        """Return the first expert's weights, for native callers. They point to this layer's memory."""
+        return _first(*self._parts)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        return torch.ops.tandem.routed_quantized_linear.default(x, experts, *self._parts)
+
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that Transformers' `use_experts_implementation` gives the expert modules that it supports."""

@@ -1,12 +1,19 @@
-"""Linear layers with quantized weights (`engine.quantization.weight`) and unrounded inputs."""
+"""Linear layers with quantized weights, and the rounding of a loaded model's: `--quantization` and
+`--quantize-lm-head`. Inputs keep their precision, and nothing is calibrated.
+"""
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from engine.linear.packed import linear_of
-from engine.quantization.weight import CodeFormat, QuantizedWeight
+from engine.linear.packed import linear_of, plain_weight
+from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
+from protocol.errors import ConfigError
 
 
 class QuantizedLinear(nn.Module):
@@ -59,3 +66,131 @@ def _fault(weight: QuantizedWeight, bias: Tensor | None) -> str | None:
     if bias is not None and bias.shape != (outputs,):
         return f"bias {list(bias.shape)} does not fit {outputs} outputs"
     return None
+
+
+logger = logging.getLogger("tandem.engine")
+
+_GROUPS = {
+    CodeFormat.INT8: (0,),
+    CodeFormat.INT4: (128, 64, 32),
+    CodeFormat.FP8: (0,),
+    CodeFormat.MXFP4: (32,),
+}
+"""Numbers of inputs that share a scale, best first; 0 stands for all inputs of a layer."""
+
+_INPUT_GROUPS = {CodeFormat.INT8: 128, CodeFormat.INT4: 128}
+"""Number of adjacent inputs rounded together to int8; a large input costs precision only within its group."""
+
+_LARGEST_FP8 = 448.0
+_LARGEST_E2M1 = 6.0
+
+
+def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
+    """Quantize the model's linear layers except its head. Raises ConfigError if the format fits no layer."""
+    try:
+        round_layers(model, format, model.get_output_embeddings())
+    except ValueError as error:
+        raise ConfigError(f"--quantization: {error}") from error
+    fused = [each for name, each in model.named_parameters() if ".experts." in name and each.ndim == 3]
+    if fused:
+        num_bytes = sum(each.nbytes for each in fused)
+        logger.warning("--quantization: fused experts (%.1f MB) are not rounded", num_bytes / 1e6)
+
+
+def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = None) -> None:
+    """Quantize the linear layers except `kept`, freeing each weight before the next layer.
+
+    Layers whose inputs are no multiple of a group stay unchanged. Raises ValueError if no layer fits.
+    """
+    linears = (nn.Linear, Conv1D)
+    paths = [p for p, module in model.named_modules() if type(module) in linears and module is not kept]
+    count = 0
+    for path in paths:
+        linear = model.get_submodule(path)
+        weight = plain_weight(linear).detach()
+        group = group_size(format, weight.shape[1])
+        if group is not None:
+            quantized = round_to_nearest(weight, format, group)
+            model.set_submodule(path, QuantizedLinear(quantized, linear.bias))
+            count += 1
+    if not count:
+        raise ValueError(
+            f"{format.value} fits none of the model's {len(paths)} linear layers: "
+            f"their inputs would have to be a multiple of {_GROUPS[format][-1]}"
+        )
+
+
+def round_head(model: PreTrainedModel) -> None:
+    """Quantize the output head to int8. Embeddings tied to it keep their weight.
+
+    Raises ConfigError if the head is not a linear layer, or is quantized already.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        raise ConfigError("--quantize-lm-head: the model's head is already quantized: remove this option")
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    if path is None or type(head) is not nn.Linear:
+        raise ConfigError(f"--quantize-lm-head: {model.config.model_type}'s head is not a linear layer")
+    weight = head.weight.detach()
+    quantized = round_to_nearest(weight, CodeFormat.INT8, weight.shape[1])
+    model.set_submodule(path, QuantizedLinear(quantized, head.bias))
+
+
+def group_size(format: CodeFormat, inputs: int) -> int | None:
+    """Return the number of a layer's inputs that share a scale, or None if no group fits."""
+    groups = (group or inputs for group in _GROUPS[format])
+    return next((group for group in groups if inputs % group == 0), None)
+
+
+def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int) -> QuantizedWeight:
+    """Round a weight [out_features, in_features] of any floating-point dtype."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    scales = _scales(groups, format)
+    codes = _codes(groups / scales, format)
+    input_group = _INPUT_GROUPS.get(format, 0)
+    return QuantizedWeight(format, codes.flatten(1), scales.squeeze(2), input_group=input_group)
+
+
+def _scales(groups: Tensor, format: CodeFormat) -> Tensor:
+    if format is CodeFormat.MXFP4:
+        return _mxfp4_scales(groups)
+    if format is CodeFormat.INT4:  # the weight farthest from 0 gets code -8, which has no opposite
+        return _nonzero(groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8)
+    largest = 127 if format is CodeFormat.INT8 else _LARGEST_FP8
+    return _nonzero(groups.abs().amax(2, keepdim=True) / largest)
+
+
+def _mxfp4_scales(groups: Tensor) -> Tensor:
+    """Return powers of two: OCP Microscaling Formats, section 6.3, or twice that, by the squared error.
+
+    The former puts the largest weight between 4 and 8, and cuts it off above 6; the latter cuts nothing off.
+    """
+    largest = groups.abs().amax(2, keepdim=True)
+    scales = _nonzero(torch.exp2(largest.log2().floor() - 2))
+    cut, whole = (_mxfp4_error(groups, candidate) for candidate in (scales, 2 * scales))
+    return torch.where(cut <= whole, scales, 2 * scales)
+
+
+def _mxfp4_error(groups: Tensor, scales: Tensor) -> Tensor:
+    values = (groups / scales).abs_()
+    steps = 0.5 + 0.5 * (values >= 2) + (values >= 4)  # distances between E2M1's values
+    rounded = (values / steps).round_().mul_(steps).clamp_(max=_LARGEST_E2M1)
+    return (rounded - values).square_().sum(2, keepdim=True) * scales.square()
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """Replace zero scales, which belong to groups of zeros, by 1."""
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _codes(values: Tensor, format: CodeFormat) -> Tensor:
+    if format is CodeFormat.INT8:
+        return values.round().clamp(-127, 127).to(torch.int8)
+    if format is CodeFormat.INT4:
+        return (values.round().clamp(-8, 7) + INT4_ZERO).to(torch.uint8)
+    if format is CodeFormat.FP8:
+        return values.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    magnitudes = torch.tensor(E2M1_VALUES[:8], device=values.device)
+    between = (magnitudes[1:] + magnitudes[:-1]) / 2
+    codes = torch.bucketize(values.abs().clamp(max=_LARGEST_E2M1), between)
+    return (codes + 8 * (values < 0)).to(torch.uint8)

@@ -22,7 +22,7 @@ from engine.devices.torch.latent_attention import absorb
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.rounding import round_layers
+from engine.linear.quantized import round_layers
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import load_tensors
 from engine.quantization.stored import placeholder

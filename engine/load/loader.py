@@ -20,13 +20,12 @@ from engine.devices.loaded_model import LoadedModel, Recurrent
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import absorb, expansion_reason
 from engine.devices.torch.recurrent_hooks import hook
-from engine.errors import UnsupportedModelError
 from engine.kv.layout import Group
 from engine.limits import check_quantization, choose_max_model_len
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.rounding import round_head, round_linears
+from engine.linear.quantized import round_head, round_linears
 from engine.load.preloaded import take_preloaded
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
@@ -35,7 +34,7 @@ from engine.model.text_half import as_causal, load_checkpoint, make_model, whole
 from engine.phases import phase
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 from protocol.handoff import ROW_QUANTIZATIONS
 
 logger = logging.getLogger("tandem.engine")

@@ -26,12 +26,11 @@ from engine.devices.attention import select_backend
 from engine.devices.recurrent import operators_of
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.recurrent_hooks import RecurrentHooks
-from engine.errors import UnsupportedModelError
 from engine.kv.attention import AttentionMetadata, AttentionOptions
 from engine.kv.layout import TARGET, Group, LayerShape, PoolLayout
 from engine.kv.pool import KVPool
-from engine.kv.state_layout import RecurrentLayer, StateLayout
-from engine.kv.state_slots import RowSpan, StateSlots
+from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout, StateSlots
+from protocol.errors import UnsupportedModelError
 from protocol.handoff import MAX_SEGMENTS
 
 logger = logging.getLogger("tandem.engine")

@@ -23,7 +23,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from engine.errors import UnsupportedModelError
 from engine.linear.experts import fused_experts, split_experts
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
@@ -32,7 +31,7 @@ from engine.quantization import mxfp4
 from engine.quantization.checkpoint import Layout, parse_layout
 from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
 from engine.quantization.weight import QuantizedWeight, same_order
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger("tandem.engine")
 

@@ -19,19 +19,17 @@ from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.cpu.recurrent.native import kernels
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.recurrent import operators_of
-from engine.devices.torch.forward import HeadModules, Modules
 from engine.devices.torch.latent_attention import pack_absorbed
 from engine.devices.torch.program import ProgramForward, TorchProgram
-from engine.devices.torch.runner import TorchRunner
+from engine.devices.torch.runner import HeadModules, Modules, TorchRunner
 from engine.kv.attention import AttentionBackend, NativeBackend
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
-from engine.linear.experts import pack_experts
+from engine.linear.experts import RoutedLinear, RoutedQuantizedLinear, pack_experts
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears, fits, join, packed
-from engine.linear.rounding import round_to_nearest
-from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
+from engine.linear.quantized import round_to_nearest
 from engine.load.loader import load_model
 from engine.model.program import ModelProgram
 from engine.quantization.weight import CodeFormat

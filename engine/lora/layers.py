@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.batch.rows import SequenceRows
-from engine.lora.packed import AdaptedArgs, PackedProduct, PartArgs
-from engine.lora.table import NOTHING, Adapters, Weights
+from engine.batch.step_inputs import SequenceRows
+from engine.lora.table import NOTHING, AdaptedArgs, Adapters, PackedProduct, PartArgs, Weights
 from native.build import declare, load_library
 from native.threads import gomp_parallel
 

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto.auto_factory import _get_model_class
 
-from engine.errors import UnsupportedModelError
+from protocol.errors import UnsupportedModelError
 
 
 def whole_config(hf_config: Any, *, trust_remote_code: bool = False) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder
 
-from engine.batch.rows import SequenceRows
+from engine.batch.step_inputs import SequenceRows
 from engine.lora.files import RawAdapter
 from protocol.handoff import SegmentInfo
 

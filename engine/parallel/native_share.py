@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from engine.devices.cpu.decoder.native_model import NativeModel
-from engine.devices.cpu.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
+from engine.devices.cpu.decoder.native_model import LayerArgs, ModelArgs, NativeModel, WeightsArgs
 from engine.linear.packed import packed_rows, rows_of
 from engine.parallel.division import Heads, columns_of, moved, times
 from engine.parallel.shared_ranks import SharedRanks

@@ -17,12 +17,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
 from engine.parallel import messages
 from engine.parallel.division import keys_of
 from engine.parallel.messages import READY, CopyBlock, LentPool, MoveTokens
+from protocol.errors import UnsupportedModelError
 from protocol.handoff import SegmentInfo
 
 

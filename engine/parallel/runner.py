@@ -16,7 +16,6 @@ from engine.batch.runner import Fill, ForwardOutput, Runner, Step
 from engine.devices.attention import backend_over, select_backend
 from engine.devices.cuda.tiles import tiling
 from engine.devices.loaded_model import LoadedModel, Share
-from engine.errors import UnsupportedModelError
 from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOptions
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
@@ -29,7 +28,7 @@ from engine.parallel.native_share import DescriptionShare
 from engine.parallel.program_share import program_share
 from engine.parallel.shared_ranks import SharedRanks
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 
 
 def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedModel:

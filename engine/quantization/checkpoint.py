@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
 from engine.quantization import mxfp4
 from engine.quantization.awq import Awq
 from engine.quantization.compressed_tensors import CompressedTensors, Scheme
@@ -15,6 +14,7 @@ from engine.quantization.fp8 import Fp8
 from engine.quantization.gptq import Gptq
 from engine.quantization.stored import StoredLayer
 from engine.quantization.weight import QuantizedWeight
+from protocol.errors import UnsupportedModelError
 
 
 class Layout(Protocol):

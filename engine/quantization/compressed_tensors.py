@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
 from engine.quantization import words
 from engine.quantization.fp8 import is_float8
 from engine.quantization.stored import (
@@ -28,6 +27,7 @@ from engine.quantization.stored import (
     row_scales,
 )
 from engine.quantization.weight import CodeFormat, QuantizedWeight
+from protocol.errors import UnsupportedModelError
 
 logger = logging.getLogger("tandem.engine")
 

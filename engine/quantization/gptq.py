@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
 from engine.quantization import words
 from engine.quantization.stored import GROUP_SIZES, WHOLE_ROW, StoredLayer, choice, order_by_group
 from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
+from protocol.errors import UnsupportedModelError
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 """A one in each code of a word. GPTQModel subtracts it from whole words, and so borrows across codes."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.quantization.words import E8M0_NAN, powers, unpack_pairs
+from protocol.errors import UnsupportedModelError
 
 METHOD = "mxfp4"
 """The checkpoints' `quant_method` in `quantization_config`."""

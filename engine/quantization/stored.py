@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
 from engine.quantization.weight import QuantizedWeight
+from protocol.errors import UnsupportedModelError
 
 GROUP_SIZES = (32, 64, 128)
 """Group sizes: numbers of inputs that share a scale."""

@@ -23,8 +23,7 @@ from engine.kv.sequence_blocks import SequenceBlocks
 from engine.sampler import Sampler
 from engine.sampler.batch import TokenChoice
 from engine.sampler.rows import SamplingRow
-from engine.step.draft import Verdict
-from engine.step.late_tokens import LateTokens
+from engine.step.draft import LateTokens, Verdict
 from engine.step.packing import PackedStep, pack, pack_ahead
 from engine.step.scheduler import ScheduledStep, Scheduler
 from engine.step.sequence import SequenceStage, SequenceState

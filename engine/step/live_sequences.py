@@ -1,6 +1,6 @@
-"""The engine's sequences by request id: added, committed step by step, failed and forgotten.
+"""The sequences in the engine by request, and the records that it returns to the worker's loop.
 
-The tokens of a step become output, up to the token that ends the sequence.
+A step's tokens become output up to the one that ends a sequence.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from engine.kv.sequence_blocks import SequenceBlocks
 from engine.lora.table import Adapters
 from engine.sampler import Sampler
 from engine.step.draft import Outcome, Verdict
@@ -17,7 +18,9 @@ from engine.step.scheduler import ScheduledStep, Scheduler
 from engine.step.sequence import SequenceState
 from engine.step.slot_allocator import StateSlotAllocator
 from engine.step.speculation_interface import Speculator
+from protocol.handoff import Extent
 from protocol.outputs import ErrorKind, FinishReason, RequestTiming, TokenOutput, logprobs_pages
+from protocol.requests import EngineRequest
 
 
 class LiveSequences(dict[str, SequenceState]):
@@ -174,3 +177,56 @@ def _first_token_timing(sequence: SequenceState) -> RequestTiming:
     return RequestTiming(
         queue_s=scheduled - sequence.arrival, prefill_s=sequence.first_token_time - scheduled
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Blocks for a prompt that another worker computes. KV before token `covered` is here or not needed.
+
+    The caller of `Engine.reserve` owns the reservation until it calls `Engine.activate` or frees
+    `sequence_blocks`. The request's time limit counts from `since` (monotonic seconds).
+    """
+
+    request: EngineRequest
+    sequence_blocks: SequenceBlocks
+    covered: int
+    since: float
+
+    @property
+    def extents(self) -> list[Extent]:
+        """The blocks for the tokens and the state, as other workers address them."""
+        num_tokens = len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+        return self.sequence_blocks.extents(-(-num_tokens // self.sequence_blocks.manager.block_size))
+
+    @property
+    def first_tokens(self) -> list[int]:
+        """The first token whose block must still arrive, for each block table."""
+        size = self.sequence_blocks.manager.block_size
+        return [max(self.covered, place * size) for place in self.sequence_blocks.first_places]
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens found in the cache; 0 if the covered tokens all precede the sliding windows."""
+        before_windows = min(self.sequence_blocks.first_places) * self.sequence_blocks.manager.block_size
+        return self.covered if self.covered > before_windows else 0
+
+
+@dataclass
+class StepResult:
+    outputs: list[TokenOutput] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    """Number of tokens that were not computed because some tier held their KV."""
+    steps: int

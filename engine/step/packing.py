@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
-from engine.step.draft import late_among
-from engine.step.late_tokens import LateTokens
+from engine.batch.step_inputs import SequenceRows
+from engine.step.draft import LateTokens, late_among
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceState
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from costs.steps import StepWork, work_of
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from engine.linear.rounding import round_to_nearest
+from engine.linear.quantized import round_to_nearest
 from engine.quantization.compressed_tensors import CompressedTensors, Scheme
 from engine.quantization.weight import CodeFormat
 

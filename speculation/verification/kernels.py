@@ -10,7 +10,7 @@ import triton.language as tl
 
 from engine.sampler.noise import Purpose
 from engine.sampler.triton_kernel.noise import gumbel, noise_bits, stream_key, uniform
-from engine.sampler.triton_kernel.weigh import share_of
+from engine.sampler.triton_kernel.settle import share_of
 from speculation.verification.rows import RULES
 
 OWN, STANDARD, BLOCK = map(tl.constexpr, RULES)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from engine.copies import Downloader, Upload
 from engine.sampler import Sampler, SamplingRow
-from engine.step.draft import Draft, Verdict, late_among
-from engine.step.late_tokens import LateTrees
+from engine.step.draft import Draft, LateTrees, Verdict, late_among
 from engine.step.sequence import SequenceState
 from protocol.outputs import TokenLogprobs
 

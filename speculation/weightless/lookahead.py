@@ -15,7 +15,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
-from speculation.weightless.text import TextDrafter
+from speculation.weightless.ngram import TextDrafter
 
 Ngram = tuple[int, ...]
 

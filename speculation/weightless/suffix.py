@@ -25,7 +25,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless.text import NOTHING, Text, TextBatch, TextDrafter
+from speculation.weightless.ngram import NOTHING, Text, TextBatch, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 

@@ -18,11 +18,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from checkpoints.gguf.folder import gguf_folder
 from checkpoints.gguf.reader import GgufError
 from engine.engine import Engine
-from engine.errors import UnsupportedModelError
 from engine.linear.quantized import QuantizedLinear
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 from tests.checkpoints.gguf_writer import byte_level, write_gguf, write_raw
 from tests.e2e.architectures import SLIDING_WINDOW, write_model
 from tests.speculation.small_engine import ask, prompt_of, run, tokens

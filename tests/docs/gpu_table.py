@@ -26,8 +26,7 @@ from engine.devices.torch import transformers_hook
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.layout import Segment
 from engine.kv.row_codes import KvRows, StoredRows
-from engine.kv.state_layout import RecurrentLayer, StateLayout
-from engine.kv.state_slots import RowSpan, StateSlots
+from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout, StateSlots
 from engine.lora.files import LinearShape
 from engine.lora.table import Adapters
 from engine.model.describe import describe

@@ -10,12 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from engine.engine import Engine
-from engine.errors import UnsupportedModelError
 from engine.kv.layout import TARGET
 from engine.model.families import FAMILIES
 from engine.model.text_half import as_causal, make_model
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 from tests.docs.tiny_shapes import tiny_config
 from tests.engine.test_engine import ask, run, tokens
 from tests.worker.tiny_model import greedy

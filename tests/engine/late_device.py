@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.assembly import Assembly
-from engine.batch.rows import SequenceRows, span_of
 from engine.batch.runner import Fill, ForwardOutput, Step
+from engine.batch.step_inputs import SequenceRows, span_of
 from engine.engine import Engine
 from engine.kv.state_slots import RowSpan
 from engine.sampler.batch import TokenChoice

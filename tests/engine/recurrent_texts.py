@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.batch.operators import StepOperators
-from engine.kv.state_layout import GRID, RecurrentLayer, StateLayout
-from engine.kv.state_slots import RowSpan, StateSlots
+from engine.batch.runner import StepOperators
+from engine.kv.state_slots import GRID, RecurrentLayer, RowSpan, StateLayout, StateSlots
 
 LAYER = RecurrentLayer(channels=24, taps=4, num_heads=4, num_key_heads=2, key_dim=20, value_dim=70)
 LAYERS = {

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.engine import Engine
 from engine.lora.config import AdapterError
 from engine.lora.files import Product
 from engine.lora.layers import AdaptedRows, attach, begin_step
-from engine.lora.packed import pack
-from engine.lora.table import Adapters, Weights
+from engine.lora.table import Adapters, Weights, pack
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.requests import Adapter
 from tests.e2e.architectures import write_model

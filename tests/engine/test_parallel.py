@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from engine.assembly import reckoned_step
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.loaded_model import LoadedModel
@@ -32,7 +32,7 @@ from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.linear.packed import PackedLinear, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.rounding import round_head, round_linears
+from engine.linear.quantized import round_head, round_linears
 from engine.load.probe import probe
 from engine.load.select import build_runner, pack_model
 from engine.lora.files import read_adapter

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from engine.devices.torch.attention import TorchBackend
-from engine.linear.rounding import round_to_nearest
+from engine.linear.quantized import round_to_nearest
 from engine.quantization.weight import CodeFormat
 from tests.engine.interpreted.cases import FORMATS, Case, Options, Sequence, Shape, Step, cases
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kv.state_layout import RecurrentLayer
+from engine.kv.state_slots import RecurrentLayer
 from tests.engine.recurrent_texts import Text, drafted, served, token_by_token
 
 CUDA = torch.device("cuda")

@@ -6,7 +6,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "scheduler": (
         "engine/step/scheduler.py",
         "engine/step/live_sequences.py",
-        "engine/step/late_tokens.py",
+        "engine/step/draft.py",
         "engine/limits.py",
     ),
     "block manager": (
@@ -38,7 +38,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "kvtransfer/blocks/extents.py",
         "kvtransfer/blocks/convert.py",
         "engine/kv/layout.py",
-        "engine/kv/state_layout.py",
+        "engine/kv/state_slots.py",
     ),
     "grammars": (
         "engine/sampler/grammars.py",

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from engine.devices.cpu.attention import backend as attention
-from engine.devices.cpu.decoder import structs as decoder_structs
+from engine.devices.cpu.decoder import native_model as decoder_structs
 from engine.devices.cpu.recurrent import native as recurrent
 from engine.linear import packed as linear_structs
 from engine.linear.packed_quantized import FORMATS
-from engine.lora import packed as lora_structs
+from engine.lora import table as lora_structs
 from engine.model.program import Activation, MixerKind, NormKind, Score
 from engine.parallel import shared_ranks
 from engine.sampler import native, noise, rows
 from speculation.verification import native as verification
-from speculation.weightless import suffix, text
+from speculation.weightless import ngram, suffix
 
 ROOT = Path(__file__).parents[2]
 MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
@@ -35,7 +35,7 @@ MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
     ("engine/sampler/chooser.h", native, {"EditsArgs": "Edits"}),
     ("engine/sampler/choose.cpp", native, {"LogitsArgs": "Logits", "DraftedArgs": "Drafted"}),
     ("speculation/verification/chains.cpp", verification, {}),
-    ("speculation/weightless/repeats.h", text, {"TextBatch": "Batch"}),
+    ("speculation/weightless/repeats.h", ngram, {"TextBatch": "Batch"}),
     ("speculation/weightless/suffix.cpp", suffix, {"SuffixArgs": "Settings", "Ring": "Corpus"}),
 ]
 """C++ files, the modules that mirror their structs, and these by Python's name: by default all of the module,

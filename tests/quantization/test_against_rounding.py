@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.linear.rounding import round_to_nearest
+from engine.linear.quantized import round_to_nearest
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from quantization import awq, gptq
 from quantization.calibration import Moments

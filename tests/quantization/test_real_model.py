@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from engine.linear.rounding import group_size, round_to_nearest
+from engine.linear.quantized import group_size, round_to_nearest
 from engine.quantization.weight import CodeFormat
 from quantization import command, texts
 from quantization.calibration import find_blocks, linears

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.devices.torch.runner import TorchRunner

@@ -14,7 +14,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.kv.layout import Group
 from engine.kv.pool import KVPool
-from engine.kv.state_layout import StateLayout
+from engine.kv.state_slots import StateLayout
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless.text import NOTHING
+from speculation.weightless.ngram import NOTHING
 
 _ORDERS = (1, 2, 4, 8)
 _RECENT = 64

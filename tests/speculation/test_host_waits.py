@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.decoder import CudaDecoder

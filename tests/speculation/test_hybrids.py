@@ -14,8 +14,7 @@ import torch
 import transformers
 
 from engine.engine import Engine
-from engine.kv.state_layout import RecurrentLayer, StateLayout
-from engine.kv.state_slots import StateSlots
+from engine.kv.state_slots import RecurrentLayer, StateLayout, StateSlots
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig

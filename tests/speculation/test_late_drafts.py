@@ -19,8 +19,7 @@ from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.torch.runner import TorchRunner
 from engine.sampler import Sampler, SamplingRow
 from engine.sampler.rows import needs_history
-from engine.step.draft import Draft, late_among
-from engine.step.late_tokens import LateTokens, LateTrees
+from engine.step.draft import Draft, LateTokens, LateTrees, late_among
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.speculation import Verification

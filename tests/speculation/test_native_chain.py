@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engine.batch.rows import SequenceRows
+from engine.batch.step_inputs import SequenceRows
 from engine.engine import Engine
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.linear.packed import kernel_fault

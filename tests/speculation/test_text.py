@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless.ngram import NgramDrafter
-from speculation.weightless.text import Text
+from speculation.weightless.ngram import NgramDrafter, Text
 from tests.speculation.decoding import decoding
 
 

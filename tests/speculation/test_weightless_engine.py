@@ -13,7 +13,7 @@ from engine.engine import Engine
 from protocol.requests import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
 from speculation.speculator import BatchSpeculator
-from speculation.weightless.text import TextDrafter
+from speculation.weightless.ngram import TextDrafter
 from tests.speculation.engines import ticks
 from tests.speculation.small_engine import ask, native_config, prompt_of, run, tokens
 

@@ -15,8 +15,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Fill, ForwardOutput, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState

@@ -26,8 +26,7 @@ from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_mo
 from tests.training.recorded import continued, hidden_states
 from training.data import Windows
 from training.heads.command import head_schedule
-from training.heads.contract import HeadOptions, Target
-from training.heads.learner import HeadLearner, acceptance
+from training.heads.contract import HeadLearner, HeadOptions, Target, acceptance
 from training.heads.medusa import MedusaTraining, build_medusa
 from training.loop import Schedule, Trainer
 from training.recording import Recorded, Recording

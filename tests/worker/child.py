@@ -22,7 +22,7 @@ import worker.fetch
 import worker.heartbeat
 import worker.peers
 import worker.setup
-from engine.step.results import StepResult
+from engine.step.live_sequences import StepResult
 from engine.step.scheduler import ScheduledStep
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig

@@ -29,9 +29,8 @@ from training.data import (
     read_texts,
     spread_windows,
 )
-from training.heads.contract import HeadOptions, Target, TrainableHead
+from training.heads.contract import HeadLearner, HeadOptions, Target, TrainableHead, acceptance
 from training.heads.eagle import build_eagle3, captured_layers
-from training.heads.learner import HeadLearner, acceptance
 from training.heads.medusa import build_medusa
 from training.heads.mtp import build_mtp
 from training.loop import FinishedStep, Schedule, Trainer

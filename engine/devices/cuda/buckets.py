@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from engine.batch.rows import SequenceRows
-from engine.batch.step_inputs import StepShape, are_chains
+from engine.batch.step_inputs import SequenceRows, StepShape, are_chains
 from engine.devices.cuda.attention import tiles
 from engine.triton_support import ceil_div
 from protocol.config import ServeConfig

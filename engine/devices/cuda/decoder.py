@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from engine.batch.operators import StepOperators
+from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
@@ -20,7 +20,7 @@ from engine.devices.cuda.kernels import add_norm, gate, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.devices.torch.operations import Operations, multiplied, scaled, side_by_side
 from engine.kv.attention import AttentionBackend, AttentionOptions
-from engine.kv.state_layout import RecurrentLayer
+from engine.kv.state_slots import RecurrentLayer
 from engine.lora.table import Adapters
 from engine.model.program import (
     Activation,

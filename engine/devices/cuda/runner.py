@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
-from engine.batch.step_inputs import StepInputs, StepShape
+from engine.batch.step_inputs import SequenceRows, StepInputs, StepShape
 from engine.copies import Upload, Uploader
 from engine.devices.cuda.adapters import adapted_modules
 from engine.devices.cuda.buckets import MOST_ROWS, Buckets
@@ -21,8 +20,8 @@ from engine.devices.cuda.products import describe
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.step_runner import Forward, Outputs, StepRunner
-from engine.devices.torch.forward import Modules
 from engine.devices.torch.program import ProgramForward, TorchProgram
+from engine.devices.torch.runner import Modules
 from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import StateSlots
 from protocol.config import ServeConfig

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.devices.torch import transformers_hook
+from engine.linear.experts import RoutedLinear
 from engine.linear.quantized import QuantizedLinear
-from engine.linear.routed import RoutedLinear
 from protocol.config import ServeConfig
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, sigmoid, silu, softplus
 
-from engine.batch.operators import StepOperators
-from engine.kv.state_layout import RecurrentLayer
+from engine.batch.runner import StepOperators
+from engine.kv.state_slots import RecurrentLayer
 from engine.model.program import (
     Activation,
     Attention,

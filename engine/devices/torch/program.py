@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from engine.batch.operators import StepOperators
+from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepInputs
-from engine.devices.torch.forward import TorchForward
 from engine.devices.torch.operations import Operations, apply_norm, scaled
+from engine.devices.torch.runner import TorchForward
 from engine.devices.torch.transformers_hook import paged_attention
 from engine.kv.attention import AttentionBackend
-from engine.kv.state_layout import RecurrentLayer
+from engine.kv.state_slots import RecurrentLayer
 from engine.model.program import Attention, Entry, Layer, ModelProgram, Norm, Rotation
 
 _Turns = tuple[Tensor, Tensor] | None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.batch.operators import StepOperators
+from engine.batch.runner import StepOperators
 from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 
 

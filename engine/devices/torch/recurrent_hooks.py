@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import sigmoid, silu, softplus
 from transformers.activations import ACT2FN
 
-from engine.batch.operators import Operators
+from engine.batch.runner import Operators
 from engine.devices.torch.operations import unit
-from engine.errors import UnsupportedModelError
+from protocol.errors import UnsupportedModelError
 
 _ADVISER = "transformers.integrations.hub_kernels"
 """The logger that warns of slow functions, which run here only while a model is probed."""

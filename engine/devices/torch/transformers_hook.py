@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.errors import UnsupportedModelError
 from engine.kv.attention import AttentionBackend, AttentionOptions
+from protocol.errors import UnsupportedModelError
 
 NAME = "tandem"
 PROBE_NAME = "tandem_probe"

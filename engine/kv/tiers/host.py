@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import host_zeros
 from engine.kv.cache_events import CacheLog
-from engine.kv.host_memory import host_zeros
 from engine.kv.tiers.disk import DiskTier
 from protocol.ids import BlockIdentity
 from protocol.kv_events import Medium

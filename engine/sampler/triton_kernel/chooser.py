@@ -15,9 +15,8 @@ from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
 from engine.sampler.noise import Purpose, round_seeds
 from engine.sampler.triton_kernel.scan import scan
-from engine.sampler.triton_kernel.settle import settle
+from engine.sampler.triton_kernel.settle import settle, weigh
 from engine.sampler.triton_kernel.sift import sift
-from engine.sampler.triton_kernel.weigh import weigh
 from engine.triton_support import ceil_div
 
 TILE = 4096

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from engine.batch.recurrent_plan import DRAFTED, NO_SEAT, Room, padded, tables_of
-from engine.batch.rows import BlockTable, SequenceRows
-from engine.kv.state_layout import RecurrentLayer, StateLayout
-from engine.kv.state_slots import RowSpan
+from engine.batch.step_inputs import BlockTable, SequenceRows
+from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout
 
 
 def test_a_table_follows_lists_that_change_in_place() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.devices.attention import select_backend
-from engine.devices.torch import sdpa
+from engine.devices.torch import attention
 from engine.kv.attention import AttentionOptions, LayerKv
 from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.attention_packs import (
@@ -39,7 +39,7 @@ CODED = [(dtype, name) for dtype in TOLERANCE for name in CODE_DTYPES]
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "LEAST_ROWS", 3)
+    monkeypatch.setattr(attention, "LEAST_ROWS", 3)
 
 
 def check(

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 from engine.devices.attention import select_backend
 from engine.devices.torch import transformers_hook
-from engine.errors import UnsupportedModelError
 from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from protocol.errors import UnsupportedModelError
 from tests.e2e.architectures import ARCHITECTURES, config_of
 from tests.engine.attention_packs import BACKENDS
 

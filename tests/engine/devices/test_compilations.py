@@ -23,8 +23,8 @@ from triton import knobs
 from triton.knobs import CompileTimes
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.copies import Downloader
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend

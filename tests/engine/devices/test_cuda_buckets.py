@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.batch.rows import SequenceRows
-from engine.batch.step_inputs import StepShape
+from engine.batch.step_inputs import SequenceRows, StepShape
 from engine.devices.cuda.buckets import MOST_ROWS, Buckets
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig

@@ -15,20 +15,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.batch.rows import RowArrays, SequenceRows
 from engine.batch.runner import ForwardOutput, Step
+from engine.batch.step_inputs import RowArrays, SequenceRows
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import Description, unfit
 from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Modules
-from engine.devices.torch.runner import TorchRunner
+from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.attention import LayerKv
 from engine.linear.packed import pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.quantized import QuantizedLinear
-from engine.linear.rounding import round_head, round_linears, round_to_nearest
+from engine.linear.quantized import QuantizedLinear, round_head, round_linears, round_to_nearest
 from engine.model.describe import UndescribedModelError, describe
 from engine.quantization.weight import CodeFormat
 from tests.engine.kernels import needs_kernel

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import backend_over, select_backend
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import unfit
 from engine.kv.layout import TARGET, PoolLayout
 from engine.kv.pool import KVPool
-from engine.kv.state_layout import GRID, RecurrentLayer, StateLayout
-from engine.kv.state_slots import StateSlots
+from engine.kv.state_slots import GRID, RecurrentLayer, StateLayout, StateSlots
 from engine.load.loader import load_model
 from engine.load.select import build_runner, runner_of
 from engine.model.describe import UndescribedModelError, describe

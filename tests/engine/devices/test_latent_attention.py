@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.torch.latent_attention import Absorbed, PackedHeadProducts, expansion_reason
 from engine.engine import Engine

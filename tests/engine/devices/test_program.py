@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import backend_over
 from engine.devices.torch.attention import TorchBackend
 from engine.kv.layout import TARGET, PoolLayout

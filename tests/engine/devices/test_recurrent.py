@@ -8,12 +8,11 @@ import pytest
 import torch
 import transformers
 
-from engine.batch.operators import StepOperators
+from engine.batch.runner import StepOperators
 from engine.devices.cpu.recurrent.native import CpuOperators
 from engine.devices.torch.recurrent import TorchOperators
 from engine.engine import Engine
-from engine.kv.state_layout import GRID, StateLayout
-from engine.kv.state_slots import RowSpan, StateSlots
+from engine.kv.state_slots import GRID, RowSpan, StateLayout, StateSlots
 from tests.engine.recurrent_texts import LAYERS, Text, drafted, served, served_ahead, token_by_token
 
 needs_hooks = pytest.mark.skipif(

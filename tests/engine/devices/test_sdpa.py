@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.devices.cpu.attention.backend import CpuBackend
-from engine.devices.torch import sdpa
+from engine.devices.torch import attention
 from engine.devices.torch.attention import TorchBackend
 from engine.engine import Engine
 from tests.e2e.architectures import write_model
@@ -30,7 +30,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
             return forward(self, *args, **options)
 
         monkeypatch.setattr(backend, "forward", counted)
-    monkeypatch.setattr(sdpa, "LEAST_ROWS", 9)
+    monkeypatch.setattr(attention, "LEAST_ROWS", 9)
     return found
 
 

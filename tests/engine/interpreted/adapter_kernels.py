@@ -11,8 +11,7 @@ from torch import Tensor
 from engine.devices.cuda import adapters as beside
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.lora.files import LinearShape, Product
-from engine.lora.packed import place, table_of
-from engine.lora.table import Adapters
+from engine.lora.table import Adapters, place, table_of
 
 CPU = torch.device("cpu")
 WIDE = {"q": LinearShape(150, 1100), "k": LinearShape(24, 1100), "v": LinearShape(24, 1100)}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
@@ -23,10 +23,10 @@ from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.products import TiledLinear, tile_linears
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
-from engine.devices.torch.forward import Modules
+from engine.devices.torch.runner import Modules
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
-from engine.linear.rounding import round_linears
+from engine.linear.quantized import round_linears
 from engine.load.select import modules_runner, runner_of
 from engine.lora.layers import begin_step
 from engine.lora.table import NOTHING, Adapters, adaptable

@@ -22,9 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.runner import Step
-from engine.batch.step_inputs import StepShape, step_inputs
+from engine.batch.step_inputs import BlockTable, SequenceRows, StepShape, step_inputs
 from engine.copies import upload_to
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
@@ -32,11 +31,10 @@ from engine.devices.cuda.decoder import CudaDecoder, unfit
 from engine.devices.cuda.products import tile_linears
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Modules
-from engine.devices.torch.runner import TorchRunner
+from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
-from engine.linear.rounding import round_linears
+from engine.linear.quantized import round_linears
 from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
 from tests.engine.interpreted.recorder import pageable_memory

@@ -12,22 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.copies import Downloader
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.runner import CudaRunner
-from engine.devices.torch.forward import Modules
 from engine.devices.torch.program import ProgramForward, TorchProgram
-from engine.devices.torch.runner import TorchRunner
+from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.model.describe import describe
 from engine.sampler import Sampler
-from engine.step.draft import Draft
-from engine.step.late_tokens import LateTokens
+from engine.step.draft import Draft, LateTokens
 from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import backend_over
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets

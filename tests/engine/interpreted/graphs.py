@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.copies import Downloader
 from engine.devices.attention import TablesBackend
 from engine.devices.cuda.attention import tiles
@@ -26,13 +26,11 @@ from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.graphs import CudaGraphs
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Modules
-from engine.devices.torch.runner import TorchRunner
+from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.model.describe import describe
-from engine.step.draft import Draft
-from engine.step.late_tokens import LateTokens, LateTrees
+from engine.step.draft import Draft, LateTokens, LateTrees
 from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
 
 CPU = torch.device("cpu")

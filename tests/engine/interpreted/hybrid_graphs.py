@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
-from engine.batch.step_inputs import StepShape
+from engine.batch.step_inputs import SequenceRows, StepShape
 from engine.copies import Downloader
 from engine.devices.cuda.adapters import adapted_modules
 from engine.devices.cuda.attention import tiles
@@ -29,14 +28,14 @@ from engine.devices.cuda.recurrent import operators
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.step_runner import Forward
-from engine.devices.torch import forward
+from engine.devices.torch import runner as forward
 from engine.kv.layout import TARGET, PoolLayout
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
 from engine.load.loader import load_model
 from engine.load.select import modules_runner
 from engine.model.describe import describe
-from engine.step.late_tokens import LateTokens
+from engine.step.draft import LateTokens
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory

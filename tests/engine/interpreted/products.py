@@ -8,8 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.devices.cuda.products import TiledLinear, TiledWeight, fits, join, tile_linears
-from engine.linear.quantized import QuantizedLinear
-from engine.linear.rounding import round_to_nearest
+from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 INT8, INT4, FP8, MXFP4 = CodeFormat

@@ -14,7 +14,7 @@ import torch
 from engine.devices.cuda.recurrent import operators
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.torch.recurrent import TorchOperators
-from engine.kv.state_layout import RecurrentLayer
+from engine.kv.state_slots import RecurrentLayer
 from tests.engine.recurrent_texts import Text, drafted, served, served_ahead
 
 LAYER = RecurrentLayer(channels=40, taps=4, num_heads=2, num_key_heads=1, key_dim=20, value_dim=18)

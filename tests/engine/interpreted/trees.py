@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch.rows import BlockTable, SequenceRows
-from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
+from engine.batch.step_inputs import BlockTable, SequenceRows, StepInputs, StepShape, step_inputs
 from engine.copies import Downloader, upload_to
-from engine.step.draft import Draft
-from engine.step.late_tokens import LateTrees
+from engine.step.draft import Draft, LateTrees
 from speculation import tree_growth
 from speculation.chains import DraftRows
 from speculation.tree_growth import Level, State, TreeGrowth

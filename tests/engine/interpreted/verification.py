@@ -18,8 +18,7 @@ from engine.sampler import Sampler, TorchSampler
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler
-from engine.step.draft import Draft, Verdict
-from engine.step.late_tokens import LateTokens, LateTrees
+from engine.step.draft import Draft, LateTokens, LateTrees, Verdict
 from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv import host_memory
-from engine.kv.host_memory import HugePages
+from engine import copies
+from engine.copies import HugePages
 from engine.kv.tiers import host as host_tier
 from engine.kv.tiers.host import HostMemory
 
@@ -27,7 +27,7 @@ def test_tensors_lie_side_by_side() -> None:
 def test_a_tensor_that_does_not_fit_gets_its_own_room() -> None:
     pages = HugePages(100)
     small = pages.copy(torch.ones(4))
-    large = pages.copy(torch.full((host_memory._PAGE // 4 + 1,), 2.0))
+    large = pages.copy(torch.full((copies._PAGE // 4 + 1,), 2.0))
     assert small.eq(1).all() and large.eq(2).all()
     assert torch.equal(pages.copy(torch.full((5,), 3.0)), torch.full((5,), 3.0))
 

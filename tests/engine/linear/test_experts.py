@@ -7,11 +7,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3MoeConfig
 
-from engine.linear.experts import Experts, join_experts, pack_experts, split_experts
+from engine.linear.experts import (
+    Experts,
+    RoutedLinear,
+    RoutedQuantizedLinear,
+    join_experts,
+    pack_experts,
+    split_experts,
+)
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.quantized import QuantizedLinear
-from engine.linear.rounding import round_layers
-from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
+from engine.linear.quantized import QuantizedLinear, round_layers
 from engine.quantization.weight import CodeFormat
 from tests.engine.kernels import needs_kernel
 

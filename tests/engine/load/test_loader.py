@@ -14,14 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.devices.cuda import tiles
 from engine.engine import Engine
-from engine.errors import UnsupportedModelError
 from engine.kv.layout import Group, Segment
 from engine.load import loader
 from engine.load.loader import load_model
 from engine.load.preloaded import is_preloaded, keep_preloaded
 from engine.load.select import load_packed
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, config_of, write_model
 from tests.engine.refused_models import REFUSED
 from tests.worker.tiny_model import write_tiny_llama

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import Absorbed, absorb
-from engine.errors import UnsupportedModelError
 from engine.kv.layout import Group, LayerPlace, LayerShape, Segment
 from engine.load import probe as probe_module
 from engine.load.probe import probe
+from protocol.errors import UnsupportedModelError
 from tests.e2e.architectures import ARCHITECTURES, config_of
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

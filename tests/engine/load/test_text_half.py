@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
-from engine.errors import UnsupportedModelError
 from engine.linear.quantized import QuantizedLinear
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
+from protocol.errors import UnsupportedModelError
 from tests.docs.tiny_shapes import tiny_config
 from tests.docs.verdicts import verdict
 from tests.engine.quantization.quantized_model import write_quantized

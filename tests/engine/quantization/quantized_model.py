@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.linear.routed import RoutedQuantizedLinear
+from engine.linear.experts import RoutedQuantizedLinear
 from engine.quantization.awq import Awq
 from engine.quantization.checkpoint import Layout, fp8_layout, int8_layout
 from engine.quantization.compressed_tensors import CompressedTensors, Scheme

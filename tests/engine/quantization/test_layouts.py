@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import UnsupportedModelError
 from engine.quantization.checkpoint import fp8_layout, int8_layout, parse_layout
 from engine.quantization.stored import StoredLayer
 from engine.quantization.weight import CodeFormat, QuantizedWeight
+from protocol.errors import UnsupportedModelError
 from tests.engine.quantization.quantized_model import LAYOUTS, round_to_nearest
 from tests.engine.quantization.stored_reference import NAMES, load_reference
 

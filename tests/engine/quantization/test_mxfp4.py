@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.devices.torch import transformers_hook
-from engine.errors import UnsupportedModelError
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
+from protocol.errors import UnsupportedModelError
 from tests.e2e.architectures import config_of
 from tests.engine.kernels import needs_kernel
 from tests.engine.quantization.quantized_model import check_experts

@@ -16,13 +16,12 @@ from transformers import AutoConfig, PreTrainedModel
 
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.loaded_model import LoadedModel
-from engine.errors import UnsupportedModelError
 from engine.linear.quantized import QuantizedLinear
 from engine.load.loader import load_model
 from engine.load.quantized_checkpoint import load_quantized
 from engine.load.select import pack_model
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnsupportedModelError
 from tests.engine.kernels import needs_kernel
 from tests.engine.quantization.quantized_model import EXPERTS, LAYOUTS, check_experts, write_quantized
 

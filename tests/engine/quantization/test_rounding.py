@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.linear.rounding import group_size, round_head, round_to_nearest
+from engine.linear.quantized import group_size, round_head, round_to_nearest
 from engine.load.loader import load_model
 from engine.quantization.weight import E2M1_VALUES, CodeFormat
 from protocol.config import ServeConfig

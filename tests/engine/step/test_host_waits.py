@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner, Step
+from engine.batch.step_inputs import SequenceRows
 from engine.copies import Downloader, Uploader
 from engine.devices import recurrent
 from engine.devices.cuda import runner as cuda_runner
@@ -25,20 +25,19 @@ from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel, Recurrent
 from engine.devices.step_runner import Forward
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.forward import Modules
 from engine.devices.torch.recurrent_hooks import hook
-from engine.devices.torch.runner import TorchRunner
+from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
-from engine.kv.state_layout import RecurrentLayer, StateLayout
+from engine.kv.state_slots import RecurrentLayer, StateLayout
 from engine.load import select as select_forward
 from engine.load.select import modules_runner
 from engine.lora.table import Adapters, Weights, adaptable
 from engine.model.describe import describe
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
-from engine.step.late_tokens import LateTokens
+from engine.step.draft import LateTokens
 from engine.step.launch import StepLauncher
 from engine.step.scheduler import Scheduler
 from engine.step.sequence import SequenceState

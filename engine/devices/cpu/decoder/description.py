@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.devices.cpu.decoder.native_model import LayerPaths, NativeModel
-from engine.devices.cpu.decoder.structs import (
+from engine.devices.cpu.decoder.native_model import (
     EntryArgs,
     ExpertsArgs,
     ExpertWeightsArgs,
     LatentArgs,
     LayerArgs,
+    LayerPaths,
     ModelArgs,
+    NativeModel,
     RecurrentArgs,
     WeightsArgs,
 )
-from engine.kv.state_layout import GRID
-from engine.linear.experts import pack_experts
+from engine.kv.state_slots import GRID
+from engine.linear.experts import RoutedLinear, RoutedQuantizedLinear, pack_experts
 from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.model.program import (
     Activation,
     Attention,

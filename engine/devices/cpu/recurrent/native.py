@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch.operators import StepOperators
+from engine.batch.runner import StepOperators
 from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 from native.build import declare, load_library
 from native.threads import gomp_parallel

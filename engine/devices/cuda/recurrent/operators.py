@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.batch.operators import StepOperators
 from engine.batch.recurrent_plan import Room, Tables, padded, tables_of, tile_rows
+from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepShape
 from engine.copies import ALIGNMENT, upload_to
 from engine.devices.cuda.recurrent.attend import attend
