@@ -9,7 +9,7 @@ LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-header --n
 RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-costs pytest lint lock sbom gpu-report clean
+.PHONY: help install serve test test-all test-costs pytest pytest-all lint lock sbom gpu-report clean
 
 help:  ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,14 +23,17 @@ serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--p
 
 test: lint pytest  ## Run the checks and the fast tier of tests (PYTEST_ARGS="tests/router -k drain" to choose)
 
-test-all: lint .venv/.compiled  ## Run the checks and all tests, the randomized ones with fresh seeds
-	$(RUN_TESTS) --tier full $(PYTEST_ARGS)
+test-all: .venv/.compiled  ## Run the checks beside all tests, the randomized ones with fresh seeds
+	$(MAKE) --jobs 2 lint pytest-all
 
 test-costs: .venv/.compiled  ## Run all tests and write what they cost to tests/costs.json
 	$(RUN_TESTS) --tier full --seed 0 --record-costs $(PYTEST_ARGS)
 
 pytest: .venv/.compiled
 	$(RUN_TESTS) --tier fast $(PYTEST_ARGS)
+
+pytest-all: .venv/.compiled
+	$(RUN_TESTS) --tier full $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy, the import rules and the check of docstrings
 	$(BIN)/ruff check .

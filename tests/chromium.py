@@ -66,15 +66,14 @@ class Visit:
         url: str,
         width: int = 1280,
         height: int = 900,
-        still: bool = False,
         own_tab: bool = False,
     ) -> None:
-        """Open the page. `still` means that its user prefers reduced motion."""
+        """Open the page for a user who prefers reduced motion: animations take most of the CPU time."""
         self.url = url
         self._own_tab = own_tab
         self.page: Page = browser.new_page() if own_tab else browser.pages[0]
         self.page.set_viewport_size({"width": width, "height": height})
-        self.page.emulate_media(reduced_motion="reduce" if still else "no-preference")
+        self.page.emulate_media(reduced_motion="reduce")
         self.page.set_default_timeout(WAIT_MS)
         self.asked: list[str] = []
         self.errors: list[str] = []

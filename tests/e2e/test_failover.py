@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import greedy
 
+Serving = partial(HttpServing, compile="off")
+"""Serves by torch's modules, whose steps leave time for the faults."""
+
 NUM_TOKENS = 24
 BOUND_S = 15.0
 SLOW = "slow:0.02"
@@ -34,17 +38,12 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 DECODE_KILLED = {
-    "before it reserves": "KILL:before:_on_reserve:1",
-    "after it reserved": "KILL:after:_on_reserve:1",
     "at the first blocks": "KILL:before:on_transfer:1",
     "at later blocks": "KILL:after:on_transfer:2",
-    "at the manifest": "KILL:before:_on_handoff:1",
     "as it decodes": "KILL:after:after_step:7",
 }
 PREFILL_KILLED = {
-    "before the first token": "KILL:after:_reserve:1",
     "as it pushes": "KILL:after:_push:3",
-    "after the first token": "KILL:after:_on_first_token:1",
     "at the manifest": "KILL:before:_send_manifest:1",
     "after the manifest": "KILL:after:_send_manifest:1",
 }
@@ -55,7 +54,7 @@ HANDED_OVER = "KILL:after:_send_manifest"
 @pytest.fixture(scope="module")
 def expected(folder: Path, reference: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the answers of an undisturbed server."""
-    with HttpServing(folder) as serving:
+    with Serving(folder) as serving:
         answers = [ask(serving, request) for request in REQUESTS]
     assert answers[0]["token_ids"] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
     return [answer | {"logprobs": pytest.approx(answer["logprobs"], abs=1e-4)} for answer in answers]
@@ -127,10 +126,10 @@ def check_afterwards(serving: HttpServing, expected: list[dict[str, Any]]) -> No
 
 # With a second worker of the role, or without.
 KILLED = {
-    "decode-0-1": ("before it reserves", "at the first blocks", "at the manifest", "as it decodes"),
-    "prefill-0-1": ("as it pushes", "after the first token", "at the manifest"),
-    "decode-0": ("after it reserved", "as it decodes"),
-    "prefill-0": ("before the first token", "after the manifest"),
+    "decode-0-1": ("at the first blocks",),
+    "prefill-0-1": ("as it pushes", "at the manifest"),
+    "decode-0": ("as it decodes",),
+    "prefill-0": ("after the manifest",),
 }
 
 
@@ -143,7 +142,7 @@ def test_a_worker_is_killed(
     fault = (DECODE_KILLED if role == "decode" else PREFILL_KILLED)[point]
     workers = {"prefill-0": SLOW, "decode-0": ""} | {f"{role}-{number}": "" for number in numbers}
     workers[doomed := f"{role}-0"] = fault if role == "decode" else f"{fault}+{SLOW}"
-    with HttpServing(folder, workers) as serving:
+    with Serving(folder, workers) as serving:
         started = time.monotonic()
         answers = ask_all(serving, pool)
         serving.bury(doomed)
@@ -162,7 +161,7 @@ def test_a_dead_decode_worker_costs_little_recomputation(
     """
     workers = {"prefill-0": SLOW, "decode-0": DECODE_KILLED[point], "decode-1": ""}
     length = REQUESTS[0]["length"]
-    with HttpServing(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
+    with Serving(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, serving, REQUESTS[0])
         serving.bury("decode-0")
         assert answer.result(BOUND_S) == expected[0]
@@ -181,7 +180,7 @@ def test_a_dead_decode_worker_costs_little_recomputation(
 def test_a_third_worker_fetches_the_prefix_from_a_peer(folder: Path, expected: list[dict[str, Any]]) -> None:
     workers = {"decode-0": "", "decode-1": f"KILL:after:after_step:7+{SLOW}", "decode-2": ""}
     length = REQUESTS[0]["length"]
-    with HttpServing(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
+    with Serving(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
         assert ask(serving, REQUESTS[0]) == expected[0]
         serving.wait(lambda: serving.metric("tandem_kv_index_blocks") >= length // 16)
         answer = pool.submit(ask, serving, REQUESTS[0])
@@ -197,8 +196,6 @@ def test_a_third_worker_fetches_the_prefix_from_a_peer(folder: Path, expected: l
     ("frozen", "point"),
     [
         ("decode-0", "STOP:before:_on_handoff:1"),
-        ("prefill-0", "STOP:after:_push:3"),
-        ("decode-0", "block:after:after_step:7"),
         ("prefill-0", "spin:after:_push:3"),
     ],
 )
@@ -210,7 +207,7 @@ def test_a_worker_that_wakes_from_a_freeze_changes_nothing(
     """
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
     workers[frozen] = f"{point}+{SLOW}"
-    with HttpServing(folder, workers, worker_timeout=1.5) as serving:
+    with Serving(folder, workers, worker_timeout=1.5) as serving:
         answers = ask_all(serving, pool)
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert changes(serving) > 0
@@ -231,7 +228,7 @@ def test_requests_go_on_elsewhere_before_a_frozen_worker_counts_as_lost(
     """Their copies are first. After it wakes, nothing of them is left on it."""
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
     workers[frozen] = f"{point}+{SLOW}"
-    with HttpServing(folder, workers, worker_timeout=4 * BOUND_S) as serving:
+    with Serving(folder, workers, worker_timeout=4 * BOUND_S) as serving:
         answers = ask_all(serving, pool)
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert serving.metric("tandem_requests_placed_again_total", reason="raced") > 0
@@ -243,7 +240,7 @@ def test_requests_go_on_elsewhere_before_a_frozen_worker_counts_as_lost(
 def test_without_workers_each_request_gets_one_error(folder: Path) -> None:
     """The error is an event in a stream, and a status otherwise."""
     fault = f"KILL:after:after_step:15+{SLOW}"
-    with HttpServing(folder, {"decode-0": fault}) as serving, ThreadPoolExecutor(2) as pool:
+    with Serving(folder, {"decode-0": fault}) as serving, ThreadPoolExecutor(2) as pool:
         body = {"model": "model", "prompt": prompt(REQUESTS[0]), "max_tokens": NUM_TOKENS, "ignore_eos": True}
         whole = pool.submit(serving.http.post, "/v1/completions", json=body)
         events = pool.submit(stream, serving, body | {"stream": True})

@@ -18,6 +18,8 @@ from tests.worker.tiny_model import greedy, load
 
 NAMES = ("one", "other")
 NUM_TOKENS = 24
+OPTIONS: dict[str, Any] = {"compile": "off"}
+"""The native decoder adds no adapters in fp32, and compiling takes longer than all the rest."""
 KILLED = {"prefill-0": "slow:0.02", "decode-0": "KILL:after:after_step:7", "decode-1": ""}
 REQUESTS = [(name, length) for length in (70, 33) for name in ("model", *NAMES)]
 
@@ -61,7 +63,7 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
 def test_tokens_equal_those_of_merged_weights(
     folder: Path, modules: dict[str, str], expected: list[list[int]], variant: str
 ) -> None:
-    options = {"workers": PAIR} | VARIANTS[variant]()
+    options = OPTIONS | {"workers": PAIR} | VARIANTS[variant]()
     with HttpServing(folder, lora_modules=modules, **options) as serving:
         assert ask_all(serving) == expected
         if variant == "killed":
@@ -75,7 +77,8 @@ def test_tokens_equal_those_of_merged_weights(
 def test_adapters_come_and_go_while_the_server_runs(
     folder: Path, modules: dict[str, str], expected: list[list[int]]
 ) -> None:
-    with HttpServing(folder, {"prefill-0": "", "decode-0": "slow:0.02"}, enable_lora=True) as serving:
+    workers = {"prefill-0": "", "decode-0": "slow:0.02"}
+    with HttpServing(folder, workers, enable_lora=True, **OPTIONS) as serving:
         answer = load_adapter(serving, "one", str(folder / "nothing"))
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
         assert "adapter_config.json: cannot be read" in answer.text

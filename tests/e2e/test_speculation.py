@@ -27,7 +27,6 @@ DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "medusa": {"method": "medusa", "num_speculative_tokens": 4},
     "eagle": {"method": "eagle", "num_speculative_tokens": 4},
     "self_speculative": {"method": "self_speculative", "skip_layers": [2], "num_speculative_tokens": 4},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
 }
 WORKERS = {"disaggregated": PAIR, "colocated": {"decode-0": ""}}
 SERVERS = [
@@ -36,9 +35,8 @@ SERVERS = [
     ("medusa", "disaggregated"),
     ("eagle", "disaggregated"),
     ("self_speculative", "disaggregated"),
-    ("ngram", "disaggregated"),
 ]
-"""Each method in one deployment. Two of them are also used for the tests of what all methods share."""
+"""Each method with weights in one deployment. Requests to two of them choose those without."""
 
 
 def on(*methods: str) -> pytest.MarkDecorator:
@@ -75,7 +73,7 @@ Ask = Callable[..., list[dict[str, Any]]]
 
 
 def options(deployment: str | None) -> dict[str, Any]:
-    config: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    config: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024, "compile": "auto"}
     if deployment is not None:
         fields = DEPLOYMENTS[deployment]
         config["speculative_config"] = speculative_config(fields, "--speculative-config", str(BUNDLED_MODEL))
@@ -217,7 +215,7 @@ def test_requests_choose_their_own_speculation(
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "speculative.method"
 
 
-@on("draft_model", "self_speculative")
+@on("draft_model")
 def test_answers_and_metrics_agree(serving: HttpServing) -> None:
     """The drafts that answers report equal the counts of `/metrics` and `tandem status`."""
 
@@ -255,7 +253,7 @@ def test_answers_and_metrics_agree(serving: HttpServing) -> None:
     assert start_up.startswith(f"{method_of(serving)} (") and "num_speculative_tokens " in start_up
 
 
-@on("draft_model_tree", "eagle")
+@on("draft_model_tree")
 def test_a_cancelled_stream_leaves_nothing(
     serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
 ) -> None:

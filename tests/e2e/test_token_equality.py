@@ -1,5 +1,5 @@
-"""Every architecture gives Transformers' tokens through a prefill and a decode worker. fp32, greedy, real
-processes, sockets and transfers.
+"""Every architecture gives Transformers' tokens, in fp32. Those with KV of their own kind do so through a
+prefill and a decode worker: real processes, sockets and transfers.
 """
 
 from __future__ import annotations
@@ -75,9 +75,44 @@ def check(model: Path, batch: list[list[int]], found: list[list[int]]) -> None:
     assert len({token for tokens in found for token in tokens}) > NUM_TOKENS // 2, "a test that cannot fail"
 
 
-@pytest.mark.parametrize(
-    "model_type", [*ARCHITECTURES, *(pytest.param(each, marks=recurrent) for each in HYBRIDS)]
-)
+MOVED = {
+    "llama",
+    "mistral",  # a window in all layers
+    "gemma3_text",  # in some
+    "gpt_oss",  # with sinks
+    "mimo_v2_flash",  # of another width than the other layers
+    "gemma3n_text",  # layers that share KV
+    "gemma4_text",  # of several widths
+    "deepseek_v3",  # latents
+    "qwen3_next",  # states: gated delta nets,
+    "kimi_linear",  # by channel, beside latents,
+    "falcon_h1",  # Mamba2,
+    "jamba",  # Mamba,
+    "minimax",  # lightning attention,
+    "lfm2",  # convolutions alone
+}
+"""The architectures whose KV and states differ from all others'."""
+
+
+def architectures(*, moved: bool) -> list[Any]:
+    found = [name for name in ARCHITECTURES | HYBRIDS if (name in MOVED) == moved]
+    return [pytest.param(name, marks=recurrent) if name in HYBRIDS else name for name in found]
+
+
+@pytest.mark.parametrize("model_type", architectures(moved=False))
+def test_an_engine_gives_the_tokens_of_generate(model_type: str, tmp_path: Path) -> None:
+    """In chunks and batches, and from cached prefixes."""
+    write_model(model_type, tmp_path)
+    batch = prompts(LENGTHS, seed=1)
+    engine = Engine(tiny_config(tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=5))
+    for name in ("first", "again"):
+        asked = [request(f"{name}-{index}", prompt, NUM_TOKENS) for index, prompt in enumerate(batch)]
+        found = run(engine, asked)
+        check(tmp_path, batch, [found[each.request_id].token_ids for each in asked])
+    assert engine.stats().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("model_type", architectures(moved=True))
 def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
     """DeepSeek also drafts. Recurrent models resume requests, others use cached prefixes."""
     write_model(model_type, tmp_path)

@@ -86,6 +86,7 @@ def calls(client: openai.OpenAI, seed: int) -> tuple[list[int], list[tuple[str, 
     return choice.token_ids, [(each.name, each.arguments) for each in functions]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("template", ["qwen3_coder"], indirect=True)
 def test_a_workers_death_in_a_call_changes_no_token(
     client: openai.OpenAI, folder: Path, template: str
 ) -> None:

@@ -265,7 +265,7 @@ def test_new_placements_are_animated_unless_motion_is_unwanted(make_router, open
     router = make_router()
     make_pair(router)
     assert post(router).status_code == 200
-    visit = open_page(router, still=True)
+    visit = open_page(router)
     visit.shows("#decisions", "Split: prefill-0 → decode-0")
     visit.page.evaluate(
         """() => {

@@ -111,7 +111,7 @@ def test_right_and_wrong_drafts_change_no_token(model: Path, answers: Answers, n
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
     folder = tmp_path_factory.mktemp("given")
-    for model_type, name in (("qwen3_next", "target"), ("llama", "draft")):
+    for model_type, name in (("qwen3_5_text", "target"), ("llama", "draft")):
         write_model(model_type, folder / name)
     model = load(folder / "target")
     size = model.config.vocab_size
@@ -120,7 +120,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
         folder / "eagle"
     )
     build_medusa(Target("tiny", model, torch.ones(size)), HeadOptions(depth=5)).save(folder / "medusa")
-    config = config_of(folder / "target", max_model_len=256, max_num_batched_tokens=128, max_num_seqs=8)
+    limits = {"max_model_len": 256, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+    config = config_of(folder / "target", compile="auto", **limits)
     mtp = write_head(folder / "target", folder / "mtp")
     dflash("f", width=model.config.hidden_size, captured=(1, 2), ids=torch.tensor(ALLOWED)).write(
         folder / "dflash"
@@ -267,11 +268,12 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ServeCon
     """Return a hybrid and a pure target, the hybrid that drafts for both, and the answers without drafts."""
     folder = tmp_path_factory.mktemp("drafts")
     made = {}
-    for name in ("qwen3_next", "llama"):
+    for name in ("qwen3_5_text", "llama"):
         write_model(name, folder / name)
-        config = config_of(folder / name, max_model_len=160, max_num_batched_tokens=512, itl_budget=0.0)
+        limits = {"max_model_len": 160, "max_num_batched_tokens": 512, "itl_budget": 0.0}
+        config = config_of(folder / name, compile="auto", **limits)
         made[name] = config, folder / "draft", tokens(run(Engine(config), requests()))
-    write_noisy(folder / "qwen3_next", folder / "draft")
+    write_noisy(folder / "qwen3_5_text", folder / "draft")
     return made
 
 
@@ -329,7 +331,7 @@ def test_a_request_that_lost_its_state_slot_is_read_again(
     }
 
 
-@pytest.mark.parametrize(("target", "tree"), [("qwen3_next", True), ("llama", False)])
+@pytest.mark.parametrize(("target", "tree"), [("qwen3_5_text", True), ("llama", False)])
 def test_a_draft_with_recurrent_layers_returns_to_committed_tokens(
     drafts: dict[str, tuple[ServeConfig, Path, Answers]], target: str, tree: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""A chat of five turns with drafts of one method: the tokens that turns find cached, and the drafts accepted.
+"""A chat of several turns with drafts of one method: tokens that turns find cached, and accepted drafts.
 
 `python -m tests.worker.prefix_hits` prints the table of docs/speculation.md.
 """
@@ -85,17 +85,19 @@ def workers(family: dict[str, Path], method: str) -> Iterator[tuple[Cluster, lis
     """Start a prefill worker and a decode worker that draft by a method."""
     options: dict[str, Any] = {"model": str(family[method])} if method in family else {"skip_layers": [1]}
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=NUM_DRAFTED, **options)  # type: ignore[arg-type]
-    config = tiny_config(family["target"], block_size=16, speculative_config=speculative, max_num_seqs=4)
+    compile = "off" if method in ("eagle", "dflash") else "auto"  # these heads would be compiled for Gemma
+    limits = {"block_size": 16, "max_num_seqs": 4, "compile": compile}
+    config = tiny_config(family["target"], speculative_config=speculative, **limits)
     with Cluster() as cluster:
         yield cluster, list(cluster.start_pair(config))
 
 
-def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str) -> Chat:
+def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str, turns: int) -> Chat:
     """Have a chat with drafts by `method`, or "none"; a salt of its own lets it share no KV with others."""
     prefill, decode = running
     speculation = RequestSpeculation(enabled=method != "none", method=None if method == "none" else method)  # type: ignore[arg-type]
     found, history = Chat(), list[int]()
-    for turn in range(TURNS):
+    for turn in range(turns):
         history += prompt_of(SAID, turn, VOCAB_SIZE)
         params = SamplingParams(
             max_tokens=ANSWERED, temperature=0.0, ignore_eos=True, allowed_token_ids=ALLOWED
@@ -123,11 +125,13 @@ def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str
     return found
 
 
-def chats(family: dict[str, Path], method: str) -> dict[str, dict[str, Chat]]:
+def chats(family: dict[str, Path], method: str, turns: int = TURNS) -> dict[str, dict[str, Chat]]:
     """Return chats without drafts, by the method and (the last one) by those without weights."""
     methods = ["none", method, *(WEIGHTLESS if method == DRAFTERS[-1] else ())]
     with workers(family, method) as (cluster, running):
-        return {name: {place: chat(cluster, running, name, place) for place in PLACES} for name in methods}
+        return {
+            name: {place: chat(cluster, running, name, place, turns) for place in PLACES} for name in methods
+        }
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)
 def test_drafts_cost_no_hits(family: str, method: str, families: Callable[[str], dict[str, Path]]) -> None:
-    found = chats(families(family), method)
+    found = chats(families(family), method, turns=3)
     plain = found.pop("none")
     for drafter, by_place in found.items():
         for place, chat in by_place.items():

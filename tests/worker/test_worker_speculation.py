@@ -29,9 +29,8 @@ def speculating(**options: Any) -> SpeculativeConfig:
 
 
 def config(speculative: SpeculativeConfig | None, **changes: Any) -> ServeConfig:
-    return tiny_config(
-        Path(BUNDLED_MODEL), kv_cache_memory_bytes=48 * 1024 * 1024, speculative_config=speculative, **changes
-    )
+    native = {"kv_cache_memory_bytes": 48 * 1024 * 1024, "compile": "auto"}
+    return tiny_config(Path(BUNDLED_MODEL), speculative_config=speculative, **native, **changes)
 
 
 @pytest.fixture(scope="module")
