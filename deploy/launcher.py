@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from deploy.routers.pool import RouterPool, Routers
 from deploy.signals import Patience, complain, leave_unready
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
+from native.heap import settle
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.logs import say
@@ -144,8 +144,7 @@ def run(
         say(config.log_format, f"Starting {config.num_workers} workers of {config.model_name} ...")
         launcher.start()
 
-    gc.collect()
-    gc.freeze()  # else the collector would scan the libraries again and again, for milliseconds
+    settle()
     try:
         server.run(on_start=start, on_signal=on_signal)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import pkgutil
@@ -20,6 +19,7 @@ from engine.engine import Engine
 from engine.parallel.leader import Leader
 from kvtransfer.transports.object_store import Carrier
 from messaging.sockets import address_towards
+from native.heap import settle
 from protocol.errors import TandemError
 from protocol.ids import PeerAddress
 from protocol.speculation import describe
@@ -115,8 +115,7 @@ def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: L
     if launch.shares_cores and place is not None and engine.runs_on_any_threads:
         parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
         engine.borrow(parts.cores.were_kept)
-    gc.collect()
-    gc.freeze()  # otherwise the collector would scan the libraries again and again, for milliseconds each
+    settle()
     return engine
 
 

@@ -24,6 +24,7 @@ _MOST_DIMENSIONS = 4
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The `struct` codes of the metadata's numeric types."""
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -164,7 +165,7 @@ class _Parser:
     def _array(self) -> list[Any]:
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if kind == _ARRAY:
             return [self._array() for _ in range(count)]
         code = self._code(kind)
@@ -177,6 +178,19 @@ class _Parser:
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """Read many strings, such as a vocabulary's tokens, in few calls each."""
+        view, place, strings = self._view, self._place, []
+        try:
+            for _ in range(count):
+                start = place + _LENGTH.size
+                place = start + _LENGTH.unpack_from(view, place)[0]
+                strings.append(str(view[start:place], "utf-8", "replace"))
+        except (struct.error, OverflowError):
+            place = len(view) + 1
+        self._take(place - self._place)
+        return strings
 
     def _string(self) -> str:
         return bytes(self._take(self._number("Q"))).decode("utf-8", "replace")

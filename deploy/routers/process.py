@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import socket
 import sys
@@ -18,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from deploy.routers import messages
+from native.heap import settle
 from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
 from router.scaling.interface import ScaleAnswer
@@ -132,8 +132,7 @@ def main(fd: int) -> None:
     except TandemError as error:
         control.send(msgspec.msgpack.encode(messages.CannotStart(str(error))))
         return
-    gc.collect()
-    gc.freeze()  # else the collector would scan the libraries again and again, for milliseconds
+    settle()
     server.run(on_start=_Control(control, server).attach)
 
 

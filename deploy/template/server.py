@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
-import gc
 import importlib
 import logging
 import os
@@ -43,6 +42,7 @@ from deploy.template.client import (
     peer_of,
     template_request,
 )
+from native.heap import settle
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
@@ -108,7 +108,7 @@ class Template:
 
         preload_nixl()
         adopt_orphans()  # these are the ranks of killed workers
-        _settle()
+        settle()
         self._waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
@@ -206,7 +206,7 @@ class Template:
 
         set_up_worker_logging(config, "template")
         if preload_models(config):
-            _settle()
+            settle()
 
     def _spawn(self, client: socket.socket, request: Spawn, fds: list[int]) -> int:
         launch = _launch.decode(request.launch)
@@ -292,14 +292,6 @@ def _run_worker(
 
     threading.Thread(target=listen, name="control", daemon=True).start()
     control.sendall((run_launch(launch, stop, place=place, leader=leader) + REPORT_END).encode())
-
-
-def _settle() -> None:
-    """Exclude all current objects from garbage collection, which would copy their pages in every worker."""
-    gc.collect()
-    gc.freeze()
-    with contextlib.suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended, *fds: int) -> None:

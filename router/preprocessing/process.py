@@ -7,7 +7,6 @@ processes with a limit of CPU time, forked in milliseconds from a parent that ha
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import select
@@ -18,6 +17,7 @@ import traceback
 
 import msgspec
 
+from native.heap import settle
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
 from router.preprocessing.tasks import (
@@ -224,8 +224,7 @@ def main(control: int, setup: int) -> None:
     os.close(setup)
     tasks = Tasks(msgspec.msgpack.decode(text, type=Setup))
     del text
-    gc.collect()
-    gc.freeze()  # pages that no child writes to stay shared
+    settle()
     Parent(socket.socket(fileno=control), tasks).serve()
 
 
