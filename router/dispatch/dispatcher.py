@@ -24,15 +24,15 @@ from router.workers.registry import Worker
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""The placements of a request that may end without a token from the lost worker.
+"""Most placements of a request that may be lost before they sent a token.
 
-The request itself may be what kills workers, so it must not be retried forever. A placement whose worker had
-sent a token does not count, and once a decode worker sends one, the failures are reset: a request survives
-any number of deaths as long as it makes progress. Nor does a worker count that fell silent: then its whole
-process was stopped, since heartbeats have their own thread, which no request can block.
+The request itself may be what kills workers, so retries are bounded. Placements whose worker had sent a token
+do not count, and a token from a decode worker resets the count: a request that makes progress survives any
+number of deaths. Workers that fell silent do not count either: their whole process was stopped, since
+heartbeats have their own thread, which no request can block.
 """
 MAX_REDIRECTS = 3
-"""After this many decode workers failed to take over a request, its prefill worker decodes it."""
+"""Number of decode workers that may fail to take over a request before its prefill worker decodes it."""
 
 Cause = ErrorKind | Literal["drain", "thinking", "raced"]
 _REPLACEABLE = ("worker_lost", "transfer")
@@ -50,9 +50,9 @@ class Dispatcher:
         self._log = RequestLog(core.config.enable_log_requests)
 
     async def start(self, generation: Generation) -> None:
-        """Place all its sequences, or none and raise `ApiError` if there is no room or no worker.
+        """Place all sequences, or none and raise `ApiError` if there is no room or no worker.
 
-        Other requests get a turn after every few sequences; the request may end before all are placed.
+        Other tasks get a turn after every few sequences; the generation may end before all are placed.
         """
         generation.started = time.monotonic()
         gives_way = self._gives_way(generation)
@@ -74,7 +74,7 @@ class Dispatcher:
         generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
 
     def _gives_way(self, newcomer: Generation) -> list[Generation]:
-        """Return the generations to shed for a newcomer: the least urgent ones without an answer.
+        """Return the generations to shed for a newcomer: the least urgent ones that have no token yet.
 
         Raises `ApiError` if too few are less urgent than the newcomer.
         """
@@ -102,7 +102,7 @@ class Dispatcher:
         raise error
 
     def send_waiting(self) -> None:
-        """Send the waiting requests that have room now."""
+        """Send the waiting requests whose workers have room now."""
         if self._placer.num_parked:
             self.resume_parked()
         for request in self._placer.ahead.send_waiting():
@@ -111,13 +111,13 @@ class Dispatcher:
             self._place_again_or_fail(request, "worker_lost", reason, counts=False)
 
     def resume_parked(self) -> None:
-        """Place the requests that waited for a worker. Fail the ones that no worker will come for."""
+        """Place the requests that waited for a worker. Fail those that no worker will ever serve."""
         while (left := self._placer.resume()) is not None:
             request, refusal = left
             self.fail(request.generation, unavailable(refusal.reason))
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation whose client is gone or has its answer."""
+        """End a generation whose client has gone or has its whole answer."""
         self.fail(generation, client_gone())
         self.send_waiting()
 
@@ -138,7 +138,7 @@ class Dispatcher:
             self.fail(request.generation, error)
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
-        """Place the lost worker's requests again, and name another decode worker for prompts."""
+        """Place the lost worker's requests again, and name another decode worker for prompts in prefill."""
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         was_stopped = worker.silence_s > self._config.worker_timeout and not worker.is_stalled
         for request, at in self._journal.assigned():
@@ -149,7 +149,7 @@ class Dispatcher:
                 self._place_again_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
 
     def lost(self, request: LiveRequest, at: Assignment, reason: str) -> None:
-        """Place a request again that its keeper should have and does not."""
+        """Place a request again that its keeper (`Assignment.keeper`) turned out not to have."""
         self._place_again_or_fail(request, "worker_lost", reason, counts=at.keeper is not at.answered_by)
 
     def handover_failed(self, message: HandoverFailed) -> None:
@@ -167,8 +167,8 @@ class Dispatcher:
             may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
             self.redirect(request, message.error_kind, message.reason, may_ask_again)
         elif worker is at.first:
-            # The decode worker's tokens came before this report: it had begun, and the prefill worker has
-            # told it to give the request up.
+            # Tokens of the decode worker came before this report, so it runs the request, and the prefill
+            # worker has told it to abort.
             self._send(worker, Abort(request_ids=[message.request_id]))
             self._place_again_or_fail(request, "transfer", message.reason)
         else:
@@ -209,7 +209,7 @@ class Dispatcher:
     def _handle_or_fail(
         self, request: LiveRequest, at: Assignment, worker: Worker, output: TokenOutput, now: float
     ) -> int:
-        """Return the number of tokens that the answer gained."""
+        """Handle one output. An error fails only its request. Return the tokens that the answer gained."""
         if worker is not at.first and not at.has_answered:
             request.early.append(output)
             return 0
@@ -260,7 +260,7 @@ class Dispatcher:
             if generation.is_over:
                 self._close(generation)
         elif cut is not None and not self._has_ended(request, now):
-            # The worker has other tokens than the end of thinking that the answer got.
+            # The worker generated other tokens after the point where the router ended the thinking.
             self.place_again(request, "thinking", "its thinking was ended")
         request.generation.notify()
 
@@ -279,7 +279,7 @@ class Dispatcher:
         request.output_token_ids.extend(output.token_ids)
 
     def _advance(self, request: LiveRequest, at: Assignment, worker: Worker, now: float) -> None:
-        """Record a first token: the first worker has answered, or the decode worker has taken over."""
+        """Record a first token: from the first worker, or from the decode worker after a hand-off."""
         if not at.has_answered:
             request.times.answered_at = now
             self._placer.answered(request, at, now)
@@ -311,7 +311,7 @@ class Dispatcher:
             self.place_again(request, kind, reason)
 
     def _has_ended(self, request: LiveRequest, now: float) -> bool:
-        """End the request if its tokens so far already end it. Return whether they do."""
+        """End the request if its tokens so far complete it. Return whether they do."""
         at, model = request.current, self._registry.model
         end = request.end(model.eos_token_ids if model is not None else ())
         if at is None or end is None:
@@ -321,9 +321,9 @@ class Dispatcher:
         return True
 
     def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:
-        """Assign a request, with its tokens so far, to other workers. Fail it if there is none.
+        """Assign a request, with its tokens so far, to other workers. Fail it if no worker can serve it.
 
-        A request's copy goes on in its place. A copy is only withdrawn.
+        If the request has a copy that races, the copy replaces it. A copy itself is only withdrawn.
         """
         if (heir := self.races.heir(request)) is not None:
             self.races.won(heir)
@@ -357,9 +357,9 @@ class Dispatcher:
         reason: str,
         may_ask_again: bool = False,
     ) -> None:
-        """Name another decode worker to the prefill worker, which keeps the KV that it has computed.
+        """Name another decode worker to the prefill worker, which keeps the KV blocks of the prompt.
 
-        If there is none, the prefill worker decodes the request itself.
+        If there is no other, the prefill worker decodes the request itself.
         """
         at = request.current
         if at is None or at.prefill is None or at.stage is Stage.HELD:
@@ -393,7 +393,7 @@ class Dispatcher:
             self._metrics.count("handoff_redirects_total", kind)
 
     def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
-        """Return the next decode worker: another one, the only one once more (`again`), or `prefill`."""
+        """Return the next decode worker: one that has not failed, the only one `again`, or `prefill`."""
         if request.redirects >= MAX_REDIRECTS:
             return prefill
         decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
@@ -414,7 +414,7 @@ class Dispatcher:
 
 
 def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
-    """Return the reason why a worker's output is invalid, as far as its type cannot express it; else None."""
+    """Return the reason why a worker's output is invalid beyond what its type checks, or None."""
     num_tokens = len(output.token_ids)
     if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
         return "sent more tokens than were asked for"

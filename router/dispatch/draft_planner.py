@@ -1,4 +1,4 @@
-"""Plans where each request's drafts are made, and plans again as load and draft workers change."""
+"""Plans where each request's drafts are made, and plans again when load or draft workers change."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from router.workers.registry import Worker
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.005
-"""The time after which a sweep stops; the next one continues there."""
+"""Duration of a sweep; the next sweep continues at the request where this one stopped."""
 CANDIDATES = 2
-"""The number of least loaded draft workers that are compared with the one that similar requests use."""
+"""Number of least loaded draft workers to compare with the one that similar requests use."""
 
 Cause = Literal["load", "lost"]
 _Key = tuple[Worker, RequestSpeculation | None, RequestClass]
 
 
 class DraftPlanner:
-    """Plans drafts, on the event loop. `tokens_left` returns a request's expected further tokens."""
+    """Draft plans of all requests, on the event loop. `tokens_left` returns the tokens still expected."""
 
     def __init__(self, core: Core, tokens_left: Callable[[LiveRequest], float]) -> None:
         config, self._journal, self._registry, self._metrics, self._send = core
@@ -54,9 +54,9 @@ class DraftPlanner:
         tried = partial(core.metrics.count, "draft_trials_total")
         self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(tried))
         self._drafting: Counter[tuple[str, str]] = Counter()
-        """The number of requests that the first worker decodes and the second drafts for."""
+        """Number of requests by their decode worker and draft worker."""
         self._next = 0
-        """The place in the journal where the next sweep continues."""
+        """Index in the journal where the next sweep continues."""
 
     def plan(self, request: LiveRequest, at: Assignment) -> None:
         """Plan a request that was assigned to workers but not sent to them yet."""
@@ -81,7 +81,7 @@ class DraftPlanner:
             self._reconsider(request, at)
 
     def leave(self, worker: Worker) -> None:
-        """Stop using a worker that was lost or leaves. Requests that draft on it draft elsewhere."""
+        """Stop using a draft worker that was lost or leaves. Its requests draft elsewhere."""
         for key in [key for key in self._kinds if key[0] is worker]:
             del self._kinds[key]
         for request, at in self._journal.assigned() if worker.role.purpose == "draft" else ():
@@ -90,7 +90,7 @@ class DraftPlanner:
                 self._reconsider(request, at)
 
     def lost(self, worker: Worker) -> None:
-        """Handle a worker that died or fell silent. Draft workers free what they hold for it."""
+        """Handle a worker that died or fell silent. Draft workers free its sequences."""
         self.leave(worker)
         if worker.role.holds_draft:
             return
@@ -133,7 +133,7 @@ class DraftPlanner:
             )
 
     def _follow(self, period: DraftPeriod, at: Assignment) -> None:
-        """Follow a request that was handed off to another decode worker than the planned one."""
+        """Adapt the period of a request whose hand-off went to another decode worker than planned."""
         name = at.decode.key.worker_id
         if period.worker_id != name:
             self._count(period, -1)
@@ -163,7 +163,7 @@ class DraftPlanner:
             period.expected = expect(option, rows, since, num_tokens)
 
     def _learn(self, request: LiveRequest, at: Assignment, period: DraftPeriod, now: float) -> None:
-        """Learn from the tokens that the request got since the last call."""
+        """Learn from the tokens that the request got since the latest prediction."""
         expected, period.expected = period.expected, None
         if expected is not None and at.has_answered:
             rows, num_tokens = self._target(at.decode).rows, len(request.output_token_ids)
@@ -183,7 +183,7 @@ class DraftPlanner:
         self._count(period, 1)
 
     def end(self, request: LiveRequest, at: Assignment) -> None:
-        """End the request's current draft period: it drafts no more, or elsewhere."""
+        """End the request's current draft period, because it stops drafting or drafts elsewhere."""
         period = request.drafts.current
         if period is None:
             return
@@ -196,7 +196,7 @@ class DraftPlanner:
             self._metrics.drafts_made(period.decision.place.where, counts.steps, predicted, counts.tokens)
 
     def _count(self, period: DraftPeriod, sign: int) -> None:
-        """Count a request at its draft worker, if it has one."""
+        """Add `sign` to the load of the period's draft worker, if it has one."""
         if period.at is None:
             return
         pair = period.worker_id, period.at.worker_id
@@ -213,7 +213,7 @@ class DraftPlanner:
     # --- estimates --------------------------------------------------------------------------------
 
     def _prospects_of(self, request: LiveRequest, at: Assignment, kind: DraftKind) -> Prospects:
-        """Return the prospects of requests like this one, computed once per sweep unless the load changes."""
+        """Return the prospects of requests like this one, computed once per sweep and load."""
         decode, asked, request_class = key = _key(request, at)
         target, drafters = self._target(decode), self._drafters(decode, kind)
         load = target.rows, [(each.worker_id, each.others) for each in drafters]
@@ -268,7 +268,7 @@ def _key(request: LiveRequest, at: Assignment) -> _Key:
 
 
 def _forced(decision: DraftDecision, where: DraftSite) -> DraftDecision:
-    """Return the best option at the place that the operator demands, if there is one."""
+    """Return the best option at the place that the operator demands, if any."""
     options = [option for option in decision.options if option.place.where == where]
     if not options:
         return decision

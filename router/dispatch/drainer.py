@@ -1,8 +1,8 @@
 """Moves all requests, with their KV, from workers that are about to leave to other workers.
 
 A decoding request moves in two steps. While it still runs, its new worker fetches the KV of all full blocks
-into the prefix cache. Then the request is placed there, and the few tokens that were generated in the
-meantime are computed again: only that makes the client wait.
+into its prefix cache. Then the request is placed there, and only the tokens generated in the meantime are
+computed again: the client waits for these alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NextLife(NamedTuple):
 
 @dataclass
 class DrainReport:
-    """The number of requests by their outcome at workers that have left, and the time that draining took."""
+    """Numbers of requests by outcome at drained workers, and the duration of the drain."""
 
     moved: int = 0
     redirected: int = 0
@@ -55,7 +55,7 @@ class DrainReport:
 
 @dataclass(eq=False)
 class Drain:
-    """A worker that leaves or changes its role. `moves` holds the requests that are being prefetched."""
+    """A worker that leaves or changes its role. `moves` has the requests that are being prefetched."""
 
     worker: Worker
     began: float
@@ -75,10 +75,10 @@ async def _spare_any(worker_id: str, for_good: bool) -> str:
 class Drainer:
     """Drains workers. Runs on the event loop only.
 
-    `let_go(worker_id, for_good)` asks the launcher, as all routers do, for the reason why a worker cannot be
-    spared; if the reason is empty, the worker can leave: for good, or to get another role or a new process.
+    `let_go(worker_id, for_good)` asks the launcher, which knows all routers, and returns why the worker
+    cannot be spared, or "". `for_good` is false if the worker only gets another role or a new process.
     `renew(worker_id, role, incarnation)` tells the launcher the worker's new role. Other routers learn from
-    the worker that it leaves; each moves its own requests.
+    the worker that it leaves, and move their own requests.
     """
 
     def __init__(self, core: Core, placer: Placer, dispatcher: Dispatcher) -> None:
@@ -103,13 +103,13 @@ class Drainer:
         return await self._tell_to_leave(lambda: self._to_be_changed(worker_id, role), life)
 
     async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
-        """Drain a worker whose process then starts anew. Raises `ApiError`, with nothing changed."""
+        """Drain a worker whose process is then replaced. Raises `ApiError`, with nothing changed."""
         return await self._tell_to_leave(lambda: self._not_leaving(worker_id))
 
     async def _tell_to_leave(
         self, check: Callable[[], Worker], life: NextLife | None = None, *, for_good: bool = False
     ) -> asyncio.Future[DrainReport]:
-        """Drain the worker that `check` returns, before and after the launcher was asked, or raises for."""
+        """Ask the launcher, then drain the worker that `check` returns; `check` runs before and after."""
         await self._ask_for(check(), for_good)
         worker, incarnation = check(), None if life is None else life.incarnation
         role = None if life is None else life.role.name
@@ -159,10 +159,10 @@ class Drainer:
         return known[worker_id]
 
     async def _ask_for(self, worker: Worker, for_good: bool) -> None:
-        """Ask for the permission to drain the worker. Raises `ApiError` if it cannot be spared.
+        """Ask for permission to drain the worker. Raises `ApiError` if it cannot be spared.
 
-        Without a decode worker nothing runs; without a prefill worker the decode workers compute the
-        prompts. The launcher is asked too, since another router may be about to drain the other workers.
+        Without a decode worker nothing runs; without a prefill worker the decode workers compute the prompts.
+        The launcher is asked too, since another router may be about to drain the other workers.
         """
         others = [other for other in self._registry.live() if other is not worker]
         if any(other.role.purpose == "decode" for other in others):
@@ -194,7 +194,7 @@ class Drainer:
             self._advance(drain)
 
     def prefetched(self, message: Prefetched) -> None:
-        """Move a request whose new worker has fetched its KV, or as much of it as was available."""
+        """Move a request whose new worker has fetched its KV blocks, as far as they were available."""
         for drain in list(self._drains.values()):
             move = drain.moves.pop(message.request_id, None)
             if move is None:
@@ -215,7 +215,7 @@ class Drainer:
             return
 
     def lost(self, worker: Worker) -> None:
-        """Reconsider moves to a worker that died; the dispatcher places its own requests again."""
+        """Cancel moves to a worker that died, and its drain. The dispatcher places its requests again."""
         for drain in list(self._drains.values()):
             for request_id in [id for id, (_, target) in drain.moves.items() if target is worker]:
                 del drain.moves[request_id]
@@ -236,11 +236,11 @@ class Drainer:
             self._finish(drain)
 
     def _held(self, worker: Worker) -> list[tuple[LiveRequest, Assignment]]:
-        """Return the requests that the worker has or is to get."""
+        """Return the requests assigned to the worker."""
         return [(request, at) for request, at in self._journal.assigned() if worker in at.holders]
 
     def _take_away(self, drain: Drain, request: LiveRequest, at: Assignment, is_late: bool) -> None:
-        """Begin to move the request, or leave it there for now."""
+        """Begin to move the request, or leave it on the worker for now."""
         decodes = drain.worker is at.decode
         if at.stage is Stage.HELD:
             self._place_again(drain, request)

@@ -1,4 +1,4 @@
-"""Applies the workers' KV events to the index, each once and in order, and asks for lost events again."""
+"""Applies the workers' KV events to the index, each once and in order, and requests lost events again."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from router.workers.registry import Worker
 logger = logging.getLogger(__name__)
 
 LATE_S = 1.0
-"""Events use another connection than the heartbeat that announces them. Later ones count as lost."""
+"""[seconds] Delay after which events that a heartbeat on another connection announced count as lost."""
 
 REPLAY_INTERVAL_S = 1.0
-"""The time after which a missing replay is requested again."""
+"""Time after which a missing replay is requested again."""
 
 SWEEP_S = 0.002
-"""The duration of one sweep, short enough not to delay the event loop."""
+"""Duration of one sweep, short enough not to delay the event loop."""
 
 
 @dataclass(eq=False)
 class _Source:
-    """One incarnation of a worker. `announced` batches are due since the oldest unmet heartbeat."""
+    """One incarnation of a worker. Since `announced_at` a heartbeat's `announced` batches are awaited."""
 
     worker: Worker
     slot: int
@@ -46,10 +46,10 @@ class KvFeed:
     def __init__(self, core: Core) -> None:
         _, _, self._registry, self._metrics, self._send = core
         self.index: KvIndex[str] = KvIndex()
-        """The blocks of each worker, by its id."""
+        """Index of each worker's blocks, by worker id."""
         self._sources: dict[str, _Source] = {}
         self.formats: Collection[CacheFormat] = ()
-        """The formats of the workers' block identities; usually one."""
+        """Formats of the workers' block identities; usually one."""
 
     def cached_tokens(self, request: LiveRequest) -> dict[str, int]:
         """Return the number of leading tokens of a request that each worker has in its pool, by worker id."""
@@ -61,7 +61,7 @@ class KvFeed:
     # --- events -------------------------------------------------------------------------------------
 
     def register(self, worker: Worker) -> None:
-        """Track a worker that has registered, maybe again. A new incarnation starts without blocks."""
+        """Track a worker that has registered, perhaps again. A new incarnation starts without blocks."""
         known = self._sources.get(worker.key.worker_id)
         if known is not None and known.worker is worker:
             return
@@ -72,7 +72,7 @@ class KvFeed:
         self._collect_formats()
 
     def receive(self, message: KvEvents) -> None:
-        """Apply events, unless they are of another incarnation, came before, or come early."""
+        """Apply events of the current incarnation that come next in order; drop the others."""
         source = self._source(message.worker_id, message.incarnation)
         if source is None:
             self._metrics.count("kv_events_dropped_total", "unknown_worker")
@@ -100,7 +100,7 @@ class KvFeed:
             self._ask(source)
 
     def sweep(self) -> None:
-        """Forget the blocks of workers that are gone, a part at each call."""
+        """Remove blocks of workers that are gone from the index, some at each call."""
         for source in list(self._sources.values()):
             if self._registry.current(*source.worker.key) is not source.worker:
                 self._forget(source)

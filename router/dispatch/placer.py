@@ -27,17 +27,17 @@ from router.workers.registry import Worker
 logger = logging.getLogger(__name__)
 
 FIRST_OUTPUT = 128.0
-"""[tokens] The assumed mean length of an answer before any request has ended."""
+"""[tokens] Mean length of an answer to assume before any request has ended."""
 OUTPUT_PACE = 0.05
-"""The weight of each ended request in that mean."""
+"""Weight of each ended request in the mean length of answers."""
 
 
 class Placer:
-    """Places requests. Runs on the event loop only.
+    """Placement of requests, on the event loop only.
 
-    If no worker can serve a request, the journal keeps it parked as long as a worker is starting. Parked
-    requests are placed in order of arrival. While more workers are starting, the ready ones get only enough
-    requests to fill their batches, so that the first worker to come back does not get all of them.
+    If no worker can serve a request, it is parked in the journal as long as a worker is starting. Parked
+    requests are placed in order of arrival. While further workers are starting, the ready ones get only
+    enough requests to fill their batches, so that the first worker to come back does not get all of them.
     """
 
     def __init__(self, core: Core, policy: PlacementPolicy, kv_feed: KvFeed) -> None:
@@ -57,9 +57,9 @@ class Placer:
     # --- requests ---------------------------------------------------------------------------------
 
     def place(self, request: LiveRequest, *, checks_slo: bool = False) -> Refusal | None:
-        """Add the request to the journal and send or park it, unless it is refused.
+        """Add the request to the journal and send or park it. Return a refusal if no worker will serve it.
 
-        With `checks_slo` it is refused if it is expected to miss its SLO.
+        With `checks_slo` a request that is expected to miss its SLO is refused too.
         """
         request.start_placement()
         self._journal.add(request)
@@ -72,7 +72,7 @@ class Placer:
         return refusal
 
     def copy(self, request: LiveRequest) -> LiveRequest | None:
-        """Send a copy of the request to other workers. Return None if none takes it now."""
+        """Send a copy of the request to other workers. Return None if no worker takes the copy now."""
         copy = request.copy()
         copy.start_placement()
         self._journal.add(copy)
@@ -112,20 +112,20 @@ class Placer:
             self._send(worker, Abort(request_ids=request_ids))
 
     def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
-        """Return the worker that is to decode a prompt of `prefill`; without `workers` that is `prefill`."""
+        """Return the decode worker, of `workers`, for a prompt of `prefill`; `prefill` if there are none."""
         workers = [worker for worker in workers if not worker.is_suspect] or workers
         cluster = Cluster(worker.load for worker in workers)
         name = self._policy.next_decode(self._facts(request), cluster, self._state)
         return self._registry.named(name) if name is not None else prefill
 
     def other_decode(self, request: LiveRequest, leaves: Worker) -> Worker | None:
-        """Return another worker that could go on decoding the request of `leaves`."""
+        """Return another worker that can continue to decode the request of `leaves`, if any."""
         decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
         other = self.next_decode(request, leaves, decodes)
         return None if other is leaves else other
 
     def move(self, request: LiveRequest, target: Worker) -> bool:
-        """Let `target` go on with the request. Return False if it cannot be reached: place it again then."""
+        """Place the request on `target`. Return False if `target` cannot be reached: place it again then."""
         self.withdraw([request])
         request.start_placement()
         self._journal.add(request)
@@ -181,7 +181,7 @@ class Placer:
     # --- placement --------------------------------------------------------------------------------
 
     def _offer(self, request: LiveRequest, checks_slo: bool = False) -> Refusal | None:
-        """Send the request to the workers that the policy names, or to others if those cannot be reached."""
+        """Send the request to the workers that the policy names, or to others if these are unreachable."""
         if self._parked and self._registry.awaited() and not self._has_room():
             return Refusal("every ready worker is busy")
         unreachable: Refusal | None = None
@@ -195,7 +195,7 @@ class Placer:
             if late is not None:
                 return late
             at = self._assign(request, placement, facts)
-            assigned = time.monotonic()  # after this point the time counts as placed, or as waiting
+            assigned = time.monotonic()  # the time until here counts as placement, after it as waiting
             if self.ahead.offer(request, at):
                 request.times.placement_s += assigned - began
                 is_split = "prefill" in placement.workers
@@ -209,7 +209,7 @@ class Placer:
             self._release(request)
 
     def _late(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> Refusal | None:
-        """Return why the request is expected to miss its SLO, if it is, although it overtakes others."""
+        """Return why the request is expected to miss its SLO although it overtakes others; else None."""
         first = self._registry.named(next(iter(placement.workers.values())))
         share, predicted = self.ahead.overtaken_share(request, first), placement.predicted
         if share > 0 and predicted is not None:
@@ -237,7 +237,7 @@ class Placer:
         )
 
     def _tokens_left(self, request: LiveRequest) -> float:
-        """Return how many tokens the request is still expected to generate."""
+        """Return the number of tokens that the request is still expected to generate."""
         return min(request.sampling.max_tokens - len(request.output_token_ids), self._mean_output)
 
     def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Assignment:
@@ -253,7 +253,7 @@ class Placer:
         return at
 
     def _release(self, request: LiveRequest) -> None:
-        """End the request's assignment: no worker serves it any more."""
+        """End the request's assignment: its workers serve it no more."""
         at = request.current
         if at is not None:
             self.drafts.end(request, at)
@@ -276,7 +276,7 @@ class Placer:
         return True
 
     def _note_fallback(self, placement: Placement) -> None:
-        """Count requests that one worker serves alone for lack of the other role. Log when that changes."""
+        """Count requests that one worker serves alone because no other role is left. Log each change."""
         missing = placement.missing
         if missing not in self._registry.known_purposes:
             missing = None
@@ -291,7 +291,7 @@ class Placer:
 
 
 MAX_DECISIONS = 1000
-"""Takes some hundred kilobytes."""
+"""Number of decisions to keep: some hundred kilobytes."""
 
 
 class DecisionLog:

@@ -1,11 +1,9 @@
 """Races: while a worker is suspect, its requests also run on other workers, and the first token decides.
 
-Equal seeds give equal tokens, so the copy continues with the very tokens that the request would get, from the
-journal and from KV that other workers hold. If the copy's token comes first, the copy takes the request's
-place, else it is withdrawn. A request has one copy at most.
-
-A budget bounds the work that copies add: it grows with the fleet's time, and each copy costs what its prompt
-is predicted to take.
+Equal seeds give equal tokens, so a copy generates the same tokens as its request. It starts from the tokens
+in the journal and from KV blocks that other workers hold. If the copy sends the next token first, it replaces
+the request, else it is withdrawn. A request has at most one copy. A budget bounds the work of copies: it
+grows with the time of all workers, and each copy costs the predicted time of its prefill.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ logger = logging.getLogger(__name__)
 SHARE = 0.01
 """The share of all workers' time that copies may take in the long run."""
 AHEAD_S = 60.0
-"""[seconds] The time whose share may be spent at once, so copies take at most 2 % of any minute."""
+"""[seconds] Time whose `SHARE` may be spent at once, so copies take at most 2 % of any minute."""
 
 
 class Races:
     """Starts and decides races. Runs on the event loop only.
 
-    `place_again` moves a request that no worker has yet, which needs no race.
+    `place_again` moves a request that was not sent to a worker yet and needs no race.
     """
 
     def __init__(self, core: Core, placer: Placer, place_again: Callable[[LiveRequest], None]) -> None:
@@ -40,11 +38,11 @@ class Races:
         self._placer = placer
         self._place_again = place_again
         self._spent_s = self._swept_at = 0.0
-        """The predicted time of all copies, less the share of the time since then."""
+        """Predicted time of all copies, less the budget earned since they started."""
         self._is_spent = False
 
     def sweep(self, now: float) -> None:
-        """Start races of the requests that wait for suspect workers. To be called often."""
+        """Start a race for each request that waits for a suspect worker. To be called often."""
         workers = list(self._registry)
         share = SHARE * len(workers)
         self._spent_s = max(self._spent_s - share * (now - self._swept_at), 0.0)
@@ -62,7 +60,7 @@ class Races:
                 return
 
     def is_first(self, copy: LiveRequest, output: TokenOutput) -> bool:
-        """Decide a race by a copy's output. Return whether it comes before its owner's."""
+        """Decide a race by a copy's output. Return whether the output continues the owner's answer."""
         if output.token_ids and output.position < len(copy.output_token_ids):
             self._placer.withdraw([copy])
             return False
@@ -72,7 +70,7 @@ class Races:
         return True
 
     def settle(self) -> None:
-        """Withdraw the copies of requests that got tokens from their own workers."""
+        """Withdraw the copies whose requests got tokens from their own workers."""
         late = [copy for copy in self._journal.copies.values() if not _is_abreast(copy)]
         self._placer.withdraw(late)
 
@@ -82,7 +80,7 @@ class Races:
         return copy if copy is not None and _is_abreast(copy) else None
 
     def won(self, copy: LiveRequest) -> None:
-        """Let the copy take its owner's place, which is withdrawn."""
+        """Let the copy replace its owner, which is withdrawn."""
         owner, copy.owner = copy.owner, None
         assert owner is not None
         del self._journal.copies[owner]
@@ -118,7 +116,7 @@ class Races:
         return not self._is_spent
 
     def _waits_for_suspect(self, request: LiveRequest, at: Assignment) -> bool:
-        """Return whether the next token, or something that it needs, is due from a suspect worker."""
+        """Return whether the next token, or a block needed for it, is due from a suspect worker."""
         awaited: list[Worker | None] = [*at.holders]
         if at.stage is Stage.PREFILL:
             awaited = [at.first, self._registry.current_of(request.prefix)]
@@ -130,5 +128,5 @@ class Races:
 
 
 def _is_abreast(copy: LiveRequest) -> bool:
-    """Return whether the copy continues where the answer ends now."""
+    """Return whether the copy continues at the current end of the answer."""
     return copy.num_emitted_before == len(copy.output_token_ids)

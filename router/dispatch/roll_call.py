@@ -1,8 +1,8 @@
-"""Asks workers about requests that were silent for a while, and has lost ones placed again.
+"""Asks workers about requests without news, and has lost ones placed again.
 
-A request is lost if a message was lost with its connection: the message that brought the request to its
-worker, or the last one of its answer. The question follows the first message on the same connection, and its
-answer follows the last, so no request whose message is still under way is taken for lost.
+A request is lost if a connection broke and took the message that brought the request to its worker, or the
+last message of its answer. The question uses the same connection as the former, and its reply the same as the
+latter, so a request with a message under way is never taken for lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router.workers.assignment import Assignment, Loads, Stage
 from router.workers.registry import Worker
 
 ASK_AFTER_S = 1.0
-"""Many times the length of a step, and about the time that clients wait after a worker's death."""
+"""[seconds] Silence before a question: many step times, and about as long as clients wait after a death."""
 
 
 class RollCall:
@@ -30,7 +30,7 @@ class RollCall:
         self._dispatcher = dispatcher
 
     def sweep(self, now: float) -> None:
-        """Ask about requests that were silent for `ASK_AFTER_S`. To be called a few times a second."""
+        """Ask about requests without news for `ASK_AFTER_S`. To be called a few times a second."""
         silent: defaultdict[Worker, list[str]] = defaultdict(list)
         for request, at in self._journal.assigned():
             is_sent = at.stage is not Stage.HELD

@@ -1,7 +1,8 @@
-"""Sends requests to their workers, only as many ahead as keep the workers busy.
+"""Sends requests to their workers, only as many as keep the workers busy.
 
-A worker serves requests in the order in which it receives them, so a request that was sent ahead cannot be
-overtaken. The rest waits here, where API keys take turns."""
+A worker serves requests in the order of arrival, so none can overtake a request that was sent. The others
+wait here, where API keys take turns.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from router.workers.assignment import Assignment, Stage
 from router.workers.registry import Worker
 
 AHEAD_S = 0.1
-"""[seconds] Work to send beyond what runs: some steps, and many times the latency of a message."""
+"""[seconds] Work to send in addition to the running requests: several steps, and many message latencies."""
 MIN_AHEAD = 2
-"""Requests to send whatever their length: one that runs, and the next."""
+"""Requests to send whatever their length: the running one and the next."""
 AHEAD_STEPS = 2
-"""Steps to fill with prompt tokens: the one that runs, and the next."""
+"""Steps to fill with prompt tokens: the running one and the next."""
 
 Transmit = Callable[[LiveRequest, Assignment], bool]
 
 
 @dataclass(eq=False)
 class _WorkerQueue:
-    """One worker's waiting requests, their uncached `tokens`, and the cost that each key has there."""
+    """One worker's waiting requests, their uncached `tokens`, and the cost `sent` there by key."""
 
     tokens: int = 0
     sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -54,17 +55,17 @@ class SendAhead:
         self._mean_output = mean_output
         self._queues: defaultdict[Worker, _WorkerQueue] = defaultdict(_WorkerQueue)
         self._rows: Counter[Worker] = Counter()
-        """How many waiting requests each worker is to decode."""
+        """Number of waiting requests that each worker is to decode."""
         self._freed: dict[Worker, None] = {}
         """Workers that may have room again."""
         self._blocked: defaultdict[Worker, set[Worker]] = defaultdict(set)
-        """For each decode worker without a free row, the workers whose queues wait for that row."""
+        """Workers whose queues wait for a row, by the decode worker that has no free row."""
 
     def offer(self, request: LiveRequest, at: Assignment) -> bool:
-        """Send the request now, or later in its turn. Returns False if its worker cannot be reached.
+        """Send the request now, or queue it. Return False if its worker cannot be reached.
 
-        A request that has already generated tokens does not wait: its client has seen it run. Nor does a
-        copy that races.
+        A request that has generated tokens never waits, since its client has seen it run; nor does a racing
+        copy.
         """
         queue = self._queues[at.first]
         if request.output_token_ids or request.owner is not None:
@@ -79,7 +80,7 @@ class SendAhead:
         return True
 
     def forget(self, request: LiveRequest, at: Assignment) -> None:
-        """Remove a request that has ended or is placed again: its workers have room for others."""
+        """Remove a request that has ended or is placed again, which makes room at its workers."""
         queue = self._queues.get(at.first)
         if queue is not None and at.stage is not Stage.HELD:
             queue.sent[request.generation.key] -= request.cost
@@ -88,7 +89,7 @@ class SendAhead:
         self.free(at)
 
     def free(self, at: Assignment) -> None:
-        """Note that the assignment's workers may have room for others."""
+        """Note that the assignment's workers may have room for more requests."""
         self._freed.update(dict.fromkeys(at.holders))
 
     def check_all(self) -> None:
@@ -101,14 +102,14 @@ class SendAhead:
                 del self._queues[worker]
 
     def send_waiting(self) -> Iterator[LiveRequest]:
-        """Send the requests that have room now. Yields the requests whose worker cannot be reached."""
+        """Send the requests that have room now. Yield the requests whose worker cannot be reached."""
         while self._freed:
             freed, _ = self._freed.popitem()
             for worker in {freed, *self._blocked.pop(freed, ())}:
                 yield from self._send_queue(worker)
 
     def num_held(self, worker: Worker) -> int:
-        """Return how many requests wait here for room at the worker."""
+        """Return the number of requests that wait here for room at the worker."""
         queue = self._queues.get(worker)
         return len(queue.waiting) if queue is not None else 0
 
@@ -167,7 +168,7 @@ class SendAhead:
     # --- how much is sent ahead -------------------------------------------------------------------
 
     def _has_room(self, at: Assignment, queue: _WorkerQueue) -> bool:
-        """Return whether the assignment's workers would soon be idle without it."""
+        """Return whether the assignment's workers would soon be idle without the request."""
         first, decode = at.first, at.decode
         prompts = first.outstanding_prompts - len(queue.waiting)
         tokens = first.outstanding_prefill_tokens - queue.tokens
@@ -190,8 +191,8 @@ class SendAhead:
     def _has_row_room(self, decode: Worker, prefill_s: float) -> bool:
         """Return whether the decode worker may get another request.
 
-        Rows that end while a prompt is computed elsewhere, and in `AHEAD_S` after that, make room for as
-        many new ones. At most one more batch is sent, since answers may get longer than the latest ones.
+        Rows that end during a prefill elsewhere and within `AHEAD_S` after it make room for as many new ones.
+        At most one batch is sent in addition to the running one, since answers may become longer than before.
         """
         load = self._running(decode)
         steps = max(self._mean_output() / max(load.costs.tokens_per_row, 1.0), 1.0)
@@ -200,7 +201,7 @@ class SendAhead:
         return self._sent_rows(decode) < self._max_num_seqs + max(MIN_AHEAD, min(ending, self._max_num_seqs))
 
     def _running(self, worker: Worker) -> WorkerSnapshot:
-        """Return the worker's load without the requests that wait, here or there."""
+        """Return the worker's load without requests that wait, in its queue here or for a row there."""
         load = worker.load
         rows = min(self._sent_rows(worker), self._max_num_seqs)
         context = load.context_tokens * rows / load.rows if load.rows > 0 else 0.0
@@ -211,7 +212,7 @@ class SendAhead:
 
 
 QUANTUM = 16.0
-"""[tokens] Less than most requests cost, so that keys alternate as finely as their requests allow."""
+"""[tokens] Share of a key in each turn; less than most requests cost, so that keys alternate finely."""
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -230,21 +231,21 @@ class _Flow(Generic[Item]):
 
     @property
     def missing(self) -> float:
-        """The tokens that the key must still save for its oldest item."""
+        """Tokens that the key must still save to send its oldest item."""
         return self.costs[self.oldest] - self.deficit
 
 
 class FairQueue(Generic[Item]):
-    """Items that wait for one worker. `sent(key)` returns the cost of the key's items that the worker has.
+    """Items that wait for one worker, with deficit round robin among keys. `sent(key)`: the key's cost there.
 
-    A key that begins to wait owes the cost that it has at the worker beyond the key that has least. So a key
-    that filled the worker while no other key waited does not keep it, whatever it sends.
+    When a key begins to wait, its cost at the worker beyond the least of all waiting keys is its debt. So a
+    key that filled the worker while no other key waited does not keep the worker.
     """
 
     def __init__(self, sent: Callable[[str], float]) -> None:
         self._sent = sent
         self._turns: dict[int, dict[str, _Flow[Item]]] = {}
-        """By priority, then by key; the first key has the turn."""
+        """Flows by priority, then by key; the first key has the turn."""
         self._places: dict[Item, tuple[int, str]] = {}
 
     def __len__(self) -> int:
@@ -263,7 +264,7 @@ class FairQueue(Generic[Item]):
         self._places[item] = priority, key
 
     def remove(self, item: Item) -> None:
-        """Remove an item at no cost to its key."""
+        """Remove an item without charging its key."""
         priority, key = self._places.pop(item)
         flows = self._turns[priority]
         flows[key].total -= flows[key].costs.pop(item)
@@ -286,14 +287,14 @@ class FairQueue(Generic[Item]):
             flows[key] = flows.pop(key)
 
     def pop(self, item: Item) -> None:
-        """Remove the item that goes, and charge its cost to its key."""
+        """Remove the item that is sent, and charge its cost to its key."""
         priority, key = self._places[item]
         flow = self._turns[priority][key]
         flow.deficit -= flow.costs[item]
         self.remove(item)
 
     def overtaken(self, key: str, priority: int, cost: float) -> float:
-        """Return the expected number of waiting items that a new one would go before."""
+        """Return the expected number of waiting items that would be sent after a new one."""
         count = 0.0
         for level, flows in self._turns.items():
             before = cost + (flows[key].total if key in flows else 0.0)
@@ -305,7 +306,7 @@ class FairQueue(Generic[Item]):
         return count
 
     def _start(self, flows: dict[str, _Flow[Item]], key: str) -> None:
-        """Start a key's queue. A key that waited alone took nothing from others: its deficit is reset."""
+        """Start a key's flow. The deficit of a key that waited alone is reset: no other key lost a turn."""
         owned = {other: self._sent(other) for other in (key, *flows)}
         least = min(owned.values())
         flows[key] = _Flow(deficit=least - owned[key])

@@ -27,7 +27,7 @@ HEARTBEAT_SUFFIX = "/hb"
 
 
 class WorkerLink:
-    """A ROUTER socket that is bound at once; the event loop reads it from `attach()` on."""
+    """A ROUTER socket that is bound at once; the event loop reads it after `attach()`."""
 
     def __init__(
         self, keys: ClusterKeys, host: str, metrics: Metrics, ports: Sequence[int] = ANY_PORT
@@ -62,7 +62,7 @@ class WorkerLink:
         return self.send_to(worker.key.worker_id, message)
 
     def send_to(self, worker_id: str, message: msgspec.Struct) -> bool:
-        """Queue a message, like `send`, also for a worker that has not registered."""
+        """Queue a message like `send`, also for a worker that has not registered."""
         try:
             self._socket.send_multipart((worker_id.encode(), encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -94,7 +94,7 @@ class WorkerLink:
             return
         try:
             self._on_message(message)
-        except Exception:  # one worker's message must not take the router down
+        except Exception:  # an error in one worker's message must not stop the router
             logger.exception("a message from worker %r failed", frames[0])
             self._metrics.count("messages_dropped_total", "failed")
 
@@ -114,7 +114,7 @@ class WorkerLink:
 
 
 def _understood(raw: bytes) -> WorkerToRouter | Introduced:
-    """Decode a message; of a worker that speaks another protocol its introduction, since it must be told."""
+    """Decode a message; only its introduction if it has another protocol version."""
     try:
         return worker_to_router.decode(raw)
     except ProtocolError:

@@ -42,13 +42,13 @@ class PlacementPolicy:
     decode: Rule
 
     def place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> PolicyResult:
-        """Return the request's placement and the state to pass with the next request."""
+        """Return the request's placement and the state for the next call."""
         if self.prefill is cost and self.decode is cost:
             return place_by_cost(request, cluster), state.next()
         return self._place(request, cluster, state), state.next()
 
     def next_decode(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> str | None:
-        """Return the decode worker for a prompt that is already computed, or None if there is none."""
+        """Return the decode worker for a prompt that is already computed; None if no worker decodes."""
         worker = self._chosen("decode", request, cluster, state)
         return worker.worker_id if worker is not None else None
 

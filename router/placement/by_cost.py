@@ -1,7 +1,7 @@
-"""The policy `cost`: the placement that costs all requests together the fewest seconds, by measured models.
+"""The policy `cost`: the placement that costs all requests together the fewest seconds.
 
-It compares whole requests on one worker with splits between a prefill and a decode worker. Candidates are a
-few of the least loaded workers, and a few of those with the most of the prompt cached.
+By the measured step costs it compares the whole request on one worker with splits between a prefill and a
+decode worker. Candidates are a few of the least loaded workers and a few with the longest cached prefix.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from router.placement.rules import Chosen, holders, is_overloaded
 Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 
 CANDIDATES = 2
-"""Candidates of each kind and purpose."""
+"""Candidates for each task: the least loaded workers, and as many with the longest cached prefix."""
 MARGIN = 0.03
-"""[share of the best cost] Differences to ignore, since predictions are no better. Among equals the worker
-that got a request longest ago is chosen; otherwise equal workers would get nothing.
+"""[share of the best cost] Differences to ignore, since predictions are no more precise. Among equals the
+worker whose latest placement is oldest wins; otherwise equal workers would get nothing.
 """
 
 
@@ -72,7 +72,7 @@ def place_by_cost(request: RequestFacts, cluster: Cluster) -> Placement | Refusa
 
 
 def candidates(request: RequestFacts, cluster: Cluster, task: Task) -> list[WorkerSnapshot]:
-    """Return the workers to compare: only the session's own worker, unless that is overloaded."""
+    """Return the workers to compare: only the session's worker, unless that worker is overloaded."""
     if request.session:
         home = cluster.home(task, request.session, request.avoid)
         if home is not None and not is_overloaded(home, cluster):
@@ -96,7 +96,7 @@ def cost(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
 
 
 def whole(prefill: PrefillCost, decode: DecodeCost) -> Option:
-    """Return the option of one worker for the whole request. Its rows include those that compute prompts."""
+    """Return the option of one worker for the whole request. Its rows include requests still in prefill."""
     predicted = Prediction(
         queue_s=prefill.queue_s + decode.row_s,
         fetch_s=prefill.fetch_s,
@@ -144,13 +144,13 @@ def _choose(request: RequestFacts, cluster: Cluster, options: Sequence[Option]) 
 
 
 def _unasked(cluster: Cluster, option: Option) -> int:
-    """Return how many placements ago an idle worker of the option last had one."""
+    """Return how many placements ago the longest idle worker of the option got one."""
     idle = [worker.last_placed for worker in _workers(cluster, option) if worker.requests <= 0]
     return cluster.last_placed - min(idle) if idle else 0
 
 
 def _turn(request: RequestFacts, cluster: Cluster, option: Option) -> tuple[int, int, int, tuple[str, ...]]:
-    """Return the order among equals: more cached, fewer workers, the longest without a placement."""
+    """Return the sort key among equals: longest cached prefix, fewest workers, oldest placement."""
     workers = _workers(cluster, option)
     asked = max(worker.last_placed for worker in workers)
     return -cached_on(request, workers[0]), len(workers), asked, tuple(option.workers.values())
@@ -161,5 +161,5 @@ def _workers(cluster: Cluster, option: Option) -> list[WorkerSnapshot]:
 
 
 def _sane(seconds: float) -> float:
-    """Return the seconds, or infinity if they make no sense."""
+    """Return the seconds; infinity if they are negative or NaN."""
     return seconds if 0 <= seconds < inf else inf

@@ -1,7 +1,7 @@
 """The live workers as policies see them: by name, and for each purpose the least loaded first.
 
-Each change keeps the order, so that a decision among thousands of workers looks at a few. In the order,
-numbers that make no sense (negative, infinite or NaN) count as 0.
+Each change keeps the order, so that a decision among thousands of workers looks at a few. Loads that are
+negative, infinite or NaN count as 0 in the order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LoadKey = tuple[float, float, float, int, str]
 
 @dataclass(slots=True)
 class _Purpose:
-    """The workers of one purpose. `hashes` are of their names, in the order of `names`."""
+    """The workers of one purpose. `hashes` has the hash of each name, in the order of `names`."""
 
     by_load: list[LoadKey] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Cluster:
         self._keys: dict[str, tuple[Task, LoadKey, float]] = {}
         self._purposes: defaultdict[Task, _Purpose] = defaultdict(_Purpose)
         self.last_placed = 0
-        """The largest `last_placed` of all workers."""
+        """Largest `last_placed` of all workers."""
         for worker in workers:
             self.put(worker)
 
@@ -95,14 +95,14 @@ class Cluster:
         return group.requests / len(group.names) if group.names else 0.0
 
     def least_loaded(self, purpose: Task, count: int, avoid: Collection[str] = ()) -> list[WorkerSnapshot]:
-        """Return up to `count` workers, the least loaded first; those to `avoid` only if need be."""
+        """Return up to `count` workers, the least loaded first; workers in `avoid` only to fill up."""
         group = self._purposes[purpose]
         names = (key[-1] for key in group.by_load if key[-1] not in avoid)
         found = [self._workers[name] for name in islice(names, count)]
         return found or [self._workers[key[-1]] for key in group.by_load[:count]]
 
     def at(self, purpose: Task, index: int, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
-        """Return the worker at this place in the circle of names, or the next one that is not in `avoid`."""
+        """Return the worker at `index` modulo the number of names, or the next one that is not in `avoid`."""
         group = self._purposes[purpose]
         if not group.names:
             return None
@@ -112,7 +112,7 @@ class Cluster:
         return self._workers[next((name for name in names if name not in avoid), first)]
 
     def home(self, purpose: Task, session: str, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
-        """Return the session's worker by rendezvous hashing: few sessions move when workers come or go."""
+        """Return the session's worker by rendezvous hashing: few sessions move when workers come or leave."""
         group = self._purposes[purpose]
         if not group.names:
             return None
@@ -127,7 +127,7 @@ class Cluster:
 
 
 def load_key(worker: WorkerSnapshot) -> LoadKey:
-    """Return a worker's sort key: prompt tokens for prefill, requests for decode. Equals take turns."""
+    """Return a worker's sort key: prompt tokens for prefill, requests for decode, then `last_placed`."""
     requests, tokens, usage = sane(worker.requests), sane(worker.prefill_tokens), sane(worker.kv_usage)
     if worker.purpose == "prefill":
         return tokens, requests, usage, worker.last_placed, worker.worker_id

@@ -20,7 +20,7 @@ from router.placement.interface import Option, Placement, RequestFacts
 
 @dataclass(eq=False, slots=True)
 class PlacementDecision:
-    """A placement that was made. Observed seconds count from the placement on; None until they are known."""
+    """A placement that was made. Observed seconds count from the placement; None: not known yet."""
 
     request_id: str
     facts: RequestFacts
@@ -66,11 +66,11 @@ def _option(option: Option, facts: RequestFacts) -> dict[str, Any]:
 
 
 MAX_PERIODS = 16
-"""The most periods to keep, the latest ones: a long request may be planned again without limit."""
+"""Most periods to keep, the latest ones: the number of plans of a long request has no limit."""
 
 
 class DraftCounts(NamedTuple):
-    """Totals of a request: its steps after the first token, and the tokens of these steps."""
+    """Totals of a request: its steps after the first token, and the tokens that these steps brought."""
 
     steps: int = 0
     tokens: int = 0
@@ -80,11 +80,10 @@ class DraftCounts(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class DraftPeriod:
-    """The time from one plan to the next, on the decode worker `worker_id`. `began` and `ended` are the
-    request's totals at these times; None: it goes on.
+    """The time between two draft plans of a request on the decode worker `worker_id`.
 
-    If the drafts are made at a draft worker, that worker was given `num_tokens` tokens to read. `expected` is
-    the expected output since the router's latest look at the request.
+    `began` and `ended` are the request's totals then; `ended` is None while the period lasts. A draft worker,
+    if it drafts, reads `num_tokens` tokens first. `expected` is the output expected since the last sweep.
     """
 
     decision: DraftDecision
@@ -97,7 +96,7 @@ class DraftPeriod:
 
     @property
     def counts(self) -> DraftCounts:
-        """The counts of this period alone; zeros until it has ended."""
+        """The counts of this period alone; zeros until the period has ended."""
         ended = self.ended or self.began
         return DraftCounts(*(end - begin for end, begin in zip(ended, self.began, strict=True)))
 
@@ -146,7 +145,7 @@ class DraftHistory:
 
     @property
     def plan(self) -> DraftPlan | None:
-        """The plan for the decode worker; None leaves drafting to the worker."""
+        """The draft plan to send to the decode worker; None: the worker decides by itself."""
         current = self.current
         if current is None:
             return None
@@ -154,7 +153,7 @@ class DraftHistory:
         return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=current.at)
 
     def as_json(self) -> dict[str, Any] | None:
-        """Return the record, None without a plan: neither deployment nor request has drafts."""
+        """Return the record; None if neither the deployment nor the request uses drafts."""
         if not self.periods:
             return None
         latest = self.periods[-1]

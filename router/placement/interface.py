@@ -1,7 +1,7 @@
-"""The inputs and results of placement policies: pure functions, the same live and in a simulator.
+"""The inputs and results of placement policies, which are pure functions, the same live and in a simulator.
 
-A policy looks at a few workers of the cluster, never at all. The state that it keeps from one decision to the
-next is an argument, and part of the result.
+A policy looks at a few workers of the cluster, never at all of them. The state that it keeps from one
+decision to the next is an argument and a part of the result.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from protocol.roles import Task
 class RequestFacts:
     """The facts about a request that are known before it runs.
 
-    `num_tokens` must be computed before its first token; it is expected to generate `output_tokens`, and the
-    mean request generates `mean_output_tokens`. `prefix_at` is a prefill worker that has computed the prompt
-    and may still hold it. `cached_tokens` is the number of leading tokens that each worker is believed to
-    have in its prefix cache. `avoid` has workers that failed the request: they are chosen only if there are
-    no others. `split` is the client's wish: True for one worker that computes the prompt and another that
-    decodes, False for one worker, None for the cheaper way. The request arrived `waited_s` ago, and its SLO
-    asks for the first token `slo_ttft_s` after that and for at most `slo_tpot_s` between two tokens.
+    `num_tokens` must be computed before its first token. It is expected to generate `output_tokens`, the mean
+    request `mean_output_tokens`. `prefix_at`: a prefill worker that has computed the prompt and may still
+    hold it. `cached_tokens`: leading tokens that each worker probably has in its prefix cache. `avoid`:
+    workers that failed the request, chosen only if there are no others. `split`: the client's wish; True:
+    prefill and decode on two workers, False: on one, None: the cheaper way. The request arrived `waited_s`
+    ago; its SLO demands the first token within `slo_ttft_s` of its arrival, and at most `slo_tpot_s` between
+    two tokens.
     """
 
     num_tokens: int = 0
@@ -42,32 +42,32 @@ class RequestFacts:
     slo_tpot_s: float = inf
 
     def num_uncached(self, source: str) -> int:
-        """Return the tokens to compute after those cached on worker `source`: at least the last one."""
+        """Return the tokens to compute, at least one, given the prefix cache of worker `source`."""
         return self.num_tokens - min(self.cached_tokens.get(source, 0), self.num_tokens - 1)
 
 
 class LinkSpeed(NamedTuple):
-    """The speed of a link: seconds for each piece, and bytes a second; 0: not measured."""
+    """The speed of a link: seconds per piece, and bytes a second (0: not measured)."""
 
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds to move `nbytes`. A link counts as free until it was used and measured."""
+        """Return the seconds to move `nbytes`. A link counts as free until its speed was measured."""
         return self.latency_s + nbytes / self.bytes_per_s if self.bytes_per_s > 0 else self.latency_s
 
 
 @dataclass(slots=True)
 class WorkerSnapshot:
-    """A live worker's load; policies only read it.
+    """The load of a live worker; policies only read it.
 
-    `tasks` lists the tasks of its role, its purpose first. Of its `requests`, `rows` are or will be decoded
-    there, with `context_tokens` in all, of which it computes `computed_tokens` itself. `prompts` have their
-    first token still to come, with `prefill_tokens` to compute, without cached ones. `kv_usage` is the share
-    of the KV pool that requests hold, `kv_tokens` the size of that pool; it decodes `max_rows` at once (0
-    for either: unknown). `last_placed` rises with each request that is placed anywhere, so the worker with
-    the smallest number has waited longest for one. `links` are its links to peers. `on_host` lists all
-    workers of its host, including itself; idle ones lend their cores to the others.
+    `tasks`: the tasks of its role, its purpose first. `rows` of its `requests` decode or will decode there,
+    with `context_tokens` in all; it computes the prompts of `computed_tokens` of these itself. `prompts`:
+    requests whose first token it still has to send, with `prefill_tokens` uncached tokens in all. `kv_usage`:
+    share of its KV pool of `kv_tokens` that requests hold. `max_rows`: most rows of a batch. 0 for these
+    sizes: unknown. `last_placed`: number of the latest placement there, counted over all workers, so the
+    smallest one has waited longest. `links`: its links to peers. `on_host`: all workers of its host,
+    including itself; idle ones lend their cores.
     """
 
     worker_id: str
@@ -90,7 +90,7 @@ class WorkerSnapshot:
 
     @property
     def busy_neighbours(self) -> list[WorkerSnapshot]:
-        """The other workers of its host that use their cores."""
+        """The other workers of the host that use their cores."""
         return [other for other in self.on_host if other.worker_id != self.worker_id and other.requests > 0]
 
     @property
@@ -105,7 +105,7 @@ class WorkerSnapshot:
         return known[2]
 
     def spread(self, more: int) -> float:
-        """Return its share of cores, in its own ones, if busy neighbours and `more` workers use theirs."""
+        """Return the worker's cores, relative to its own, if busy neighbours and `more` workers use theirs."""
         return len(self.on_host) / (len(self.busy_neighbours) + more) if self.on_host else 1.0
 
     @property
@@ -114,11 +114,11 @@ class WorkerSnapshot:
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds of a placement: the request's own, and those that others lose by it.
+    """The predicted seconds of a placement: its own stages, and the time that other requests lose by it.
 
-    Up to the first token: `queue_s` for work ahead of it, `fetch_s` for a prefix from another worker,
-    `prefill_s`. Then `handoff_s` as far as no chunk hides it, `room_s` for KV blocks and a row, `decode_s`.
-    Requests that decode during its prefill lose `delay_s`, those that decode with it `slowdown_s`.
+    Until the first token: `queue_s` for earlier prompts, `fetch_s` for a prefix from another worker,
+    `prefill_s`. After it: `handoff_s` for blocks not sent during the prefill, `room_s` for KV blocks and a
+    row, `decode_s`. Other requests lose `delay_s` during its prefill, and `slowdown_s` while it decodes.
     """
 
     queue_s: float = 0.0
@@ -139,15 +139,15 @@ class Prediction(NamedTuple):
         return sum(self)
 
     def tpot_s(self, output_tokens: float) -> float:
-        """Return the time between two tokens, without the first."""
+        """Return the mean time between two output tokens."""
         seconds = self.handoff_s + self.room_s + self.decode_s
         return seconds / (output_tokens - 1) if output_tokens > 1 else 0.0
 
 
 class Option(NamedTuple):
-    """One way to place a request: its tasks in order, and the predicted cost.
+    """One way to place a request: the worker of each task, in order, and the predicted cost.
 
-    If `prefix` is set, the worker that begins fetches the prompt's prefix from that worker.
+    If `prefix` is set, the first worker fetches the leading blocks from that worker.
     """
 
     workers: Mapping[Task, str]
@@ -159,9 +159,9 @@ class Option(NamedTuple):
 class Placement:
     """The worker of each task of a request, in the order of the tasks.
 
-    Without a worker for `prefill`, the one for `decode` does everything. `missing` is set if that is so only
-    because no worker with that purpose exists. If `prefix` is set, the worker that begins fetches the
-    prompt's prefix from that worker. `options` are all that were compared, including the chosen one.
+    Without a worker for `prefill`, the decode worker does both tasks; `missing` is set if the reason is that
+    no worker has that purpose. If `prefix` is set, the first worker fetches the leading blocks from that
+    worker. `options`: all options compared, including the chosen one.
     """
 
     workers: Mapping[Task, str]
@@ -172,7 +172,7 @@ class Placement:
 
     @property
     def source(self) -> str:
-        """Return the worker whose cache may hold the prompt's prefix."""
+        """The worker whose cache may hold the prompt's prefix."""
         return next(iter(self.workers.values())) if self.prefix is None else self.prefix
 
 
@@ -181,7 +181,7 @@ Missed = Literal["slo_ttft", "slo_tpot"]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No worker can serve the request now, or none meets its SLO: then `missed` is set."""
+    """A refusal: no worker can serve the request now, or (`missed`) none is expected to meet its SLO."""
 
     reason: str
     missed: Missed | None = None

@@ -1,4 +1,4 @@
-"""Predicts the cost of a placement from the workers' measured models, and whether it meets its SLO."""
+"""Predicts a placement's cost from the workers' measured step costs, and whether it meets its SLO."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from router.placement.interface import (
 
 _NO_LINK = LinkSpeed()
 FULL_MARGIN = 0.05
-"""[share] How far full steps exceed the ITL budget: each prompt in them gets at least one block."""
+"""[share] Most by which full steps exceed the ITL budget: each prompt in them gets at least one block."""
 LEAST_CHUNK = 16
-"""Tokens of a prompt that a step computes however long they take: one block."""
+"""[tokens] Least prompt tokens that a step computes, however slow: one block."""
 
 
 class PrefillCost(NamedTuple):
-    """The cost of computing the prompt on a worker, after fetching its beginning from `prefix` if set."""
+    """The cost of computing the prompt on a worker, after fetching leading blocks from `prefix` if set."""
 
     worker: WorkerSnapshot
     cached: int
@@ -43,8 +43,8 @@ class PrefillCost(NamedTuple):
 
 
 class DecodeCost(NamedTuple):
-    """The cost of decoding on a worker together with the prompts that arrive meanwhile. `row_s` is the wait
-    for a free row, `room_s` for KV blocks, `pending_s` the time for prompts that already wait.
+    """The cost of decoding on a worker, including the prompts that arrive there meanwhile. `row_s` is the
+    wait for a free row, `room_s` for KV blocks, `pending_s` for prompts that are queued already.
     """
 
     worker: WorkerSnapshot
@@ -60,7 +60,7 @@ class DecodeCost(NamedTuple):
 
 
 def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSnapshot | None) -> PrefillCost:
-    """Predict the prefill, with the prefix fetched from `holder` if that is sooner than computing it."""
+    """Predict the prefill; it fetches the prefix from `holder` if fetching is faster than computing."""
     cached = cached_on(request, worker)
     own_s, prefix, fetch_s, begin = compute_s(worker, request.num_tokens - cached, cached), None, 0.0, cached
     if holder is not None and holder.worker_id != worker.worker_id:
@@ -95,8 +95,8 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
 
 
 def _coming_s(worker: WorkerSnapshot) -> float:
-    """Return the time for prompts that arrive during a whole answer: about as many as end, so the measure are
-    the prompts of the current rows, as far as the worker computes them itself.
+    """Return the seconds that the worker computes new prompts during the mean answer. About as many prompts
+    arrive as rows end, so this is the time for the prompts of the current rows that it computed itself.
     """
     if worker.rows <= 0:
         return 0.0
@@ -105,9 +105,9 @@ def _coming_s(worker: WorkerSnapshot) -> float:
 
 
 def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
-    """Return the most that prompts add to each of the worker's steps, by the ITL budget.
+    """Return the most seconds that prompts add to each of the worker's decode steps, by the ITL budget.
 
-    If full steps are too slow for the request's SLO, it is met only with few of them, so all prompts count.
+    If full steps are too slow for the request's SLO, all waiting prompts count: the result is infinity.
     """
     costs = worker.costs_now
     if costs.itl_budget_s <= 0:
@@ -121,14 +121,14 @@ def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
 
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:
-    """Return the time that its host's other requests lose if the worker takes its cores for `seconds`."""
+    """Return the seconds that other requests of the host lose if the worker uses its cores for `seconds`."""
     if worker.requests > 0:
         return 0.0
     return sum(_slowed_share(other) * seconds for other in worker.busy_neighbours)
 
 
 def _slowed_share(worker: WorkerSnapshot) -> float:
-    """Return the share of time that the worker's requests lose to one more busy worker of its host."""
+    """Return how many seconds the worker's requests lose a second if one more worker of its host is busy."""
     before, after = worker.costs_now, worker.costs.on(worker.spread(2))
     decode_s = before.decode_s(worker.rows, worker.context_tokens)
     longer_s = after.decode_s(worker.rows, worker.context_tokens)
@@ -141,8 +141,8 @@ def _slowed_share(worker: WorkerSnapshot) -> float:
 def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -> float:
     """Return the time from the first token until the request is in the decode worker's batch.
 
-    Blocks move while further chunks are computed. What remains is the transfer of the last chunk, or of all
-    that the link did not move in time. Then the batch's current step ends.
+    Blocks are sent while later chunks are computed. After the prefill the link still has to send the last
+    chunk, or all blocks that it was too slow for. Then the decode worker ends its current step.
     """
     costs = prefill.worker.costs
     link = prefill.worker.links.get(decode.worker.worker_id, _NO_LINK)
@@ -156,7 +156,7 @@ def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -
 
 
 def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
-    """Return the time to compute `tokens` (at least one) in steps that also decode the worker's rows."""
+    """Return the time to compute `tokens` (at least one) after `before` tokens, in steps that also decode."""
     chunk = chunk_tokens(worker, before + max(tokens, 1))
     return worker.costs_now.prompt_s(tokens, before, chunk, worker.rows, worker.context_tokens)
 
@@ -193,17 +193,17 @@ def best_holder(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | Non
 
 
 def _waiting(worker: WorkerSnapshot) -> float:
-    """Return the mean number of tokens of the prompts that wait."""
+    """Return the mean number of uncached tokens of the prompts that wait."""
     return worker.prefill_tokens / worker.prompts if worker.prompts > 0 else 0.0
 
 
 def _row_share(worker: WorkerSnapshot) -> float:
-    """Return the share of the rows that must end before one more can decode there."""
+    """Return the share of the worker's rows that must end before the request can decode there."""
     return max(worker.rows + 1 - worker.max_rows, 0.0) / worker.max_rows if worker.max_rows > 0 else 0.0
 
 
 def _room_share(worker: WorkerSnapshot, tokens: float) -> float:
-    """Return the share of the running context that must be freed for `tokens` more."""
+    """Return the share of the worker's context tokens that must be freed for `tokens` more."""
     if worker.kv_tokens <= 0 or worker.context_tokens <= 0:
         return 0.0
     held = worker.costs.kept_tokens(worker.context_tokens, worker.rows)
@@ -215,7 +215,7 @@ MAX_RETRY_S = 3600.0
 
 
 class Miss(NamedTuple):
-    """A predicted miss. `worker` is idle in `idle_in_s` seconds; then the request takes `alone_s`."""
+    """A predicted miss. `worker` is idle in `idle_in_s` seconds; after that the request takes `alone_s`."""
 
     missed: Missed
     worker: WorkerSnapshot
@@ -226,7 +226,7 @@ class Miss(NamedTuple):
 
     @property
     def retry_after_s(self) -> float:
-        """When to retry: the expected time is assumed to fall evenly until the worker is idle."""
+        """The seconds after which to retry: the expected time is assumed to fall linearly until then."""
         spread_s = self.expected_s - self.alone_s
         share = min((self.expected_s - self.asked_s) / spread_s, 1.0) if spread_s > 0 else 1.0
         seconds = share * self.idle_in_s
@@ -247,7 +247,7 @@ def refusal(request: RequestFacts, cluster: Cluster, placement: Placement) -> Re
 
 
 def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) -> Miss | None:
-    """Return the part of the SLO that the request is expected to miss, if any."""
+    """Return the SLO that the request is expected to miss, TTFT before TPOT, if any."""
     predicted = option.predicted
     first = cluster.get(next(iter(option.workers.values())))
     decode = cluster.get(option.workers["decode"])
@@ -267,10 +267,10 @@ def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) ->
 
 
 def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot) -> float:
-    """Predict the time per output token when the prefill has ended, not now.
+    """Predict the time per output token of the time after the prefill, when fewer of the current rows decode.
 
-    A request that waits W seconds and then decodes for D spends D / (W + D) of its time decoding. That share
-    of the requests assigned to the worker decodes at once.
+    A request that waits W seconds and then decodes for D spends D / (W + D) of its time decoding. So that
+    share of the requests assigned to the worker decodes at any moment.
     """
     tpot_s = predicted.tpot_s(request.output_tokens)
     if predicted.decode_s <= 0:

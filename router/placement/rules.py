@@ -13,9 +13,9 @@ Chosen = WorkerSnapshot | None
 Rule = Callable[[RequestFacts, Cluster, Task, PolicyState], Chosen]
 
 OVERLOAD = 1.5
-"""A worker with more than this times the mean load (plus one each) gets no request for its cache's sake."""
+"""Most load of a worker chosen for its cached prefix, as a multiple of the mean (both plus one)."""
 _MIN_CACHED_SHARE = 0.5
-"""The least share of a prompt that must be cached for the cache to decide."""
+"""Least cached share of a prompt for which a worker is chosen by its cache."""
 
 
 def round_robin(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> Chosen:
@@ -40,7 +40,7 @@ def power_of_two(request: RequestFacts, cluster: Cluster, task: Task, state: Pol
 
 
 def cache_aware(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> Chosen:
-    """Choose a worker with half of the prompt cached that is not overloaded, else the least loaded."""
+    """Choose a worker that has half of the prompt cached and is not overloaded, else the least loaded one."""
     for worker in holders(request, cluster, task, 1):
         share = request.cached_tokens[worker.worker_id] / max(request.num_tokens, 1)
         if share >= _MIN_CACHED_SHARE and not is_overloaded(worker, cluster):
@@ -53,7 +53,7 @@ def is_overloaded(worker: WorkerSnapshot, cluster: Cluster) -> bool:
 
 
 def holders(request: RequestFacts, cluster: Cluster, task: Task, count: int) -> list[WorkerSnapshot]:
-    """Return the workers for this task with the most of the prompt cached, the best first."""
+    """Return the workers for this task with the longest cached prefix, the longest first."""
     found: list[WorkerSnapshot] = []
     cached = request.cached_tokens
     for name in nlargest(2 * count, cached, key=cached.__getitem__) if cached else ():

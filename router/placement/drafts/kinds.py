@@ -1,6 +1,6 @@
-"""Chooses where all similar requests of one decode worker draft, and learns what that brings.
+"""The draft place that similar requests of one decode worker use, chosen by the token rates observed.
 
-Now and then all move to another place for a trial: only a whole batch there shows the place's rate.
+Sometimes all of these requests move to another place for a trial: only a whole batch shows its rate.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from router.placement.drafts.prospects import (
 )
 
 TRIAL_S = 1.0
-"""[seconds of the worker] The length of a trial: some requests of a hundred tokens each."""
+"""[seconds of decoding] Length of a trial: enough for several requests of a hundred tokens each."""
 SETTLES_S = 2.0
-"""[seconds of the worker] The time until the best place is known well enough to compare a trial with it."""
+"""[seconds of decoding] Time before the first trial, until the rate of the best place is known."""
 LEAST_LOSS = 0.1
-"""[share] The least loss of a trial, whose requests move there and back: at most one trial in 10 s."""
+"""[share] Least price of a trial, since its requests move there and back: at most one trial in 10 s."""
 
 
 class ExpectedTokens(NamedTuple):
-    """One of `rows` requests, with `num_tokens` at `since`, is expected to gain `per_s` more a second."""
+    """Expected output of one of `rows` requests: `per_s` tokens a second after `num_tokens` at `since`."""
 
     maker: DraftMaker
     rows: float
@@ -42,10 +42,7 @@ class ExpectedTokens(NamedTuple):
 
 
 class DraftKind:
-    """Requests of one decode worker and class with the same settings. All draft with `maker` if that pays.
-
-    `tried` is called with each trial. Time passes as the worker decodes. The first trial is free.
-    """
+    """The requests of one decode worker and class with equal settings. All use one `maker` if that pays."""
 
     def __init__(self, tried: Callable[[DraftSite], None] = lambda where: None) -> None:
         self._tried = tried
@@ -58,11 +55,11 @@ class DraftKind:
 
     @property
     def trial(self) -> DraftMaker | None:
-        """The place where requests are to draft for a trial."""
+        """The place where all of the requests draft during a trial; None while no trial runs."""
         return self._trial if self._left_s > 0 else None
 
     def decide(self, facts: DraftFacts, prospects: Prospects) -> DraftDecision:
-        """Decide where a request drafts, or where all of them draft for a trial that begins."""
+        """Return where a request drafts; may begin a trial, in which all of the requests draft elsewhere."""
         facts = replace(facts, others=self.maker)
         decision = decide(facts, prospects)
         self.maker = decision.place.maker
@@ -70,7 +67,7 @@ class DraftKind:
         return decide(replace(facts, trial=self.trial), prospects) if self.trial is not None else decision
 
     def _consider_trial(self, decision: DraftDecision) -> None:
-        """Begin a trial in place of the best option if there is time to spend: cheap ones come more often."""
+        """Begin a trial of another place if the trial budget pays for it. Cheap trials are more frequent."""
         best = decision.chosen
         others = [option for option in decision.options if option.place.maker != best.place.maker]
         if self.trial is not None or self._passed_s < SETTLES_S or not others or best.worth <= 0:
@@ -87,7 +84,7 @@ class DraftKind:
     ) -> None:
         """Learn from a request, first answered at `answered_at`, with `num_tokens` now in a batch of `rows`.
 
-        Nothing is learned while requests come or go: one that was planned alone gains few tokens among 16.
+        The rate is ignored if the batch has changed: one planned as the only request gains less among 16.
         """
         seconds = now - max(expected.since, answered_at)
         if seconds <= 0:
@@ -104,7 +101,7 @@ class DraftKind:
 
 
 def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:
-    """Return the expected output of one of `rows` requests that draft as `option` says."""
+    """Return the output expected of one of `rows` requests that all draft at the option's place."""
     rows = max(rows, 1.0)
     return ExpectedTokens(
         option.place.maker, rows, option.rate / (option.correction * rows), since, num_tokens

@@ -1,8 +1,8 @@
-"""Predicts the tokens a second that each place for drafts brings to a decode worker's whole batch, and
-chooses the best. The decode worker chooses in each step how many tokens each request's draft has.
+"""Predictions of the tokens a second that a decode worker's batch gains with each place for drafts.
 
-`costs.drafting` predicts from step times, acceptance and load. Predictions are corrected by the latest
-observations. For a single request, the time that its drafter needs to read its text is subtracted.
+In each step the decode worker chooses how many tokens each request's draft has. `costs.drafting` predicts the
+rate from step times, acceptance and load; the latest observations correct the prediction. For a single
+request, the time that its drafter needs to read the request's text is subtracted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DraftSite = Literal["none", "local", "remote"]
 
 
 class DraftMaker(NamedTuple):
-    """The worker that drafts: none without a `method`, the decode worker without `at`."""
+    """The worker that drafts: the draft worker `at`, or the decode worker if None. No `method`: no drafts."""
 
     method: Method | None = None
     at: str | None = None
@@ -54,8 +54,8 @@ class DraftMaker(NamedTuple):
 
 
 class DraftPlace(NamedTuple):
-    """The worker that drafts up to `max_tokens` in a step. No worker drafts without a `method`; the decode
-    worker drafts without `at`, else the draft worker `at` does.
+    """A `DraftMaker` with the most draft tokens of a step: the draft worker `at`, or the decode worker if
+    None. Without a `method` no worker drafts.
     """
 
     method: Method | None = None
@@ -76,10 +76,10 @@ NOWHERE = DraftPlace()
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """A request, with `num_tokens` so far, that is expected to generate `tokens_left` more.
+    """Facts about a request that has `num_tokens` tokens and is expected to generate `tokens_left` more.
 
-    It drafts at `current` now; None: it begins, and others like it draft with `others`. If `trial` is set,
-    all of them are to draft with it for a while, to measure it.
+    `current`: the place where it drafts now; None: it has no plan yet. `others`: the place that similar
+    requests use. `trial`: the place that all of them use during a trial, to measure it.
     """
 
     num_tokens: int = 0
@@ -91,10 +91,10 @@ class DraftFacts:
 
 @dataclass(frozen=True, slots=True)
 class DraftTarget:
-    """A decode worker that runs `rows` requests with `context_tokens` in all.
+    """Facts about a decode worker that runs `rows` requests with `context_tokens` in all.
 
     By default it drafts with `method` (None: not at all) and `fixed_tokens` in each step (None: as many as
-    pay). `drafts_itself` says that it has what drafting needs.
+    pay). `drafts_itself`: whether it has the weights that drafting needs.
     """
 
     rows: float = 1.0
@@ -109,9 +109,9 @@ class DraftTarget:
 class DraftOption(NamedTuple):
     """The prediction for a place if all requests of the batch drafted there.
 
-    `rate`: tokens a second of the batch. `worth`: the same over the rest of the request, less the time until
-    its drafter has read its text. Both include `correction`, the ratio of observed to predicted.
-    `tokens_per_step` is of one request. `is_seen`: it was observed at about this load.
+    `rate`: tokens a second of the batch. `worth`: the rate over the rest of the request, less the time in
+    which its drafter reads its text. Both include `correction`, the ratio of observed to predicted rate.
+    `tokens_per_step`: tokens of one request in a step. `is_seen`: the place was observed at about this load.
     """
 
     place: DraftPlace
@@ -134,18 +134,18 @@ class DraftDecision:
 
 
 MIN_GAIN = 0.05
-"""[share] The gain that a change must bring: about twice the uncertainty of a step's time."""
+"""[share] Gain that justifies a change of place: about twice the uncertainty of a step's time."""
 SEEN_GAIN = 0.02
-"""[share] The same if both were observed: that is an average of seconds."""
+"""[share] Like `MIN_GAIN`, but for two observed places: their rates are averages over seconds."""
 FIRST_RATES = [FIRST_RATE] * 8
-"""The acceptance to assume before any was measured, the same as the decode workers assume."""
+"""Acceptance rates to assume before any was measured; decode workers assume the same."""
 _UNKNOWN = MethodState(method="draft_model")
 
 
 class Prospects:
-    """Predictions for requests of one decode worker, class and wishes, as if its whole batch were like them.
+    """Predictions for similar requests of one decode worker, as if its whole batch were like them.
 
-    `wants_none`: they never draft; `may_stop`: they may be left without drafts.
+    `wants_none`: the requests never draft. `may_stop`: they may run without drafts.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Prospects:
         self._method = asked.method or target.method
         count = asked.num_speculative_tokens
         self._count = target.fixed_tokens if count is None else count
-        """None: as many as pay."""
+        """Draft tokens in each step; None: as many as pay."""
         self.wants_none = not asked.enabled or self._method is None or self._count == 0
         self.may_stop = asked.method is None and self._count is None
         self._drafters = {each.worker_id: each for each in drafters if each.method == self._method}
@@ -171,7 +171,7 @@ class Prospects:
         self._most_tokens = known.max_tokens if is_deployed else 0
         states = {state.method: state for state in known.methods}
         self._local = states.get(self._method) if self._method is not None else None
-        # Draft workers use the deployment's method too, so their measured acceptance counts for all.
+        # Draft workers use the deployment's method too, so the acceptance of their drafts counts for all.
         self._chances = _survival(self._local, states.get(REMOTE) if is_deployed else None, request_class)
         self._seen = seen or SeenRates()
         self._rates: dict[DraftPlace, Rate] = {}
@@ -180,13 +180,13 @@ class Prospects:
         return self._option(request, NOWHERE)
 
     def local(self, request: DraftFacts) -> DraftOption | None:
-        """Return the option of drafting on the decode worker; None if it cannot draft with the method."""
+        """Return the option of drafting on the decode worker; None if it lacks the method's weights."""
         if not (self._target.drafts_itself or self._method in WEIGHTLESS):
             return None
         return self._option(request, self._place())
 
     def elsewhere(self, request: DraftFacts) -> list[DraftOption]:
-        """Return the options of drafting on each draft worker."""
+        """Return one option for each draft worker."""
         return [self._option(request, self._place(at)) for at in self._drafters]
 
     # --- inside -------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Prospects:
         return self._seen.correction(place.maker, self._rows)
 
     def _rate(self, place: DraftPlace) -> Rate:
-        """Return the place's rate; 0 tokens a second if there is no sound prediction."""
+        """Return the place's corrected rate; 0 tokens a second unless the prediction is positive, finite."""
         found = self._rates.get(place)
         if found is None:
             found = self._predicted(place)
@@ -217,7 +217,7 @@ class Prospects:
         return found
 
     def _predicted(self, place: DraftPlace) -> Rate:
-        """Predict the rate with the requested number of tokens, else with the best one."""
+        """Predict the rate with the requested number of draft tokens, else with the best number."""
         if place.method is None:
             return plain_rate(self._rows, self._curve)
         counts = [self._count] if self._count else range(1, len(self._chances) + 1)
@@ -225,7 +225,7 @@ class Prospects:
         return max(self._drafting(count, drafter) for count in counts)
 
     def _drafting(self, count: int, drafter: SharedDrafter | None) -> Rate:
-        """Predict the rate of drafts of `count` tokens; trees are drafted as a whole."""
+        """Predict the rate with drafts of `count` tokens. A tree is always drafted whole."""
         chances, whole = self._chances[:count], self._most_tokens
         if drafter is not None:
             return remote_rate(self._rows, self._curve, chances, drafter)
@@ -235,15 +235,15 @@ class Prospects:
         return local_rate(self._rows, self._curve, state, chances, count, levels=count)
 
     def _worth(self, request: DraftFacts, place: DraftPlace, per_s: float) -> float:
-        """Return the place's tokens a second, less the loss until the drafter has read the request's text."""
+        """Return the rate of the batch, less what it loses until the drafter has read the request's text."""
         has_read = request.current is not None and request.current.maker == place.maker
         if place.method is None or has_read or per_s <= 0:
             return per_s
         tokens_left = max(request.tokens_left, 1.0)
-        if place.at is None:  # the batch stands still meanwhile, for each of its requests
+        if place.at is None:  # the whole batch waits meanwhile
             reading_s = request.num_tokens * self._local.read_s if self._local is not None else 0.0
             return per_s / (1 + per_s * reading_s / tokens_left)
-        # The request goes on without drafts meanwhile.
+        # Until the drafter has read its text, the request runs without drafts.
         late_s = reading_seconds(self._drafters[place.at], request.num_tokens)
         share = min(late_s * per_s / (self._rows * tokens_left), 1.0)
         return per_s - share * (per_s - self._rate(NOWHERE).tokens_per_s)
@@ -252,14 +252,14 @@ class Prospects:
 def _survival(
     local: MethodState | None, remote: MethodState | None, request_class: RequestClass
 ) -> list[float]:
-    """Return the chance that a draft is accepted up to each position: the class's own, else that of all."""
+    """Return the chance that a draft is accepted up to each position: by request class if known."""
     states = [state for state in (local, remote) if state is not None]
     known = [state.by_class.get(request_class) for state in states] + [state.acceptance for state in states]
     return list(accumulate(next(filter(None, known), FIRST_RATES), mul))
 
 
 def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
-    """Return where the request drafts, by the prospects of requests like it. Never raises."""
+    """Return where the request drafts, given the prospects of similar requests. Never raises."""
     nowhere = prospects.nowhere(request)
     if prospects.wants_none:
         return DraftDecision(nowhere, (nowhere,), "no drafts are asked for")
@@ -281,7 +281,7 @@ def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
 def _held(
     request: DraftFacts, options: tuple[DraftOption, ...], local: DraftOption | None
 ) -> DraftOption | None:
-    """Return the option that only a clear gain replaces: the others' place, its own, or the decode worker."""
+    """Return the option to keep unless another is clearly better: the others', its own, or the local one."""
     now = request.others
     if now is None and request.current is not None:
         now = request.current.maker
@@ -289,20 +289,20 @@ def _held(
 
 
 MEMORY_S = 8.0
-"""[seconds of the worker] The time constant of the average: texts differ, and a host has phases."""
+"""[seconds of decoding] Time constant of the average: texts differ, and hosts have slow periods."""
 LEAST_S = 0.25
-"""[seconds of the worker] The least observation that counts."""
+"""[seconds of decoding] Least observed time that counts."""
 LEAST_RATIO = 0.01
-"""The ratio of a worker that stood still: a number to divide by."""
+"""Least correction, for a worker that stood still: predictions are divided by it."""
 MOST_ROWS = 2.0**20
-"""Loads from here on count as one, infinite ones too."""
+"""Largest load that is told apart; larger and infinite loads count as this one."""
 
 
 class _Sums(NamedTuple):
-    """Sums over seconds of the worker: of the ratio of observed to predicted, and of 1.
+    """Sums, weighted by seconds of decoding, of the ratio of observed to predicted tokens, and of 1.
 
-    Sums in tokens would keep requests away for minutes after a prediction that was far too high. One that was
-    far too low brings requests there, and fades.
+    Sums of tokens would give a prediction that was far too high the most weight, and keep requests away for
+    minutes. A prediction that was far too low attracts requests, and its error then fades.
     """
 
     ratios: float = 0.0
@@ -310,17 +310,17 @@ class _Sums(NamedTuple):
 
 
 class SeenRates:
-    """Rates of requests that are alike, relative to the predictions, by draft maker and load. Reads no clock.
+    """Ratios of observed to predicted rate for similar requests, by draft maker and load. Reads no clock.
 
-    Predictions miss what their parts take from each other, such as shared cores, and are based on
-    measurements at a start-up that may have been busy.
+    Predictions ignore how the workers slow each other down, for example on shared cores, and use step times
+    measured at start-up, when the host may have been busy.
     """
 
     def __init__(self) -> None:
         self._sums: defaultdict[DraftMaker, dict[int, _Sums]] = defaultdict(dict)
 
     def note(self, place: DraftMaker, rows: float, seconds: float, seen: float, predicted: float) -> None:
-        """Note that one of `rows` requests got `seen` tokens in `seconds` instead of `predicted`."""
+        """Record that one of `rows` requests got `seen` tokens in `seconds`; `predicted` were expected."""
         if not (isfinite(predicted) and predicted > 0):
             return
         share = seconds / rows
@@ -335,7 +335,7 @@ class SeenRates:
         return _at(self._sums.get(place, {}), load_of(rows)) is not None
 
     def correction(self, place: DraftMaker, rows: float) -> float:
-        """Return the factor for a prediction, observed at the nearest load."""
+        """Return the factor that corrects a prediction, as observed at the nearest load."""
         load, by_load = load_of(rows), self._sums.get(place, {})
         known = [each for each in by_load if _at(by_load, each) is not None]
         nearest = min(known, key=lambda each: abs(each - load), default=load)
@@ -350,5 +350,5 @@ def _at(by_load: Mapping[int, _Sums], load: int) -> float | None:
 
 
 def load_of(rows: float) -> int:
-    """Return the class of a load: loads within about half a doubling count as one."""
+    """Return the class of a load. Loads within a factor of about the square root of two share a class."""
     return round(2 * log2(min(max(1.0, rows), MOST_ROWS)))
