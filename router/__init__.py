@@ -1,1 +1,1 @@
-"""The router: HTTP API, tokenizing, journal, placement. It never imports torch."""
+"""The router: HTTP API, tokenizing, journal and placement. It never imports torch."""

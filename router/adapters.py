@@ -1,4 +1,4 @@
-"""The table of LoRA adapters that requests may name. Every worker of the model has all of them."""
+"""The LoRA adapters that requests may name. All workers of the model have all of them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 class AdapterTable:
     """The adapters by name. Only `find` may be called off the event loop.
 
-    The first worker reports the adapters of `--lora-modules`; from then on this table decides. A worker that
-    registers is told, before it gets any request, to load and to unload what differs. With several routers,
-    one at a time changes the table and calls `tell` to inform the others.
+    The first worker reports the adapters of `--lora-modules`; after that this table decides. A worker that
+    registers must load and unload what differs before it gets a request. With several routers, one at a time
+    changes the table and calls `tell` to inform the others.
     """
 
     def __init__(self, core: Core, turns: Turns) -> None:
         self._config, _, self._registry, _, self._send = core
         self._turns = turns
         self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None
-        """Called with a name and the adapter that it means from now on; None: it means nothing any more."""
+        """Called with a name and the adapter that it means now; None: it means no adapter."""
         self._named: dict[str, Adapter] | None = None
         self._told: dict[str, Adapter | None] = {}
-        """The changes that other routers reported before the first worker came."""
+        """Changes that other routers reported before the first worker registered."""
         self._waiting: dict[tuple[Worker, str], asyncio.Future[AdapterLoaded]] = {}
         self._lock = asyncio.Lock()
 
@@ -91,7 +91,7 @@ class AdapterTable:
             logger.error("worker %s has no adapter %s: %s", message.worker_id, message.name, message.error)
 
     def lost(self, worker: Worker) -> None:
-        """Cancel the worker's pending loads. Its next incarnation is told to load them when it registers."""
+        """Cancel the worker's pending loads. Its next incarnation must load them when it registers."""
         for key, waiting in list(self._waiting.items()):
             if key[0] is worker:
                 del self._waiting[key]
@@ -100,7 +100,7 @@ class AdapterTable:
     # --- operators' requests ----------------------------------------------------------------------
 
     def told(self, name: str, adapter: Adapter | None) -> None:
-        """Apply a change of a name's meaning, made here or reported by another router."""
+        """Apply a change of the adapter that a name means, made here or reported by another router."""
         if self._named is None:
             self._told[name] = adapter
         elif adapter is None:
@@ -144,7 +144,7 @@ class AdapterTable:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Keep every other change of adapters out, also of other routers. Raises `ApiError`."""
+        """Exclude every other change of adapters, also of other routers. Raises `ApiError`."""
         if not self._config.serves_adapters:
             raise ApiError(400, "adapters are not served: start the server with --enable-lora")
         async with self._lock, self._turns.hold("change of adapters"):

@@ -1,4 +1,4 @@
-"""The API keys of --api-key and --api-key-file, with their limits and their use, and the file itself."""
+"""The API keys of --api-key and --api-key-file with their limits and use, and the key file itself."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ MAX_PRIORITY = 2**31 - 1
 class LeakyBucket:
     """The use of an allowance per minute: a leaky bucket that holds, and leaks, one minute's allowance.
 
-    A whole minute's allowance can be used at once, and after that as much as leaks. Use may overfill the
-    bucket; then nothing more is admitted until the excess has leaked.
+    The whole allowance can be used at once; after that, use is limited by the leak. One use may overfill the
+    bucket; the next one is admitted only after the excess has leaked.
     """
 
     def __init__(self) -> None:
         self._used, self._at = 0.0, time.monotonic()
 
     def wait_s(self, per_minute: int | None, own: float = 0.0) -> float:
-        """Return the seconds until the bucket, without `own` of its use, has room for one."""
+        """Return the seconds until the bucket, not counting `own` use, has room for one unit."""
         if per_minute is None:
             return 0.0
         self._leak(per_minute)
         return max(0.0, self._used - own + 1 - per_minute) * 60 / per_minute
 
     def fill(self, amount: float, per_minute: int | None) -> None:
-        """Add use. A negative `amount` returns it."""
+        """Add use. A negative `amount` takes use back."""
         self._leak(per_minute)
         self._used = 0.0 if per_minute is None else max(0.0, self._used + amount)
 
@@ -60,7 +60,7 @@ class LeakyBucket:
 
 
 class ApiKey:
-    """One key with its use. Methods run on the event loop; a thread sets `entry` when the file changes."""
+    """An API key with its use. Methods run on the event loop; a thread sets `entry` when the file changes."""
 
     def __init__(self, entry: KeyEntry, metrics: Metrics) -> None:
         self.entry = entry
@@ -74,7 +74,7 @@ class ApiKey:
         return Admission(self)
 
     def take_requests(self, number: int, own: int = 0) -> None:
-        """Count `number` more requests of an HTTP request that has counted `own`. Raises `ApiError` 429."""
+        """Count `number` more sequences of an HTTP request that has counted `own`. Raises `ApiError` 429."""
         most = self.entry.concurrent_requests
         if most is not None and self._running + number > most:
             self._refuse("key_concurrent", f"may have {most} requests under way", 1.0)
@@ -89,7 +89,7 @@ class ApiKey:
         self._check_minute("key_tokens", self._tokens.wait_s(per_minute), per_minute, "tokens")
 
     def add_tokens(self, number: int) -> None:
-        """Count tokens. A negative `number` returns them."""
+        """Count tokens. A negative `number` takes tokens back."""
         self._tokens.fill(number, self.entry.tokens_per_minute)
 
     def end_requests(self, number: int) -> None:
@@ -106,7 +106,7 @@ class ApiKey:
 
 
 class Admission:
-    """An admitted HTTP request, and the part of the key's limits that it holds until `end`."""
+    """An admitted HTTP request with its share of the key's limits, which it holds until `end`."""
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key
@@ -117,7 +117,7 @@ class Admission:
     def reserve(self, generation: Generation) -> None:
         """Reserve all sequences and the most tokens that they can use; set the generation's priority.
 
-        Raises `ApiError` 429 if the key has no room left; the last request may use more than is left.
+        Raises `ApiError` 429 if nothing of the key's limit is left; a request may use more than is left.
         """
         key, entry = self.key, self.key.entry
         key.check_tokens()
@@ -134,7 +134,7 @@ class Admission:
         generation.priority = max(-MAX_PRIORITY, min(entry.priority + own, MAX_PRIORITY))
 
     def end(self) -> None:
-        """Return the unused reservation: tokens that did not come, and prompts that no worker got."""
+        """Release what was reserved but not used: tokens not generated, and prompts not sent to a worker."""
         self.key.end_requests(self._num_requests)
         if self._generation is not None:
             placed = [request for request in self._generation.requests if request.assignment is not None]
@@ -149,10 +149,10 @@ def _prompt_tokens(requests: Sequence[LiveRequest]) -> int:
 
 
 class ApiKeys:
-    """Finds keys by their hash, so that a better guess takes no longer to compare. Raises `ConfigError`.
+    """The keys by hash, so that the time of a look-up tells nothing about a key. Raises `ConfigError`.
 
     The keys of --api-key are named by their index, have no limits, and are operators. The file is read again
-    when it changes; if that fails, it is counted and logged, and the keys stay as they were.
+    when it changes; a failure is counted and logged, and the keys stay unchanged.
     """
 
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
@@ -160,7 +160,7 @@ class ApiKeys:
         self._path = config.api_key_file
         self.are_needed = config.needs_api_key
         self.anonymous = self._made(KeyEntry(name=NO_KEY, sha256="", operator=True))
-        """The key that all requests count against if the server needs none."""
+        """Key of all requests if the server needs no key."""
         given = [
             KeyEntry(name=str(index), sha256=hash_of(key), operator=True)
             for index, key in enumerate(config.api_keys)
@@ -177,11 +177,11 @@ class ApiKeys:
                 logger.warning("API keys' limits are those of each of the %d routers", config.router_replicas)
 
     def find(self, token: str) -> ApiKey | None:
-        """Return the key that a client gave, None if it is unknown."""
+        """Return the key that a client gave; None if it is unknown."""
         return self._keys.get(hash_of(token))
 
     def reload(self) -> None:
-        """Read the file in a thread if it has changed: a disk may be slow. To be called often."""
+        """Read the file in a thread if it has changed, since a disk may be slow. Call often."""
         now = time.monotonic()
         if self._path is None or now - self._looked_at < RELOAD_INTERVAL_S:
             return
@@ -219,7 +219,7 @@ class ApiKeys:
         self._keys = keys
 
     def _file_version(self) -> tuple[int, int, int] | None:
-        """Return values that differ once the file has changed or another file has replaced it."""
+        """Return values that differ after the file has changed or was replaced."""
         if self._path is None:
             return None
         try:
@@ -234,10 +234,10 @@ PREFIX = "tandem-"
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One key. A limit that is not given does not apply; all limits are per router.
+    """An API key of the file. Limits hold per router; None: no limit.
 
-    `priority` is the priority of its requests, where the lowest goes first; requests can only ask for less
-    urgency themselves. An `operator` may ask for any urgency, inspect the cluster and drain workers.
+    `priority`: priority of its requests, the lowest first; requests can only lower their urgency. An
+    `operator` may ask for any urgency, inspect the cluster and drain workers.
     """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9._-]{0,63}\Z")]
@@ -259,7 +259,7 @@ def hash_of(key: str) -> str:
 
 
 def read_key_file(path: str) -> list[KeyEntry]:
-    """Read all entries. Raises `ConfigError` with the invalid line, and if other users can read the file."""
+    """Read all entries. Raises `ConfigError` that names a bad line, or if other users can read the file."""
     try:
         lines = read_private(path, FLAG).decode().splitlines()
     except UnicodeDecodeError as error:

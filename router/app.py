@@ -20,7 +20,7 @@ from router.state import RouterState
 
 
 class _Application(FastAPI):
-    """FastAPI with msgspec's schemas, and without its own limits of bodies and shape of errors."""
+    """A FastAPI app with msgspec's schemas, without FastAPI's own body limits and error format."""
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(

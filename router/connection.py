@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with limits on the connections, bytes and time that a client may hold."""
+"""uvicorn's HTTP connection with limits on the connections, bytes and time of a client."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ MAX_CONNECTIONS = 8192
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 10.0
-"""The time from a connection's start, or from the first byte of its next request, to the end of the headers.
-"""
+"""Time limit for the headers, from the start of the connection or the first byte of its next request."""
 UNREAD_TIMEOUT_S = 20.0
-"""The time in which a client must read the 48 KiB or so of its answer that are buffered."""
+"""Time limit for a client to read the 48 KiB or so of its answer that are buffered."""
 DISCARD_S = 2.0
-"""The time that a client which still sends has to read its answer, and again while it keeps sending."""
+"""Time in which a client that still sends must read its answer; it starts again while the client sends."""
 MAX_DISCARD_S = 30.0
 LOG_INTERVAL_S = 10.0
 DIRECT_WRITER = "tandem.direct_writer"
-"""The key of the direct writer in the state of a request's scope."""
+"""Key of the direct writer in the state of a request's scope."""
 
 
 class Connections:
-    """All connections of a server. `idle` ones wait for a request's headers, the oldest first."""
+    """All connections of a server. `idle`: those that wait for a request's headers, the oldest first."""
 
     def __init__(self, limit: int, on_end: Callable[[ConnectionEnd], None]) -> None:
-        """Initialize. `on_end` counts connections that the server ends because of their clients' behavior."""
+        """Initialize. `on_end` counts connections that the server ends because of the client's behavior."""
         self.limit = limit
         self.on_end = on_end
         self.idle: dict[HttpConnection, None] = {}
@@ -44,7 +43,7 @@ class Connections:
         self._next_log = 0.0
 
     def close_oldest_idle(self) -> bool:
-        """Make room for one more connection. Return False if every other one has a request."""
+        """Make room for another connection. Return False if all connections have requests."""
         if time.monotonic() >= self._next_log:
             logger.warning(
                 "%d HTTP connections are open, the limit: the one idle longest is closed", self.limit
@@ -60,7 +59,7 @@ class Connections:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files as far as needed. Return how many connections may be open."""
+    """Raise the soft limit of open files as needed. Return the number of connections that may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MAX_CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -69,7 +68,7 @@ def raise_file_limit() -> int:
 
 
 class Outbox:
-    """Chunks of many streams, written together after a step: single writes would compete for CPU caches."""
+    """Chunks of many streams, written together after a step: single writes would thrash CPU caches."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[asyncio.Transport, bytes]] = []
@@ -87,7 +86,7 @@ class Outbox:
 
 
 class DirectWriter:
-    """Writes to an answer that has begun, without ASGI. `is_ready` is true while the client reads."""
+    """A writer, without ASGI, to an answer that has begun. `is_ready` is true while the client reads."""
 
     __slots__ = ("_outbox", "_transport", "is_ready")
 
@@ -96,7 +95,7 @@ class DirectWriter:
         self.is_ready = True
 
     def write(self, body: bytes) -> None:
-        """Write one chunk, not empty. It is sent before anything that the answer's task sends."""
+        """Write one chunk, not empty. It precedes anything that the answer's task sends later."""
         self._outbox.put(self._transport, b"%x\r\n%b\r\n" % (len(body), body))
 
 
@@ -110,10 +109,10 @@ class AnswerTransport:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client's connection. Errors have OpenAI's shape, also for data that is not HTTP.
+    """A client's connection. Errors have OpenAI's format, also for data that is not HTTP.
 
-    An answer that is sent before the request's body is complete is the connection's last one: a client that
-    waits for `100 Continue` may leave the body out.
+    If an answer is sent before the request's body is complete, the connection ends: a client that waits for
+    `100 Continue` may never send the body.
     """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
@@ -130,7 +129,7 @@ class HttpConnection(HttpToolsProtocol):
         self._direct: DirectWriter
         self._answers: AnswerTransport
         self._running: RequestResponseCycle | None = None
-        """The request that is being answered; `cycle` is the newest one, which may still wait for its turn.
+        """Request that is being answered; `cycle` is the newest request, which may still wait for its turn.
         """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -245,7 +244,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(ApiError(408, f"the headers did not come within {HEAD_TIMEOUT_S:g} s"), "late_head")
 
     def _is_not_read(self) -> None:
-        """Abort the connection: the request ends as if the client had gone."""
+        """Abort the connection; its request ends as if the client had gone."""
         self._all.on_end("unread")
         self.transport.abort()
 
@@ -262,7 +261,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer with the error and close; abort if this or an earlier request's answer has begun."""
+        """Answer with the error and close. Abort instead if this or an earlier request's answer has begun."""
         self._discards = True
         if end is not None:
             self._all.on_end(end)
@@ -288,7 +287,7 @@ class HttpConnection(HttpToolsProtocol):
         return self.cycle.more_body and not self.cycle.response_started and not self.pipeline
 
     def _discard(self, seconds: float) -> None:
-        """Discard what comes for a while, then close: a client that still sends may not read its answer."""
+        """Discard further data, then close: a client that still sends may not read its answer yet."""
         self._discards = True
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()
@@ -305,7 +304,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _end_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Send answers of unknown length without chunks, which HTTP/1.0 lacks: the connection's end ends them."""
+    """Send answers of unknown length without chunks, which HTTP/1.0 lacks; closing ends them."""
     send, has_length = cycle.send, False
 
     async def send_unchunked(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reads request bodies and decodes their JSON into types. Errors are an `ApiError` that names the field."""
+"""Reading of request bodies and decoding of their JSON into types. An `ApiError` names the bad field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_HARMLESS_BYTES = 64
 MAX_IGNORED, MAX_NAME = 16, 64
-"""The most ignored fields that an answer names, and the most characters of one."""
+"""Most ignored fields that an answer names, and most characters of each name."""
 _UNSAFE = re.compile(r"[^\w.-]", re.ASCII)
 _INDEX = re.compile(r"\[\d+\]")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -47,7 +47,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "verbosity": ("medium",),
 }
-"""Values of unsupported fields that change nothing."""
+"""Values, by name, of unsupported fields that would change nothing."""
 _UNSEEN = {"annotations", "cache_control", "caller", "citations", "data", "encrypted_content", "id", "index"}
 _UNSEEN |= {"logprobs", "signature"}
 """Fields within messages and tools that clients send and no model sees."""
@@ -77,12 +77,12 @@ def decode_body(raw: bytes, body_type: type[T]) -> T:
 
 
 def ignored_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
-    """Return the names of fields that this valid body has and its type has not, as a header may have them.
+    """Return the names of the fields of a valid body that its type does not have, fit for a header.
 
-    Fields within objects are named by their path, each once, unless no model would see their value.
+    Fields of inner objects are named by their path. Each is named once, unless no model would see its value.
     """
     found: dict[str, str] = {}
-    """Paths by what they are without indices."""
+    """Paths with indices, by the same paths without indices."""
     structs = _structs(body_type)
     for name, value in msgspec.json.decode(raw, type=dict[str, Raw]).items():
         if name not in structs:
@@ -96,7 +96,7 @@ def ignored_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
 
 
 def _unknown(value: Any, struct: type[msgspec.Struct], at: str) -> Iterator[str]:
-    """Yield the paths of fields that an object, or each in a list, has and its type has not."""
+    """Yield the paths of fields that an object, or an object in a list, has and its type has not."""
     if isinstance(value, list):
         for index, each in enumerate(value):
             yield from _unknown(each, struct, f"{at}[{index}]")
@@ -112,7 +112,7 @@ def _unknown(value: Any, struct: type[msgspec.Struct], at: str) -> Iterator[str]
 
 @cache
 def _structs(struct: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
-    """Return the fields' names, each with the struct that the field's value, or its items, may be."""
+    """Return the struct that each field's value, or its items, may be, by field name; None: no struct."""
     return {field.name: _struct_in(field.type) for field in msgspec.structs.fields(struct)}
 
 
@@ -127,7 +127,7 @@ def _safe(name: str) -> str:
 
 
 def decode_field(raw: Raw | bytes, field: str, kind: Any) -> Any:
-    """Decode a field that was kept as JSON text. Return None if it was not given or is null."""
+    """Decode a field that was kept as JSON text. Return None if it is absent or null."""
     return _decoded(bytes(raw) or b"null", kind | None, field)
 
 
@@ -214,7 +214,7 @@ def _syntax_error(raw: bytes, error: Exception, field: str) -> ApiError:
 
 
 def _non_finite_field(raw: bytes) -> str | None:
-    """Return the name of a field with NaN or Infinity, which Python's own parser accepts; None without."""
+    """Return the name of a field with NaN or Infinity, which Python's own parser accepts, if any."""
     try:
         body = json.loads(raw) if len(raw) <= MAX_RAW_BYTES else None
         fields = body.items() if isinstance(body, dict) else ()
@@ -233,11 +233,11 @@ def _is_finite(value: Any) -> bool:
 
 BODY_TIMEOUT_S = 20.0
 MIN_BYTES_PER_S = 64 * 1024
-"""The time limit grows by the time that the received bytes take at this rate."""
+"""[bytes/s] Slowest accepted rate: received bytes extend the time limit by their time at this rate."""
 SMALL_BYTES = 64 * 1024
-"""The largest body of an operator's request, which is decoded in the event loop."""
+"""Largest body of an operator's request, which is decoded in the event loop."""
 MAX_BODIES = 16
-"""The number of bodies of the largest size that fit in memory at once."""
+"""Number of largest bodies that fit in memory at once."""
 
 
 class Bodies:
@@ -249,10 +249,10 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
-        """Read the whole body and yield it. It counts against the memory limit until the block ends.
+        """Read the whole body and yield it. It counts against the memory limit until the context ends.
 
-        `max_bytes` lowers the limit for a body that is decoded in the event loop. Raises `ApiError`: 413 if
-        the body is too large, 503 if all bodies together are, 408 if it is late. Raises `ClientDisconnect`.
+        `max_bytes` lowers the limit for a body that is decoded in the event loop. Raises `ApiError` 413 if
+        the body is too large, 503 if all bodies together are, 408 if it is late; and `ClientDisconnect`.
         """
         parts: list[bytes] = []
         try:

@@ -1,6 +1,6 @@
-"""The bottlenecks that keep requests waiting, found by pure functions of two samples of the cluster.
+"""Bottlenecks that keep requests waiting, found by pure functions of two samples of the cluster.
 
-The cost of a finding is a number of requests: the average number that it delays at any moment.
+The cost of a finding is the mean number of requests that the bottleneck delays at any moment.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from protocol.worker_to_router import PairState
 
 
 class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's values. `rows` decode here now or later, `prompts` await their first token from here, and
-    `held` requests still wait in the router.
+    """Values of one worker. `rows`: requests that decode here now or will. `prompts`: requests whose first
+    token is due from here. `held`: requests that still wait in the router.
     """
 
     id: str
@@ -41,9 +41,9 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of the router and all workers at `at` monotonic seconds.
+    """Values of the router and all workers at `at` monotonic seconds.
 
-    `totals` holds the router's metrics by name, `refused` the number of refused requests by reason.
+    `totals`: metrics of the router by name. `refused`: refused requests by reason.
     """
 
     at: float
@@ -61,24 +61,24 @@ class ClusterSample(msgspec.Struct, frozen=True, kw_only=True):
 Name = Literal["prefill", "decode", "transfer", "router", "kv_room", "queue", "draft", "nothing"]
 
 BUSY = 0.8
-"""The busy share of the time from which a worker's speed is the bottleneck."""
+"""Busy share of a worker's time above which its speed is the bottleneck."""
 WAITING_PROMPTS = 1.5
-"""More than one prompt that is being computed and occasionally another."""
+"""Prompts at a worker above which prompts wait: more than the running one and an occasional second one."""
 SLOWED = 1.5
-"""The factor by which a batch's decode step must be slower than a single request's."""
+"""Factor by which a batch's decode step must be slower than a single request's."""
 EXPOSED_SHARE = 0.2
-"""The share of the time from a prompt's start to its decoding that is spent waiting for its blocks."""
+"""Share of the time from a prompt's start to its decoding that may be spent waiting for its blocks."""
 EXPOSED_S = 0.02
-"""Less is the hand-off's messages and the rest of a step."""
+"""[seconds] Hand-off time that is normal: its messages and the rest of a step."""
 ROUTER_BUSY = 0.7
-"""A share of one core."""
+"""[cores] Load of the router's event loop that counts as busy."""
 ROUTER_LAG_S = 0.02
 DRAFT_LOSS = 0.03
-"""Less is measurement noise."""
+"""Share of tokens lost by drafts below which a loss counts as noise."""
 MORE_PREFILL = "add prefill workers (--prefill-replicas)"
 MORE_DECODE = "add decode workers (--decode-replicas)"
 LEAST_COST = 0.05
-"""In requests: one in twenty at any moment."""
+"""[requests] Least cost of a finding: one of twenty moments has a delayed request."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class Interval(NamedTuple):
         return max(self.after.totals.get(name, 0.0) - self.before.totals.get(name, 0.0), 0.0)
 
     def mean_s(self, histogram: str) -> float:
-        """Return the mean of the values that a histogram of seconds got."""
+        """Return the mean of a histogram's new values, in seconds."""
         count = self.total(f"{histogram}_count")
         return self.total(f"{histogram}_sum") / count if count else 0.0
 
@@ -141,13 +141,13 @@ class WorkerSpan(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """The share of the time in which the worker had something to do."""
+        """Share of the time in which the worker had something to do."""
         spent_s = self.gained("engine_seconds_total") + self.gained("loop_seconds_total")
         return min(spent_s / self.seconds, 1.0)
 
     @property
     def blocked(self) -> float:
-        """The share of the time in which a request waited there for blocks."""
+        """Share of the time in which a request waited there for blocks."""
         return min(self.gained("kv_room_wait_seconds_total") / self.seconds, 1.0)
 
     @property
@@ -156,7 +156,7 @@ class WorkerSpan(NamedTuple):
 
     @property
     def decode_share(self) -> float:
-        """The share of the time in steps that they would take without prompts, by the cost model."""
+        """Share of the time that the steps would take without prompts, by the cost model."""
         if self.after.tasks[0] == "prefill" and self.mean("rows") == 0:
             return 0.0
         steps_s = self.num_steps * self.after.costs.decode_s(self.mean("running"), self.running_context)
@@ -169,7 +169,7 @@ class WorkerSpan(NamedTuple):
 
 
 def examine(before: ClusterSample, after: ClusterSample) -> list[Finding]:
-    """Return all bottlenecks, the most costly first, or a finding that there is none."""
+    """Return all bottlenecks, the most costly first, or a finding that there is no bottleneck."""
     interval = Interval(before, after)
     found = [finding for verdict in VERDICTS for finding in verdict(interval) if finding.cost >= LEAST_COST]
     if not found:
@@ -179,7 +179,7 @@ def examine(before: ClusterSample, after: ClusterSample) -> list[Finding]:
 
 
 def prefill(interval: Interval) -> Iterator[Finding]:
-    """Find workers at which prompts wait for others to be computed."""
+    """Find workers at which prompts wait for other prompts."""
     for worker in interval.workers():
         prompts, share = worker.mean("prompts"), 1 - worker.decode_share
         wants_room = worker.blocked > 0.5
@@ -198,7 +198,7 @@ def prefill(interval: Interval) -> Iterator[Finding]:
 
 
 def decode(interval: Interval) -> Iterator[Finding]:
-    """Find workers whose batches slow each request down, by the cost model's step times for both."""
+    """Find workers whose batches slow each request down, by the cost model's step times."""
     for worker in interval.workers():
         running, costs, share = worker.mean("running"), worker.after.costs, worker.decode_share
         if worker.busy < BUSY or share < 0.5 or running <= 1:
@@ -220,7 +220,7 @@ def decode(interval: Interval) -> Iterator[Finding]:
 
 
 def transfer(interval: Interval) -> Iterator[Finding]:
-    """Find blocks that are still being sent when the prompt is computed."""
+    """Find hand-offs whose blocks are still being sent after the prefill."""
     exposed_s = interval.mean_s("request_kv_transfer_exposed_time_seconds")
     prefill_s = interval.mean_s("request_prefill_time_seconds")
     whole_s = exposed_s + prefill_s
@@ -253,7 +253,7 @@ def transfer(interval: Interval) -> Iterator[Finding]:
 
 
 def router(interval: Interval) -> Iterator[Finding]:
-    """Find messages that wait for the router's event loop."""
+    """Find a router whose event loop delays messages."""
     busy = (
         interval.total("router_cpu_seconds_total") + interval.total("router_core_wait_seconds_total")
     ) / interval.seconds
@@ -274,7 +274,7 @@ def router(interval: Interval) -> Iterator[Finding]:
 
 
 def kv_room(interval: Interval) -> Iterator[Finding]:
-    """Find requests that wait for blocks or lose theirs."""
+    """Find workers at which requests wait for KV blocks or are preempted."""
     for worker in interval.workers():
         after = worker.after
         reserved_s = worker.gained("reservation_wait_seconds_total")
@@ -311,7 +311,7 @@ _REFUSALS = {
 
 
 def queue(interval: Interval) -> Iterator[Finding]:
-    """Find requests that are refused, or wait for a worker or for a place in a batch."""
+    """Find requests that are refused, or wait for a worker or a row of a batch."""
     request_s = interval.mean_s("e2e_request_latency_seconds") or 1.0
     before, after = interval.before, interval.after
     for reason, count in after.refused.items():
@@ -336,7 +336,7 @@ def queue(interval: Interval) -> Iterator[Finding]:
 
 
 def draft(interval: Interval) -> Iterator[Finding]:
-    """Find steps that verify drafts and gain fewer tokens than plain steps would in the same time."""
+    """Find workers that would gain more tokens a second without drafts."""
     for worker in interval.workers():
         steps = worker.gained('spec_decode_steps_total{drafts="yes"}')
         drafts = worker.gained("spec_decode_num_drafts_total")

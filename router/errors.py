@@ -1,4 +1,4 @@
-"""The API's errors in the shapes of OpenAI and Anthropic, with the right status."""
+"""The API's errors in the formats of OpenAI and Anthropic, with their status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""Types other than those of the status's hundred."""
+"""Types of errors that differ from the default of their hundred of statuses."""
 
 _KIND_STATUS: dict[ErrorKind, int] = {
     "invalid": 400,
@@ -38,7 +38,7 @@ _KIND_STATUS: dict[ErrorKind, int] = {
 
 
 _ANTHROPIC_TYPES = {"service_unavailable_error": "overloaded_error", "server_error": "api_error"}
-"""Anthropic's names of types that have others in OpenAI's API."""
+"""Anthropic's names of error types, where they differ from OpenAI's."""
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -57,7 +57,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(TandemError):
-    """An answer with a status other than 200. `param` is the request's field that caused it."""
+    """An answer with a status other than 200. `param`: the request's field that caused it."""
 
     def __init__(
         self,
@@ -91,17 +91,17 @@ class ApiError(TandemError):
         return msgspec.json.encode(ErrorBody(self.detail))
 
     def response(self, body: bytes | None = None) -> Response:
-        """Return the answer with this body; default: in OpenAI's shape."""
+        """Return the response with this body, by default in OpenAI's format."""
         return Response(body or self.body(), self.status, self.headers, "application/json")
 
 
 def speaks_anthropic(path: str) -> bool:
-    """Return whether the endpoint's errors have Anthropic's shape."""
+    """Return whether the endpoint's errors have Anthropic's format."""
     return path.startswith("/v1/messages")
 
 
 def anthropic_body(error: ApiError, request_id: str) -> bytes:
-    """Return an error in Anthropic's shape, with the field and the code of OpenAI's."""
+    """Return an error in Anthropic's format, with OpenAI's field and code."""
     detail = error.detail
     kind = "request_too_large" if error.status == 413 else _ANTHROPIC_TYPES.get(detail.type, detail.type)
     about = msgspec.structs.replace(detail, type=kind)
@@ -109,7 +109,7 @@ def anthropic_body(error: ApiError, request_id: str) -> bytes:
 
 
 def _cut(text: str) -> str:
-    """Shorten a message: clients determine parts of it, such as names, fields and a template's error."""
+    """Shorten a message: it may contain names, fields or template errors that clients determine."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
@@ -118,12 +118,12 @@ def _code(status: int) -> str:
 
 
 def client_gone() -> ApiError:
-    """Return the error of a request whose client has gone: it is not sent, but its status is counted."""
+    """Return the error of a request whose client has gone. It is not sent; its status is counted."""
     return ApiError(499, "the client closed the connection", code="abort")
 
 
 def unavailable(reason: str) -> ApiError:
-    """Return the error for a request that no worker can take now but one may take soon."""
+    """Return the error of a request that no worker can take now, but perhaps soon."""
     return ApiError(503, reason, retry_after_s=1.0)
 
 
@@ -134,6 +134,6 @@ def not_placed(refusal: Refusal) -> ApiError:
 
 
 def failed_generation(kind: ErrorKind, message: str) -> ApiError:
-    """Return the error for a request that a worker or the router gave up."""
+    """Return the error of a request that a worker or the router gave up."""
     retry_after_s = 1.0 if kind == "overloaded" else None
     return ApiError(_KIND_STATUS[kind], message, code=kind, retry_after_s=retry_after_s)

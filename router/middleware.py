@@ -1,4 +1,4 @@
-"""The outermost layer around each request, the answers to its errors, and the guard against other sites."""
+"""The outermost layer around each request, its error answers, and the guard against other sites."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "tandem.request_id"
 ANSWER_HEADERS = "tandem.answer_headers"
-"""The scope's key for headers that every response to the request gets; endpoints may append to the list."""
+"""Key, in the scope, of headers for every response to the request; endpoints may append to the list."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
 class Envelope:
-    """Gives each request an id, puts headers into its response, and counts the statuses.
+    """The layer that gives each request an id, adds headers to its response, and counts the statuses.
 
     A request's path may begin with the root path.
     """
@@ -68,7 +68,7 @@ class Envelope:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that failed, in the shape of its API."""
+    """Return the answer to a failed request in the format of its API."""
     told = _as_api_error(error, request.scope)
     is_anthropic = speaks_anthropic(request.scope["path"])
     return told.response(anthropic_body(told, request.scope[REQUEST_ID_KEY]) if is_anthropic else None)
@@ -108,8 +108,9 @@ _REMEDY = "or start the server with API keys (--api-key-file) or --allowed-origi
 
 
 class BrowserGuard:
-    """Checks requests' `Host` and `Origin` headers. `host` is the address that HTTP listens on, `origins` are
-    those of --allowed-origins.
+    """A check of requests' `Host` and `Origin` headers. `host`: the address that HTTP listens on.
+
+    `origins`: the values of --allowed-origins.
     """
 
     def __init__(self, host: str, origins: Collection[str] = ()) -> None:
@@ -117,7 +118,7 @@ class BrowserGuard:
         self._origins = origins
 
     def check(self, method: str, headers: Headers) -> None:
-        """Raises `ApiError` 403 if the request may come from another site's page."""
+        """Raise `ApiError` 403 if the request may come from another site's page."""
         host = headers.get("host", "")
         if self._is_loopback and not _is_local(host):
             raise ApiError(403, f"Host: {host[:128]!r} is not this host: ask for localhost, {_REMEDY}")
@@ -131,7 +132,7 @@ class BrowserGuard:
 
 @lru_cache(maxsize=64)
 def _is_local(host: str) -> bool:
-    """Return whether `host` is an IP address or a local name, which strangers cannot make resolve to us."""
+    """Return whether `host` is an IP address or a local name: no stranger can make these resolve to us."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         if "." not in name or name.endswith(".localhost"):

@@ -1,1 +1,1 @@
-"""Answers in the formats of OpenAI's endpoints."""
+"""Answers in the formats of OpenAI's API."""

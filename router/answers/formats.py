@@ -1,6 +1,6 @@
-"""Answers as JSON: whole ones, and the chunks of a stream. The constant parts are encoded once.
+"""Answers as JSON, whole or as chunks of a stream. The constant parts are encoded once.
 
-All come in pieces, since a client may ask for long ones: see `router.requests.slices`.
+All are generated in pieces, since a client may ask for long ones: see `router.requests.slices`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.text.choice import Choice, ChoiceDelta, Prompt
 from router.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
+"""Value for minus infinity, which JSON cannot express."""
 
 
 def finite(logprob: float) -> float:
@@ -31,7 +31,7 @@ def finite(logprob: float) -> float:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, prefix: str = "bytes:") -> str:
-    """Return the token's text, or its bytes spelled out if they are not text on their own."""
+    """Return the token's text, or its bytes spelled out if they are not whole characters."""
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
@@ -42,7 +42,7 @@ def token_name(tokenizer: Tokenizer, token_id: int, prefix: str = "bytes:") -> s
 def completion_logprobs(
     tokenizer: Tokenizer, choice: Choice, delta: ChoiceDelta, num_top: int, echo: bool
 ) -> dict[str, Any]:
-    """Return the `logprobs` of a completion, after those of the prompt if this delta echoes it.
+    """Return the `logprobs` of a completion; if this delta echoes the prompt, after the prompt's.
 
     The alternatives at a position include the token itself.
     """
@@ -90,7 +90,7 @@ def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dic
 def prompt_logprobs(
     tokenizer: Tokenizer, choice: Choice, num_top: int
 ) -> Iterator[dict[str, dict[str, Any]] | None]:
-    """Yield vLLM's `prompt_logprobs`: for each prompt token the alternatives and itself, by token id."""
+    """Yield vLLM's `prompt_logprobs`: for each prompt token, itself and the alternatives by token id."""
     for token_id, entry in zip(choice.prompt.token_ids, paged_logprobs(choice.prompt_logprobs), strict=False):
         if entry is None:
             yield None
@@ -140,7 +140,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     return_timing: bool = False
     skip_special_tokens: bool = True
     parsing: Parsing | None = None
-    """Finds calls and reasoning in a chat's answer; None: the answer is all content."""
+    """Finds tool calls and reasoning in a chat's answer; None: the whole answer is content."""
 
     @property
     def keep_details(self) -> bool:
@@ -156,8 +156,8 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> Fields:
     """Return the answer's usage. Each prompt counts once, however many choices it has.
 
-    As in OpenAI's API, tokens of the client's prediction that were drafted and rejected are reported next to
-    the completion's tokens; here they are not part of them.
+    As in OpenAI's API, draft tokens from the client's prediction that were rejected are reported separately;
+    they do not count as completion tokens.
     """
     firsts = list({id(choice.prompt): choice for choice in reversed(choices)}.values())
     prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
@@ -177,51 +177,51 @@ def usage(choices: Sequence[Choice], only_prompt: bool = False) -> Fields:
 
 
 class AnswerWriter(abc.ABC):
-    """Writes one request's answer."""
+    """The writer of one request's answer."""
 
     @abc.abstractmethod
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
-        """Return the whole answer."""
+        """Generate the whole answer."""
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterable[bytes]:
-        """Return the body of an answer that failed."""
+        """Generate the body of an answer that failed."""
         return [error.body()]
 
     async def keep(self) -> None:  # noqa: B027
-        """Store the data that later requests may ask for, before the client sees the answer's end."""
+        """Store the data for later requests, before the client sees the end of the answer."""
 
 
 class StreamedAnswer(AnswerWriter):
-    """An answer that can also be sent as server-sent events."""
+    """The writer of an answer that can also be sent as server-sent events."""
 
     @abc.abstractmethod
     def chunk(self, choice: Choice) -> Iterable[bytes]:
-        """Return events for one choice's new output."""
+        """Generate the events for a choice's new output."""
 
     @abc.abstractmethod
     def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
-        """Return the last events, after all choices are complete."""
+        """Generate the last events, after all choices are complete."""
 
     def failure(self, error: ApiError) -> Iterable[bytes]:
-        """Return the last event of a stream that fails after it has begun."""
+        """Generate the last event of a stream that fails after its beginning."""
         return [b"data: " + error.body() + b"\n\n"]
 
 
 class AnswerFormat(StreamedAnswer):
-    """Writes one API's answers."""
+    """The writer of answers in one of OpenAI's formats."""
 
     stream_object: str
     whole_object: str
     id_prefix: str
     before_text: bytes
     after_text: bytes
-    """A choice's JSON before and after its text, in a chunk that contains only text."""
+    """JSON of a choice before and after its text, in a chunk that contains only text."""
 
     def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._begun: dict[int, bytes] = {}
-        """The start of a text-only chunk for each choice that has begun; empty if chunks contain more."""
+        """Start of a text-only chunk by choice that has begun; empty if chunks contain more than text."""
         self._encoded_ids: dict[int, Raw] = {}
         self._head = {
             "id": self.id_prefix + request_id,
@@ -244,13 +244,13 @@ class AnswerFormat(StreamedAnswer):
 
     @abc.abstractmethod
     def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
-        """Yield a chunk with all fields that the choice has now."""
+        """Yield a chunk with all current fields of the choice."""
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
         return self._whole(self._head, choices, {} if timing is None else {"timing": timing})
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterator[bytes]:
-        """Return the error with the incomplete answer, whose `finish_reason` is "error"."""
+        """Yield the error with the incomplete answer, whose `finish_reason` is "error"."""
         head = {**self._head, "object": self.whole_object}
         return self._whole(head, choices, {"error": error.detail})
 
@@ -284,7 +284,7 @@ class AnswerFormat(StreamedAnswer):
     def _event(
         self, choice: Choice, body: Fields, *, is_short: bool, extras: Fields | None = None
     ) -> Iterator[bytes]:
-        """Yield one event about a choice. `extras` are further fields at the top level."""
+        """Yield one event about a choice. `extras`: further top-level fields."""
         fields = dict(extras or {})
         if self._options.continuous_usage:
             fields["usage"] = usage([choice], self._options.only_prompt)
@@ -298,7 +298,7 @@ class AnswerFormat(StreamedAnswer):
         yield b"\n\n"
 
     def _common(self, choice: Choice, delta: ChoiceDelta) -> Fields:
-        """Return the fields that choices of both APIs have."""
+        """Return the fields that choices of completions and chats share."""
         fields: Fields = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self._options.return_token_ids:
             fields["token_ids"] = delta.token_ids
@@ -307,7 +307,7 @@ class AnswerFormat(StreamedAnswer):
         return fields
 
     def _of_prompt(self, choice: Choice) -> Fields:
-        """Return vLLM's fields about the prompt: in each choice of completions, at a chat's top level."""
+        """Return vLLM's fields about the prompt: in each choice of completions, at top level for chats."""
         fields: Fields = {}
         if self._options.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_ids(choice.prompt)

@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions` with reasoning and tool calls in addition to their content."""
+"""Answers of `/v1/chat/completions` with content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def chat_format(tokenizer: Tokenizer, model: str, request_id: str, options: Outp
 
 
 class _Found:
-    """The parts of a message as its fields: `reasoning_content`, `content`, `tool_calls`."""
+    """The fields of a message by its parts: `reasoning_content`, `content`, `tool_calls`."""
 
     def __init__(self) -> None:
         self._texts: dict[str, list[str]] = {}
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
-        """Each with the pieces of its arguments."""
+        """Each call with the pieces of its arguments."""
 
     def add(self, part: AnswerPart) -> None:
         if isinstance(part, Content | Reasoning):
@@ -54,7 +54,7 @@ class _Found:
 
 
 class ParsedChatFormat(ChatFormat):
-    """Writes a chat's answer with the parts that the parsers find in each choice's text."""
+    """A chat's writer that finds reasoning and tool calls in each choice's text."""
 
     def __init__(
         self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions, parsing: Parsing
@@ -84,7 +84,7 @@ class ParsedChatFormat(ChatFormat):
         yield from json_pieces({"index": choice.index, "message": message, **self._details(choice, delta)})
 
     def _push(self, choice: Choice, delta: ChoiceDelta) -> Generator[bytes, None, dict[str, Any]]:
-        """The message's new fields. It yields nothing, after each piece of a long text."""
+        """Return the message's new fields. Yields b"" after each piece of a long text."""
         answer = self._answers.get(choice.index)
         if answer is None:
             answer = AnswerParts(self._parsing, f"{self._request_id}-{choice.index}")
@@ -106,11 +106,11 @@ class ParsedChatFormat(ChatFormat):
 
 SHORT_ID_CHARACTERS = 9
 PIECE_CHARACTERS = 1024
-"""Parsers take at most so much of a text in one go."""
+"""Most characters that parsers process without a pause."""
 
 
 class CallStart(NamedTuple):
-    """The beginning of the answer's call with this `number`."""
+    """The beginning of a call; `number` counts the calls of the answer."""
 
     number: int
     id: str
@@ -118,7 +118,7 @@ class CallStart(NamedTuple):
 
 
 class MoreArguments(NamedTuple):
-    """More text of the arguments of the call with this `number`."""
+    """More text of the arguments of call `number`."""
 
     number: int
     text: str
@@ -129,7 +129,7 @@ AnswerPart: TypeAlias = Content | Reasoning | CallStart | MoreArguments
 
 
 class AnswerParts:
-    """Finds the parts of one choice's answer. If `parsing` is None, the whole answer is content."""
+    """The parts of one choice's answer. If `parsing` is None, the whole answer is content."""
 
     def __init__(self, parsing: Parsing | None, seed: str) -> None:
         self._parsing = parsing or Parsing()
@@ -138,18 +138,18 @@ class AnswerParts:
         self._written: set[str] = set()
         self.num_calls = 0
         self._arguments: list[str] = []
-        """The latest call's, in pieces."""
+        """Arguments of the latest call, in pieces."""
 
     @property
     def ends_with_call(self) -> bool:
-        """Whether there are calls and the latest one is whole."""
+        """Whether the answer has calls and the latest one is complete."""
         try:
             return self.num_calls > 0 and isinstance(msgspec.json.decode("".join(self._arguments)), dict)
         except (msgspec.DecodeError, RecursionError):
             return False
 
     def push(self, choice: Choice, text: str) -> Iterator[list[AnswerPart]]:
-        """Yield the parts in each piece of the choice's new text, and the last ones once it is finished."""
+        """Yield the parts of each piece of the choice's new text; at its end, also the remaining parts."""
         if self._parser is None:
             yield [Content(text)] if text else []
             return
@@ -160,7 +160,7 @@ class AnswerParts:
             yield self._all(self._parser.finish(is_cut=is_cut))
 
     def events(self, choice: Choice, push: Callable[[AnswerPart], Iterator[Event]]) -> Iterator[Event | None]:
-        """Yield the events that `push` gives for new parts; None after each piece of a long text."""
+        """Yield the events of `push` for new parts, and None after each piece of a long text."""
         for parts in self.push(choice, choice.take_text()):
             for part in parts:
                 yield from push(part)
@@ -185,7 +185,7 @@ class AnswerParts:
             yield MoreArguments(number, part.text)
 
     def _id(self, written: str) -> str:
-        """Return the id that the model wrote, if it is new, else one derived from the request."""
+        """Return the id that the model wrote if it is new, else one derived from the request."""
         if written and written not in self._written:
             self._written.add(written)
             return written

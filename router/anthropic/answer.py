@@ -1,4 +1,4 @@
-"""Writes Anthropic's messages, whole and as events. The model's output is parsed like a chat's answer."""
+"""Anthropic's messages, whole and as events. The model's output is parsed like a chat's answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _json = msgspec.json.Encoder().encode
 
 
 class MessageAnswer(StreamedAnswer):
-    """Writes one answer."""
+    """The writer of one answer."""
 
     def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> None:
         message_id = f"msg_{request_id}"
@@ -79,7 +79,7 @@ class MessageAnswer(StreamedAnswer):
 
 
 def _usage(choice: Choice) -> Fields:
-    """Return the usage so far. Cached tokens are no part of `input_tokens`."""
+    """Return the usage so far. `input_tokens` do not include cached tokens."""
     return {
         "input_tokens": len(choice.prompt.token_ids) - choice.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -97,15 +97,15 @@ def _event(fields: Fields) -> bytes:
 
 
 class ContentBlocks:
-    """The content blocks of one answer. All `blocks` are complete except the last one while it is open."""
+    """The content blocks of one answer. All `blocks` are complete, except the last one while it is open."""
 
     def __init__(self, signature: str) -> None:
-        """`signature` is that of thinking blocks: clients send back only signed ones."""
+        """Initialize with the `signature` of thinking blocks: clients send back only signed ones."""
         self.blocks: list[Fields] = []
         self._signature = signature
         self._is_open = False
         self._pieces: list[str] = []
-        """The text or the arguments of the open block."""
+        """Text or arguments of the open block, in pieces."""
 
     def push(self, part: AnswerPart) -> Iterator[Fields]:
         """Add a part of the answer and yield its events."""

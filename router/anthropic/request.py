@@ -1,4 +1,4 @@
-"""Requests of `/v1/messages`, as Anthropic defines them. Each becomes a chat's."""
+"""Requests of `/v1/messages` as Anthropic defines them. Each is converted to a chat's request."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def read_message(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepa
 
 
 def count_tokens(reader: RequestReader, raw: bytes, model: ServedModel) -> bytes:
-    """Return the number of the prompt's tokens, as JSON. Raises as `read_message`."""
+    """Return the number of the prompt's tokens as JSON. Raises like `read_message`."""
     chat = _chat(decode_body(raw, MessageBody), reader.chats.has_reasoning)
     return msgspec.json.encode({"input_tokens": len(chat.read(reader.chat_tokens, model))})
 
@@ -249,7 +249,7 @@ def _response_format(wanted: OutputFormat) -> ResponseFormat:
 
 
 def _variables(body: MessageBody) -> Raw:
-    """Return the template's variables. Families of models name the one that turns thinking on differently."""
+    """Return the template's variables that turn thinking on; each family of models has another one."""
     thinking = body.thinking
     if thinking is None or thinking.type == "adaptive":
         return body.chat_template_kwargs
@@ -263,11 +263,11 @@ def _variables(body: MessageBody) -> Raw:
 
 _ROLES = ("user", "assistant", "system")
 _UNSEEN = "x-anthropic-billing-header"
-"""A client's block for Anthropic alone. It differs in each request, so no prefix after it would be cached."""
+"""Prefix of a client's block for Anthropic's billing. It differs in each request and would defeat caching."""
 
 
 class MessageConversation(ConvertedMessages):
-    """Collects the `messages` of Anthropic's. Each result of a tool is a message of its own."""
+    """A collector of a chat's `messages`. Each tool result becomes a message of its own."""
 
     tool_names: ClassVar = {"tool_call_id": "tool_use_id"}
     call_names: ClassVar = {"arguments": "input"}
@@ -299,7 +299,7 @@ class MessageConversation(ConvertedMessages):
 
     @property
     def is_begun(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
+        """Whether the answer must continue the last message."""
         last = self.messages[-1] if self.messages else None
         return last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
@@ -325,7 +325,7 @@ class MessageConversation(ConvertedMessages):
             message.reasoning_content = "".join(thoughts)
 
     def _add_blocks(self, role: str, blocks: Sequence[Block], at: str) -> None:
-        """Append the results of tools, and the text before, between and after them."""
+        """Append the tool results, and the text before, between and after them."""
         texts: list[ContentPart] = []
         for index, block in enumerate(blocks):
             place = f"{at}.content[{index}]"
@@ -344,7 +344,7 @@ class MessageConversation(ConvertedMessages):
 
 
 def _result(block: Block) -> str | list[ContentPart]:
-    """Return the content of a tool's result; chat templates have no other place to tell an error."""
+    """Return the content of a tool result, with its error: chat templates have no other place for it."""
     content = block.content or ""
     if not block.is_error:
         return content

@@ -1,1 +1,1 @@
-"""The HTTP endpoints, by subject."""
+"""The HTTP endpoints by subject."""

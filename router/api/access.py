@@ -1,4 +1,4 @@
-"""Admits requests, and codes and describes bodies and answers (`/openapi.json`), for all endpoints."""
+"""Admission of requests, and the coding and description (`/openapi.json`) of bodies and answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.errors import ApiError, ErrorBody
 from router.state import RouterState
 
 BEARER = HTTPBearer(auto_error=False, description="Or the header `x-api-key`.")
-"""Tells `/openapi.json` of the key; `admit` reads it."""
+"""Describes the API key in `/openapi.json`; `admit` checks it."""
 
 
 async def _state(request: Request) -> RouterState:
@@ -32,7 +32,7 @@ State = Annotated[RouterState, Depends(_state)]
 
 @contextmanager
 def admit(state: RouterState, scope: Scope, *, is_operator: bool = False) -> Iterator[Admission]:
-    """Count a request against its API key's limits while it is served. Raises `ApiError`."""
+    """Count a request against the limits of its API key while it is served. Raises `ApiError`."""
     admission = _key(state, scope, is_operator).admit()
     try:
         yield admission
@@ -56,7 +56,7 @@ async def operator(request: Request, state: State) -> AsyncIterator[None]:
 
 
 async def guarded(request: Request, state: State) -> None:
-    """Keep other sites' pages away from paths that need no key, if the server has none."""
+    """Refuse pages of other sites on paths that need no key, if the server has no keys."""
     if not state.keys.are_needed:
         state.guard.check(request.method, request.headers)
 
@@ -90,7 +90,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _REF = "#/components/schemas/{name}"
 _bodies: dict[str, type[msgspec.Struct]] = {ErrorBody.__name__: ErrorBody}
-"""The types that operations refer to, by name."""
+"""The types, by name, that operations refer to."""
 
 
 class Json(JSONResponse):
@@ -101,14 +101,14 @@ class Json(JSONResponse):
 
 
 def posted(body: type[msgspec.Struct], answer: str) -> dict[str, Any]:
-    """Return a route's options that describe its body, by the type's docstring, and its answer."""
+    """Return a route's options that describe its body, by the docstring of its type, and its answer."""
     _bodies[body.__name__] = body
     described = {"requestBody": {"required": True, "content": _content(body)}}
     return {"summary": body.__doc__, "response_description": answer, "openapi_extra": described}
 
 
 def small(body: type[T], default: bytes = b"") -> Callable[..., Awaitable[T]]:
-    """Return a dependency that decodes an operator's body. An empty one means `default`."""
+    """Return a dependency that decodes an operator's body. An empty body counts as `default`."""
 
     async def read(request: Request, state: State) -> T:
         async with state.bodies.read(request, SMALL_BYTES) as raw:
@@ -118,12 +118,12 @@ def small(body: type[T], default: bytes = b"") -> Callable[..., Awaitable[T]]:
 
 
 def error_answers() -> dict[int | str, dict[str, Any]]:
-    """Return what all routes answer in addition to a 200."""
+    """Return the descriptions of the errors that every route can answer."""
     return {"default": {"description": "The error", "content": _content(ErrorBody)}}
 
 
 def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
-    """Add the schemas of the bodies that routes refer to."""
+    """Add the schemas of the types that routes refer to."""
     _, schemas = msgspec.json.schema_components(_bodies.values(), ref_template=_REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     return document

@@ -1,4 +1,4 @@
-"""Clients' endpoints that generate nothing: models, tokens, and stored responses."""
+"""Endpoints for clients that generate nothing: models, tokens and stored responses."""
 
 from __future__ import annotations
 
@@ -127,6 +127,6 @@ def _model_card(state: RouterState) -> dict[str, Any]:
 
 
 def _deterministic(state: RouterState) -> bool | None:
-    """Tell whether all workers give a request the same bits in every batch; None without workers."""
+    """Return whether all workers give a request the same bits in every batch; None without workers."""
     told = [worker.start_up.get("deterministic") == "yes" for worker in state.registry]
     return all(told) if told else None

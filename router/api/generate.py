@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, `/v1/chat/completions` and their like: run a generation and write its answer."""
+"""Endpoints that generate, such as `POST /v1/chat/completions`, and the sending of their answers."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _RANKING = "`results` of `index`, `relevance_score` and `document`, best first, 
 
 
 Answer = Callable[[Prepared, str, Tokenizer, str, str, OutputOptions], AnswerWriter]
-"""Makes the writer of an answer, for the API key of this name."""
+"""A factory of an answer's writer, for the API key of this name."""
 
 
 @dataclass(frozen=True)
 class GenerateEndpoint:
-    """An ASGI app. `task` names how bodies are read; `own_field` returns its name for a chat's field."""
+    """An ASGI app. `task`: how bodies are read; `own_field`: this API's name for a field of a chat."""
 
     state: RouterState
     task: str
@@ -76,7 +76,7 @@ class GenerateEndpoint:
             await self._serve(admission, scope, receive, send)
 
     async def _serve(self, admission: Admission, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; it ends if the client goes away. Raises `ApiError` before the answer has begun."""
+        """Serve a request until its client goes away. Raises `ApiError` before the answer has begun."""
         arrival = time.monotonic()
         state, owner = self.state, admission.key.entry.name
         admission.key.check_tokens()
@@ -133,7 +133,7 @@ class GenerateEndpoint:
                 trace.end(generation, generation.http_id)
 
     async def _prepared(self, raw: bytes, owner: str) -> Prepared:
-        """Read a body, with the stored response that it continues. Raises `ApiError`, naming the field."""
+        """Read a body, and the stored response that it continues. Raises `ApiError` that names the field."""
         state, model = self.state, self.state.require_served()
         read = await state.requests.read(self.task, raw, model)
         if isinstance(read, EarlierResponse):
@@ -144,7 +144,7 @@ class GenerateEndpoint:
 
 
 class GenerateRoute(APIRoute):
-    """Calls its ASGI app at once: FastAPI solves no dependencies for it and gets no response from it."""
+    """A route that calls its ASGI app directly: FastAPI solves no dependencies and builds no response."""
 
     def __init__(self, path: str, endpoint: ASGIApp, **options: Any) -> None:
         async def described() -> Response:
@@ -155,7 +155,7 @@ class GenerateRoute(APIRoute):
 
 
 def add_routes(app: FastAPI, state: RouterState, key: Sequence[params.Depends]) -> None:
-    """Add the endpoints that generate. They come first, since routes are tried in turn."""
+    """Add the endpoints that generate. They come first, since routes are tried in order."""
 
     def add(
         body: type[msgspec.Struct],
@@ -198,12 +198,12 @@ def _pooled(write: Callable[[Prepared, str, str], AnswerWriter]) -> Answer:
 
 
 def _headers(scope: Scope) -> Mapping[str, str]:
-    """Return the headers as a dictionary; `Headers` looks through all for each that is asked for."""
+    """Return the headers as a dictionary: `Headers` would search all headers at each look-up."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
 def _session(headers: Mapping[str, str]) -> str:
-    """Return the client's name of the conversation, whose requests go to the same workers if possible."""
+    """Return the client's name of the conversation, whose requests go to the same worker if possible."""
     session = headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARS:
         limit = f"at most {MAX_SESSION_CHARS} characters, got {len(session)}"
@@ -237,13 +237,13 @@ def _slo(headers: Mapping[str, str], header: str, default_s: float | None) -> fl
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Return when the client is gone or the answer is complete. The body must have been read."""
+    """Return when the client is gone or the answer is complete. Call it after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 PART_BYTES = 64 * 1024
-"""A shorter answer has its length in its head."""
+"""Size of the parts of an answer. A shorter answer has a content length."""
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -252,7 +252,7 @@ _STREAM_HEADERS = [
 
 
 class AnswerSender:
-    """Sends one answer. What is long goes out in parts while it is written, until the client `is_gone`."""
+    """The sender of one answer. Long answers are sent in parts while they are written, until `is_gone()`."""
 
     def __init__(self, send: Send, slices: Slices, with_timing: bool, is_gone: Callable[[], bool]) -> None:
         self._send = send
@@ -260,10 +260,10 @@ class AnswerSender:
         self._with_timing = with_timing
         self._is_gone = is_gone
         self._start: Message | None = None
-        """The answer's head, until the first part is sent."""
+        """The headers, until they are sent with the first part."""
 
     async def whole(self, generation: Generation, answer: AnswerWriter) -> None:
-        """JSON, once the generation is over."""
+        """Send JSON once the generation is over."""
         headers = [(b"content-type", b"application/json")]
         if (error := generation.error) is not None:
             headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
@@ -277,7 +277,7 @@ class AnswerSender:
     async def stream(
         self, generation: Generation, answer: StreamedAnswer, direct: DirectWriter | None
     ) -> None:
-        """Server-sent events, from the first news on. `send` waits while the client doesn't read."""
+        """Send server-sent events as output comes. `send` waits while the client does not read."""
         await self._send(_start(200, list(_STREAM_HEADERS)))
         write = None if direct is None else _writer(generation, answer, direct)
         while not generation.is_over:
@@ -297,7 +297,7 @@ class AnswerSender:
         is_last: bool = False,
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep` is awaited before the client sees the end."""
+        """Send the pieces in parts. `keep` is awaited before the client sees the end."""
         body = b""
         async for part in self._slices.of(pieces):
             if self._is_gone():
@@ -325,14 +325,14 @@ def _start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:
 
 
 def _news(generation: Generation, answer: StreamedAnswer) -> Iterator[bytes]:
-    """Events for what is new of all choices."""
+    """Yield the events for the new output of all choices."""
     return (piece for choice in generation.choices if choice.has_news for piece in answer.chunk(choice))
 
 
 def _writer(
     generation: Generation, answer: StreamedAnswer, direct: DirectWriter
 ) -> Callable[[], bool] | None:
-    """Writes a single choice's events as its tokens come, without a task, while the client reads."""
+    """Return a function that writes a single choice's events as its tokens come, without a task."""
     choice, *others = generation.choices
 
     def write() -> bool:

@@ -1,4 +1,4 @@
-"""Endpoints that show operators the workers and requests, the router's decisions, and bottlenecks."""
+"""Endpoints that show operators the workers, the requests, the router's decisions, and bottlenecks."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _placed_worker(worker: Worker) -> dict[str, Any]:
 
 
 def _states(counters: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the states of recurrent layers that are kept for later prompts; None without such layers."""
+    """Return the counters of stored states of recurrent layers; None if the model has no such layers."""
     if "kept_states" not in counters:
         return None
     return {
@@ -186,7 +186,7 @@ def _drafts(requests: Iterable[LiveRequest]) -> list[dict[str, Any]]:
 
 
 def _links(worker: Worker) -> list[dict[str, Any]]:
-    """Return the worker's connections in use."""
+    """Return the worker's connections that are in use."""
     return [
         {
             "from": worker.key.worker_id,

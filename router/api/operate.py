@@ -1,7 +1,6 @@
 """Endpoints with which operators manage workers: `POST /scale`, `/restart`, `/workers/{id}/drain` and
-`/role`; and as in vLLM adapters: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`.
-
-They answer when all is done. A client that goes away does not cancel its request.
+`/role`; and as in vLLM adapters: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. They answer when the
+change is complete. A client that goes away does not cancel its request.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ async def show_document(request: Request) -> Response:
 
 
 async def _document(request: Request) -> dict[str, Any]:
-    """Return the OpenAPI document. The first one takes long to make."""
+    """Return the OpenAPI document, which is generated at the first call."""
     found: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
     return found
 
@@ -115,7 +115,7 @@ def _page(template: str, policy: str, variables: dict[str, Any]) -> Response:
 
 @cache
 def _parts() -> dict[str, bytes]:
-    """Return the page's files by their names; no other file of the folder is served."""
+    """Return the page's files by name; no other file of the folder is served."""
     return {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _PARTS}
 
 

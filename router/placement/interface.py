@@ -105,7 +105,7 @@ class WorkerSnapshot:
         return known[2]
 
     def spread(self, more: int) -> float:
-        """Return the worker's cores, relative to its own, if busy neighbours and `more` workers use theirs."""
+        """Return the worker's cores per own core if busy neighbours and `more` workers use theirs."""
         return len(self.on_host) / (len(self.busy_neighbours) + more) if self.on_host else 1.0
 
     @property

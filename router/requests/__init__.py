@@ -1,1 +1,1 @@
-"""Live requests and what one of them carries."""
+"""Live requests, and the data of one request."""

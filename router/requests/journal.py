@@ -25,16 +25,16 @@ from router.workers.assignment import Assignment, Stage
 from router.workers.kv_index import hash_blocks
 
 NO_KEY = "0"
-"""The API key's name if the server needs none."""
+"""Name of the API key if the server needs none."""
 
 
 @dataclass(eq=False, slots=True)
 class RequestTimes:
-    """Points in time in monotonic seconds, 0 if not reached yet, and durations in seconds.
+    """Times of a request: points in monotonic seconds (0: not reached yet) and durations in seconds.
 
-    A placement begins at `placed_at`, brings its first token at `answered_at`, and is with its decode worker
-    from `taken_over_at` on if a prefill worker began it. Placements before the current one took `earlier_s`.
-    `num_steps` steps brought tokens after the first.
+    A placement begins at `placed_at` and brings its first token at `answered_at`. After a hand-off, the
+    decode worker's first token comes at `taken_over_at`. Earlier placements took `earlier_s`. `num_steps`:
+    steps that brought tokens after the first.
     """
 
     parked_at: float = 0.0
@@ -64,12 +64,11 @@ class RequestTimes:
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """One sequence: its prompt, the tokens emitted so far, and its assignment to workers.
+    """One sequence: its prompt, the tokens generated so far, and its assignment to workers.
 
-    The workers know it by `request_id`; the journal gives it a new one for each placement, so that a late
-    token of an earlier placement is never taken for one of the current placement. `failed` holds the
-    incarnations that failed to do their part of this request; `failures` counts the placements that ended
-    without a token because of that since a decode worker last sent one.
+    Workers know it by `request_id`. The journal gives each placement a new one, so that a late token of an
+    earlier placement is never taken for a current one. `failed`: incarnations that failed to do their part of
+    the request. `failures`: placements lost without a token since a decode worker last sent one.
     """
 
     generation: Generation
@@ -80,28 +79,28 @@ class LiveRequest:
     redirects: int = 0
     failed: set[str] = field(default_factory=set)
     owner: LiveRequest | None = None
-    """The request of which this is the copy, if it is one: see `copy`."""
+    """The request that this is a racing copy of; None: it is no copy."""
     assignment: Assignment | None = None
-    """The latest placement's workers, also after the request has left them."""
+    """Workers of the latest placement, also after the request has left them."""
     decision: PlacementDecision | None = None
     """The current placement's decision."""
     drafts: DraftHistory = field(default_factory=DraftHistory)
     prefix: str | None = None
-    """The id of the worker from which the first worker fetches the beginning of the prompt."""
+    """Id of the worker from which the first worker fetches the leading blocks of the prompt."""
     cost: float = 0.0
-    """The charge to its API key's share: uncached prompt tokens plus expected output, at arrival."""
+    """Charge to the share of its API key: uncached prompt tokens plus expected output, at arrival."""
     output_token_ids: list[int] = field(default_factory=list)
     num_emitted_before: int = 0
-    """The number of tokens from earlier placements."""
+    """Number of tokens that earlier placements generated."""
     early: list[TokenOutput] = field(default_factory=list)
     """Outputs of the decode worker that arrived before the prefill worker's token."""
     times: RequestTimes = field(default_factory=RequestTimes)
     timing: RequestTiming = field(default_factory=RequestTiming)
-    """The current placement's times as the workers report them."""
+    """Times of the current placement, as its workers report them."""
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     asked_at: float = 0.0
-    """The time when its worker was last asked about it, for lack of news."""
+    """Time of the latest question to its worker, for lack of news."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -109,7 +108,7 @@ class LiveRequest:
         return self.choice.prompt.token_ids + self.output_token_ids
 
     def block_keys(self, cache: CacheFormat) -> list[int]:
-        """Return the index's keys of the full blocks in a cache format, including the answer so far."""
+        """Return the index keys of the full blocks, including the answer so far, in a cache format."""
         chain = self.choice.prompt.blocks(cache, self.generation.cache_salt, self.generation.adapter)
         if not self.output_token_ids:
             return chain.keys
@@ -118,22 +117,22 @@ class LiveRequest:
 
     @property
     def stage(self) -> Stage:
-        """How far the workers are with it; `Assignment` has the table of transitions."""
+        """The stage of its assignment; `Assignment` has the table of transitions."""
         return Stage.UNPLACED if self.assignment is None else self.assignment.stage
 
     @property
     def current(self) -> Assignment | None:
-        """The workers that have the request or are to get it; None while it waits for a placement."""
+        """The assignment of a request that workers have or will get; None before its placement."""
         return None if self.stage is Stage.UNPLACED else self.assignment
 
     @property
     def worker_ids(self) -> dict[Task, str]:
-        """The id of the latest worker for each task."""
+        """Ids of the latest workers by task."""
         return {} if self.assignment is None else self.assignment.worker_ids
 
     @property
     def num_prefill_tokens(self) -> int:
-        """The tokens that the current placement computes before its first token if nothing is cached."""
+        """Tokens that the current placement computes before its first token if nothing is cached."""
         return len(self.choice.prompt.token_ids) + self.num_emitted_before
 
     @property
@@ -144,26 +143,26 @@ class LiveRequest:
         )
 
     def past_budget(self, output: TokenOutput) -> TokenOutput | None:
-        """Return the output that replaces this one if the thinking budget is used up."""
+        """Return the output to use instead of this one if it exceeds the thinking budget, else None."""
         thinking = self.generation.thinking
         if thinking is None:
             return None
         return thinking.exceeded(self.output_token_ids, output, self.sampling.max_tokens)
 
     def start_placement(self) -> None:
-        """Start a placement on other workers, with the tokens so far."""
+        """Prepare for a placement on other workers, with the tokens so far."""
         self.num_emitted_before = len(self.output_token_ids)
         self.times.start_placement()
         self.timing = RequestTiming()
         self.early.clear()
 
     def copy(self) -> LiveRequest:
-        """Return a copy to race with this request: a placement of its own with the same tokens and answer."""
+        """Return a racing copy: it has its own placement, and the same tokens and answer."""
         times = replace(self.times)
         return replace(self, owner=self, request_id="", times=times, drafts=DraftHistory(), early=[])
 
     def note(self, timing: RequestTiming) -> None:
-        """Merge reported times: the prefill worker reports its part, then the decode worker the hand-off."""
+        """Merge reported times: first the prefill worker's own, later the hand-off's of the decode worker."""
         if timing.transfer is not None:
             timing = msgspec.structs.replace(
                 self.timing, transfer=timing.transfer, decode_queue_s=timing.decode_queue_s
@@ -172,11 +171,11 @@ class LiveRequest:
 
     @property
     def heard_at(self) -> float:
-        """The time when the request was sent to its worker or its newest token came."""
+        """Time of the newest token, or of the current placement if that is later."""
         return max(self.times.placed_at, self.last_token_time)
 
     def end(self, eos_token_ids: Sequence[int]) -> TokenOutput | None:
-        """Return the output that ends the request if its tokens so far already end it."""
+        """Return the output that ends the request if its tokens so far complete it, else None."""
         tokens = self.output_token_ids
         if not tokens:
             return None
@@ -223,12 +222,12 @@ class Generation:
     split: bool | None = None
     thinking: ThinkingBudget | None = None
     http_id: str = ""
-    """The HTTP request's id."""
+    """Id of the HTTP request."""
     key: str = NO_KEY
-    """The name of the API key that the request came with."""
+    """Name of the API key that the request came with."""
     slo_ttft_s: float = inf
     slo_tpot_s: float = inf
-    """The SLOs that the client asks for."""
+    """SLOs that the client asks for."""
     error: ApiError | None = None
     timeout: asyncio.TimerHandle | None = None
     _has_news: bool = False
@@ -257,7 +256,7 @@ class Generation:
         return any(request.output_token_ids for request in self.requests)
 
     def notify(self) -> None:
-        """Tell the handler of new output. It is not woken if the output can be written at once."""
+        """Tell the handler of new output, unless the output can be written at once."""
         if self._has_news:
             return
         if self._write is not None and self._write():
@@ -267,7 +266,7 @@ class Generation:
             self._waiter.set_result(None)
 
     async def wait(self, write: Callable[[], bool] | None = None) -> None:
-        """Wait for output that came since the last call and that `write` has not written during the wait.
+        """Wait for output since the last call that `write` has not written already.
 
         There is one handler, so one future is enough.
         """
@@ -287,7 +286,7 @@ class Journal:
         self._router = router
         self._requests: dict[str, LiveRequest] = {}
         self.copies: dict[LiveRequest, LiveRequest] = {}
-        """The copy of each request that races; it is in the journal too, but does not count."""
+        """The copy of each racing request. Copies are in the journal too, but not in its length."""
 
     def __len__(self) -> int:
         return len(self._requests) - len(self.copies)
@@ -314,7 +313,7 @@ class Journal:
         return [(request, at) for request in self._requests.values() if (at := request.current) is not None]
 
     def less_urgent(self, priority: int) -> list[Generation]:
-        """Return less urgent generations without an answer, the least urgent first, then the youngest."""
+        """Return the less urgent generations without a token, the least urgent first, then the youngest."""
         others = {each.generation: None for each in self if each.generation.priority > priority}
         waiting = [generation for generation in others if not generation.has_answered]
         return sorted(waiting, key=lambda each: (-each.priority, -each.arrival))

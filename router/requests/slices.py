@@ -1,4 +1,4 @@
-"""Work of the event loop that a client can make long, done in slices: others have their turn between them."""
+"""Slices of work that a client can make long, so that the event loop can run other tasks in between."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import msgspec
 
 SLICE_S = 0.005
 ITEMS_AT_ONCE = 16
-"""Items of a list that are encoded together."""
+"""Number of items of a list that are encoded together."""
 
 _json = msgspec.json.Encoder().encode
 _json_with_iterators = msgspec.json.Encoder(enc_hook=list).encode
 
 
 class Slices:
-    """Lets one slice of all long answers be made in a turn of the event loop."""
+    """Turns of the event loop: in each one, a single slice of all long answers is made."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def of(self, pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-        """The pieces, joined as far as they are made in one slice."""
+        """Yield the pieces, those of one slice joined."""
         rest, is_over = iter(pieces), False
         while not is_over:
             async with self._turn:
@@ -36,7 +36,7 @@ class Slices:
 
 
 def _slice(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
-    """Also tells whether it has the last piece."""
+    """Return the pieces of one slice, joined, and whether the last piece is among them."""
     made, until = [], time.perf_counter() + SLICE_S
     for piece in pieces:
         made.append(piece)
@@ -46,7 +46,7 @@ def _slice(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
 
 
 def json_pieces(value: Any, *, is_short: bool = False) -> Iterator[bytes]:
-    """JSON in small pieces, or in one if it `is_short`. An iterator is written as a list of what it gives."""
+    """Yield JSON in small pieces, or in one if `is_short`. An iterator is written as a list of its items."""
     if is_short:
         yield _json_with_iterators(value)
     elif isinstance(value, Mapping):
@@ -63,7 +63,7 @@ def json_pieces(value: Any, *, is_short: bool = False) -> Iterator[bytes]:
 
 
 def json_members(fields: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same of an object, from its first member to its end."""
+    """Yield the members of a JSON object and its closing brace, in small pieces."""
     before = b""
     for name, member in fields.items():
         yield before + _json(name) + b":"

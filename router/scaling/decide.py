@@ -1,10 +1,10 @@
-"""Decides whether a role needs more workers or fewer. A pure function, the same live and in a simulator.
+"""Decides whether a role needs more or fewer workers, as a pure function, the same live and in a simulator.
 
-For each role it finds the least number of workers that handles the demand of the last minutes: few prompts
+For each role the decision finds the least number of workers for the demand of the last minutes: few prompts
 wait longer than the SLO allows (Erlang's C formula, with Allen and Cunneen's correction for the spread of
 prompts), steps keep the time per token, and rows and KV keep some headroom. Workers are added at once, also
-when prompts have queued up or answers miss their SLO nevertheless, and removed after fewer would have
-sufficed for a while. If no node has room, a role with workers to spare gives one up.
+when prompts queue up or answers miss their SLO unforeseen. Workers are removed after fewer would have
+sufficed for a while. If no node has room, a role with a spare worker gives it to another role.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from router.workers.registry import Worker
 INTERVAL_S = 5.0
 """[seconds] The time between two decisions."""
 WINDOW_S = 900.0
-"""[seconds] The window of average demand, which changes over hours; fewer requests scatter more."""
+"""[seconds] Window of mean demand: demand changes over hours, and fewer requests scatter more."""
 SHORT_S = 30.0
-"""[seconds] The window over which rows, context and KV are averaged."""
+"""[seconds] Window of the mean rows, context and KV."""
 JUDGED_S = 300.0
-"""[seconds] The window for answers that met or missed the SLO, since the last change at most."""
+"""[seconds] Window of answers that met or missed the SLO; it begins at the last change at the earliest."""
 LEAST_MISSED = 2
 LONG = 1.5
-"""Standard deviations above the mean: prompts of this length should be in time too."""
+"""Standard deviations above the mean length up to which prompts should be in time."""
 ATTAINMENT = 0.95
-"""The share of answers that should meet the SLO. Half of the allowed misses add a worker."""
+"""Share of answers that should meet the SLO. A worker is added at half of the allowed misses."""
 LATE_CHANCE = 0.01
-"""[share] Prompts that may wait too long by the formula: the SLO can be missed for other reasons too."""
+"""[share] Prompts that may wait too long by the formula, which leaves misses for other causes."""
 MARGIN = 1.1
-"""The factor by which the capacity of fewer workers must exceed the load."""
+"""Factor by which the capacity must exceed the load before a worker is removed."""
 TPOT_SHARE = 0.9
 ROWS_SHARE = 0.9
 KV_SHARE = 0.85
 BUSY_SHARE = 0.8
-"""The most of a worker's time, rows and room to use on average."""
+"""Largest mean shares to use: of the SLO's time per token, of rows, of KV, and of a worker's time."""
 QUEUE_S = 5.0
-"""[seconds] The time that prompts may wait if no SLO limits it."""
+"""[seconds] Longest wait of prompts if no SLO limits it."""
 
 
 class ScalingPolicy(NamedTuple):
-    """`ranges` are the least and the most workers of each scaled role. Fewer must suffice for `down_after_s`
-    before a worker leaves; a change for missed SLOs waits `settle_s` for the effect of the last change.
+    """`ranges`: least and most workers of each scaled role. Fewer must suffice for `down_after_s` before a
+    worker leaves; a change for missed SLOs waits `settle_s` for the effect of the last change.
     """
 
     ranges: Mapping[str, WorkerRange]
@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The number of workers that a role needed at a time, with the margin."""
+    """The number of workers that a role needed at time `at`, with the margin."""
 
     at: float
     workers: int
@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """The samples of the last minutes and what they needed, the oldest first, and when roles changed."""
+    """The latest samples and the numbers of workers needed, the oldest first, and when roles last changed."""
 
     samples: tuple[Sample, ...] = ()
     needs: Mapping[str, tuple[Need, ...]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class ScalerState:
 
 
 class ScalingDecision(NamedTuple):
-    """The wanted workers of each role, and why. `changes_role`: a worker goes from one role to another."""
+    """The wanted workers of each role, and why. `changes_role`: the roles that a worker leaves and gets."""
 
     targets: Mapping[str, int]
     reasons: Mapping[str, str]
@@ -86,7 +86,7 @@ class ScalingDecision(NamedTuple):
 
 
 class OfferedLoad(NamedTuple):
-    """The load on a role as a whole. `prompts` is the number of workers that prompts alone keep busy."""
+    """The load on a whole role. `prompts`: mean number of workers that computing prompts keeps busy."""
 
     prompts: float
     prompt_s: float
@@ -107,7 +107,7 @@ class OfferedLoad(NamedTuple):
 def decide(
     facts: ScalingFacts, policy: ScalingPolicy, state: ScalerState
 ) -> tuple[ScalingDecision | None, ScalerState]:
-    """Return the change to make, if any, and the state for the next decision."""
+    """Return the change to make, if any, and the state for the next call."""
     kept = (each for each in state.samples if each.at >= facts.now - WINDOW_S)
     samples = (*kept, Sample(facts.now, facts.loads))
     targets, reasons, needs = {}, {}, dict(state.needs)
@@ -151,7 +151,7 @@ def needed(load: OfferedLoad, facts: ScalingFacts, role: str, bounds: WorkerRang
 
 
 def _lacks(load: OfferedLoad, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str:
-    """Return why `workers` would not suffice; "" if they do."""
+    """Return why `workers` do not suffice; "" if they do."""
     costs, busy = seen.costs, load.prompts / workers
     if busy > (BUSY_SHARE if facts.slo_ttft_s == inf else 0.95):
         return f"{workers} would compute prompts for {busy:.0%} of their time"
@@ -173,7 +173,7 @@ def _lacks(load: OfferedLoad, workers: int, facts: ScalingFacts, seen: RoleLoad)
 
 
 def late_share(workers: int, busy: float, service_s: float, allowed_s: float) -> float:
-    """Return the chance to wait longer than `allowed_s` if `busy` of `workers` are busy: Erlang C."""
+    """Return the chance of a wait over `allowed_s` if `busy` of the `workers` are busy: Erlang C."""
     if busy >= workers:
         return 1.0
     blocked = 1.0
@@ -202,18 +202,18 @@ def _offered_load(samples: tuple[Sample, ...], role: str, now: float) -> Offered
 
 
 def _passed(samples: tuple[Sample, ...], role: str, since: float) -> tuple[RoleDemand, float]:
-    """Return the demand counted since then, and the seconds in which it was counted."""
+    """Return the demand counted since time `since`, and the seconds in which it was counted."""
     first = next(sample for sample in samples if sample.at >= since)
     return samples[-1].loads[role].demand - first.loads[role].demand, samples[-1].at - first.at
 
 
 def _is_settled(state: ScalerState, role: str, facts: ScalingFacts, policy: ScalingPolicy) -> bool:
-    """Return whether the last change has taken effect."""
+    """Return whether the role's last change has taken effect."""
     return not facts.loads[role].coming and facts.now - state.changed_at.get(role, -inf) >= policy.settle_s
 
 
 def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since: float) -> tuple[int, str]:
-    """Return how many workers unforeseen load needs: prompts queue up, or answers miss their SLO."""
+    """Return the workers needed for unforeseen load, queued prompts or missed SLOs, and why; 0 for none."""
     load = facts.loads[role]
     allowed_s = facts.slo_ttft_s / 2 if facts.slo_ttft_s < inf else QUEUE_S
     if load.backlog_s > load.workers * allowed_s:
@@ -229,7 +229,7 @@ def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since:
 def _within_room(
     decision: ScalingDecision, facts: ScalingFacts, policy: ScalingPolicy, spare: Mapping[str, bool]
 ) -> ScalingDecision | None:
-    """Limit the decision to the nodes' room. Without room, a worker that is spare changes its role."""
+    """Limit the decision to the nodes' room. Without room, another role's spare worker changes its role."""
     targets, reasons = dict(decision.targets), dict(decision.reasons)
     taken = 0
     for role, wanted in decision.targets.items():
@@ -249,10 +249,10 @@ def _within_room(
 
 
 class RoleLoad(NamedTuple):
-    """The current load of the workers of one role.
+    """The current load of the workers of one role: `workers` serve and `coming` more are starting.
 
-    `workers` serve and `coming` more are being started. They decode `rows`, at most `max_rows` each, with
-    `context` tokens, hold `kv_usage` pools of KV, and prompts of `backlog_s` seconds wait there for others.
+    `rows` decode there, at most `max_rows` each, with `context` tokens in all. `kv_usage`: pools of KV in
+    use. `backlog_s`: seconds of prompts that wait for others.
     """
 
     workers: int
@@ -271,7 +271,7 @@ class RoleLoad(NamedTuple):
 
 
 class ScalingFacts(NamedTuple):
-    """The facts at `now` [s]. `room`: how many more workers of each role the nodes can hold."""
+    """The facts at `now` [s]. `room`: further workers of each role for which the nodes have room."""
 
     now: float
     loads: Mapping[str, RoleLoad]
@@ -297,6 +297,6 @@ def role_load(workers: Sequence[Worker], coming: int, demand: RoleDemand, max_ro
 
 
 def _waiting_s(load: WorkerSnapshot) -> float:
-    """Return the time to compute the prompts after the first one."""
+    """Return the seconds to compute all prompts that wait except the first."""
     share = 1 - 1 / load.prompts if load.prompts > 1 else 0.0
     return share * load.costs.chunks_s(load.prefill_tokens, 0, load.costs.chunk_tokens)

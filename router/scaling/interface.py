@@ -1,4 +1,4 @@
-"""Requests to the launcher for other numbers of workers, which changes exclude each other, and their log."""
+"""Requests to the launcher for other numbers of workers, the exclusion of concurrent changes, their log."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from router.scaling.decide import ScalingDecision
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of workers wanted for each role; roles that are not named keep theirs.
+    """The number of workers wanted for each role; other roles keep theirs.
 
-    `worth` lists the ids of the workers that the router knows, the ones that are least loss first.
+    `worth`: ids of the workers that the router knows, those whose loss costs least first.
     """
 
     targets: dict[str, int]
@@ -25,8 +25,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The launcher's answer. With a `refusal`, which concerns `field`, nothing has changed. Otherwise the
-    workers in `started` are starting, and the caller must drain those in `leaving`.
+    """The launcher's answer. With a `refusal`, about `field` of the request, nothing has changed. Otherwise
+    the workers in `started` are starting, and the caller must drain those in `leaving`.
     """
 
     refusal: str = ""
@@ -50,7 +50,7 @@ MAX_SHOWN = 100
 
 @dataclass(frozen=True)
 class ScalingEvent:
-    """A decision, its time [s since 1970], its roles' numbers of workers then, and why it failed."""
+    """A decision, its time `at` [s since 1970], the numbers of workers then (`had`), and why it failed."""
 
     at: float
     decision: ScalingDecision
@@ -71,7 +71,7 @@ class ScalingEvent:
 
 
 class ScalingLog:
-    """Keeps the latest events. `tell` also sends an event to the logs of the other routers."""
+    """The latest decisions. `tell` also sends an event to the logs of the other routers."""
 
     def __init__(self) -> None:
         self._events: deque[ScalingEvent] = deque(maxlen=MAX_SHOWN)
@@ -82,7 +82,7 @@ class ScalingLog:
         return list(self._events)[::-1]
 
     def note(self, event: ScalingEvent) -> None:
-        """Add an event, or replace it if it has failed since it was added."""
+        """Add an event, or replace the one of the same time, whose outcome is known now."""
         for place, known in enumerate(self._events):
             if known.at == event.at:
                 self._events[place] = event
@@ -94,13 +94,13 @@ Change = Literal["restart", "scaling", "change of adapters"]
 
 
 class Changes:
-    """The changes under way and their routers: a restart or several scalings, and a change of adapters."""
+    """The changes in progress and their routers: a restart or several scalings, and a change of adapters."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Change, str]] = []
 
     def begin(self, change: Change, router_id: str) -> str:
-        """Begin a change. Returns why it cannot begin, or "" if it has begun."""
+        """Begin a change. Return why it cannot begin, or "" if it has begun."""
         for other, at in self._under_way:
             if change == other != "scaling" or {change, other} == {"restart", "scaling"}:
                 return f"a {other} is under way already, asked of {at}: ask again after that"
@@ -112,7 +112,7 @@ class Changes:
             self._under_way.remove((change, router_id))
 
     def forget(self, router_id: str) -> None:
-        """Forget the changes of a router that has ended."""
+        """Remove the changes of a router that has ended."""
         self._under_way = [each for each in self._under_way if each[1] != router_id]
 
     @property
@@ -121,11 +121,11 @@ class Changes:
 
 
 class Turns:
-    """One router's access to `Changes`, which one process keeps for all routers."""
+    """The access of one router to `Changes`, which one process keeps for all routers."""
 
     def __init__(self, router_id: str) -> None:
         self.changes = Changes()
-        """The changes of a router that is alone."""
+        """Changes of a single router; with several routers `begin` and `end` are replaced."""
         self.begin: Callable[[Change], Awaitable[str]] = self._begin
         self.end: Callable[[Change], None] = lambda change: self.changes.end(change, router_id)
         self._router_id = router_id
@@ -135,7 +135,7 @@ class Turns:
 
     @asynccontextmanager
     async def hold(self, change: Change) -> AsyncIterator[None]:
-        """Hold a change while the context runs. Raises `ApiError` 409 if another change is under way."""
+        """Hold a change while the context runs. Raises `ApiError` 409 if another change is in progress."""
         refusal = await self.begin(change)
         if refusal:
             raise ApiError(409, refusal, code="change_under_way")

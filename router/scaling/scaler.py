@@ -1,5 +1,5 @@
-"""Starts and drains workers until there are as many as wanted, by request or as the autoscaler decides, and
-restarts them one after the other.
+"""Starts and drains workers until there are as many as an operator or the autoscaler wants, and restarts them
+one after the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_GIVEN_UP = 1000
 
 @dataclass
 class ScaleReport(DrainReport):
-    """Adds the workers that were started and drained."""
+    """A drain report that also lists the started and the drained workers."""
 
     started: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Scaler:
         self._drainer = drainer
         self._turns = turns
         self._given_up: dict[str, str] = {}
-        """The workers that the launcher could not start, and why; the oldest first."""
+        """Reasons by worker id why the launcher could not start a worker, the oldest first."""
         self.ask: AskToScale = refuse_to_scale
 
     def gave_up(self, worker_id: str, reason: str) -> None:
@@ -72,15 +72,15 @@ class Scaler:
             del self._given_up[next(iter(self._given_up))]
 
     async def scale(self, targets: Mapping[str, int]) -> ScaleReport:
-        """Change the number of workers. Returns when the new ones serve and the old ones are empty.
+        """Change the number of workers. Return when the new ones serve and the old ones are empty.
 
-        Raises `ApiError`: nothing has changed, as during a restart, or (503) a worker could not be started.
+        Raises `ApiError` 409 with nothing changed, as during a restart; 503 if a worker did not start.
         """
         async with self._turns.hold("scaling"):
             return await self.resize(targets)
 
     async def resize(self, targets: Mapping[str, int]) -> ScaleReport:
-        """Change the number of workers, like `scale`, as a part of another change."""
+        """Change the number of workers as part of another change; otherwise like `scale`."""
         began = time.monotonic()
         worth = [worker.key.worker_id for worker in least_worth(self._registry)]
         answer = await self.ask(ScaleRequest(targets=dict(targets), worth=worth))
@@ -99,7 +99,7 @@ class Scaler:
         return report
 
     async def await_serving(self, worker_ids: Sequence[str], timeout_s: float) -> dict[str, str]:
-        """Wait until all serve or were given up, at most the time-out. Return the others' reasons by id."""
+        """Wait until all workers serve or were given up, or the time-out. Return why others do not serve."""
         deadline = time.monotonic() + timeout_s + GRACE_S
         for worker_id in worker_ids:
             self._given_up.pop(worker_id, None)
@@ -115,7 +115,7 @@ class Scaler:
         return worker is not None and worker.takes_requests
 
     async def drain(self, worker_id: str) -> DrainReport:
-        """Drain a worker. One that dies meanwhile has left too."""
+        """Drain a worker. A worker that dies meanwhile counts as drained."""
         try:
             return await (await self._drainer.drain(worker_id))
         except ApiError as error:
@@ -130,7 +130,7 @@ class Scaler:
 
 
 def least_worth(workers: Registry) -> list[Worker]:
-    """Return the workers, those that are least loss first: the fewest requests, then the youngest."""
+    """Return the workers, those whose loss costs least first: the fewest requests, then the youngest."""
 
     def worth(worker: Worker) -> tuple[float, float]:
         load = worker.load.requests if worker.takes_requests else -inf
@@ -141,14 +141,14 @@ def least_worth(workers: Registry) -> list[Worker]:
 
 @dataclass
 class RestartReport(DrainReport):
-    """Adds the restarted workers, and the successors of workers that were alone in their role."""
+    """A drain report that also lists the restarted workers, and successors of those alone in their role."""
 
     restarted: list[str] = field(default_factory=list)
     successors: list[str] = field(default_factory=list)
 
 
 class Restarter:
-    """The rolling restart, under load: one at a time, and no scaling meanwhile.
+    """Rolling restarts under load, one worker at a time, with no scaling meanwhile.
 
     A worker that is alone in its role gets a successor with another name, which serves before it leaves.
     """
@@ -160,9 +160,9 @@ class Restarter:
         self._turns = turns
 
     async def restart(self) -> RestartReport:
-        """Restart all current workers. Returns when each has been restarted or is gone.
+        """Restart all current workers. Return when each has been restarted or is gone.
 
-        Raises `ApiError`: 409 if nothing has changed, 503 if a worker did not come back; the others run on.
+        Raises `ApiError` 409 if nothing has changed, 503 if a worker did not come back; the others continue.
         """
         began, report = time.monotonic(), RestartReport()
         async with self._turns.hold("restart"):
@@ -173,7 +173,7 @@ class Restarter:
         return report
 
     def _in_order(self) -> list[Worker]:
-        """Return the live workers, first those whose successor may be refused: nothing has changed then."""
+        """Return the live workers, first those that need a successor: if refused, nothing has changed."""
         workers = [worker for worker in self._registry if worker.live]
         return sorted(workers, key=lambda worker: (not self._is_alone(worker), worker.key.worker_id))
 
@@ -184,7 +184,7 @@ class Restarter:
     async def _restart(self, worker: Worker, report: RestartReport) -> None:
         worker_id = worker.key.worker_id
         if self._registry.current_of(worker_id) is not worker or worker.draining:
-            return  # it died and is new already, or it leaves
+            return  # it died and its successor is new, or it leaves
         if self._is_alone(worker):
             scaled = await self._scaler.resize({worker.role.name: 2})
             report.successors += scaled.started
@@ -200,7 +200,7 @@ class Restarter:
         report.restarted.append(worker_id)
 
     async def _empty(self, worker: Worker) -> DrainReport:
-        """Drain a worker for its restart. One that dies meanwhile is restarted too. Raises `ApiError`."""
+        """Drain a worker for its restart. A worker that dies meanwhile restarts too. Raises `ApiError`."""
         try:
             return await (await self._drainer.restart(worker.key.worker_id))
         except ApiError:
@@ -210,9 +210,9 @@ class Restarter:
 
 
 class Autoscaler:
-    """The autoscaler, on the event loop of one router at a time, which knows the others' demand.
+    """The autoscaler. It runs on the event loop of one router at a time, which knows the others' demand.
 
-    It scales by the same `Scaler` as operators. `room`: how many more workers of each role could be placed.
+    It uses the operators' `Scaler`. `room`: further workers of each role for which the nodes have room.
     """
 
     def __init__(self, core: Core, scaler: Scaler, drainer: Drainer, meter: DemandMeter) -> None:
@@ -224,7 +224,7 @@ class Autoscaler:
         self._state = ScalerState()
         self._due = 0.0
         self._changes_role = False
-        """A worker is between two roles and counts for neither."""
+        """Whether a worker is between two roles and counts for neither."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.log = ScalingLog()
         self.room: Mapping[str, int] = {}

@@ -1,4 +1,4 @@
-"""Checks a chat's messages, and renders them with the model's Jinja template, in a sandbox, by its traits."""
+"""The model's Jinja chat template: checks of a chat's messages, and rendering in a sandbox by its traits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from router.decoding import refuse_unsupported
 from router.openai_types import MAX_ARGUMENT_BYTES, ChatMessage, ContentPart, ToolCall
 
 Content: TypeAlias = str | list[dict[str, str]] | None
-"""A message's text or its parts, as the client sent them."""
+"""Text or parts of a message, as the client sent them."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -38,7 +38,7 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequestError("messages", "must not be empty")
     calls: dict[str, str] = {}
-    """The called functions' names, by call id."""
+    """Names of the called functions by call id."""
     return [_plain(message, f"messages[{index}].", calls) for index, message in enumerate(messages)]
 
 
@@ -105,7 +105,7 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _UNFINISHED = re.compile(r',?\s*(?:"(?:[^"\\]|\\.)*+\\?"?\s*:?\s*)?[-+.\w]*\Z', re.DOTALL)
-"""Matches a key, or a key and the beginning of its number."""
+"""Matches an incomplete end of JSON: a key, or a key and the beginning of its number."""
 
 
 class CallArguments(dict[str, Any]):
@@ -144,7 +144,7 @@ def parsed_arguments(text: str) -> CallArguments:
 
 
 def _attempts(text: str) -> Iterator[str]:
-    """Yield the text; if it was cut off, also closed at its end, and after its last complete part."""
+    """Yield the text; if it is incomplete, also closed at its end, and after its last complete part."""
     yield text
     closers: list[str] = []
     end = whole = len(text)
@@ -180,7 +180,7 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _GenerationBlocks(Extension):
-    """Accepts `{% generation %}`, which marks the assistant's part for training, and changes nothing."""
+    """A Jinja extension that accepts `{% generation %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -220,7 +220,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt. Raises `InvalidRequestError` that names the refused message."""
+        """Return the prompt. Raises `InvalidRequestError` that names the message to blame."""
         chat = self.traits.chat(messages)
         if continue_final_message:
             chat[-1]["content"] = _marked(chat[-1]["content"])
@@ -236,7 +236,7 @@ class ChatTemplate:
     def _first_refused(
         self, chat: Sequence[Mapping[str, Any]], generates: bool, variables: Mapping[str, Any]
     ) -> int:
-        """Return a message of a refused chat with which it is refused, and without which it is not."""
+        """Return the index of a message with which the messages up to it are refused, but not before it."""
         taken, refused = 0, len(chat)
         while refused - taken > 1:
             middle = (taken + refused) // 2
@@ -254,7 +254,7 @@ class ChatTemplate:
 
 
 def _marked(content: Content) -> Content:
-    """Append the mark at which a continued message's prompt is cut."""
+    """Append a mark; the prompt of a continued message is cut there."""
     if not isinstance(content, list):
         return (content or "") + _CONTINUE_MARK
     *others, last = content or [{"type": "text", "text": ""}]
@@ -280,20 +280,20 @@ _IDS = ("abcdefghi", "abcdefghj")
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a chat that a template shows, and the shape in which it needs them."""
+    """The parts of a chat that a template renders, and the message shapes that it needs."""
 
     part_roles: frozenset[str] = frozenset()
-    """Roles whose content the template shows only as a list of parts."""
+    """Roles whose content the template renders only as a list of parts."""
     null: str | None = ""
-    """The value for a content that is null: some templates need text, some check for none."""
+    """Value of a content that is null: some templates need text, some test for none."""
     thought: str = "reasoning_content"
-    """The field of the assistant's thinking."""
+    """Name of the field with the assistant's thinking."""
     shows_user: bool = True
     shows_tools: bool = True
     several_calls: bool = True
-    """The template accepts more than one call in a message."""
+    """Whether the template accepts more than one call in a message."""
     named_ids: bool = False
-    """The template shows calls by their ids, which must contain the functions' names, as Kimi's do."""
+    """Whether the template renders calls by ids that must contain the functions' names, like Kimi's."""
 
     def chat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages in the shape that the template needs."""
@@ -393,7 +393,7 @@ _CHATS: dict[str, list[Message]] = {
     "assistant": [_QUESTION, _said("assistant", _PROBE), _QUESTION],
     "tool": [_QUESTION, _calling("f"), _result(_PROBE)],
 }
-"""A chat for each role that has a message of that role."""
+"""A chat by role, which contains a message of that role."""
 _TOOL = {
     "type": "function",
     "function": {"name": _PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}},

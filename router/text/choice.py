@@ -17,14 +17,14 @@ from router.workers.kv_index import HashedBlocks, hash_blocks
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """A prompt's text, which the answer begins with, and the offset of each of its tokens in the text."""
+    """The text of a prompt that the answer begins with, and the offset of each of its tokens in the text."""
 
     text: str
     offsets: list[int]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt, its `echo` if the answer begins with it, and a `prediction` of the answer for drafts."""
+    """A prompt, its `echo` if the answer begins with it, and for drafts a `prediction` of the answer."""
 
     token_ids: list[int]
     echo: Echo | None = None
@@ -32,7 +32,7 @@ class Prompt(msgspec.Struct, frozen=True):
     chains: dict[CacheFormat, HashedBlocks] = msgspec.field(default_factory=dict)
 
     def blocks(self, cache: CacheFormat, cache_salt: str, adapter: Adapter | None) -> HashedBlocks:
-        """Return the full blocks in a cache format, hashed once: salt and adapter are always the same."""
+        """Return the full blocks in a cache format. They are hashed once: salt and adapter never change."""
         chain = self.chains.get(cache)
         if chain is None:
             root = cache.root(cache_salt, adapter.digest if adapter is not None else "")
@@ -41,14 +41,14 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A piece of text, by the tokens that complete it, and whether these are accepted drafts."""
+    """A piece of text with the tokens that complete it, and whether these are accepted draft tokens."""
 
     text: str
     drafted: bool
 
 
 class ChoiceDelta(msgspec.Struct):
-    """A choice's output since the previous call; `logprobs` come after `pages`, `offsets` are uncut."""
+    """The output since the previous call. `logprobs` come after `pages`; `offsets` ignore stop strings."""
 
     text: str = ""
     spans: Sequence[Span] = ()
@@ -59,7 +59,7 @@ class ChoiceDelta(msgspec.Struct):
 
     @property
     def is_short(self) -> bool:
-        """Whether it is about what one step brings, so that it is written in no time."""
+        """Whether it is as short as one step's output, which is written quickly."""
         return len(self.token_ids) <= 16 and len(self.text) <= 1024
 
     def all_logprobs(self) -> Iterator[TokenLogprobs | None]:
@@ -71,10 +71,10 @@ class ChoiceDelta(msgspec.Struct):
 class Choice:
     """The text of one sequence. `finish_reason` is set once it is complete.
 
-    `stop` strings are ignored within the first `min_tokens` tokens, and tokens after the one that completes
-    a stop string are dropped. The text begins at character `offset`. `accepted_tokens` of the
-    `drafted_tokens` that were verified are part of the answer; with `keep_spans` each delta marks their
-    text. `predicted_tokens` came from the client's prediction; `accepted_predicted` of these were accepted.
+    `stop` strings are ignored within the first `min_tokens` tokens; tokens after one that completes a stop
+    string are dropped. The text begins at character `offset`. Of `drafted_tokens` that were verified,
+    `accepted_tokens` are part of the answer, and of `predicted_tokens`, drafted from the client's prediction,
+    `accepted_predicted`. With `keep_spans` each delta marks the text of accepted draft tokens.
     """
 
     index: int
@@ -97,7 +97,7 @@ class Choice:
     keep_spans: bool = False
     has_news: bool = False
     prompt_logprobs: list[bytes] = field(default_factory=list)
-    """Pages."""
+    """Encoded log-probabilities of the prompt, in pages."""
     embedding: bytes | None = None
     """The prompt's embedding, if the request asks for it."""
     _matcher: StopStringMatcher | None = field(init=False)
@@ -105,11 +105,11 @@ class Choice:
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _pages: list[bytes] = field(default_factory=list)
-    """Earlier ones: as objects they would take the garbage collector long."""
+    """Encoded earlier log-probabilities: as objects they would slow the garbage collector down."""
     _offsets: list[int] = field(default_factory=list)
     _pieces: list[str] = field(default_factory=list)
     _drafted: list[bool] = field(default_factory=list)
-    """With `keep_spans`, whether each piece is of an accepted draft."""
+    """Whether each piece is from an accepted draft token; filled with `keep_spans`."""
 
     def __post_init__(self, stop: Sequence[str], offset: int) -> None:
         self._matcher = StopStringMatcher(stop, self.include_stop) if stop else None
@@ -150,7 +150,7 @@ class Choice:
         self.has_news = True
 
     def fail(self) -> None:
-        """End the choice, incomplete, with the finish reason "error"."""
+        """End an incomplete choice with the finish reason "error"."""
         if self.finish_reason is None:
             self.push(TokenOutput(request_id="", token_ids=[], finish_reason="error"))
 
@@ -202,7 +202,7 @@ class Choice:
 
 
 def _spans(pieces: Sequence[str], drafted: Sequence[bool]) -> list[Span]:
-    """Join neighboring pieces of one kind into spans, none of them empty."""
+    """Join neighboring pieces of one kind into spans that are not empty."""
     texts = [(is_drafted, text) for is_drafted, text in zip(drafted, pieces, strict=True) if text]
     return [
         Span("".join(text for _, text in group), is_drafted)

@@ -1,7 +1,7 @@
-"""Turns token ids into text, one token at a time, and never returns half a character.
+"""Detokenizers: token ids become text, one token at a time, never half a character.
 
 Byte-level and SentencePiece-like decoders map each token to bytes independently, so a table and an
-incremental UTF-8 decoder suffice. Any other decoder gets the last few tokens again with each new one.
+incremental UTF-8 decoder suffice. Any other decoder decodes the last few tokens again with each new one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Detokenizer(Protocol):
         """Return the text that this token completes; may be empty."""
 
     def flush(self) -> str:
-        """Return the rest at the end, an unfinished character as U+FFFD."""
+        """Return the rest of the text at the end; an incomplete character becomes U+FFFD."""
 
 
 @dataclass(frozen=True)
 class PieceDecoding:
-    """Turns a token's string into bytes; a text loses `leading_spaces` at its start."""
+    """A map of token strings to bytes; the first `leading_spaces` of a text are dropped."""
 
     to_bytes: Callable[[str], bytes]
     leading_spaces: int = 0
@@ -84,7 +84,7 @@ def _replacing(replacements: Sequence[tuple[str, str]], byte_fallback: bool) -> 
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's map of characters to bytes: printable ones as they are, the rest shifted up."""
+    """Return GPT-2's map of characters to bytes: printable bytes as they are, the others shifted up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     shifted = (byte for byte in range(256) if byte not in set(printable))
@@ -103,7 +103,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps token ids to their bytes, filled on demand. Ids that the tokenizer does not know have no bytes."""
+    """Bytes by token id, filled on demand. Token ids that the tokenizer does not know have none."""
 
     def __init__(self, tokenizer: FastTokenizer, decoding: PieceDecoding, skip: frozenset[int]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """Maps token ids to their text; None if a token's bytes are not whole characters."""
+    """Text by token id; None if the token's bytes are not whole characters."""
 
     def __init__(self, table: TokenBytes) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 class BytesDetokenizer:
-    """Detokenizes for decoders that work token by token. `context` comes before the first pushed token."""
+    """A detokenizer for decoders that work token by token. `context`: tokens before the first pushed one."""
 
     __slots__ = ("_decoder", "_is_between", "_strip", "_texts")
 
@@ -167,7 +167,7 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizes for any other decoder: the last few tokens with the new one, less those without."""
+    """A detokenizer for other decoders: the last few tokens with the new one, minus those without it."""
 
     MAX_HELD_TOKENS = 32
 
@@ -201,10 +201,10 @@ class WindowDetokenizer:
 
 
 class StopStringMatcher:
-    """Passes streamed text through, up to the first complete stop string.
+    """A filter of streamed text that stops at the first complete stop string.
 
-    If several are complete at the same character, the longest counts. Only text that may be the beginning of
-    a stop string is held back. The result doesn't depend on how the text was split.
+    If several are complete at the same character, the longest counts. Only text that may begin a stop string
+    is held back. The result does not depend on how the text was split.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -214,7 +214,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Accept more text. Return what is certain to be output; nothing after a match (`matched`)."""
+        """Append text. Return the text that is certain to be output; "" after a match (`matched`)."""
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -228,7 +228,7 @@ class StopStringMatcher:
         return text[:keep]
 
     def flush(self) -> str:
-        """Return the text that was held back: no more text follows."""
+        """Return the text that was held back, once no more text follows."""
         held, self._held = self._held, ""
         return held
 

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as FastTokenizer
 logger = logging.getLogger(__name__)
 
 Encode = Callable[[str, bool], list[int]]
-"""Encodes a text; the flag says whether special tokens are added."""
+"""A function that encodes a text; the flag says whether special tokens are added."""
 
 UNSURE = "\u180e"
-"""A space for one regex library and not for the other."""
+"""A character that is a space for only one of the two regex libraries."""
 
 _TIKTOKEN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -38,14 +38,14 @@ PATTERNS = {
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-"""By the model that introduced them. `tokenizers` itself has GPT-2's."""
+"""Patterns of pretokenizers by the model that introduced them. `tokenizers` itself has GPT-2's."""
 
 MAX_PROBES = 4096
 PROBE_TOKENS = 64
 
 
 def fast_encode(tokenizer: FastTokenizer) -> Encode | None:
-    """Return an encoder that releases the GIL, None if its ids may differ."""
+    """Return an encoder that releases the GIL; None if its ids may differ."""
     source = tokenizer.to_str()
     if not _is_known(json.loads(source)):
         return None
@@ -95,7 +95,7 @@ def _splits_as_known(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _probes(tokenizer: FastTokenizer) -> Iterator[str]:
-    """Yield texts of this vocabulary: evenly chosen tokens, `PROBE_TOKENS` at a time."""
+    """Yield test texts of this vocabulary: evenly chosen tokens, `PROBE_TOKENS` at a time."""
     size = tokenizer.get_vocab_size()
     token_ids = iter(range(0, size, -(-size // MAX_PROBES)))
     while some := list(islice(token_ids, PROBE_TOKENS)):

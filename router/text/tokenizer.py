@@ -42,7 +42,7 @@ _CONVERT = (
 )
 CONVERT_TIMEOUT_S = 300.0
 _SLOW = ("*token*", "*.model", "*.vocab", "vocab*", "merges*")
-"""Names of the files that a tokenizer can be converted from."""
+"""Names of the files from which Transformers can convert a slow tokenizer."""
 
 
 def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
@@ -64,7 +64,7 @@ def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
 
 
 def find_files(source: str, revision: str | None, names: Sequence[str], flag: str) -> dict[str, Path]:
-    """Return the files that a folder, the hub or (offline) its cache has. Raises `ConfigError`."""
+    """Return the named files of a folder, of the hub, or (offline) of its cache. Raises `ConfigError`."""
     if Path(source).is_dir():
         return {name: Path(source) / name for name in names if (Path(source) / name).is_file()}
     from huggingface_hub import constants, hf_hub_download
@@ -131,7 +131,7 @@ SAFE_CHARACTERS_PER_TOKEN = 8
 PIECE_CHARACTERS = 64 * 1024
 
 _TRIM = re.compile(r'("trim_offsets"\s*:\s*)true\b')
-"""Offsets that exclude a token's spaces do not tell where it begins. No token id depends on them."""
+"""Matches `trim_offsets`: trimmed offsets leave a token's spaces out. No token id depends on them."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -155,16 +155,16 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_ids = {each.content: token for token, each in added.items() if _is_special(each)}
-        """Ids of the tokens that llguidance treats as special, by text."""
+        """Ids, by text, of the tokens that llguidance treats as special."""
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
             self._texts: dict[frozenset[int], TokenTexts] = {frozenset(): TokenTexts(self._all_bytes)}
-            """Token texts, by the set of tokens that have no text."""
+            """Token texts by the set of token ids that are skipped."""
         source, source_for_tools = (chat_template, None) if chat_template else _templates_of(settings)
         self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
         self.tool_template = self.chat_template
-        """The template for chats with tools: some models have a separate one."""
+        """Chat template for chats with tools: some models have a separate one."""
         if source_for_tools is not None:
             self.tool_template = ChatTemplate(source_for_tools, self.special_tokens)
         self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
@@ -188,14 +188,14 @@ class Tokenizer:
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_end(self, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
-        """Return the last `num_tokens` tokens of a text. Tokenizes no more text than these can cover."""
+        """Return the last `num_tokens` tokens of a text. Tokenize only as much text as these can cover."""
         end = text[-num_tokens * self._longest_token :]
         return self.encode(end, add_special_tokens)[-num_tokens:]
 
     def encode_prompt(self, text: str, add_special_tokens: bool, max_tokens: int, field: str) -> list[int]:
         """Tokenize a prompt. Raises `InvalidRequestError` if the text cannot fit in `max_tokens`.
 
-        Each token takes a few hundred bytes of memory, so a long text is first counted piece by piece.
+        A token takes a few hundred bytes of memory, so the tokens of a long text are first counted by pieces.
         """
         if len(text) > max_tokens * self._longest_token:
             raise InvalidRequestError(
@@ -210,7 +210,7 @@ class Tokenizer:
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
             piece = text[start : start + PIECE_CHARACTERS]
-            # a token that was cut apart counts as several
+            # a token cut in two counts as several
             num_tokens += max(0, len(self.encode(piece, False)) - 2 * self._longest_token)
             if num_tokens > max_tokens:
                 raise InvalidRequestError(
@@ -219,11 +219,11 @@ class Tokenizer:
 
     @property
     def is_fast(self) -> bool:
-        """Whether `fastokens` encodes the same ids as the tokenizer."""
+        """Whether `fastokens` encodes prompts, with the same ids as the tokenizer."""
         return self._fast_encode is not None
 
     def as_json(self) -> str:
-        """Return the text of `tokenizer.json`, including tokens that only the settings mark as special."""
+        """Return the text of `tokenizer.json`, with the tokens that only the settings mark as special."""
         return self._fast.to_str()
 
     def settings(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Tokenizer:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def echo(self, text: str, add_special_tokens: bool) -> Echo:
-        """Return the text with the offset of each of its tokens; added tokens are empty."""
+        """Return the text with the offset of each of its tokens. Added tokens have no text."""
         encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         offsets, end = [], 0
         for start, stop in encoding.offsets:
@@ -251,13 +251,13 @@ class Tokenizer:
         return Echo("".join(pieces), list(accumulate(map(len, pieces), initial=0))[:-1])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for, special or not."""
+        """Return the bytes of one token, special or not."""
         if self._decoding is not None:
             return self._all_bytes[token_id]
         return self._fast.decode([token_id], skip_special_tokens=False).encode()
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token that the vocabulary spells as `text`."""
+        """Return the id of the token that the vocabulary spells `text`."""
         return self._fast.token_to_id(text)
 
     def token_string(self, token_id: int) -> str | None:
@@ -270,7 +270,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         keep: frozenset[str] = frozenset(),
     ) -> Detokenizer:
-        """Return a new detokenizer for tokens after the prompt. It never skips those in `keep`."""
+        """Return a new detokenizer for the tokens after the prompt. It never skips the tokens in `keep`."""
         context = prompt_token_ids[-8:]
         skip = self._special_ids if skip_special_tokens else frozenset()
         if keep:
@@ -314,7 +314,7 @@ def _is_special(token: AddedToken) -> bool:
 
 
 def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """Mark the vocabulary's tokens as special that only the settings mark so."""
+    """Mark tokens of the vocabulary as special if the settings do and `tokenizer.json` does not."""
     contents = list(named.values())
     for entry in (settings.get("added_tokens_decoder") or {}).values():
         if entry.get("special"):
@@ -331,7 +331,7 @@ def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mappi
 
 
 def _templates_of(settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the default chat template, and the one for tools if a list by name has it."""
+    """Return the default chat template, and the one for tools if the settings list templates by name."""
     template = settings.get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template}

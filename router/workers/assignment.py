@@ -1,5 +1,5 @@
-"""A request's assignment to workers: how far they are with it, the load that it puts on them, and the demand
-on each role, as counters that an autoscaler compares over time.
+"""A request's assignment to workers: its stage, the load that it puts on them, and the demand on each role,
+as counters that an autoscaler compares over time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from router.workers.registry import Registry, Worker
 
 LiveStage = Literal["queue", "prefill", "transfer", "decode"]
 """A stage as operators see it. "queue": no worker has the request; "prefill": its first token has not come;
-"transfer": its decode worker has not sent a token of it; "decode": it is being decoded.
+"transfer": its decode worker has not sent a token; "decode": it decodes.
 """
 
 
@@ -31,7 +31,7 @@ class Stage(enum.Enum):
     TRANSFER = "transfer"
     """The prefill worker has answered and holds the request until the decode worker has taken it over."""
     HANDED_OVER = "handed_over"
-    """The prefill worker has freed the request. The decode worker has not sent a token of it."""
+    """The prefill worker has freed the request. The decode worker has not sent a token yet."""
     DECODE = "decode"
     """The decode worker has sent a token."""
     UNPLACED = "unplaced"
@@ -57,7 +57,7 @@ _SHOWN: Mapping[Stage, LiveStage] = {
     Stage.DECODE: "decode",
 }
 _DECODE = Stage.DECODE
-"""Each token asks for it, and Python 3.11 looks an enumeration's member up slowly."""
+"""An alias: each token needs this member, and Python 3.11 looks up members of enumerations slowly."""
 _AT_FIRST = (Stage.HELD, Stage.PREFILL, Stage.TRANSFER)
 _ANSWERED = (_DECODE, Stage.TRANSFER, Stage.HANDED_OVER)
 _SENT = (*_ANSWERED, Stage.PREFILL)
@@ -91,23 +91,23 @@ class Assignment:
 
     @property
     def prefill(self) -> Worker | None:
-        """The prefill worker, as long as it has the request."""
+        """The prefill worker while it has the request, else None."""
         return self.first if self.first is not self.decode and self.stage in _AT_FIRST else None
 
     @property
     def keeper(self) -> Worker:
-        """The worker that has the request or has already sent its end, unless a message got lost."""
+        """The worker that has the request, or has sent its end already, unless a message got lost."""
         return self.prefill or self.decode
 
     @property
     def holders(self) -> list[Worker]:
-        """The workers that may hold blocks or a place in a queue for the request."""
+        """The workers that may hold blocks or a queue entry of the request."""
         if self.stage is Stage.UNPLACED:
             return []
         return [self.decode] if self.prefill is None else [self.first, self.decode]
 
     def is_sent_to(self, worker: Worker) -> bool:
-        """Return whether the worker has the request, so that outputs may come from it."""
+        """Return whether the worker has been sent the request, so that it may send outputs."""
         return self.stage in _SENT and (worker is self.decode or worker is self.prefill)
 
     @property
@@ -139,7 +139,7 @@ class Assignment:
 
     @property
     def worker_ids(self) -> dict[Task, str]:
-        """The id of the worker for each task, also after the request has left it."""
+        """Ids of the workers by task, also after the request has left them."""
         decode: dict[Task, str] = {"decode": self.decode.key.worker_id}
         return decode if self.first is self.decode else {"prefill": self.first.key.worker_id, **decode}
 
@@ -149,7 +149,7 @@ class Assignment:
 
 
 class Loads:
-    """Moves assignments from stage to stage, and counts each at its workers once."""
+    """Moves assignments from stage to stage, and counts each assignment once in the load of its workers."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -171,7 +171,7 @@ class Loads:
         assignment.enter(Stage.PREFILL)
 
     def answered(self, assignment: Assignment) -> None:
-        """Count the first token, which has come."""
+        """Move the assignment to the stage after its first token."""
         first = assignment.waits_at
         _enter(assignment, Stage.DECODE if assignment.prefill is None else Stage.TRANSFER)
         self._stop_waiting(assignment, first)
@@ -181,7 +181,7 @@ class Loads:
         self._leave_prefill(assignment, Stage.HANDED_OVER)
 
     def taken_over(self, assignment: Assignment) -> None:
-        """Count the decode worker's first token, which has come."""
+        """Move the assignment to `DECODE`, at the first token of the decode worker."""
         self._leave_prefill(assignment, Stage.DECODE)
 
     def redirect(self, assignment: Assignment, target: Worker) -> None:
@@ -225,7 +225,7 @@ class Loads:
 
 
 def _enter(assignment: Assignment, stage: Stage) -> None:
-    """Move to a stage after which the decode worker may have one more, or one fewer, request that decodes."""
+    """Enter a stage, and count the request at its decode worker if it begins or ceases to decode there."""
     assignment.decode.num_decoding += (stage is _DECODE) - assignment.is_decoding
     assignment.enter(stage)
 
@@ -238,11 +238,11 @@ def _count_row(assignment: Assignment, sign: int) -> None:
 
 
 class RoleDemand(msgspec.Struct):
-    """Counters of a role's requests since the router's start. They only rise.
+    """Counters of a role's requests since the router's start, which only rise.
 
-    `prompts` were assigned to the role for prefill; they take `prompt_s` seconds of an otherwise idle worker,
-    and `prompt_s2` sums their squares. `judged` counts first tokens and finished answers with an SLO, and
-    refusals; `missed` those that were later than their SLO or refused because of it.
+    `prompts` were assigned to the role for prefill; on an otherwise idle worker they take `prompt_s` seconds,
+    and `prompt_s2` sums the squares of these. `judged`: first tokens and finished answers with an SLO, and
+    refusals. `missed`: judged ones that were later than their SLO, or refused because of it.
     """
 
     prompts: int = 0
@@ -276,13 +276,13 @@ def sum_of(demands: Iterable[Demand]) -> dict[str, RoleDemand]:
 
 
 def alone_s(assignment: Assignment) -> float:
-    """Return the seconds that the first worker takes to compute the prompt if it has nothing else to do."""
+    """Return the seconds that the first worker takes to compute the prompt if it is otherwise idle."""
     costs, before = assignment.first.load.costs, assignment.num_tokens - assignment.num_uncached
     return costs.prompt_s(assignment.num_uncached, before, costs.chunk_tokens)
 
 
 class DemandMeter:
-    """Counts the demand that one router's or a simulation's requests put on the roles."""
+    """Counters of the demand that the requests of one router, or of a simulation, put on the roles."""
 
     def __init__(self) -> None:
         self.demand: dict[str, RoleDemand] = {}
@@ -296,12 +296,12 @@ class DemandMeter:
         counted.prompt_s2 += seconds * seconds
 
     def answered(self, assignment: Assignment, ttft_s: float, slo_s: float) -> None:
-        """Judge the first worker's first token, unless the prompt is too long for its SLO."""
+        """Judge the TTFT, unless the prompt is too long for its SLO."""
         if alone_s(assignment) <= slo_s:
             self._judge(assignment.first, ttft_s, slo_s)
 
     def finished(self, worker: Worker, tpot_s: float, slo_s: float) -> None:
-        """Judge the other tokens of a finished answer, which this worker sent."""
+        """Judge the time per output token of a finished answer of this worker."""
         self._judge(worker, tpot_s, slo_s)
 
     def _judge(self, worker: Worker, seconds: float, slo_s: float) -> None:

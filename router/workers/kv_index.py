@@ -1,9 +1,9 @@
-"""Which workers hold which blocks, and in which tier, as the workers' KV events report, in little memory.
+"""An index of the KV blocks that workers hold, by tier, as their KV events report, in little memory.
 
 A block has one entry, however many workers hold it. The key has 60 bits, so two of a million times a million
-blocks might be confused. The value is the set of its holders, an integer with four bits per worker, one bit
-per tier. Equal sets share one object. The entries are spread over many small dictionaries, since a large one
-blocks for a third of a second when it grows.
+blocks might be confused. The value is the set of holders as an integer, with four bits per worker, one per
+tier. Equal sets share one object. Many small dictionaries share the entries, since a large one blocks for a
+third of a second when it grows.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import IDENTITY_BYTES, CacheFormat, Medium, Window
 
 KEY_BITS = (1 << 60) - 1
-"""Integers below this take 32 bytes, larger ones 48."""
+"""Mask of a key: integers up to this take 32 bytes, larger ones 48."""
 NUM_SHARDS = 4096
 MAX_SHARED_SETS = 2**16
-"""The most different sets that are shared; with more, equal sets may be stored twice."""
+"""Most distinct sets to share; beyond them, equal sets may be stored twice."""
 
 _SLOT_BITS = 4
 _ALL_TIERS = (1 << _SLOT_BITS) - 1
 _IS_SET = bytes(digit != ord("0") for digit in range(256))
-"""Whether each hexadecimal digit is not 0. One digit is exactly one slot."""
+"""Table for `bytes.translate`: whether a hexadecimal digit, which is one slot, is not 0."""
 _FEW = 16
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 def block_keys(identities: bytes) -> list[int]:
-    """Return the index's keys of consecutive block identities."""
+    """Return the index keys of consecutive block identities."""
     words = struct.unpack(f"<{len(identities) // IDENTITY_BYTES * 2}Q", identities)
     return [word & KEY_BITS for word in words[::2]]
 
 
 class HashedBlocks(NamedTuple):
-    """The keys of the leading full blocks of some tokens, and the identity of the last of these blocks."""
+    """The keys of the leading full blocks of a token sequence, and the identity of the last one."""
 
     keys: list[int]
     last: BlockIdentity
 
 
 def hash_blocks(parent: BlockIdentity, token_ids: Sequence[int], block_size: int) -> HashedBlocks:
-    """Hash the full blocks that follow `parent`, as the workers do."""
+    """Hash the full blocks after `parent` in the way of the workers."""
     identities = list(block_identities(parent, token_ids, block_size))
     return HashedBlocks(block_keys(b"".join(identities)), identities[-1] if identities else parent)
 
 
 class KvIndex(Generic[Name]):
-    """Maps blocks to their holders. For one thread. A holder has a slot, a small number, and a `Name`."""
+    """Maps blocks to their holders, for one thread. A holder has a slot, a small number, and a `Name`."""
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
         self._names: list[Name] = []
         self._free: list[int] = []
         self._live = 0
-        """The lowest bit of each slot in use."""
+        """Lowest bit of each slot in use."""
         self._shared: dict[int, int] = {}
         self._dead = 0
-        """All bits of removed slots whose entries are not swept yet."""
+        """All bits of the removed slots that are not swept yet."""
         self._sweeping = 0
-        """The bits of `_dead` that the current round through the shards removes."""
+        """Bits of `_dead` that the current round over the shards removes."""
         self._next_shard = 0
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class KvIndex(Generic[Name]):
                 shard[key] = self._share(holders | bit)
 
     def evict(self, slot: int, medium: Medium, keys: Sequence[int]) -> None:
-        """Remove blocks of a holder. Blocks that it is not known to have are ignored."""
+        """Remove blocks of a holder. Blocks that the holder is not known to have are ignored."""
         shards, bit = self._shards, self._bit(slot, medium)
         for key in keys:
             shard = shards[key % NUM_SHARDS]
@@ -114,7 +114,7 @@ class KvIndex(Generic[Name]):
 
     def cached_tokens(self, keys: Sequence[int], num_tokens: int, cache: CacheFormat) -> dict[Name, int]:
         """Return how many leading tokens of a prompt of `num_tokens` tokens each holder has in its pool."""
-        if cache.has_states:  # the last token is computed from a state before it
+        if cache.has_states:  # the last token needs a state before it
             leading = self.find_ends(keys[: (num_tokens - 1) // cache.block_size])
         elif cache.window:
             leading = self.find_windows(keys, Window(cache.window, cache.block_size))
@@ -125,8 +125,8 @@ class KvIndex(Generic[Name]):
     def find(self, keys: Sequence[int], lowest: Medium = Medium.GPU) -> dict[Name, int]:
         """Return how many leading blocks of a prompt each holder has, in the tiers down to `lowest`.
 
-        A holder of a block is assumed to have all blocks since the previous one that was looked up: a pool
-        evicts the end of a prefix first. So a prompt needs few look-ups, which miss the CPU's caches.
+        By binary search: a holder of one block is assumed to hold all blocks before it, since a pool evicts
+        the end of a prefix first. Few look-ups matter, because each one misses the CPU's caches.
         """
         found: dict[Name, int] = {}
         if not keys:
@@ -146,7 +146,7 @@ class KvIndex(Generic[Name]):
         return found
 
     def find_ends(self, keys: Sequence[int]) -> dict[Name, int]:
-        """Return the leading blocks of holders that report only ends, each for all blocks before it."""
+        """Return how many leading blocks each holder has if it reports only the last block of each prefix."""
         found: dict[Name, int] = {}
         seen = 0
         for end in range(len(keys), 0, -1):
@@ -157,10 +157,10 @@ class KvIndex(Generic[Name]):
         return found
 
     def find_windows(self, keys: Sequence[int], window: Window) -> dict[Name, int]:
-        """Return the leading blocks of holders that need only the window that the next token reads."""
+        """Return how many leading blocks each holder has if the next token reads only a window of them."""
         found: dict[Name, int] = {}
         ends: dict[int, int] = {}
-        """The end of the current run of consecutive blocks, by its holder's lowest bit."""
+        """End of the current run of consecutive blocks, by the lowest bit of its holder."""
         seen = 0
         for place in range(len(keys) - 1, -1, -1):
             holders = self._holders(keys[place], Medium.GPU) & ~seen
@@ -175,14 +175,14 @@ class KvIndex(Generic[Name]):
         return found
 
     def _holders(self, key: int, lowest: Medium) -> int:
-        """Return the lowest bit of each slot that has the block."""
+        """Return the lowest bit of each slot in use that has the block."""
         tiers = holders = self._shards[key % NUM_SHARDS].get(key, 0)
         for tier in range(1, lowest + 1):
             holders |= tiers >> tier
         return holders & self._live
 
     def _note(self, found: dict[Name, int], holders: int, num_blocks: int) -> None:
-        """Set `num_blocks` for the holders, given as lowest bits of their slots."""
+        """Set `num_blocks` for the holders, given by the lowest bits of their slots."""
         names = self._names
         if holders.bit_count() > _FEW:
             found.update(dict.fromkeys(compress(names, _flags(holders)), num_blocks))
@@ -208,7 +208,7 @@ class KvIndex(Generic[Name]):
         return bool(self._dead)
 
     def sweep(self, seconds: float) -> None:
-        """Forget blocks of removed holders for about `seconds`. A complete round frees their slots."""
+        """Remove blocks of removed holders for about `seconds`. A complete round frees their slots."""
         deadline = time.perf_counter() + seconds
         while self._dead and time.perf_counter() < deadline:
             if self._next_shard == 0:
@@ -242,5 +242,5 @@ def _lowest_bits(holders: int) -> Iterator[int]:
 
 
 def _flags(bits: int) -> bytes:
-    """Return whether each slot has any bit."""
+    """Return a byte per slot, whether any of its bits is set."""
     return f"{bits:x}"[::-1].encode().translate(_IS_SET)

@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.05
 LONGEST_PAUSE_S = 0.5
-"""The most of a pause of the router that counts as silence of its workers."""
+"""Longest part of a pause of the router that counts as silence of its workers."""
 MAX_RETIRED = 10_000
 LEAST_SILENCE_S = 0.1
-"""Shorter silences are not looked at."""
+"""Shortest silence that is judged."""
 LEAST_LATENESS_S, MOST_LATENESS_S = 0.09, 0.5
-"""Any machine delays messages as much as the first now and then; freezes count as no more than the second."""
+"""Bounds of lateness: any machine delays messages by the first now and then; freezes count as the second."""
 LATENESS_HALF_LIFE_S = 30.0
 PATIENCE = 1.5
-"""The multiple of its latest lateness that a worker may be late again."""
+"""Multiple of a worker's recent lateness by which its next message may be late."""
 
 
 class WorkerKey(NamedTuple):
@@ -47,11 +47,10 @@ class ModelFacts(NamedTuple):
 class Worker:
     """One incarnation of a worker. `live` is false after it died or fell silent.
 
-    The router has known it `since` then. `silence_s` counts the seconds since its last sign of life in which
-    the router was running; a heartbeat that reports a stuck loop is no sign of life. `is_suspect` is true
-    while its next message is much later than its work explains: it gets no requests, and those that it has
-    race (`router/dispatch/races.py`). `is_reachable` is false from a failed send until the worker's next
-    message.
+    `since`: time of its registration. `silence_s`: seconds without a sign of life while the router was
+    running; a heartbeat that reports a stuck loop is no sign of life. `is_suspect`: its next message is much
+    later than its work explains, so it gets no new requests, and its current ones race
+    (`router/dispatch/races.py`). `is_reachable`: false from a failed send until the worker's next message.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Worker:
         self.start_up = register.start_up
         self.cache = register.cache
         self.adapters = register.adapters
-        """The adapters that it had when it registered."""
+        """Adapters that the worker reported when it registered."""
         self.state = register.state
         self.since = time.monotonic()
         self.silence_s = 0.0
@@ -74,18 +73,18 @@ class Worker:
         self.is_reachable = True
         self.live = True
         self.draining = False
-        """The worker is about to leave and gets no more requests."""
+        """Whether the worker is about to leave and gets no more requests."""
         self.outstanding_requests = 0
         self.outstanding_prompts = 0
-        """The requests whose first token comes from here, with `outstanding_prefill_tokens` to compute."""
+        """Requests whose first token is due from here, with `outstanding_prefill_tokens` to compute."""
         self.outstanding_prefill_tokens = 0
         self.outstanding_rows = 0
-        """The requests that decode here now or later, with `outstanding_context` tokens."""
+        """Requests that decode here now or will, with `outstanding_context` tokens."""
         self.outstanding_context = 0
         self.outstanding_computed = 0
-        """The part of `outstanding_context` that this worker computes itself."""
+        """Part of `outstanding_context` that this worker computes itself."""
         self.num_decoding = 0
-        """The requests of which each step brings tokens."""
+        """Requests that get tokens in each step."""
         self._block_size = block_size
         self._shared = shared
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks, max_rows=max_rows)
@@ -98,13 +97,13 @@ class Worker:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the worker may get requests or, as a draft worker, requests' drafts."""
+        """Whether the worker may get requests or, if it is a draft worker, drafts to make."""
         return self.live and self.is_reachable and not self.draining
 
     def is_late(self, now: float) -> bool:
-        """Return whether its silence is longer than its work and its latest delays explain.
+        """Return whether the silence is longer than the worker's load and its recent lateness explain.
 
-        To be called often while it is silent for over `LEAST_SILENCE_S`: it learns from silences that ended.
+        Call often while the worker is silent for over `LEAST_SILENCE_S`: ended silences set its lateness.
         """
         known_s = self._lateness_s * 0.5 ** (max(now - self._late_at, 0.0) / LATENESS_HALF_LIFE_S)
         if self.silence_s < self._seen_silence_s and self._seen_lateness_s > known_s:
@@ -114,7 +113,7 @@ class Worker:
         return self._seen_lateness_s > PATIENCE * max(known_s, LEAST_LATENESS_S)
 
     def _due_s(self) -> float:
-        """Return the longest time to its next message: one comes after each step, and at least heartbeats."""
+        """Return the longest time to its next message: after a step, or the next heartbeat."""
         load = self.load
         if not self.num_decoding:
             return HEARTBEAT_INTERVAL_S
@@ -123,7 +122,7 @@ class Worker:
         return min(load.costs_now.decode_s(load.rows, load.context_tokens), HEARTBEAT_INTERVAL_S)
 
     def update(self, state: WorkerState) -> None:
-        """Store what the worker reports. Requests that this router did not send came from other routers."""
+        """Store a heartbeat. The load in excess of this router's requests belongs to other routers."""
         self.state = state
         self._others = (
             max(state.num_running + state.num_waiting - self.outstanding_requests, 0),
@@ -143,7 +142,7 @@ class Worker:
         self.update_load()
 
     def update_load(self) -> None:
-        """Update the load: own outstanding requests, and those of other routers at the last report."""
+        """Update the load: own outstanding requests, and those of other routers at the last heartbeat."""
         load, (requests, prompts, tokens) = self.load, self._others
         load.requests = self.outstanding_requests + requests
         load.prompts = self.outstanding_prompts + prompts
@@ -154,17 +153,17 @@ class Worker:
 
 
 class Registry:
-    """Knows the current incarnation of each worker.
+    """The current incarnation of each worker.
 
-    It calls `on_registered(worker)` before anything else may be sent to the worker, `on_refused(key, reason)`
-    if it can never join, and `on_lost(worker, reason)` when it is gone. A silent worker that sends again
-    under the same incarnation is accepted again; a worker reported dead never is.
+    Calls `on_registered(worker)` before anything else may be sent to the worker, `on_refused(key, reason)` if
+    it can never join, and `on_lost(worker, reason)` when it is gone. A silent worker that sends again under
+    the same incarnation is accepted again; a worker reported dead never is.
     """
 
     def __init__(
         self, worker_timeout: float, block_size: int = 16, shared: bool = False, max_rows: int = 0
     ) -> None:
-        """`shared`: other routers use the workers too. Each decodes at most `max_rows` requests at once."""
+        """Initialize. `shared`: other routers use the workers too. `max_rows`: most rows of a batch."""
         self._timeout = worker_timeout
         self._block_size = block_size
         self._shared = shared
@@ -176,17 +175,16 @@ class Registry:
         self.on_refused: Callable[[WorkerKey, str], None] = lambda key, reason: None
         self._workers: dict[str, Worker] = {}
         self._retired: dict[WorkerKey, None] = {}
-        """The incarnations that are gone for good, oldest first."""
+        """Incarnations that are gone for good, the oldest first."""
         self.model: ModelFacts | None = None
         self.known_purposes: set[Task] = set()
-        """The purposes of all workers that ever registered."""
+        """Purposes of all workers that ever registered."""
         self.expected: Mapping[str, str] = {}
-        """The roles of the workers that the launcher keeps running and restarts when they die, by worker id.
-        """
+        """Roles, by worker id, of the workers that the launcher keeps running and restarts when they die."""
         self._last_sweep = time.monotonic()
 
     def __iter__(self) -> Iterator[Worker]:
-        """Iterate over the workers that are here now, in any thread."""
+        """Iterate over the current workers, in any thread."""
         return iter(list(self._workers.values()))
 
     def live(self) -> list[Worker]:
@@ -200,15 +198,15 @@ class Registry:
         return [worker_id for worker_id in takers if worker_id not in ready]
 
     def named(self, worker_id: str) -> Worker:
-        """Return the worker's current incarnation. Raises KeyError if there is none."""
+        """Return the worker's current incarnation. Raises KeyError if it has none."""
         return self._workers[worker_id]
 
     def current_of(self, worker_id: str | None) -> Worker | None:
-        """Return the worker's current incarnation, if there is one."""
+        """Return the worker's current incarnation, or None."""
         return self._workers.get(worker_id) if worker_id is not None else None
 
     def named_by(self, incarnations: Collection[str]) -> frozenset[str]:
-        """Return the worker ids of those incarnations that are current."""
+        """Return the ids of the workers whose current incarnation is among these."""
         return frozenset(name for name, w in self._workers.items() if w.key.incarnation in incarnations)
 
     def current(self, worker_id: str, incarnation: str) -> Worker | None:
@@ -221,7 +219,7 @@ class Registry:
         return WorkerKey(worker_id, incarnation) in self._retired
 
     def register(self, register: Register) -> Worker | None:
-        """Make this incarnation the current one. Returns None if it is stale or serves another model."""
+        """Make this incarnation the current one. Return None if it is stale or serves another model."""
         key = WorkerKey(register.address.worker_id, register.address.incarnation)
         if key in self._retired:
             return None
@@ -267,7 +265,7 @@ class Registry:
         return ""
 
     def update(self, state: WorkerState) -> bool:
-        """Process a heartbeat. Returns False if it is not from a current incarnation."""
+        """Process a heartbeat. Return False if it is not from a current incarnation."""
         worker = self.current(state.worker_id, state.incarnation)
         if worker is None:
             return False
@@ -277,7 +275,7 @@ class Registry:
         return True
 
     def changed(self, worker: Worker) -> None:
-        """Update the cluster after the worker's load, or whether it may get requests, has changed."""
+        """Update the cluster after a change of the worker's load, or of whether it may get requests."""
         if self._workers.get(worker.key.worker_id) is not worker:
             return
         if worker.takes_requests and not worker.is_suspect:
@@ -295,7 +293,7 @@ class Registry:
         self.changed(worker)
 
     def dismiss(self, worker: Worker) -> None:
-        """Remove a drained worker: it has no more work and leaves."""
+        """Remove a drained worker, which has no requests left."""
         worker.live = False
         self._remember_retired(worker.key)
         if self._workers.get(worker.key.worker_id) is worker:
@@ -307,7 +305,7 @@ class Registry:
         self.changed(worker)
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        """Remove an incarnation that the launcher knows to be gone for good."""
+        """Remove an incarnation that the launcher declares gone for good."""
         worker = self.current(worker_id, incarnation)
         if worker is None:
             self._remember_retired(WorkerKey(worker_id, incarnation))
@@ -316,10 +314,10 @@ class Registry:
         self._remove(worker_id)
 
     def sweep(self, now: float) -> None:
-        """Declare silent workers lost, and late ones suspect. To be called every `WATCH_INTERVAL_S`.
+        """Declare silent workers lost, and late ones suspect. Call every `WATCH_INTERVAL_S`.
 
-        While the router itself was paused it read no messages, so little of a pause counts as silence, and
-        nobody becomes suspect right after it.
+        The router reads no messages while it is paused itself, so little of a pause counts as silence, and no
+        worker becomes suspect right after it.
         """
         passed, self._last_sweep = now - self._last_sweep, now
         for worker in self._workers.values():
@@ -327,7 +325,7 @@ class Registry:
         if passed < 2 * WATCH_INTERVAL_S:
             self._suspect(now)
         silent = [w for w in self._workers.values() if w.live and w.silence_s > self._timeout]
-        for worker in silent:  # mark all first, or requests of one would be placed at the next
+        for worker in silent:  # mark all first, or requests of one would be placed on the next
             worker.live = False
             self.changed(worker)
         for worker in silent:
@@ -337,7 +335,7 @@ class Registry:
             self._lose(worker, reason)
 
     def _suspect(self, now: float) -> None:
-        """Judge all workers. While all of one purpose are late, none of them is suspect: none is better."""
+        """Set which workers are suspect: late ones, if another worker of their purpose is not late."""
         late = [w for w in self if w.live and w.silence_s > LEAST_SILENCE_S and w.is_late(now)]
         punctual = {w.role.purpose for w in self if w.takes_requests and w not in late} if late else set()
         suspects = [w for w in late if w.role.purpose in punctual]
@@ -350,7 +348,7 @@ class Registry:
                 )
 
     def _take_out(self, worker: Worker) -> None:
-        """Remove a worker from the cluster. Suspect ones return if no other worker of its purpose is left."""
+        """Remove a worker from the cluster. If its purpose has no other worker there, suspect ones return."""
         self.cluster.remove(worker.key.worker_id)
         if not self.cluster.count(worker.role.purpose):
             for other in [w for w in self if w.is_suspect and w.role.purpose == worker.role.purpose]:
