@@ -14,7 +14,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator
 from tests.speculation import scripted
 from tests.speculation.scripted import Answers, ScriptedDrafter
-from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, small_config
+from tests.speculation.small_engine import VOCAB_SIZE, ask, native_config, prompt_of
 
 CHUNK = 128
 LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]
@@ -72,7 +72,7 @@ class Given:
     def with_room(self, method: str, blocks: int, **options: Any) -> Given:
         """Return the same with a pool of so many blocks, which hold the method's own KV, too."""
         blocks = round(SEGMENTS.get(method.split()[0], 1.0) * blocks)
-        return replace(self, config=small_config(Path(self.config.model), blocks, **options))
+        return replace(self, config=native_config(Path(self.config.model), blocks, **options))
 
     def script(self, script: scripted.Script, num_tokens: int) -> Engine:
         return scripted.engine_with(self.config, ScriptedDrafter(script), num_tokens)

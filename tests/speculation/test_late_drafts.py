@@ -72,7 +72,7 @@ def engine_of(given: Given, method: str, rule: Verification) -> Any:
     deploy = Given.deploy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Given, "deploy", lambda self, **options: deploy(self, verification=rule, **options))
-        return METHODS[method](given.with_room(method, ROOMY, itl_budget=0.0))
+        return METHODS[method](given.with_room(method, ROOMY, itl_budget=0.0, compile="off"))
 
 
 def asked_of(sampling: str) -> list[EngineRequest]:

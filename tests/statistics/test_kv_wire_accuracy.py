@@ -8,26 +8,38 @@ The smallest possible change, dropping the last bit of every KV value, shows how
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Literal
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from bench.transfer import accuracy
 from bench.transfer.accuracy import NEW_TOKENS, Agreement, Continuation, Handoffs, agreement
+from engine.engine import Engine
 from kvtransfer.blocks.convert import Quantizer
 from kvtransfer.blocks.layout import BlockLayout, block_bytes
+from protocol.config import ServeConfig
 
+Dtype = Literal["float32", "bfloat16"]
 NUM_VALUES = 4 * 2 * 16 * 2 * 64
 """The number of values in a block of the bundled model."""
 
 
-@functools.cache
-def handoffs(dtype: str) -> Handoffs:
-    return Handoffs(dtype)
+def native_engine(config: ServeConfig) -> Engine:
+    return Engine(replace(config, compile="auto"))
 
 
 @functools.cache
-def through_the_wire(dtype: str, wire_dtype: str) -> tuple[list[bytearray], Agreement]:
+def handoffs(dtype: Dtype) -> Handoffs:
+    with mock.patch.object(accuracy, "Engine", native_engine):
+        return Handoffs(dtype)
+
+
+@functools.cache
+def through_the_wire(dtype: Dtype, wire_dtype: str) -> tuple[list[bytearray], Agreement]:
     """Return the prompts' blocks after the wire, and how far greedy decoding agreed."""
     model = handoffs(dtype)
     blocks = [model.through_the_wire(prompt, wire_dtype) for prompt in model.prompts]
@@ -74,7 +86,7 @@ def without_last_bit(blocks: bytearray) -> bytearray:
     ],
 )
 def test_greedy_decoding_agrees_with_decoding_without_the_wire(
-    dtype: str,
+    dtype: Dtype,
     wire_dtype: str,
     most_error: float,
     continuations: float,

@@ -57,7 +57,7 @@ from tests.engine.step.test_host_waits import (
 from tests.engine.triton_offline import absent_driver
 
 Forms = set[tuple[str, str]]
-STEPS = 150
+STEPS = 60
 
 
 @pytest.fixture

@@ -121,11 +121,14 @@ PLAIN = [STEPS[0], STEPS[1], STEPS[3], ([PROMPT], [39], 0)]
 ADAPTED = [[adapted(0, 5, 6, 7)], [adapted(3, 8)], [adapted(4, 9)]]
 
 
-@pytest.fixture(params=["CUDA decoder", "the model's own modules"])
+MODULES = "the model's own modules"
+
+
+@pytest.fixture
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Select the decoder and return its name."""
-    name: str = request.param
-    if name != "CUDA decoder":
+    name: str = getattr(request, "param", "CUDA decoder")
+    if name == MODULES:
         monkeypatch.setattr(cuda_runner, "unfit", lambda *_: "for a test")
     return name
 
@@ -148,7 +151,9 @@ def test_steps_without_adapters_equal_those_of_a_server_without(
             assert ours.num_replays == replays + (number > 0)
 
 
-@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize(
+    ("decoder", "replays"), [("CUDA decoder", False), (MODULES, True)], indirect=["decoder"]
+)
 def test_steps_with_adapters_equal_torchs_operators(
     decoder: str, replays: bool, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,9 +180,7 @@ def test_steps_with_adapters_equal_torchs_operators(
     assert not torch.allclose(without, expected[:1], atol=1e-2)
 
 
-def test_a_replay_equals_the_launched_step(
-    decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_equals_the_launched_step(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit: rows with several adapters and without, padding, and drafts to verify."""
     buckets = Buckets([2], [1, 3], [6], trees=False, adapters=True)
     eager, replayed = (Side(adapter, monkeypatch, replays, buckets) for replays in (False, True))
@@ -222,6 +225,7 @@ def test_adapters_work_with_quantized_weights(adapter: Path) -> None:
         logits_of(runner, batch, [0])  # its KV is the adapter's again
 
 
+@pytest.mark.parametrize("decoder", ["CUDA decoder", MODULES], indirect=True)
 def test_rows_of_an_empty_slot_equal_rows_without_adapters(
     decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,9 +236,9 @@ def test_rows_of_an_empty_slot_equal_rows_without_adapters(
     assert torch.equal(logits_of(ours.runner, [nothing], [0, 1]), expected)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
-def test_a_model_with_recurrent_layers(model_type: str, tmp_path: Path) -> None:
-    """Replayed bit by bit as launched, and as torch's operators add."""
+def test_a_model_with_recurrent_layers(tmp_path: Path) -> None:
+    """Replayed bit by bit as launched, by the model's own modules, and as torch's operators add."""
+    model_type = "nemotron_h"
     loaded = made.__wrapped__(model_type)
     loaded.model.save_pretrained(tmp_path)
     adapters = Adapters(adaptable(loaded.model), CPU, torch.float32, 64)

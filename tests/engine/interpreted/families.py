@@ -34,7 +34,6 @@ MODELS = {
     name: (test_decoder.MODELS | test_hybrid_decoder.MODELS)[name]
     for name in (
         "mixtral",
-        "qwen2_moe",
         "qwen3_next",
         "lfm2_moe",
         "granite-experts",

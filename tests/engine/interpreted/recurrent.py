@@ -46,7 +46,7 @@ def test_rows_equal_torchs_and_have_the_same_bits_in_any_chunks_and_batch(rule: 
     assert all(torch.equal(one, other) for one, other in zip(alone, crowd, strict=True))
 
 
-@pytest.mark.parametrize("rule", LAYERS)
+@pytest.mark.parametrize("rule", ["delta by channel", "scan"])
 def test_rows_run_ahead_have_the_bits_of_committed_ones(rule: str) -> None:
     text = Text(0, rule, torch.bfloat16, LAYERS, 35)
     whole = served(TritonOperators, [text], None)[0]
