@@ -22,8 +22,8 @@ from transformers import (
 
 from deploy.config import load_config
 from engine.engine import Engine
-from models.training.hybridize import begin
 from models.training.shapes import hybrid_config
+from models.training.train import begin
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.requests import EngineRequest

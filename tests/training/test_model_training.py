@@ -11,10 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.training import loop
 from models.training.corpus import DocumentWindows, SourceFile, source_files, write
-from models.training.distill import distillation_loss
 from models.training.loop import run, window_shape
 from models.training.shapes import export
-from models.training.train import next_token_loss
+from models.training.train import distillation_loss, next_token_loss
 from training.loop import Schedule
 
 LIBRARY = {
