@@ -71,7 +71,7 @@ class Assembly:
 
     config: ServeConfig
     loaded: LoadedModel
-    speculator: Speculator | None
+    speculator: Speculator
     leader: Leader | None
     """The leader of the worker's other ranks; None without other ranks."""
 
@@ -83,22 +83,16 @@ class Assembly:
         return max(512 if self.loaded.device.type == "cpu" else 2048, self.config.max_num_seqs)
 
     @cached_property
-    def drafters_layers(self) -> tuple[int, ...]:
-        """The layers whose hidden states the drafter reads."""
-        return self.speculator.hidden_layers if self.speculator is not None else ()
-
-    @cached_property
     def hidden_layers(self) -> tuple[int, ...]:
         """The layers whose hidden states the runner captures."""
-        return (self.loaded.num_layers,) if self.config.enable_embeddings else self.drafters_layers
+        return (self.loaded.num_layers,) if self.config.enable_embeddings else self.speculator.hidden_layers
 
     @cached_property
     def state(self) -> StateLayout | None:
         """The layout of a sequence's recurrent state; None without recurrent layers."""
         if self.loaded.recurrent is None:
             return None
-        most = self.speculator.most_drafted if self.speculator is not None else 0
-        return self.loaded.recurrent.state.with_drafts(most)
+        return self.loaded.recurrent.state.with_drafts(self.speculator.most_drafted)
 
     @cached_property
     def layout(self) -> PoolLayout:
@@ -108,17 +102,14 @@ class Assembly:
         the draft may have to catch up over all tokens. With recurrent layers it is not divided, since their
         state lags behind the last token.
         """
-        groups, draft_state = [self.loaded.kv_group], None
-        if self.speculator is not None:
-            groups += [self.speculator.kv_group] if self.speculator.kv_group is not None else []
-            draft_state = self.speculator.state_layout
+        groups = [group for group in (self.loaded.kv_group, self.speculator.kv_group) if group is not None]
         if self.state is None and self.config.paged_kv:
             target, *drafts = groups
             rows = self.config.kv_wire_dtype == "auto" and self._divider_of_pools is None
             target = target.in_tables(self.loaded.max_model_len, rows=rows)
             groups = groups if any(map(target.draft_fault, drafts)) else [target, *drafts]
         size, count = self.config.block_size, self.config.max_num_seqs
-        return PoolLayout(tuple(groups), size, self.state, count, draft_state)
+        return PoolLayout(tuple(groups), size, self.state, count, self.speculator.state_layout)
 
     @property
     def windows(self) -> list[Window | None]:
@@ -277,8 +268,7 @@ class Assembly:
     @property
     def _logit_rows(self) -> int:
         """The most rows of a step that need logits: each sequence's last token and its draft tokens."""
-        drafted = self.speculator.most_drafted if self.speculator is not None else 0
-        return min(self.token_budget, self.config.max_num_seqs * (1 + drafted))
+        return min(self.token_budget, self.config.max_num_seqs * (1 + self.speculator.most_drafted))
 
     @property
     def _num_captured(self) -> int:

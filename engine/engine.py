@@ -40,8 +40,8 @@ from protocol.speculation import SpeculationState
 
 logger = logging.getLogger("tandem.engine")
 
-Speculate = Callable[[ServeConfig, LoadedModel], Speculator | None]
-"""A function that makes the speculator of a model; it returns None if there is no speculation."""
+Speculate = Callable[[ServeConfig, LoadedModel], Speculator]
+"""A function that makes the speculator of a model."""
 
 
 class Engine:
@@ -71,11 +71,11 @@ class Engine:
         """Digest of the weights, to tell them from other weights of the same name."""
         self.adapters = loaded.adapters
         """The adapters that requests may name; None without `--enable-lora`."""
-        self._speculator = speculate(config, loaded) if speculate is not None else None
+        self._speculator = Speculator() if speculate is None else speculate(config, loaded)
         assembly = Assembly(config, loaded, self._speculator, leader)
         self._state = assembly.state
         self.cache_format = assembly.cache_format
-        self.feature_size = len(assembly.drafters_layers) * loaded.hidden_size
+        self.feature_size = len(self._speculator.hidden_layers) * loaded.hidden_size
         """Number of values in the hidden states that the drafter reads for one token."""
         self.pool = assembly.pool(allocate)
         self.tiers = assembly.tiers(self.pool, self._ready)
@@ -111,12 +111,11 @@ class Engine:
         self._compilations = Compilations() if self._sampler.has_kernels else None
 
     def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
-        self._sampler.warm_up(loaded.dtype, drafts=self._speculator is not None)
+        self._sampler.warm_up(loaded.dtype)
         with closing(ProfilingRun(self.blocks, self._runner, self.max_model_len)) as profiling:
             self.times.seed(measure_steps(profiling, self._sampler, self.config.max_num_seqs, budget))
-            if self._speculator is not None:
-                self._speculator.attach(loaded, self.pool, self._sampler)
-                self._speculator.warm_up(profiling)
+            self._speculator.attach(loaded, self.pool, self._sampler)
+            self._speculator.warm_up(profiling)
 
     @property
     def runs_on_any_threads(self) -> bool:
@@ -202,14 +201,13 @@ class Engine:
         sequence.handed_over = True
         sequence.sequence_blocks.publish(sequence.token_ids, num_computed)
         sequence.append(first_token)
-        if self._speculator is not None:
-            self._speculator.begin(sequence, draft)
+        self._speculator.begin(sequence, draft)
         sequence.first_scheduled = sequence.first_token_time = time.monotonic()
         self._queue(sequence)
 
     def draft_state(self, request_id: str) -> DraftState:
         """Return the drafter's state of a finished prefill, to be handed over with the blocks."""
-        return self._speculator.state(request_id) if self._speculator is not None else REBUILD
+        return self._speculator.state(request_id)
 
     def resume(self, request_id: str) -> None:
         """Decode here a request that was added with `prefill_only`, whether its prompt is done or not; or
@@ -239,8 +237,7 @@ class Engine:
         if sequence is None:
             return
         sequence.draft_plan = plan
-        if self._speculator is not None:
-            self._speculator.replan(sequence)
+        self._speculator.replan(sequence)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request in any stage; return False if it is unknown."""
@@ -293,8 +290,7 @@ class Engine:
                 if sequence in vectors:
                     output = msgspec.structs.replace(output, embedding=vectors[sequence])
                 result.outputs.append(output)
-        if self._speculator is not None:
-            self._speculator.finish(step, launched.hidden if self.feature_size else None)
+        self._speculator.finish(step, launched.hidden if self.feature_size else None)
         launched.free_kept()
         ended = time.perf_counter()
         if self._kept_cores is None or self._kept_cores():
@@ -363,11 +359,11 @@ class Engine:
             counters |= self._compilations.totals()
         if room_wait_s := self.scheduler.room_wait_s:
             counters["kv_room_wait_seconds_total"] = room_wait_s
-        return counters | (self._speculator.counters() if self._speculator is not None else {})
+        return counters | self._speculator.counters()
 
-    def speculation(self) -> SpeculationState | None:
-        """Return a report on speculation, None without a speculator. May be called from any thread."""
-        return self._speculator.report() if self._speculator is not None else None
+    def speculation(self) -> SpeculationState:
+        """Return a report on speculation. May be called from any thread."""
+        return self._speculator.report()
 
     def close(self) -> None:
         """Let the disk tier finish its writes. Idempotent."""

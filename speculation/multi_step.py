@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import backend_over, select_backend
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.layout import TARGET, Group
+from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
-from engine.kv.state_slots import StateLayout
 from engine.load.select import build_runner
 from engine.sampler import Sampler
-from engine.step.draft import Outcome, Verdict
-from engine.step.profiling import ProfilingRun
+from engine.step.draft import Outcome
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceStage, SequenceState
-from engine.step.speculation_interface import MakeRoom
+from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.handoff import REBUILD, DraftState
-from protocol.speculation import SpeculationState
 from speculation.chains import NativeChain
 
 AT_ONCE = 8
@@ -31,15 +25,10 @@ the engine only learns after the step which drafts the target has contradicted m
 """
 
 
-class MultiStepSpeculator:
-    """The `engine.step.speculation_interface.Speculator` of a draft worker. It verifies nothing, since each
+class MultiStepSpeculator(Speculator):
+    """The speculator of a draft worker. It verifies nothing, since each
     token of its engine is a draft for another worker. Without the native decoder a step makes one token.
     """
-
-    kv_group: Group | None = None
-    state_layout: StateLayout | None = None
-    hidden_layers: tuple[int, ...] = ()
-    most_drafted = 0
 
     def __init__(self, config: ServeConfig, loaded: LoadedModel) -> None:
         """Raise `ConfigError` if the draft model cannot drop tokens."""
@@ -92,37 +81,5 @@ class MultiStepSpeculator:
             return False
         return sequence.held.grow(sequence.num_computed, len(sequence.token_ids) + count)
 
-    # --- the rest of the interface has nothing to do ------------------------------------------------
-
-    def warm_up(self, profiling: ProfilingRun) -> None:
-        """Do nothing: the engine's own warm-up is enough."""
-
-    def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
-        """Do nothing: the speculator keeps no state of a sequence."""
-
-    def state(self, request_id: str) -> DraftState:
-        return REBUILD
-
-    def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
-        return False
-
     def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
         return False  # a step may end with several tokens
-
-    def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
-        raise AssertionError("no step of this engine goes ahead")
-
-    def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
-        raise AssertionError("nothing is drafted for this engine")
-
-    def forget(self, sequence: SequenceState) -> None:
-        """Do nothing: the speculator keeps no state of a sequence."""
-
-    def replan(self, sequence: SequenceState) -> None:
-        """Do nothing: this engine verifies no drafts."""
-
-    def counters(self) -> dict[str, float]:
-        return {}
-
-    def report(self) -> SpeculationState:
-        return SpeculationState()

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from costs.widths import TargetTime
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.layout import Group
 from engine.kv.pool import KVPool
-from engine.kv.state_slots import StateLayout
 from engine.sampler import Sampler
 from engine.step.draft import Draft, Outcome, Verdict, late_among
 from engine.step.profiling import ProfilingRun
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceState
-from engine.step.speculation_interface import MakeRoom
+from engine.step.speculation_interface import MakeRoom, Speculator
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import CUSTOM, REMOTE, Source, SpeculationState, SpeculativeConfig
@@ -39,8 +37,8 @@ from speculation.sources import DraftSources, GrammarDrafts
 from speculation.verification.verify import prepare, verify
 
 
-class BatchSpeculator:
-    """The `engine.step.speculation_interface.Speculator` of workers that serve a model."""
+class BatchSpeculator(Speculator):
+    """Drafts by the methods that requests ask for, or the deployment, and verifies."""
 
     def __init__(self, config: ServeConfig, loaded: LoadedModel, remote: RemoteDrafter | None = None) -> None:
         """Load the drafters; `remote` has the drafts of draft workers, if there are any. Raise `ConfigError`
@@ -69,9 +67,6 @@ class BatchSpeculator:
         estimator = self._controller.estimator
         self._sources = DraftSources(config, loaded, remote, self._account, estimator)
         self._drafters = self._sources.drafters
-        self.kv_group: Group | None = None
-        self.state_layout: StateLayout | None = None
-        self.hidden_layers: tuple[int, ...] = ()
         if (own := self._sources.own) is not None:
             self.kv_group, self.state_layout = own.kv_group, own.state_layout
             self.hidden_layers = own.hidden_layers

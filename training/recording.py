@@ -18,16 +18,12 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.kv.layout import Group
-from engine.kv.state_slots import StateLayout
-from engine.step.draft import Verdict
 from engine.step.scheduler import ScheduledStep
+from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.handoff import REBUILD, DraftState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import SpeculationState
 from training.loop import check_same_run
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -209,14 +205,11 @@ def _request(number: int, piece: Piece) -> EngineRequest:
     )
 
 
-class Recorder:
+class Recorder(Speculator):
     """A speculator that drafts nothing and keeps the hidden states of all computed tokens."""
 
     def __init__(self, hidden_layers: tuple[int, ...]) -> None:
-        self.kv_group: Group | None = None
-        self.state_layout: StateLayout | None = None
         self.hidden_layers = hidden_layers
-        self.most_drafted = 0
         self._rows: dict[str, list[tuple[int, Tensor]]] = {}
 
     def take(self, request_id: str, count: int) -> Tensor:
@@ -241,20 +234,3 @@ class Recorder:
 
     def may_go_ahead(self, *_: object) -> bool:
         return False
-
-    def state(self, request_id: str) -> DraftState:
-        return REBUILD
-
-    def verify(self, *_: object) -> list[Verdict]:
-        raise AssertionError("nothing is drafted")
-
-    def counters(self) -> dict[str, float]:
-        return {}
-
-    def report(self) -> SpeculationState:
-        return SpeculationState()
-
-    def _ignore(self, *_: object, **__: object) -> None:
-        """Do nothing."""
-
-    attach = warm_up = begin = went_ahead = forget = replan = _ignore

@@ -83,9 +83,9 @@ class Sampler:
         """Whether the compiled sampler chooses."""
         return isinstance(self._row_sampler, NativeSampler)
 
-    def warm_up(self, dtype: torch.dtype, *, drafts: bool = False) -> None:
-        """Compile the kernels that sample from logits of this dtype and, with `drafts`, those that draw draft
-        tokens, so that no request waits for them.
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile the kernels that sample from logits of this dtype and that draw draft tokens, so that no
+        request waits for them.
         """
         if not self.has_kernels:
             return
@@ -94,7 +94,7 @@ class Sampler:
         edited = SamplingParams(max_tokens=1, logit_bias={0: 1.0})
         for params in (greedy, sampled, edited):
             self.choose(logits, [SamplingRow(params, [], [], 0, "")])
-        for params in (sampled, edited) if drafts else ():
+        for params in (sampled, edited):
             self.draw_drafts(logits, [SamplingRow(params, [], [], 0, "")], [0])
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:

@@ -76,7 +76,7 @@ class StepLauncher:
         self._sampler = sampler
         self._scheduler = scheduler
         self._embeds = embeds
-        self._speculator = speculator
+        self._speculator = speculator or Speculator()
         self._ahead: Launched | None = None
 
     @property
@@ -95,15 +95,13 @@ class StepLauncher:
     def take_ahead(self) -> Launched | None:
         """Return the step that was launched ahead, if any, to be finished now."""
         launched, self._ahead = self._ahead, None
-        if launched is not None and self._speculator is not None:
+        if launched is not None:
             self._speculator.went_ahead(launched.step, self._scheduler.num_active)
         return launched
 
     def launch(self, step: ScheduledStep) -> Launched:
-        wants_hidden = False
-        if self._speculator is not None:
-            scheduler = self._scheduler
-            wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
+        scheduler = self._scheduler
+        wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
         if self._embeds:
             wants_hidden = any(sequence.params.embeds for sequence in step.sequences)
         packed = pack(step, takes_late=self._runner.can_fill)
@@ -135,8 +133,6 @@ class StepLauncher:
 
     def _is_plain(self, step: ScheduledStep) -> bool:
         """Return whether no sequence drafts in this step, which could be launched ahead."""
-        if self._speculator is None:
-            return True
         return self._speculator.may_go_ahead(step, self._scheduler.num_active_with(len(step.sequences)))
 
     def verdicts(self, launched: Launched) -> list[Verdict]:
@@ -145,7 +141,6 @@ class StepLauncher:
         if not sampled:
             return []
         if launched.choice is None:
-            assert self._speculator is not None
             return self._speculator.verify(sampled, launched.sampled)
         output = self._sampler.finish(launched.choice, launched.sampled, launched.rows)
         failed = set(output.failed_rows)

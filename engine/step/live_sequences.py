@@ -30,7 +30,7 @@ class LiveSequences(dict[str, SequenceState]):
         launcher: StepLauncher,
         sampler: Sampler,
         *,
-        speculator: Speculator | None,
+        speculator: Speculator,
         slot_allocator: StateSlotAllocator | None,
         adapters: Adapters | None,
         eos: Collection[int],
@@ -104,8 +104,7 @@ class LiveSequences(dict[str, SequenceState]):
         self.launcher.keep(sequence)
         self._scheduler.free(sequence)
         self.sampler.forget(sequence.request_id)
-        if self._speculator is not None:
-            self._speculator.forget(sequence)
+        self._speculator.forget(sequence)
         del self[sequence.request_id]
         if self._adapters is not None:
             self._adapters.release(sequence.adapter)

@@ -6,7 +6,6 @@ The engine makes room for drafts, runs them with the other rows, and keeps the a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from engine.step.draft import Verdict
 from engine.step.profiling import ProfilingRun
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceState
-from protocol.handoff import DraftState
+from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import SpeculationState
 
 MakeRoom = Callable[[ScheduledStep, SequenceState, int], int]
@@ -27,7 +26,7 @@ MakeRoom = Callable[[ScheduledStep, SequenceState, int], int]
 most once for each sequence; it returns how many got room."""
 
 
-class Speculator(Protocol):
+class Speculator:
     """The speculator of an engine, for the engine's thread; any thread may call `counters` and `report`.
 
     In each step the engine calls `prepare`, then `verify` if there are drafts, then `finish`. For a step that
@@ -36,12 +35,14 @@ class Speculator(Protocol):
     Each is None if the draft has none. `hidden_layers` are the hidden states that the drafter reads, numbered
     as in Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one after the
     final norm. Recurrent layers have room for `most_drafted` draft tokens; longer drafts are cut to it.
+
+    This one drafts nothing.
     """
 
-    kv_group: Group | None
-    state_layout: StateLayout | None
-    hidden_layers: tuple[int, ...]
-    most_drafted: int
+    kv_group: Group | None = None
+    state_layout: StateLayout | None = None
+    hidden_layers: tuple[int, ...] = ()
+    most_drafted: int = 0
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         """Take the model, the pool and the sampler. Called once, before any other method."""
@@ -49,11 +50,12 @@ class Speculator(Protocol):
     def warm_up(self, profiling: ProfilingRun) -> None:
         """Compile and measure before the first request."""
 
-    def begin(self, sequence: SequenceState, state: DraftState) -> None:
+    def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
         """Take up a handed-over sequence that starts decoding; `state` came with it."""
 
     def state(self, request_id: str) -> DraftState:
         """Return the draft state that a hand-off carries in addition to the blocks of a finished prefill."""
+        return REBUILD
 
     def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         """Start the step's admitted sequences, and set the `draft` of decoding ones. Return whether `finish`
@@ -62,17 +64,20 @@ class Speculator(Protocol):
         `num_active` sequences decode, or will soon. The length of a draft must not depend on uncommitted
         tokens.
         """
+        return False
 
     def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
         """Return whether this decode step needs no draft and no hidden states, whatever tokens the running
         step before it brings. `num_active` is the same as in `prepare`, as far as it is known.
         """
+        return True
 
     def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
         """Begin a step that was launched ahead, without sequences that have ended since the launch."""
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
         """Verify drafts. `logits` has each sequence's rows in order: last token, then each draft token."""
+        raise AssertionError("nothing is drafted")
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         """Finish a step whose tokens are committed; `step.outcomes` has the result for each sequence.
@@ -89,6 +94,8 @@ class Speculator(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Return totals since the start, by the names of the worker's counters."""
+        return {}
 
     def report(self) -> SpeculationState:
         """Return the current methods and costs of speculation."""
+        return SpeculationState()

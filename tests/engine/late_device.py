@@ -181,8 +181,7 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
         runner, sampler, engine.scheduler
     )
     engine.sequences.sampler, engine.sequences.launcher = sampler, engine._launcher
-    if engine._speculator is not None:
-        _verify_late(engine._speculator, device)
+    _verify_late(engine._speculator, device)
     return device
 
 

@@ -143,7 +143,7 @@ def test_samples_and_verdicts(rule: Verification, forms: Forms, monkeypatch: pyt
     rng, size = random.Random(rule), 1003
     with pageable_memory():
         sampler = Sampler(size, GPU, [0], row_sampler=TritonSampler(GPU))
-        sampler.warm_up(torch.bfloat16, drafts=True)
+        sampler.warm_up(torch.bfloat16)
         on_device.warm_up(sampler, torch.bfloat16, rule)
         warm, every = set(forms), torch.empty(400, size, dtype=torch.bfloat16, device=GPU)
         for _ in range(STEPS):

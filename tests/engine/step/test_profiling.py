@@ -187,7 +187,7 @@ def test_a_trial_samples_and_verifies(
 
 def assembly_of(options: dict[str, Any], device: str, drafted: int | None) -> Assembly:
     loaded: Any = SimpleNamespace(device=torch.device(device), vocab_size=32, eos_token_ids=[], adapters=None)
-    speculator: Any = None if drafted is None else SimpleNamespace(most_drafted=drafted)
+    speculator: Any = SimpleNamespace(most_drafted=drafted or 0)
     return Assembly(ServeConfig(**options), loaded, speculator, None)
 
 
