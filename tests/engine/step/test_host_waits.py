@@ -244,7 +244,7 @@ def test_which_models_it_runs(gpu: AbsentGpu) -> None:
     assert choice() == "the model's own modules, 2 graphs"
     loaded.model.model.norm.register_forward_hook(lambda module, args, out: out * out.max().item())
     assert choice().startswith(
-        "the model's own modules, eager (not to be captured: /engine/devices/torch/forward.py"
+        "the model's own modules, eager (not to be captured: /engine/devices/torch/runner.py"
     )
 
 
