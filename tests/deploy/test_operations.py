@@ -31,7 +31,7 @@ PAUSE_S = 0.3
 """Pause after an answer: requests run at all times, but leave cores to starting workers."""
 
 REQUESTS = [{"prompt": [5, 6, 7 + seed], "seed": seed, "temperature": seed / 2} for seed in range(2)]
-STREAM = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+STREAM = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_only_the_connections_of_a_lost_router_break(
     server.wait(lambda: knows(server, 1, "sql"), 10)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         before = get(server, 0, "workers")["router"]
-        with ThreadPoolExecutor(1) as pool, open_stream(0, max_tokens=500) as lost:
+        with ThreadPoolExecutor(1) as pool, open_stream(0, max_tokens=300) as lost:
             kept, lines = pool.submit(stream, 1), lost.iter_lines()
             next(lines)
             os.kill(before["pid"], number)
