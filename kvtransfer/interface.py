@@ -19,15 +19,15 @@ class TransferError(TandemError):
 
 @dataclass(frozen=True, eq=False)
 class RegisteredPool:
-    """A KV pool: `num_blocks` blocks of `block_bytes` bytes each, one after the other. For a sequence with
-    several block tables each table is a block pool of its own over the same blocks.
+    """A KV pool: `num_blocks` blocks of `block_bytes` bytes each, one after the other. Each block table of a
+    sequence is a block pool of its own over the same blocks.
 
-    `buffer` holds the blocks, or `device` if they are in the memory of a GPU, or of several that have some KV
-    heads each: uint8 [num_blocks, block_bytes], read and written by work that was launched in `queue`.
+    `buffer` holds blocks in host memory. `device` holds blocks on a GPU, or on several that have some KV
+    heads each: uint8 [num_blocks, block_bytes], read and written by work launched in `queue`.
 
-    `segments` describe a block's content. Without them a block is mere bytes, and only a pool of equally
-    large blocks fits. `memory_fd` is the file that backs `buffer` (from offset 0), if any: without it the
-    `shm` transport is not used.
+    `segments` describe a block's content. Without segments a block is opaque bytes, which fit only a pool of
+    blocks of the same size. `memory_fd` is the file that backs `buffer` (from offset 0), which the `shm`
+    transport needs.
     """
 
     buffer: memoryview
@@ -66,7 +66,7 @@ class RegisteredPool:
 
     @property
     def block_size(self) -> int:
-        """Return the tokens in a block; 1 for a pool without segments."""
+        """Return the tokens per block; 1 for a pool without segments."""
         return self.segments[0].shape[2] if self.segments else 1
 
 
@@ -75,10 +75,9 @@ class Arrival:
     """Receiver: the timing of a lease's blocks.
 
     The last block was in place at `at` (monotonic), `seconds` after the first push. `exposed_s` is the part
-    of these after the final push, when nothing was left to compute. `wait_s` is the time that pieces waited
-    for their turn, summed. `nbytes` is the number of bytes on the wire, `transport` the transport of the
-    last piece. `foreign_formats` are the non-empty values of `layout.foreign_format` for the received
-    pieces.
+    of `seconds` after the final push, when the prompt was computed. `wait_s` is the time that pieces waited
+    for their turn, summed. `nbytes` is the number of bytes on the wire, `transport` the transport of the last
+    piece. `foreign_formats` are the non-empty values of `layout.foreign_format` for the received pieces.
     """
 
     at: float
@@ -110,7 +109,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Sent:
-    """Sender: the number of blocks pushed under the lease that are in place."""
+    """Sender: `blocks` of the blocks pushed under the lease are in place."""
 
     lease_id: str
     blocks: int
@@ -120,9 +119,9 @@ class Sent:
 class Completed:
     """Sender: the peer has every piece of the lease.
 
-    It took `seconds` since the lease's first push. For `busy_s` of these some piece was on its way, and for
-    `hidden_s` of those the prompt was still being computed. `wait_s` is the time that pieces waited for
-    their turn, summed. `nbytes` and `num_extents` count the bytes and extents on the wire.
+    The transfer took `seconds` since the lease's first push. During `busy_s` of it some piece was on its way,
+    and during `hidden_s` of `busy_s` the prompt was still being computed. `wait_s` is the time that pieces
+    waited for their turn, summed. `nbytes` and `num_extents` count the bytes and extents on the wire.
     """
 
     lease_id: str
@@ -137,7 +136,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Failed:
-    """Either side: the lease has failed; no more of its events follow."""
+    """Either side: the lease has failed. No more events of the lease follow."""
 
     lease_id: str
     reason: str

@@ -1,4 +1,4 @@
-"""Leases: each permits one sender to write some blocks, and records the pieces that came under it."""
+"""Leases: each permits one sender to write some blocks, and records the pieces that have arrived."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from protocol.handoff import Extent
 
 
 class WriteGate:
-    """Lets writers in until it is closed, then calls `on_empty` when the last one has left.
+    """A lock that admits writers until it is closed, then calls `on_empty` when the last writer has left.
 
-    A gate `within` another one is closed, too, when that one is.
+    Closing the gate `within` closes this one, too.
     """
 
     def __init__(self, on_empty: Callable[[], None] | None = None, within: WriteGate | None = None) -> None:
@@ -38,7 +38,7 @@ class WriteGate:
         return self._open and (self._within is None or self._within.is_open)
 
     def enter(self) -> bool:
-        """Return whether the caller may write now; if so it must `leave` afterwards."""
+        """Return whether the caller may write now. If so, it must call `leave` afterwards."""
         if self._within is not None and not self._within.enter():
             return False
         with self._state:
@@ -61,7 +61,7 @@ class WriteGate:
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Enclose one bounded write; yield whether it is allowed."""
+        """Enclose one write of bounded duration; yield whether it is allowed."""
         allowed = self.enter()
         try:
             yield allowed
@@ -70,7 +70,7 @@ class WriteGate:
                 self.leave()
 
     def close(self) -> bool:
-        """Begin no write after this. Return whether none is running; if one is, `on_empty` follows."""
+        """Admit no more writers. Return whether no write is running; otherwise `on_empty` follows."""
         with self._state:
             self._open = False
             return not self._writers
@@ -83,7 +83,7 @@ class WriteGate:
 
 @dataclass(frozen=True)
 class PieceArrival:
-    """The arrival of a piece: announced at a time (monotonic seconds), `nbytes` on the wire."""
+    """The arrival of a piece of `nbytes` bytes on the wire, `announced` at a time in monotonic seconds."""
 
     transport: str
     foreign_format: str
@@ -117,7 +117,7 @@ class ArrivalRecord:
             self._final_push_s = piece.pushed_s
 
     def arrival(self) -> Arrival:
-        """Summarize the arrivals. Called when the last piece has just come."""
+        """Summarize the arrivals. Called right after the last piece has arrived."""
         now = time.monotonic()
         seconds = now - self._first_push
         return Arrival(
@@ -143,7 +143,8 @@ class Lease:
     """Blocks of one prompt, in order, in one or more block pools, and the record of which have arrived.
 
     Only blocks in the `spans` of their block pools are written, [first, end) counted from the prompt's start:
-    earlier ones are cached, and maybe shared, or not needed. A *position* is a block's index in the prompt.
+    blocks before `first` are cached, and maybe shared, or not needed. *Position*: a block's index in the
+    prompt.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Lease:
         self.num_tokens = num_tokens
         self.gate = gate
         self.after = after
-        """Work that the engine launched uses the blocks until this mark."""
+        """The mark after the launched work that uses the blocks."""
         self.sender: str | None = None
         self.lost_at: float | None = None
         self.arrivals = ArrivalRecord()
@@ -176,11 +177,11 @@ class Lease:
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether every part has come, the final one among them."""
+        """Return whether every part has arrived, including the final one."""
         return len(self._parts) == self._num_parts
 
     def refusal(self, block_pool: int, positions: BlockIndices, sender: str) -> str:
-        """Return why these positions of a block pool may not come from this sender; empty if they may."""
+        """Return why this sender may not write these positions of a block pool; empty if it may."""
         if self.sender is None:
             self.sender = sender
         if sender != self.sender:
@@ -197,8 +198,8 @@ class Lease:
         more.
 
         An earlier attempt, over a transport that the sender gave up, may still be reading blocks that the
-        sender has reused. Return None and the reason if such an attempt does not end by the deadline, or if
-        a later attempt has begun already.
+        sender has reused. Return None and the reason if an earlier attempt does not end by the deadline, or a
+        later one has begun.
         """
         gate = WriteGate(within=self.gate)
         earlier = []
@@ -215,7 +216,7 @@ class Lease:
         return (gate, "") if is_alone else (None, Refusal.STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
-        """Record that a piece is in place; return how many of the sender's blocks are, in all block pools."""
+        """Record that a piece is in place. Return how many blocks are in place in all block pools."""
         self._received[piece.block_pool][positions - self.spans[piece.block_pool][0]] = True
         self._parts.update(piece.part_indices)
         if piece.final:
@@ -224,7 +225,7 @@ class Lease:
 
 
 REMEMBERED_LEASES = 4096
-"""Completed leases whose ids are kept. Their pieces may come again after a lost ack, which is no error."""
+"""Number of completed leases that are remembered: after a lost ack their pieces come again rightfully."""
 
 
 class LeaseTable:
@@ -233,7 +234,7 @@ class LeaseTable:
     def __init__(
         self, block_pools: Sequence[int], block_size: int, on_emptied: Callable[[str], None]
     ) -> None:
-        """`block_pools` are the numbers of blocks of each block pool, all over the same blocks."""
+        """`block_pools` holds the number of blocks of each block pool; all pools are over the same blocks."""
         self._block_size = block_size
         self._on_emptied = on_emptied
         self._lock = threading.Lock()
@@ -260,7 +261,7 @@ class LeaseTable:
         num_tokens: int | None = None,
         after: Mark = PAST,
     ) -> None:
-        """Allow writes `after` this mark. Raises ValueError for a known lease or unfit blocks."""
+        """Allow writes `after` this mark. Raises ValueError for a known lease or invalid blocks."""
         blocks = {extent.block_pool: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
         if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._block_pools))):
             raise ValueError(
@@ -294,9 +295,9 @@ class LeaseTable:
             self._leases[lease_id] = lease
 
     def close(self, lease_id: str) -> bool:
-        """Begin no write under the lease after this. Return whether its blocks are free now. Idempotent.
+        """Allow no more writes under the lease. Return whether its blocks are free now. Idempotent.
 
-        If not, `on_emptied` is called when they are.
+        If they are not free yet, `on_emptied` is called once they are.
         """
         with self._lock:
             lease = self._leases.pop(lease_id, None)
@@ -312,7 +313,7 @@ class LeaseTable:
             self.close(lease_id)
 
     def admit(self, piece: Piece, positions: BlockIndices, sender: str) -> tuple[Lease | None, str]:
-        """Return the lease to write under, or None with the reason, "" if the piece came before."""
+        """Return the lease to write under, or None with the reason; "" if the piece has arrived before."""
         with self._lock:
             if piece.lease_id in self._completed:
                 return None, ""
@@ -325,7 +326,7 @@ class LeaseTable:
     def record(
         self, lease: Lease, piece: Piece, positions: BlockIndices, arrival: PieceArrival
     ) -> tuple[int, Arrival | None]:
-        """Record a piece. Return the number of blocks in place, and at the end the lease's arrival."""
+        """Record a piece. Return the number of blocks in place and, after the last piece, the arrival."""
         with self._lock:
             lease.arrivals.add(piece, arrival)
             received = lease.record(piece, positions)
@@ -351,7 +352,7 @@ class LeaseTable:
                     lease.lost_at = now
 
     def fail_lost(self, grace_s: float) -> tuple[list[str], float | None]:
-        """Close leases whose sender is gone for `grace_s`. Return them, and when to look again."""
+        """Close leases whose sender has been gone for `grace_s`. Return them, and when to look again."""
         now, lost, next_at = time.monotonic(), [], None
         with self._lock:
             for lease in self._leases.values():
@@ -371,12 +372,12 @@ class LeaseTable:
             self._completed.popitem(last=False)
 
     def _emptied(self, lease_id: str) -> None:
-        """React to the last writer's leaving of a closed gate."""
+        """React to the last writer's leaving a closed gate."""
         if self._unlease(lease_id):
             self._on_emptied(lease_id)
 
     def _unlease(self, lease_id: str) -> bool:
-        """Return whether this call made the closed lease's blocks free."""
+        """Return whether this call freed the closed lease's blocks."""
         with self._lock:
             lease = self._closing.pop(lease_id, None)
             if lease is not None:

@@ -26,16 +26,16 @@ WIRE_VERSION = 6
 NONCE_BYTES = 32
 
 GOOD, SPOILED = b"good", b"void"
-"""The trailer after a piece's blocks. Spoiled: the sender aborted midway and padded the rest.
+"""The trailer after a piece's blocks. `SPOILED`: the sender aborted midway and padded the rest.
 
-Anything else means that bytes were lost or duplicated, so that the rest of the stream is unreadable.
+Any other trailer means that bytes were lost or duplicated: the rest of the stream is unreadable.
 """
 SIZE_BYTES = 4
-"""Bytes of the size before each slice of a coded piece. `SPOILED` in its place ends the piece."""
+"""Bytes of the size before each slice of a coded piece. `SPOILED` instead of a size ends the piece."""
 
 
 class Refusal(enum.StrEnum):
-    """The reasons to refuse a piece. The name in lower case is the reason's counter."""
+    """The reasons to refuse a piece. A reason's counter is its name in lower case."""
 
     UNKNOWN_LEASE = "unknown lease"
     OTHER_SENDER = "the lease belongs to another sender"
@@ -54,12 +54,12 @@ TRANSIENT = {Refusal.STILL_WRITTEN, Refusal.CHECKSUM_MISMATCH}
 
 
 def failure_kind(refusal: str) -> str:
-    """Return the counter for a refusal. Their number is bounded, whatever a peer answers."""
+    """Return the counter for a refusal. The set of counters is bounded, whatever a peer answers."""
     return next((known.name.lower() for known in Refusal if known == refusal), "refused")
 
 
 def error_kind(error: Exception) -> str:
-    """Return the counter for a connection that ended by this error; `internal` is a bug of ours."""
+    """Return the counter for a connection that ended by this error. `internal` means a bug of ours."""
     if isinstance(error, ProtocolError):
         return "malformed"
     if isinstance(error, TimeoutError):
@@ -76,7 +76,7 @@ Segments = Annotated[list[SegmentInfo], Meta(max_length=MAX_SEGMENTS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Sender to receiver: the ids of both, the content of the sender's pool, and its layout on the wire."""
+    """Sender to receiver: both ids, the segments of the sender's pool, and its layout on the wire."""
 
     version: Number
     nonce: Nonce
@@ -102,9 +102,9 @@ class Proof(msgspec.Struct, frozen=True, tag="proof"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="verdict"):
-    """The receiver's answer: `refused_field` of the Hello with the reason, or empty for yes.
+    """The receiver's answer: the Hello's `refused_field` with the reason, or an empty field for yes.
 
-    `codec` names the code in which pieces may come, empty for none.
+    `codec` names the code that pieces may use; empty for none.
     """
 
     worker_id: Id
@@ -122,13 +122,13 @@ class SealedAnswer(msgspec.Struct, frozen=True, tag="sealed"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Announces blocks of one lease and block pool, which follow.
+    """The announcement of blocks of one lease and block pool, which follow it.
 
-    `runs` are encoded as in `extents`. They cover `num_parts` parts of a prompt, which `index` counts from
-    0; parts keep their indices when they are sent again, possibly in other pieces. `final` is on the piece
-    with the last part. `checksum` covers the blocks' bytes before they are coded, in the mode that the Hello
-    names. The piece was pushed `pushed_s` after the lease's first one, and waited `waited_s` before it was
-    sent. It was sent `attempt` times before. If it is `coded`, its blocks come in slices (`blocks.codec`).
+    `runs` are encoded as in `extents`. The blocks are `num_parts` parts of a prompt, from part `index` on; a
+    part keeps its index when it is sent again, possibly in another piece. `final` marks the piece with the
+    last part. `checksum` covers the blocks' bytes before they are coded, in the mode that the Hello names.
+    The piece was pushed `pushed_s` after the lease's first one, and waited `waited_s` before it was sent. It
+    was sent `attempt` times before. A `coded` piece's blocks come in slices (`blocks.codec`).
     """
 
     sequence: Number
@@ -150,7 +150,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """The piece is in place, or not (`error`). With `again` it may be sent once more."""
+    """The receiver's answer: the piece is in place, or `error` says why not. With `again`, resend it."""
 
     sequence: Number
     error: Reason = ""
@@ -177,14 +177,14 @@ def encode(message: msgspec.Struct) -> bytes:
 def frame(payload: bytes) -> bytes:
     """Return a message as sent: its length, a checksum of length and payload, the payload.
 
-    A damaged piece message would make the receiver write whole blocks to wrong places.
+    A damaged piece message could make the receiver write blocks to wrong places.
     """
     length = len(payload).to_bytes(LENGTH_BYTES, "little")
     return length + xxhash.xxh32_digest(length + payload) + payload
 
 
 def unframe(framed: bytearray) -> bytearray:
-    """Return the payload of a whole frame. Raises ProtocolError for a frame that was damaged on the way."""
+    """Return the payload of a whole frame. Raises ProtocolError for a frame damaged in transit."""
     payload = framed[PREFIX_BYTES:]
     if xxhash.xxh32_digest(framed[:LENGTH_BYTES] + payload) != framed[LENGTH_BYTES:PREFIX_BYTES]:
         raise ProtocolError("a message was damaged on the way")
@@ -192,7 +192,7 @@ def unframe(framed: bytearray) -> bytearray:
 
 
 def decode(payload: bytes | bytearray, message_type: type[T]) -> T:
-    """Decode a message. Raises ProtocolError for anything else."""
+    """Decode a message. Raises ProtocolError if it is not of this type."""
     try:
         return msgspec.msgpack.decode(payload, type=message_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -211,7 +211,7 @@ def frame_length(header: bytes | bytearray) -> int:
 class Channel:
     """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`.
 
-    In the middle of an operation, a connection without progress for `progress_timeout_s` seconds is broken.
+    A connection counts as broken if an operation makes no progress for `progress_timeout_s` seconds.
     """
 
     def __init__(self, sock: socket.socket, wake: Wake, progress_timeout_s: float) -> None:
@@ -226,11 +226,11 @@ class Channel:
         self._events = 0
 
     def progress_deadline(self) -> float:
-        """The deadline for the peer's next progress, counted from now."""
+        """Return the deadline for the peer's next progress, counted from now."""
         return time.monotonic() + self.progress_timeout_s
 
     def wait(self, events: int, deadline: float | None) -> int:
-        """Wait for poll events of the socket; 0 when woken. Raises TimeoutError, StoppedError."""
+        """Wait for poll events of the socket. Return 0 when woken. Raises TimeoutError, StoppedError."""
         if events != self._events:
             self._poll.modify(self.socket, events)
             self._events = events
@@ -243,26 +243,26 @@ class Channel:
         return next(iter(ready.values()), 0)
 
     def ready(self, events: int, deadline: float) -> None:
-        """Wait for events, ignoring wake-ups."""
+        """Wait for events, and ignore wake-ups."""
         while not self.wait(events, deadline):
             pass
 
     def finish_connect(self, deadline: float) -> None:
-        """Wait for a begun `connect`; raise its error, if any."""
+        """Wait until `connect` is done; raise its error, if any."""
         self.ready(select.POLLOUT, deadline)
         error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
 
     def hung_up(self) -> bool:
-        """Tell whether the peer has closed its side, read or not. Raises StoppedError."""
+        """Return whether the peer has closed its side, even if data is left to read. Raises StoppedError."""
         try:
             return bool(self.wait(select.POLLRDHUP, time.monotonic()))
         except TimeoutError:
             return False
 
     def at_end(self) -> bool:
-        """Tell whether the peer has closed its side and no data is left to read."""
+        """Return whether the peer has closed its side and no data is left to read."""
         try:
             return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -273,8 +273,7 @@ class Channel:
     def shutdown(self) -> None:
         """End the connection from another thread; the owner of the channel sees it as lost.
 
-        The peer can send nothing more once this returns, even if the owner is closing the channel at the
-        moment.
+        Once this returns the peer can send nothing more, even if the owner closes the channel meanwhile.
         """
         with self._ending, contextlib.suppress(OSError):  # it has ended already
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -293,7 +292,7 @@ class Channel:
             return 0
 
     def receive(self, buffers: Sequence[Buffer]) -> int:
-        """Fill the buffers as far as possible; return the bytes. Raises ConnectionResetError at the end."""
+        """Fill the buffers as far as possible; return the bytes read. Raises ConnectionResetError at the end."""
         try:
             received = self.socket.recvmsg_into(buffers)[0]
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Counts a worker's transfers, in all and with each peer by transport, and measures each peer's wire."""
+"""Counters of a worker's transfers, in total and per peer and transport, and each peer's wire speed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TransferCounters:
 
 
 _FADE = 0.95
-"""Weight of all earlier observations against the newest: some 20 count."""
+"""Weight of all earlier observations against the newest: about 20 observations count."""
 
 
 class WireSpeed:
-    """A least-squares fit of relative errors: seconds = `latency_s` * pieces + bytes / `bytes_per_s`."""
+    """A fit, with least squared relative errors, of seconds = `latency_s` * pieces + bytes / `bytes_per_s`."""
 
     def __init__(self) -> None:
         self._last = (0.0, 0.0, 0.0)
@@ -43,10 +43,10 @@ class WireSpeed:
         self._pieces_s = self._bytes_s = 0.0
         self.latency_s = 0.0
         self.bytes_per_s = 0.0
-        """0 until something was measured."""
+        """Bandwidth; 0 until something was measured."""
 
     def look(self, pieces: float, nbytes: float, seconds: float) -> None:
-        """Observe the totals. An observation counts only if all three have grown."""
+        """Observe new totals. They count as an observation only if all three have grown."""
         gained = (pieces - self._last[0], nbytes - self._last[1], seconds - self._last[2])
         if min(gained) <= 0:
             return
@@ -60,7 +60,7 @@ class WireSpeed:
         self._solve()
 
     def _solve(self) -> None:
-        """Solve the fit. If all observations were alike, all of their time is bandwidth."""
+        """Solve the fit. If all observations are alike, attribute all time to bandwidth."""
         independent = self._pieces * self._bytes - self._mixed**2
         if independent > 1e-3 * self._pieces * self._bytes:
             per_piece = (self._pieces_s * self._bytes - self._bytes_s * self._mixed) / independent
@@ -72,12 +72,12 @@ class WireSpeed:
 
 
 MAX_PEERS = 128
-"""The most peers that are remembered; the least recently used one is forgotten first."""
+"""Most peers that are remembered; the least recently used one is forgotten first."""
 
 RefusalKind = Literal[
     "unavailable", "not_offered", "other_host", "refused", "unreachable", "timeout", "broken"
 ]
-"""Reasons why a transport does not serve a pair. `broken`: it did serve, and will be tried again."""
+"""Reasons why a transport does not serve a pair. `broken`: it did before, and will be tried again."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class _Pair:
 
 
 class Pairs:
-    """Totals since the first contact. Thread-safe."""
+    """The transfers with each peer since the first contact, by transport. Thread-safe."""
 
     def __init__(self, max_peers: int = MAX_PEERS) -> None:
         self._max_peers = max_peers
@@ -97,7 +97,7 @@ class Pairs:
         self._peers: OrderedDict[str, dict[str, _Pair]] = OrderedDict()
 
     def add(self, peer: str, transport: str, amounts: Mapping[str, float]) -> None:
-        """Add to totals of `PAIR_COUNTERS`. `transport` is empty for amounts that belong to no transport."""
+        """Add amounts to `PAIR_COUNTERS`. `transport` is empty for amounts that belong to no transport."""
         assert amounts.keys() <= _NAMES
         with self._lock:
             counters = self._pair(peer, transport).counters
@@ -109,7 +109,7 @@ class Pairs:
             self._pair(peer, transport).counters[f"kv_transfer_errors_total{{kind={kind}}}"] += count
 
     def refuse(self, peer: str, transport: str, refusal: RefusalKind, reason: str) -> bool:
-        """Record why a transport does not serve the pair. Return whether that is new, and worth a log line.
+        """Record why a transport does not serve the pair. Return whether this is new and to be logged.
 
         `peer` is empty for a transport that this worker cannot offer to any peer.
         """
@@ -120,14 +120,14 @@ class Pairs:
             return is_news
 
     def accept(self, peer: str, transport: str) -> None:
-        """Remove the record of why the transport did not serve the pair."""
+        """Remove the recorded reason why the transport did not serve the pair."""
         with self._lock:
             pair = self._peers.get(peer, {}).get(transport)
             if pair is not None:
                 pair.refused, pair.reason = None, ""
 
     def snapshot(self, in_use: Mapping[str, str]) -> list[PairState]:
-        """Return the state of all pairs; `in_use` has the transport in use by peer."""
+        """Return the state of all pairs. `in_use` maps each peer to its transport in use."""
         with self._lock:
             for pairs in self._peers.values():
                 for pair in pairs.values():
@@ -156,7 +156,7 @@ class Pairs:
 
 
 def _look(pair: _Pair) -> None:
-    """Measure the wire in bytes of KV, however few of them coding leaves."""
+    """Measure the wire in bytes of KV, even if coding sends fewer bytes."""
     counters = pair.counters
     pair.speed.look(
         counters.get("kv_transfer_pieces_total", 0.0),

@@ -28,14 +28,14 @@ _ACCEPT_PAUSE_S = 0.1
 
 
 class Receiver:
-    """Receives blocks into `pool` under leases, over every transport of `transports` at once.
+    """The receiver of blocks into `pool` under leases, over all `transports` at once.
 
-    The caller opened the transports, and closes them. `key` is the cluster's 32-byte transfer key, `host`
-    the address to listen on, as peers reach it, on one of `ports` for each transport. `on_event` is called
-    from an I/O thread when `poll` has something new; it must not block. A connection that stops in the
-    middle of a piece is dropped after `progress_timeout_s` seconds. A sender without a connection gets
-    `reconnect_grace_s` seconds to come back over another transport before its leases fail. `pairs` counts
-    the transfers from each peer.
+    The caller opened the transports, and closes them. `key` is the cluster's 32-byte transfer key. Each
+    transport listens on `host`, the address that peers use, on one of `ports`. `on_event` is called from an
+    I/O thread when `poll` has something new; it must not block. A connection that stops in the middle of a
+    piece is dropped after `progress_timeout_s` seconds. A sender without a connection gets
+    `reconnect_grace_s` seconds to come back over another transport before its leases fail. `pairs` counts the
+    transfers from each peer.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class Receiver:
         first_token: int | Sequence[int] = 0,
         num_tokens: int | None = None,
     ) -> None:
-        """Allow writes to a prompt's blocks under this lease, except blocks before `first_token` (one for
-        each extent, if several), once all work that the calling thread has launched on the pool's device is
-        done.
+        """Allow writes to a prompt's blocks under this lease, once all work is done that the calling thread
+        has launched on the pool's device. Blocks before `first_token` (one number, or one per extent) stay as
+        they are.
 
         `num_tokens` is the prompt's length; by default all blocks of each extent may be written. Raises
         ValueError for bad blocks or a known lease.
@@ -113,7 +113,7 @@ class Receiver:
         self._leases.open(lease_id, extents, first_token, num_tokens, self._queue.mark())
 
     def poll(self) -> list[ReceiveEvent]:
-        """Return the events since the last call: those of open leases, and `Closed` for closed ones."""
+        """Return the events since the last call: all events of open leases, and `Closed` of closed ones."""
         events = []
         while self._events:
             event = self._events.popleft()
@@ -122,7 +122,7 @@ class Receiver:
         return events
 
     def close_lease(self, lease_id: str) -> bool:
-        """Forget a lease; idempotent. No write begins under it after this.
+        """Forget a lease: no more writes begin under it. Idempotent.
 
         Return whether no write is running. If one is, the blocks must not be used until a Closed event.
         """

@@ -27,7 +27,7 @@ _JOIN_S = 10.0
 
 @dataclass
 class _Lease:
-    """The transfers of one lease. A failed one stays until its event has been polled."""
+    """The transfers of one lease. A failed lease stays until its event has been polled."""
 
     peer: PeerAddress
     link: Link | None = None
@@ -46,15 +46,14 @@ class _Lease:
 
 
 class Sender:
-    """Pushes blocks of `pool` into leased blocks of other workers.
+    """The sender of blocks of `pool` to leased blocks of other workers.
 
     `transports`, which the caller opened and closes, are in order of preference. Only `abort` and `close`
-    ever wait for a peer: a thread of its own makes each link, at the first `push` or `connect` to the peer.
-    `on_event` is called from an I/O thread when `poll` has something new; it must not block. A transport on
-    which nothing is acknowledged for `progress_timeout_s` seconds counts as broken: its pieces are sent over
-    the next one, and the broken one is tried again every `retry_interval_s` seconds. `checksum` chooses the
-    bytes of a piece that its checksum covers: none (`off`), a sample, or all. `pairs` counts the transfers
-    to each peer.
+    wait for a peer: each link's own thread connects, at the first `push` or `connect`. `on_event` is called
+    from an I/O thread when `poll` has something new; it must not block. A transport on which nothing is
+    acknowledged for `progress_timeout_s` seconds counts as broken: its pieces are sent over the next one, and
+    the broken one is tried again every `retry_interval_s` seconds. A piece's `checksum` covers none of its
+    bytes (`off`), a sample, or all. `pairs` counts the transfers to each peer.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Sender:
         self._closed = False
 
     def connect(self, peer: PeerAddress) -> str:
-        """Begin or find the link to a peer; return the transport in use, or the one being tried.
+        """Find or start the link to a peer. Return the transport in use, or the transport being tried.
 
         Raises TransferError if the two have no transport in common.
         """
@@ -107,7 +106,7 @@ class Sender:
             return self._link(peer).transport
 
     def wire_dtype(self, peer: PeerAddress) -> str:
-        """Return the dtype in which the transport in use, or being tried, carries values to the peer."""
+        """Return the dtype of values on the transport in use, or being tried, to the peer."""
         with self._lock:
             link = self._links.get((peer.worker_id, peer.incarnation))
         return link.wire_dtype if link is not None else "auto"
@@ -122,14 +121,14 @@ class Sender:
         *,
         final: bool,
     ) -> None:
-        """Queue blocks of a prompt under the peer's lease; they are consecutive from `first_position` (one
-        for each extent, if several).
+        """Queue blocks of a prompt under the peer's lease, consecutive from `first_position` (one number, or
+        one per extent).
 
-        `num_tokens` of the prompt are computed, or will be once all work that the calling thread has
-        launched on the pool's device is done. `final` ends the lease; with it there may be no blocks. The
-        blocks must stay untouched until Completed, or until `abort` returns. Later errors come as a Failed
-        event, after which the lease is forgotten; until it is polled, further pushes under the lease are
-        ignored. Raises ValueError for blocks out of range.
+        `num_tokens` of the prompt are computed, or will be once all work that the calling thread has launched
+        on the pool's device is done. `final` ends the lease, and may come without blocks. The blocks must
+        stay untouched until Completed, or until `abort` returns. Later errors come as a Failed event, after
+        which the lease is forgotten; until it is polled, further pushes under the lease are ignored. Raises
+        ValueError for blocks out of range.
         """
         positions = [first_position] * len(extents) if isinstance(first_position, int) else first_position
         pieces = [
@@ -169,9 +168,9 @@ class Sender:
         return events
 
     def abort(self, lease_id: str) -> None:
-        """Forget a lease; idempotent. After it returns none of its source blocks is read any more.
+        """Forget a lease. Idempotent. After this returns none of the lease's source blocks is read.
 
-        With `shm` this waits some milliseconds for the peer to finish the lease's pieces on the way; a peer
+        With `shm` this waits some milliseconds for the peer to finish the lease's pieces in flight. A peer
         that takes longer than `abort_timeout_s` is disconnected, and ignores blocks that it still reads.
         """
         with self._lock:
@@ -181,7 +180,7 @@ class Sender:
             lease.link.abort(lease_id, self._abort_timeout_s)
 
     def transports(self) -> dict[str, str]:
-        """Return the transport in use, by the worker id of each connected peer."""
+        """Return the transport in use for each connected peer, by worker id."""
         with self._lock:
             return {link.peer.worker_id: link.transport for link in self._links.values() if link.connected}
 

@@ -1,1 +1,1 @@
-"""KV blocks as bytes: their layout, their names within pieces, copies and conversions."""
+"""KV blocks as bytes: their layout, their indices on the wire, copies and conversions."""

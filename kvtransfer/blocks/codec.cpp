@@ -1,15 +1,15 @@
-// A lossless code for bf16 values: an exponent takes three bits if it lies in a window of seven, the sign and the
+// A lossless code for bf16 values: an exponent takes three bits if it is in a window of seven; the sign and the
 // mantissa stay as they are.
 //
 // A group of 256 values is
 //
 //     1 byte     the window's lowest exponent, or PLAIN: then the values follow unchanged
-//     96 bytes   the codes: the exponent's place in the window, or OUTSIDE
+//     96 bytes   the codes: the exponent's index in the window, or OUTSIDE
 //     256 bytes  the mantissas, each with its sign as the lowest bit
 //     n bytes    the exponents outside of the window, in order
 //
-// Values are taken in rows of 32. In a row, value i and value 16 + i are neighbours: so all steps work on whole
-// vectors of 16-bit numbers, and nothing is shuffled. Bytes after the last whole group of a block are not coded.
+// Values are taken in rows of 32. In a row, value i and value 16 + i are neighbours, so that all steps work on
+// whole vectors of 16-bit numbers without shuffles. Bytes after the last whole group of a block are not coded.
 
 #include <algorithm>
 #include <cstdint>
@@ -43,7 +43,7 @@ template <class Vector> void store(void* target, const Vector& vector) {
     std::memcpy(target, &vector, sizeof vector);
 }
 
-// Returns a bit for each byte of two rows, all ones or zero.
+// Returns one bit per byte of two rows. Each byte is all ones or zero.
 uint64_t bits_of(const Bytes& first, const Bytes& second) {
 #if defined(__SSE2__)
     __m128i parts[4];
@@ -59,8 +59,8 @@ uint64_t bits_of(const Bytes& first, const Bytes& second) {
 #endif
 }
 
-// Calls visit(n, i) for the n-th set bit i, and up to STEP - 1 times more with i = PAIR: a step has no branches, and
-// most pairs of rows take one. Returns the number of set bits.
+// Calls visit(n, i) for the n-th set bit i, then up to STEP - 1 times with i = PAIR, so that a step has no branches.
+// Most pairs of rows take one step. Returns the number of set bits.
 template <class Visit> int each(uint64_t bits, const Visit& visit) {
     const int count = __builtin_popcountll(bits);
     for (int done = 0; done < count; done += STEP)
@@ -68,7 +68,7 @@ template <class Visit> int each(uint64_t bits, const Visit& visit) {
     return count;
 }
 
-// Counts the exponents outside of a window, those at each place of a row.
+// Counts the exponents outside of the window, for each column of the rows.
 Bytes count_outside(const Bytes* exponents, uint8_t window) {
     Bytes counts{};
     for (int row = 0; row < ROWS; row++) counts -= Bytes(exponents[row] - window >= OUTSIDE);
@@ -83,7 +83,7 @@ int total(const Bytes& counts) {
     return int(pairs * 0x0001000100010001 >> 48);
 }
 
-// Moves the window as long as fewer exponents lie outside; returns their number.
+// Moves the window while that leaves fewer exponents outside. Returns the number left outside.
 int climb(const Bytes* exponents, uint8_t& window) {
     for (;;) {
         Bytes counts[3];
@@ -94,7 +94,7 @@ int climb(const Bytes* exponents, uint8_t& window) {
     }
 }
 
-// `window` is that of the group before. Returns the bytes written, at most PLAIN_BYTES; some more are overwritten.
+// `window` is the previous group's. Returns the bytes written, at most PLAIN_BYTES; some bytes after them change, too.
 int64_t encode_group(uint8_t* out, const char* values, uint8_t& window) {
     Bytes exponents[ROWS], mantissas[ROWS], codes[ROWS], outside[ROWS];
     for (int row = 0; row < ROWS; row++) {
@@ -133,8 +133,8 @@ int64_t encode_group(uint8_t* out, const char* values, uint8_t& window) {
     return rest - out;
 }
 
-// Writes the values of a group. Returns the bytes read, or 0 if the first `left` bytes are no group. SLACK bytes after
-// them can be read.
+// Decodes a group to `values`. Returns the bytes read, or 0 if the `left` bytes of `in` begin with no group. SLACK
+// more bytes must be readable.
 int64_t decode_group(char* values, const uint8_t* in, int64_t left) {
     if (left < 1) return 0;
     if (*in == PLAIN) {
@@ -146,7 +146,7 @@ int64_t decode_group(char* values, const uint8_t* in, int64_t left) {
     const Bytes low = load<Bytes>(in + 1), middle = load<Bytes>(in + 1 + ROW), high = load<Bytes>(in + 1 + 2 * ROW);
     const Bytes codes[ROWS] = {low & 7,         low >> 3 & 7,    (low >> 6 | middle << 2) & 7,  middle >> 1 & 7,
                                middle >> 4 & 7, (middle >> 7 | high << 1) & 7, high >> 2 & 7, high >> 5};
-    uint8_t exponents[ROWS / 2][PAIR + 1];  // with a place for what `each` does too much
+    uint8_t exponents[ROWS / 2][PAIR + 1];  // with a place for the surplus calls of `each`
     uint64_t outside[ROWS / 2];
     int64_t escapes = 0;
     for (int row = 0; row < ROWS; row += 2) {
@@ -169,7 +169,7 @@ int64_t decode_group(char* values, const uint8_t* in, int64_t left) {
     return HEAD_BYTES + escapes;
 }
 
-// Calls part(start, nbytes) for the bytes [first, last) of blocks that are taken one after the other.
+// Calls part(start, nbytes) for each block's part of the bytes [first, last) of the concatenated blocks.
 template <class Part>
 void each_part(const int64_t* blocks, int64_t block_bytes, int64_t first, int64_t last, const Part& part) {
     while (first < last) {
@@ -181,8 +181,8 @@ void each_part(const int64_t* blocks, int64_t block_bytes, int64_t first, int64_
 
 }  // namespace
 
-// Encodes the bytes [first, last) of a pool's `blocks`, taken one after the other. Returns the bytes written: fewer
-// than last - first, or that number if the bytes were copied. `out` has room for a byte more for every 512, and SLACK more.
+// Encodes the bytes [first, last) of a pool's concatenated `blocks`. Returns the bytes written: fewer than
+// last - first, or that number if the bytes were copied. `out` has room for one more byte per 512, and SLACK more.
 extern "C" int64_t tandem_encode(uint8_t* out, const char* pool, const int64_t* blocks, int64_t block_bytes,
                                  int64_t first, int64_t last) {
     uint8_t* end = out;
@@ -202,7 +202,7 @@ extern "C" int64_t tandem_encode(uint8_t* out, const char* pool, const int64_t* 
     return last - first;
 }
 
-// Decodes `size` bytes into the same range. Returns whether they were its code; else some of the range is overwritten.
+// Decodes `size` bytes into the same range. Returns whether they were its code; if not, a part is overwritten.
 extern "C" int32_t tandem_decode(char* pool, const int64_t* blocks, int64_t block_bytes, int64_t first, int64_t last,
                                  const uint8_t* in, int64_t size) {
     const bool coded = size != last - first;

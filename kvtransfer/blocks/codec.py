@@ -1,7 +1,7 @@
 """A lossless code for bf16 KV on slow wires: about 0.7 of the bytes, encoded in slices of a piece.
 
-KV has few different exponents: a window of seven holds nearly all of them, so three bits replace eight.
-`codec.cpp` has the format. Slices that it does not make shorter are copied.
+Nearly all exponents of KV values lie in a window of seven, so three bits replace eight. `codec.cpp` has the
+format. A slice that the code would not shorten is copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLICE_BYTES = 1024 * 1024
 """Bytes of a piece that are encoded at once: a slice is sent before the next one is encoded."""
 _GROUP_BYTES = 512
 _SLACK = 8
-"""Bytes behind a code that the native functions may overwrite or read, though they use none of them."""
+"""Bytes after a code that the native functions may read or overwrite without using them."""
 
 
 class UndecodableError(TandemError):
@@ -54,7 +54,7 @@ def is_available() -> bool:
 
 
 def suits(segments: Sequence[SegmentInfo]) -> bool:
-    """Tell whether blocks of these segments have bf16 values."""
+    """Return whether blocks of these segments have bf16 values."""
     return any(segment.dtype == "bfloat16" and segment.quantization == "none" for segment in segments)
 
 
@@ -65,8 +65,8 @@ def slices(nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 class Codec:
-    """Encodes or decodes slices of pieces, blocks of `block_bytes` bytes, in `staging`. For one thread at a
-    time.
+    """An encoder and decoder of slices of pieces, in `staging`; blocks have `block_bytes` bytes. For one
+    thread at a time.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -75,15 +75,15 @@ class Codec:
         self._block_bytes = block_bytes
 
     def encode(self, buffer: memoryview, blocks: BlockIndices, first: int, last: int) -> memoryview:
-        """Encode the bytes [first, last) of a piece in `buffer`. Valid until the next call."""
+        """Encode the bytes [first, last) of a piece in `buffer`. The result is valid until the next call."""
         library, blocks = _library(), np.ascontiguousarray(blocks)
         assert library is not None
         where = (address(buffer), blocks.ctypes.data, self._block_bytes, first, last)
         return self.staging[: library.tandem_encode(self._staging_address, *where)]
 
     def decode(self, size: int, buffer: memoryview, blocks: BlockIndices, first: int, last: int) -> bool:
-        """Decode `size` bytes of `staging` to the bytes [first, last) of a piece. Return whether they were
-        the code of so many bytes.
+        """Decode `size` bytes of `staging` to the bytes [first, last) of a piece. Return False if the code is
+        not one of exactly that many bytes.
         """
         library, blocks = _library(), np.ascontiguousarray(blocks)
         assert library is not None

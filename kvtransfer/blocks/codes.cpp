@@ -1,6 +1,6 @@
-// KV in int8 on the wire: packed and unpacked in one pass, where torch takes one for each operation.
+// KV in int8 on the wire: packed and unpacked in one pass, where torch takes one pass per operation.
 //
-// The values are those of convert.py, bit by bit.
+// The results equal convert.py's, bit by bit.
 
 #include <algorithm>
 #include <cmath>
@@ -24,7 +24,7 @@ uint32_t bits_of(float value) {
     return bits;
 }
 
-// A value of a pool by its bits. Without the sign bit they order like the magnitudes.
+// A pool's value by its bits. Without the sign bit, bits compare like magnitudes.
 struct Float32 {
     using Bits = uint32_t;
     static float load(Bits bits) { return as_float(bits); }
@@ -101,10 +101,10 @@ void unpack(char* pool, int64_t pool_bytes, const int64_t* targets, const char* 
 
 }  // namespace
 
-// Packs the pool's `blocks` one after the other to `out`: the values [planes, block_size, heads, width] at
-// `pool` of each block, as codes at `out` with scales behind them. Of each block `num_tokens` count.
+// Packs the pool's `blocks`, in order, to `out`. `pool` points at block 0's values [planes, block_size, heads, width],
+// `out` at the first block's codes, with the scales `scales_start` bytes after. Only `num_tokens` tokens count.
 //
-// Returns -1, or the first group (row, plane, head) with a magnitude that is not at most `largest`.
+// Returns -1, or the first group (row, plane, head) whose largest magnitude is not at most `largest`.
 extern "C" int64_t tandem_pack(int32_t value_bytes, char* out, int64_t out_bytes, int64_t scales_start,
                                const char* pool, int64_t pool_bytes, const int64_t* blocks,
                                const int64_t* num_tokens, int64_t count, int64_t planes, int64_t block_size,
@@ -114,8 +114,8 @@ extern "C" int64_t tandem_pack(int32_t value_bytes, char* out, int64_t out_bytes
                heads, width, smallest, largest);
 }
 
-// Writes the first `tokens` tokens of each of the wire's blocks `sources` to the pool's blocks `targets`. `wire`
-// and `pool` point at the values of block 0; the scales lie `scales_start` bytes behind `wire`.
+// Writes the first `tokens` tokens of the wire's blocks `sources` to the pool's blocks `targets`. `wire` and
+// `pool` point at the values of block 0; the scales begin `scales_start` bytes after `wire`.
 extern "C" void tandem_unpack(int32_t value_bytes, char* pool, int64_t pool_bytes, const int64_t* targets,
                               const char* wire, int64_t wire_bytes, const int64_t* sources, int64_t scales_start,
                               int64_t count, int64_t tokens, int64_t planes, int64_t block_size, int64_t heads,

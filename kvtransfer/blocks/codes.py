@@ -1,4 +1,4 @@
-"""int8 codes of KV in the host's memory, in one compiled pass over the values."""
+"""int8 codes of KV in host memory: packed and unpacked in one compiled pass over the values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def compiled(pool: SegmentLayout, wire: SegmentLayout, device: torch.device) -> bool:
-    """Tell whether these functions support such values."""
+    """Return whether these functions support such values."""
     known = pool.dtype in _DTYPES and wire.quantized and wire.code_dtype == torch.int8
     return known and device.type == "cpu" and _library() is not None
 
@@ -61,10 +61,10 @@ def pack(
     num_tokens: BlockIndices,
     limits: tuple[float, float],
 ) -> tuple[int, int, int] | None:
-    """Write a segment of the pool's `blocks` to the first ones of `out`, both uint8 [n, block_bytes].
+    """Pack a segment of the pool's `blocks` into the first blocks of `out`; both are uint8 [n, block_bytes].
 
-    `limits` are the smallest magnitude that is not packed as zero, and the largest. Return the row, plane
-    and head of the first group that exceeds it.
+    A group (row, plane, head) whose largest magnitude is below `limits[0]` is packed as zeros. Return the
+    first group that exceeds `limits[1]`, or None.
     """
     library = _library()
     assert library is not None
@@ -100,7 +100,7 @@ def unpack(
     targets: BlockIndices,
     count: int,
 ) -> None:
-    """Write the first `count` tokens of a segment of the staged `sources` to the pool's `targets`."""
+    """Unpack the first `count` tokens of the staged `sources`, one segment, into the pool's `targets`."""
     library = _library()
     assert library is not None
     block_size, heads, width = wire.tokens_shape

@@ -2,8 +2,8 @@
 
 On a quantized wire a value is one byte, with a scale for each (block, layer, plane, kv head). Symmetric: the
 scale is the largest magnitude of its group over the largest code (127 for int8, 448 for fp8), so nothing is
-clipped and zero stays zero. Only a block's valid tokens count. The slots after them are packed as zeros, so
-that values of an earlier owner neither enlarge a scale nor leave the worker.
+clipped and zero stays zero. Only a block's valid tokens count. The slots after them are packed as zeros:
+values of the block's earlier owner must neither enlarge a scale nor leave the worker.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
 CHUNK_VALUES = 1024 * 1024
-"""Values in a chunk: 4 MiB of float32, which stay in a shared cache and make calls cheap."""
+"""Values in a chunk: 4 MiB of float32, which fit in a shared cache and are many enough for a torch call."""
 
 
 class Scratch:
-    """Named buffers that grow when a larger one is asked for. For one thread at a time."""
+    """Named buffers that grow when a larger one is requested. For one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor, valid until the same name is asked for again."""
+        """Return an uninitialized contiguous tensor, valid until the same name is requested again."""
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < nbytes:
@@ -54,7 +54,7 @@ class Scratch:
 def scale_by(values: Tensor, factors: Tensor) -> Tensor:
     """Multiply [..., kv_heads, head_dim] in place by factors [..., kv_heads, 1].
 
-    Spread over head_dim first, the factors make a row of all heads one inner loop: up to three times as fast.
+    Expanding the factors over head_dim first makes all heads one inner loop: up to three times as fast.
     """
     return values.mul_(factors.expand(*factors.shape[:-1], values.shape[-1]).contiguous())
 
@@ -76,8 +76,9 @@ def chunks(blocks: int, planes: int, plane_values: int) -> Iterator[tuple[slice,
 CPU = torch.device("cpu")
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST, LARGEST = 1e-30, 1e38
-"""Groups whose largest magnitude is below `SMALLEST` are packed as zeros, beyond `LARGEST` they are refused:
-between them scales and their inverses are ordinary float32 numbers."""
+"""Groups with a largest magnitude below `SMALLEST` are packed as zeros, and above `LARGEST` refused. Between
+the two, scales and their inverses are normal float32 numbers.
+"""
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -87,8 +88,8 @@ class NonFiniteError(TandemError):
 
 
 class Quantizer:
-    """Packs blocks of a pool of these segments as blocks of `wire` segments, on the pool's device. For one
-    thread at a time.
+    """A converter of pool blocks of these segments to blocks of `wire` segments, on the pool's device. For
+    one thread at a time.
 
     `wire_dtype` is "int8" or "fp8". Raises LayoutError for segments that can't be quantized.
     """
@@ -146,7 +147,7 @@ class Quantizer:
     def _gather(
         self, values: Tensor, blocks: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
     ) -> Tensor:
-        """Copy blocks of [pool blocks, planes, block_size, ...], with zeros after their tokens."""
+        """Copy blocks of [num_blocks, planes, block_size, ...], with zeros after each block's valid tokens."""
         chunk = self._scratch.take("chunk", (len(blocks), *values.shape[1:]), values.dtype)
         torch.index_select(values, 0, torch.from_numpy(blocks).to(self._device), out=chunk)
         for row in np.flatnonzero(num_tokens < values.shape[2]).tolist():
@@ -154,10 +155,10 @@ class Quantizer:
         return chunk
 
     def _largest(self, chunk: Tensor) -> Tensor:
-        """Return the largest magnitude of each (block, plane, head), as float32; not finite if any of them
-        is not.
+        """Return the largest magnitude of each (block, plane, head), as float32; not finite if any value is
+        not.
 
-        Without its sign bit a floating point number orders like the integer of the same bits.
+        Floating point numbers without their sign bits compare like the integers with the same bits.
         """
         bits = chunk.view(_BITS[chunk.dtype])
         magnitude = self._scratch.take("float", tuple(chunk.shape), bits.dtype)
@@ -209,10 +210,11 @@ class RangeError(TandemError):
 
 
 class Converter:
-    """Places wire blocks in `pool`, whose blocks are `ours`, on its device. For one thread at a time.
+    """A converter of wire blocks to blocks of `pool` (segments `ours`) on its device. For one thread at a
+    time.
 
-    `pool` is in the host's memory, or uint8 [num_blocks, block_bytes] in a device's, or divided among several
-    devices. Raises LayoutError for segments that can't be converted.
+    `pool` is in host memory, or uint8 [num_blocks, block_bytes] on a device, or divided among devices. Raises
+    LayoutError for segments that can't be converted.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class Converter:
     def place(
         self, staged: memoryview, positions: BlockIndices, block_ids: BlockIndices, num_tokens: int
     ) -> None:
-        """Write the tokens before `num_tokens` of the wire blocks at the start of `staged`.
+        """Write the wire blocks at the start of `staged` to the pool, up to the prompt's `num_tokens` tokens.
 
         Wire block i is the prompt's block `positions[i]`; `block_ids` are our blocks of the prompt, in order.
         Nothing else in the pool is changed. `staged` must be writable; its lease checked the positions and
@@ -250,7 +252,7 @@ _ALL = slice(None)
 
 
 class _PartConverter:
-    """Places the `heads` of wire blocks that a device has, all of segments that are not named there."""
+    """A converter for one device's part: it has `heads` of each segment by name, or all without an entry."""
 
     def __init__(
         self,
@@ -311,11 +313,10 @@ class _PartConverter:
         return scale_by(decoded.copy_(codes), scales)
 
     def _halves(self, codes: Tensor) -> Tensor:
-        """Reinterpret fp8 codes as float16 numbers that are smaller by `HALF_PER_FP8`: the same bits,
-        shifted by three places.
+        """Reinterpret fp8 codes as float16 numbers, which are smaller by the factor `HALF_PER_FP8`.
 
-        torch converts float16 fifty times as fast, and the mantissa's and the exponent's bits fit exactly;
-        the factor is the difference of the exponents' biases (7 and 15).
+        Sign, exponent and mantissa keep their bits. The factor comes from the exponents' biases (7 and 15).
+        torch converts float16 fifty times as fast as fp8.
         """
         bits = self._scratch.take("halves", tuple(codes.shape), torch.int16)
         bits.copy_(codes.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(~_EXTENDED_SIGN)
@@ -331,7 +332,7 @@ class _PartConverter:
 
 
 def _select(blocks: Tensor, index: BlockIndices) -> Tensor:
-    """Return these blocks: a view if they are consecutive, as staged ones mostly are."""
+    """Return these blocks, as a view if they are consecutive, as staged blocks mostly are."""
     if _consecutive(index):
         return blocks[index[0] : index[0] + len(index)]
     return blocks.index_select(0, torch.from_numpy(index).to(blocks.device))

@@ -1,8 +1,8 @@
-"""Pools in a GPU's memory: when their bytes are complete, and their way through pinned host memory.
+"""Pools in a GPU's memory: when their blocks are complete, and copies through pinned host memory.
 
-An engine launches work and goes on. Blocks that it hands over may not be computed yet, and blocks that it
-gives away may still be read by work that it launched before. So each push and each lease has a mark in the
-device's queue: readers and writers of the blocks wait for that mark, and not for later work.
+The engine launches work without waiting for it. Blocks that it hands over may not be computed yet, and blocks
+that it frees may still be read by work launched earlier. So each push and each lease has a mark in the
+device's stream: readers and writers of the blocks wait for that mark, and not for later work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLICE_BYTES = 2 * 1024 * 1024
 
 
 class Mark:
-    """A point in the work of a stream. Without a stream, which is in host memory, all work is done."""
+    """A point in the work of a stream. Without a stream (host memory) all work is done."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._event = torch.cuda.Event(blocking=True) if stream is not None else None
@@ -42,15 +42,15 @@ PAST = Mark()
 
 
 class Copies:
-    """Copies in streams of their own, one for each device, which wait for no other work; in host memory
-    without a stream.
+    """Copies in streams of their own, one per device, which wait for no other work. Host memory has no
+    stream.
     """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self._streams = streams
 
     def start(self, target: Tensor, source: Callable[[], Tensor]) -> None:
-        """Copy what `source` returns, which it may compute on the first device."""
+        """Start to copy the tensor that `source` returns; `source` may compute it on the first device."""
         with _in(self._streams):
             target.copy_(source(), non_blocking=True)
 
@@ -60,18 +60,18 @@ class Copies:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Complete, at its end, all copies that the calling thread launches inside."""
+        """Complete all copies that the calling thread launches in the context, at the end of the context."""
         try:
             with _in(self._streams):
                 yield
-        finally:  # after an error, too: the caller then gives the blocks away
+        finally:  # also after an error: the caller then frees the blocks
             for stream in self._streams:
                 stream.synchronize()
 
 
 @contextmanager
 def _in(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Make each stream its device's current one, and the first one's device the current device."""
+    """Make each stream the current one of its device, and the first stream's device the current device."""
     with ExitStack() as entered:
         for stream in reversed(streams):
             entered.enter_context(torch.cuda.stream(stream))
@@ -79,8 +79,8 @@ def _in(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
 
 
 class Queue:
-    """The work launched on a pool's `device`. In host memory (None) it is done when a call returns. Blocks
-    may lie on `others`, too, whose work that of this device follows.
+    """The work launched on a pool's `device`. In host memory (None) a call returns when its work is done.
+    Blocks may also be on `others`: work on `device` follows work on these.
     """
 
     def __init__(self, device: torch.device | None = None, others: Sequence[torch.device] = ()) -> None:
@@ -103,13 +103,13 @@ def queue_of(device: torch.device, others: Sequence[torch.device] = ()) -> Queue
 
 
 def pinned(nbytes: int, device: torch.device) -> memoryview:
-    """Allocate host memory that the device copies from and to at full speed."""
+    """Allocate host memory that the device reads and writes at full speed."""
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return memoryview(memory.numpy())
 
 
 class Arriving(Views):
-    """Slices of a buffer that arrive in order. Access to a slice waits until it has arrived."""
+    """Slices of a buffer that arrive in order. Access to a slice waits for its arrival."""
 
     def __init__(self, buffer: memoryview, ends: list[int], marks: list[Mark]) -> None:
         super().__init__(buffer, [0, *ends[:-1]], ends)
@@ -128,7 +128,7 @@ class Arriving(Views):
 
 
 class BlockGatherer:
-    """Copies blocks of a device's pool, uint8 [num_blocks, block_bytes], to the host. For one thread."""
+    """A copier of blocks of a device's pool, uint8 [num_blocks, block_bytes], to the host. For one thread."""
 
     def __init__(self, blocks: Tensor | JoinedBlocks, queue: Queue, max_blocks: int) -> None:
         self._blocks = blocks
@@ -138,7 +138,7 @@ class BlockGatherer:
         self._host = torch.frombuffer(self.buffer, dtype=torch.uint8).view(max_blocks, self._block_bytes)
 
     def gather(self, block_ids: npt.NDArray[np.int64]) -> Arriving:
-        """Start to copy the blocks, packed in that order, into `buffer`; valid until the next call."""
+        """Start to copy the blocks, in this order, into `buffer`; the result is valid until the next call."""
         most = max(1, SLICE_BYTES // self._block_bytes)
         ends: list[int] = []
         marks: list[Mark] = []

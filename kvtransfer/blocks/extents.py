@@ -1,8 +1,8 @@
-"""Blocks and their destinations: cut into parts, encoded as runs for the wire, laid out as buffers, checked.
+"""Blocks and their positions: cut into parts, encoded as runs for the wire, viewed as buffers, checksummed.
 
-`Blocks` are int64 [2, num_blocks]: the sender's blocks, and each one's position within the prompt, which the
-receiver maps to its own blocks. On the wire they are runs of (first block, first position, number of
-blocks), three little-endian int32 each.
+`Blocks` are int64 [2, num_blocks]: the sender's blocks, and each block's position in the prompt, which the
+receiver maps to its own blocks. On the wire they are runs of (first block, first position, number of blocks),
+three little-endian int32 each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BlockIndices: TypeAlias = npt.NDArray[np.int64]
 Blocks: TypeAlias = npt.NDArray[np.int64]
 
 PART_BYTES = 16 * 1024 * 1024
-"""Size of a part: small enough that on a slow wire no request delays the others for long."""
+"""Bytes of a part: few enough that on a slow wire no request delays the others for long."""
 PARTS_AT_ONCE = 4
-"""Parts in a piece that the receiver reads by itself. Reading one takes some milliseconds, so the cost of
-each piece, up to half a millisecond, matters little.
+"""Parts in a piece that the receiver reads itself. A part takes some milliseconds to read, so the cost per
+piece, up to half a millisecond, matters little.
 """
 MAX_PIECE_BLOCKS = 4096
 RUN_BYTES = 12
@@ -49,7 +49,7 @@ def blocks_per_part(block_bytes: int) -> int:
 def cut(source: Sequence[int], first_position: int, source_blocks: int, max_blocks: int) -> list[Blocks]:
     """Cut into parts of at most `max_blocks` blocks, in order. An empty source gives no part.
 
-    Raises ValueError for a block that the source does not have, or positions that no prompt can have.
+    Raises ValueError for a block outside of the source's `source_blocks`, or a position above any prompt's.
     """
     indices = np.asarray(source, dtype=np.int64).reshape(-1)
     if len(indices) and (indices.min() < 0 or indices.max() >= source_blocks):
@@ -69,7 +69,7 @@ def to_wire(blocks: Blocks) -> bytes:
 
 
 def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
-    """Decode runs. Raises ProtocolError for blocks that the source lacks, or too many of them."""
+    """Decode runs. Raises ProtocolError for blocks that the source lacks, or more than `max_blocks`."""
     if len(raw) % RUN_BYTES:
         raise ProtocolError(f"runs of {len(raw)} bytes are not a multiple of {RUN_BYTES}")
     if not raw:
@@ -91,7 +91,7 @@ def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
 class Views(Sequence[memoryview]):
     """The parts [starts[i], ends[i]) of a buffer, in bytes.
 
-    Each view is made when it is accessed: a thousand at once would trigger the garbage collector.
+    Views are made on access: a thousand at once would trigger the garbage collector.
     """
 
     def __init__(self, buffer: memoryview, starts: list[int], ends: list[int]) -> None:
@@ -121,7 +121,7 @@ Buffers: TypeAlias = Sequence[memoryview | Views]
 
 
 def views(buffer: memoryview, block_bytes: int, blocks: BlockIndices) -> Views:
-    """Return the memory of some blocks in order, in as few buffers as possible."""
+    """Return the memory of these blocks, in order, in as few buffers as possible."""
     firsts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
     starts = blocks[firsts] * block_bytes
     ends = starts + np.diff(firsts, append=len(blocks)) * block_bytes
@@ -129,7 +129,7 @@ def views(buffer: memoryview, block_bytes: int, blocks: BlockIndices) -> Views:
 
 
 def address(buffer: memoryview) -> int:
-    """Return the place of a buffer in memory, which must not move while it is used."""
+    """Return the buffer's memory address. The buffer must not move while the address is used."""
     return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
 
 
@@ -161,7 +161,7 @@ class ScatterList:
         self.done += nbytes
 
     def _slice(self, first: int, last: int) -> list[memoryview]:
-        """Return the buffers [first, last) of all parts taken together."""
+        """Return the buffers [first, last), counted over all parts."""
         chosen: list[memoryview] = []
         for part, start in zip(self._parts, self._firsts, strict=False):
             chosen += part[max(0, first - start) : max(0, last - start)]
@@ -175,7 +175,7 @@ SHARES = 16
 def piece_checksum(
     mode: Mode, buffer: memoryview, block_bytes: int, blocks: BlockIndices, lease_id: str, index: int
 ) -> bytes | None:
-    """Return the eight-byte checksum of a piece, in `blocks` of a side's `buffer`, or None if `off`."""
+    """Return the eight-byte checksum of a piece, in `blocks` of `buffer`, or None if `mode` is `off`."""
     if mode == "off":
         return None
     parts = views(buffer, block_bytes, blocks)
@@ -191,6 +191,6 @@ def piece_checksum(
 
 
 def chosen_shares(lease_id: str, index: int, count: int) -> BlockIndices:
-    """Return the covered sixteenth of each of a piece's `count` blocks: int64 [count] in [0, 16)."""
+    """Return the sixteenth of each block that a sampled checksum covers: int64 [count], in [0, 16)."""
     stream = shake_128(f"{index}/{lease_id}".encode()).digest(count)
     return np.frombuffer(stream, np.uint8).astype(np.int64) % SHARES

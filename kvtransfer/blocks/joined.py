@@ -1,6 +1,6 @@
 """Whole blocks of a pool that is divided by KV heads among the devices of a worker's ranks.
 
-A part of a block has the same layers and tokens, and some heads of its segments. Peers see whole blocks only.
+A part of a block has all layers and tokens, but only some heads. Peers see whole blocks only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from protocol.handoff import SegmentInfo
 
 @dataclass(frozen=True)
 class Part:
-    """A device's part, uint8 [num_blocks, bytes of its part of a block]: the `heads` of each of its segments,
-    by name.
+    """One device's part of the blocks, uint8 [num_blocks, part_bytes], with its `heads` of each segment, by
+    name.
     """
 
     blocks: Tensor
@@ -27,7 +27,7 @@ class Part:
 
 
 class JoinedBlocks:
-    """Stands for a tensor of whole blocks, uint8 [num_blocks, block_bytes]. Parts may have the same heads."""
+    """A stand-in for a tensor of whole blocks, uint8 [num_blocks, block_bytes]. Parts may share heads."""
 
     dtype = torch.uint8
 
@@ -56,7 +56,7 @@ class JoinedBlocks:
 
 
 def _tensors(segment: SegmentLayout, blocks: Tensor) -> Iterator[Tensor]:
-    """Yield a segment's values and, if rows have them, scales: [n, planes, block_size, heads, ...]."""
+    """Yield a segment's values and its row scales, if any: [n, planes, block_size, heads, ...]."""
     yield segment.values(blocks)
     if segment.in_rows:
         yield segment.scales(blocks)

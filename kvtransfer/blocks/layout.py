@@ -1,18 +1,17 @@
 """The layout of a KV block's bytes, in a pool and on the wire.
 
-A block is its segments, one after the other. A segment is its values, [layers, planes, block_size, kv_heads,
+A block is its segments, one after the other. A segment holds values [layers, planes, block_size, kv_heads,
 head_dim] of `dtype`; the planes are usually keys and values. If `quantization` is "int8" or "fp8" each value
 takes one byte instead, and the scales follow the values: [layers, planes, kv_heads] float32, one for all
-tokens of the block. A value is its code times its scale. Little-endian, no padding; fp8 is OCP's E4M3
-without infinities (`torch.float8_e4m3fn`).
+tokens of the block and head. A value is its code times its scale. Little-endian, no padding; fp8 is OCP's
+E4M3 without infinities (`torch.float8_e4m3fn`).
 
-A pool may itself be quantized: "int8_row_scales" and "fp8_row_scales" have a scale for each token's head
+A pool may itself be quantized: "int8_row_scales" and "fp8_row_scales" have a scale for each token and head
 (`engine.kv.row_codes`): [kv_heads] float32 after the codes of each token's plane. Such blocks are sent
 unchanged, and only to pools of the same quantization.
 
-Scales of finer groups were measured on the bundled model: one for each token and head makes the error
-smaller by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations
-agree.
+Scales of finer groups were measured on the bundled model: one for each token and head makes the error smaller
+by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations agree.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ SCALE_DTYPE = torch.float32
 
 MAX_BLOCK_SIZE = 1024
 _ALIGNMENT = 4
-"""Each segment has a multiple of this many values, so that all is aligned without padding."""
+"""Divisor of each segment's number of values, so that all segments are aligned without padding."""
 
 _DIMENSIONS = ("layers", "planes", "block_size", "kv_heads", "head_dim")
 
 
 class LayoutError(ValueError):
-    """Segments that can't be read or converted; `field` says where."""
+    """Segments that can't be read or converted; `field` names the bad field."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -63,12 +62,12 @@ class SegmentLayout:
 
     @property
     def quantized(self) -> bool:
-        """Tell whether there is a scale for each block."""
+        """Return whether there is a scale for each block."""
         return self.info.quantization in CODE_DTYPES
 
     @property
     def in_rows(self) -> bool:
-        """Tell whether there is a scale for each row, so that a row's bytes depend on no other row."""
+        """Return whether there is a scale for each row, so that a row's bytes depend on no other row."""
         return self.info.quantization in _CACHE_DTYPES
 
     @property
@@ -140,7 +139,7 @@ class BlockLayout:
         self.block_size = segments[0].shape[2]
 
     def blocks(self, buffer: memoryview | Tensor) -> Tensor:
-        """Return the blocks in a writable buffer, as uint8 [n, block_bytes], a tensor's form."""
+        """Return the blocks in a writable buffer as a tensor, uint8 [n, block_bytes]."""
         if isinstance(buffer, Tensor):
             return buffer
         count = buffer.nbytes // self.block_bytes
@@ -169,18 +168,17 @@ def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[Seg
 
 
 def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> str:
-    """Return how the dtype and quantization of this wire differ from our pool's; empty if they don't."""
+    """Return how dtype and quantization on the wire differ from our pool's; empty if they are equal."""
     theirs_and_ours = ([(each.dtype, each.quantization) for each in side] for side in (wire, ours))
     theirs, here = theirs_and_ours
     return "" if theirs == here else ",".join("/".join(pair) for pair in theirs)
 
 
 def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> tuple[str, str] | None:
-    """Return why blocks of the wire can't become blocks of our pool, as (field, reason), or None if they
-    can.
+    """Return (field, reason) if wire blocks can't be converted to blocks of our pool, else None.
 
-    Dtypes may differ among `DTYPES`, and the wire may be quantized, but not together with a state. Everything
-    else must agree. `wire` may come from a peer, so only its types are trusted.
+    Dtypes may differ among `DTYPES`, and the wire may be quantized, except with a state. All else must agree.
+    `wire` may come from a peer, so only its types are trusted.
     """
     if tuple(wire) == tuple(ours):
         return None
@@ -208,7 +206,7 @@ def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo])
 def tokens_in_blocks(
     positions: npt.NDArray[np.int64], block_size: int, num_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """Return how many of a prompt's `num_tokens` tokens lie in each of its blocks at these positions."""
+    """Return the number of a prompt's `num_tokens` tokens in each of its blocks at `positions`."""
     return np.clip(num_tokens - positions * block_size, 0, block_size)
 
 
@@ -244,7 +242,7 @@ def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
 
 
 def _unlike_quantization(their: SegmentInfo, our: SegmentInfo) -> str:
-    """Return why values of this wire are not stored in our pool; empty if they are."""
+    """Return why our pool cannot store this wire's quantization; empty if it can."""
     if our.quantization in CODE_DTYPES:
         return f"this pool is itself quantized ({our.quantization})"
     there, here = (_CACHE_DTYPES.get(side.quantization, "auto") for side in (their, our))

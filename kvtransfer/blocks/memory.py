@@ -1,10 +1,10 @@
-"""Memory for KV pools: private, or shared with processes of the same host that got its descriptor.
+"""Memory for KV pools: private, or shared with processes of the host that receive its descriptor.
 
 An attention kernel that walks a large pool needs far fewer address translations on huge pages: scattered
 reads take a sixth less time. Linux gives huge pages to private memory on request. To shared memory it gives
 them at first touch only if an administrator allowed that
-(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), but from 6.1 on it turns pages in use into huge ones
-on request (`MADV_COLLAPSE`), with any setting. A thread requests that as the pool fills.
+(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), but from 6.1 on it turns pages in use into huge ones on
+request (`MADV_COLLAPSE`), with any setting. A thread requests that as the pool fills.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 logger = logging.getLogger("tandem.kvtransfer")
 
 _SEAL_FUTURE_WRITE = 0x0010
-"""`F_SEAL_FUTURE_WRITE`, which Python's `fcntl` does not name: only mappings made before it may write."""
+"""`F_SEAL_FUTURE_WRITE`, which Python's `fcntl` lacks: new mappings of the file are read-only."""
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
@@ -40,16 +40,16 @@ class PoolMemory:
     """Anonymous memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file that backs it if
     `shared`.
 
-    It is physically allocated as it is first touched. It has no name in any file system, so nothing is left
-    after a SIGKILL. Its size is sealed, so that its truncation cannot crash a peer that maps it, and only
-    `buffer` and the processes it was lent to can write to it (from Linux 5.1 on). `fd` is None on platforms
-    without `memfd_create`. The memory and `fd` are freed with the last view of `buffer`.
+    Pages are allocated at first touch. The file has no name, so a SIGKILL leaves nothing. Its size is sealed:
+    no truncation can crash a peer that maps it. Only `buffer` and the processes that it was lent to can write
+    to it (from Linux 5.1 on). `fd` is None on platforms without `memfd_create`. The memory and `fd` are freed
+    with the last view of `buffer`.
     """
 
     def __init__(
         self, nbytes: int, *, shared: bool = True, lend: Callable[[int], None] | None = None
     ) -> None:
-        """`lend` hands `fd` to other processes that may write. They have mapped it when it returns."""
+        """`lend` passes `fd` to other processes that may write, and returns when they have mapped it."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         self.nbytes = nbytes
@@ -115,10 +115,10 @@ def _advise_huge_pages(pages: mmap.mmap) -> None:
 
 
 def _keep_huge(pages: weakref.ref[mmap.mmap], address: int, nbytes: int, fd: int) -> None:
-    """Whenever more of the file is allocated, turn the next pages into huge ones, from the front on.
+    """Turn pages into huge ones from the front on, whenever more of the file is allocated.
 
-    Blocks are handed out from the front, so this stays just ahead of their use. A part for which no huge
-    page is free stays as it is.
+    Blocks are allocated from the front, so this stays just ahead of their use. Parts without a free huge page
+    keep small pages.
     """
     done = 0
     while done < nbytes:

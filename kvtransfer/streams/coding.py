@@ -1,8 +1,8 @@
-"""Decides, for each piece of one connection, whether it is sent coded (`blocks.codec`), and codes it.
+"""The choice, for each piece of one connection, whether to send it coded (`blocks.codec`); and its coding.
 
-Coding pays on slow wires alone. A piece is coded if two comparisons are in its favour: the wire's seconds
-for the bytes that it saves exceed the seconds of encoding, and coded pieces were acknowledged sooner for
-their size than plain ones. Now and then some pieces are sent the other way, so that both figures stay true.
+Coding pays only on slow wires. A piece is coded if encoding takes less time than the wire needs for the saved
+bytes, and if coded pieces were acknowledged sooner, for their size, than plain ones. Now and then some pieces
+are sent the other way, so that both figures stay true.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvtransfer.messages import GOOD, SIZE_BYTES, SPOILED
 from kvtransfer.streams.pieces import QueuedPiece
 
 MEASURED_BYTES = 1024 * 1024
-"""The least bytes of a piece that counts: the time of a small one says little about the wire's bandwidth."""
+"""Least bytes of a piece whose time is recorded: the time of a small one says little about the bandwidth."""
 LEAST_BYTES = 64 * 1024
-"""The least bytes of a piece that is coded."""
+"""Least bytes of a piece that is coded."""
 _KEPT = 3
-"""Measurements of each way whose median counts. Until there are so many, the way is not judged."""
+"""Number of measurements of coded and of plain pieces whose median counts. Fewer are not used."""
 _PERIOD = 128
-"""Pieces after which the way that is not in use is measured again."""
+"""Number of pieces after which the choice that is not in use (coded or plain) is measured again."""
 
 
 class WireCoding:
-    """Codes pieces of blocks of `block_bytes` bytes. For one stream's thread."""
+    """The encoder of one connection's pieces, with blocks of `block_bytes` bytes. For one stream's thread."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -38,10 +38,10 @@ class WireCoding:
         self._choices = 0
         self._is_faster = False
         self._ratio = self._encoding_s = 0.0
-        """Coded bytes, and seconds of encoding, for each plain byte."""
+        """Coded bytes, and seconds of encoding, per plain byte."""
 
     def chooses(self, buffer: memoryview, blocks: BlockIndices) -> bool:
-        """Decide whether to code a piece, these blocks of `buffer`."""
+        """Return whether to code the piece that consists of these blocks of `buffer`."""
         nbytes = len(blocks) * self._block_bytes
         plain, coded = self._seconds[False], self._seconds[True]
         if nbytes < LEAST_BYTES or len(plain) < _KEPT:
@@ -56,9 +56,9 @@ class WireCoding:
         return self._is_faster
 
     def slices(self, buffer: memoryview, blocks: BlockIndices, piece: QueuedPiece) -> Iterator[Buffers]:
-        """Encode a piece slice by slice, each when the one before is sent, and count the coded bytes.
+        """Encode a piece slice by slice, each after the previous one is sent, and count the coded bytes.
 
-        A piece that is not wanted any more ends before the next slice, as spoiled.
+        A piece that is no longer wanted ends as spoiled before its next slice.
         """
         nbytes = len(blocks) * self._block_bytes
         piece.wire_bytes = 0
@@ -72,14 +72,14 @@ class WireCoding:
             yield [size, coded, memoryview(GOOD)] if last == nbytes else [size, coded]
 
     def acknowledged(self, piece: QueuedPiece) -> None:
-        """Record the time that an acknowledged piece took, without the time behind earlier ones."""
+        """Record the time of an acknowledged piece, without the time that it waited for earlier pieces."""
         now, nbytes = time.monotonic(), piece.num_blocks * self._block_bytes
         if nbytes >= MEASURED_BYTES:
             self._seconds[piece.coded].append((now - max(piece.sent_at, self._acknowledged_at)) / nbytes)
         self._acknowledged_at = now
 
     def _try(self, buffer: memoryview, blocks: BlockIndices, nbytes: int) -> None:
-        """Measure encoding on the piece's first slice; the shortest time is that of an undisturbed thread."""
+        """Measure the encoding of the piece's first slice; keep the shortest, least disturbed time."""
         _, last = next(slices(nbytes))
         seconds = []
         for _ in range(_KEPT):

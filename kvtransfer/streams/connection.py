@@ -29,18 +29,18 @@ from protocol.logs import RareLog
 
 
 class Incoming:
-    """Writes the sender's blocks straight to their places, since they have our layout."""
+    """The destination of blocks that have our layout: written straight to the lease's blocks."""
 
     def __init__(self, target: RegisteredPool, max_blocks: int, foreign: str = "") -> None:
         self.target = target
         """The pool that the connection's reader writes to."""
         self.max_blocks = max_blocks
-        """The most of the sender's blocks in one piece."""
+        """Most blocks in one piece of the sender."""
         self.foreign_format = foreign
         """`layout.foreign_format` of the incoming blocks."""
 
     def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
-        """Return the blocks of `target` to read into, for a piece that belongs in `leased` ones."""
+        """Return the blocks of `target` to read into, for a piece whose final blocks are `leased`."""
         return leased[positions]
 
     def place(self, positions: BlockIndices, lease: Lease, block_pool: int, gate: WriteGate) -> bool:
@@ -49,7 +49,7 @@ class Incoming:
 
 
 class Converting(Incoming):
-    """Converts blocks of another dtype, quantized ones, and those for a GPU's memory."""
+    """The destination of blocks of another dtype, of quantized blocks, and of blocks for a GPU's memory."""
 
     def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
         wire_bytes = block_bytes(hello.wire)
@@ -74,7 +74,7 @@ class Converting(Incoming):
 
 
 def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_devices: bool) -> Incoming:
-    """Choose the destination. Checksums are computed on the host, so blocks with one are staged there."""
+    """Choose the destination. Checksums are computed on the host, so blocks with a checksum are staged there."""
     if tuple(hello.wire) != pool.segments:
         return Converting(pool, hello, max_blocks)
     if pool.device is not None and not (reaches_devices and hello.checksum == "off"):
@@ -90,7 +90,7 @@ _CLOSED.close()
 
 @dataclass(frozen=True)
 class ReceiverCore:
-    """State that the connections of one receiver share."""
+    """The state that all connections of one receiver share."""
 
     identity: Identity
     leases: LeaseTable
@@ -102,7 +102,7 @@ class ReceiverCore:
     progress_timeout_s: float
     handshake_timeout_s: float
     strangers: RareLog = field(default_factory=lambda: RareLog(logger))
-    """Logs peers that failed the handshake."""
+    """The logger of peers that failed the handshake."""
 
 
 def _read(
@@ -112,7 +112,7 @@ def _read(
 
 
 class ReceiverConnection(threading.Thread):
-    """Serves one accepted socket until it ends."""
+    """A thread that serves one accepted socket until the connection ends."""
 
     def __init__(self, accepted: socket.socket, transport: Transport, core: ReceiverCore) -> None:
         super().__init__(name=f"kv-receive-{transport.name}", daemon=True)
@@ -198,7 +198,7 @@ class ReceiverConnection(threading.Thread):
     def _take(
         self, reader: PieceReader, inlet: Incoming, hello: Hello, piece: Piece, blocks: Blocks, lease: Lease
     ) -> str:
-        """Bring a piece into its lease's blocks; return the reason if it is not there, or an empty string."""
+        """Bring a piece into its lease's blocks. Return why it is not there, or an empty string."""
         sources, positions = blocks
         gate, refusal = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
         if gate is None:

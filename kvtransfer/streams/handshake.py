@@ -39,12 +39,12 @@ KEY_BYTES = 32
 
 
 class HandshakeRefusedError(TransferError):
-    """The other side may not talk to us, or not for this pool."""
+    """The other side refuses us, or refuses our pool."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """One side's part of every handshake. `checksum` applies to the pieces that it sends."""
+    """One side's part of every handshake. `checksum` applies to the pieces that this side sends."""
 
     key: bytes
     worker_id: str
@@ -122,7 +122,7 @@ def examine(channel: Channel, ours: Identity, transport: Transport, deadline: fl
 
 
 def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
-    """Return the first field of the Hello that does not fit us, and the reason, or two empty strings."""
+    """Return the first field of the Hello that differs from ours, and the reason; or two empty strings."""
     expected: dict[str, tuple[object, str]] = {
         "version": (WIRE_VERSION, ""),
         "transport": (transport, ""),
@@ -137,7 +137,7 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
 
 
 def _contradiction(hello: Hello, pool: RegisteredPool) -> tuple[str, str] | None:
-    """Return a contradiction within the Hello: its segments determine wire format and block size."""
+    """Return a contradiction within the Hello: its segments imply its wire format and block size."""
     expected = pool.block_bytes
     if not hello.segments == hello.wire == list(pool.segments):
         quantization = hello.wire[0].quantization if hello.wire else ""

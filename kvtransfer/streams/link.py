@@ -1,4 +1,4 @@
-"""The connections to one peer: over the best transport that works, and over the next one when that breaks."""
+"""The connections to one peer: over the best transport that works, or the next one when that breaks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from protocol.ids import PeerAddress, TransferOffer
 logger = logging.getLogger("tandem.kvtransfer")
 
 MAX_ATTEMPTS = 4
-"""The most times that a piece is sent before its lease is given up."""
+"""Most times that a piece is sent before its lease fails."""
 
 
 @dataclass(frozen=True)
 class LinkCore:
-    """State that the links of one sender share. The callbacks are called from the streams' threads."""
+    """The state that all links of one sender share. The streams' threads call the callbacks."""
 
     identity: Identity
     counters: TransferCounters
@@ -48,17 +48,17 @@ class Candidate:
     transport: Transport
     try_at: float = 0.0
     openings: int = 0
-    """The number of times it was opened since a piece was last acknowledged over it."""
+    """Number of times that it was opened since a piece was last acknowledged over it."""
 
     def is_hopeless(self, now: float) -> bool:
         return self.openings >= MAX_ATTEMPTS and self.try_at > now
 
 
 class Link(threading.Thread):
-    """Keeps streams open over the first of `candidates` that works, until none does.
+    """A thread that keeps streams open over the first of `candidates` that works, until none works.
 
-    A transport that failed is tried again every `retry_interval_s` seconds; when it works, it takes over
-    between two pieces.
+    A failed transport is tried again every `retry_interval_s` seconds. When it works, it takes over between
+    two pieces.
     """
 
     def __init__(self, peer: PeerAddress, candidates: list[Candidate], core: LinkCore) -> None:
@@ -89,13 +89,13 @@ class Link(threading.Thread):
 
     @property
     def wire_dtype(self) -> str:
-        """Return the dtype in which that transport carries values."""
+        """Return the dtype of values on the transport in use, or on the transport tried first."""
         return (self._active or self._candidates[0]).transport.wire_dtype
 
     # --- for any thread ---------------------------------------------------------------------------
 
     def enqueue(self, piece: QueuedPiece) -> None:
-        """Queue these parts. Leases take turns. A link that is down, as reported, ignores them."""
+        """Queue a piece. Leases take turns. A link that has reported its failure ignores the piece."""
         with self.state:
             if self.down or piece.lease_id in self._refused:
                 return
@@ -103,7 +103,7 @@ class Link(threading.Thread):
             self._wake_streams()
 
     def abort(self, lease_id: str, timeout_s: float) -> None:
-        """Drop a lease's pieces. After it returns none of its source blocks is read any more."""
+        """Drop a lease's pieces. After this returns none of the lease's source blocks is read."""
         deadline = time.monotonic() + timeout_s
         with self.state:
             self._queue.drop(lease_id)
@@ -171,7 +171,7 @@ class Link(threading.Thread):
         self._tell(refusals)
 
     def _count_busy(self, stream: Stream) -> None:
-        """Count the time since the last call in which some piece was on its way. Called with `state` held."""
+        """Add the time since the last call if some piece was in flight. Called with `state` held."""
         now, since = time.monotonic(), self._busy_since
         self._busy_since = now if any(each.in_flight for each in self._streams) else None
         if since is not None:
@@ -188,7 +188,7 @@ class Link(threading.Thread):
     ) -> list[tuple[str, str]]:
         """Queue failed pieces again, or refuse their leases; return the final refusals.
 
-        A lease is refused once none of its pieces is on its way: until then its blocks may be read.
+        A lease is refused only when none of its pieces is in flight: until then its blocks may be read.
         """
         retried = []
         for piece in pieces:
@@ -222,7 +222,7 @@ class Link(threading.Thread):
         return next(each for each in self._candidates if each.transport.name == stream.transport_name)
 
     def _tell(self, refusals: list[tuple[str, str]]) -> None:
-        """Report refused leases. Until that is done, pieces that are pushed under them are dropped."""
+        """Report refused leases. Pieces pushed under them meanwhile are dropped."""
         for lease_id, error in refusals:
             self._core.on_refused(lease_id, error)
             with self.state:
@@ -230,7 +230,7 @@ class Link(threading.Thread):
                 self._telling.discard(lease_id)
 
     def _level(self) -> int:
-        """Return the log level of a broken connection: an idle link's end is no warning."""
+        """Return the log level for a broken connection: the end of an idle link is no warning."""
         return logging.WARNING if self._active is None or self._queue else logging.DEBUG
 
     def _wake_streams(self) -> None:
@@ -253,7 +253,7 @@ class Link(threading.Thread):
             self._close()
 
     def _open_some(self) -> bool:
-        """Open streams over the best transport that works. Transports that failed lately are tried last."""
+        """Open streams over the best transport that works. Try recently failed transports last."""
         now, reasons = time.monotonic(), []
         hopeful = [candidate for candidate in self._candidates if not candidate.is_hopeless(now)]
         for candidate in sorted(hopeful, key=lambda candidate: candidate.try_at > now):
@@ -266,7 +266,7 @@ class Link(threading.Thread):
         return False
 
     def _try(self, candidate: Candidate) -> str:
-        """Open streams over the candidate, or schedule a retry; return why it failed, or an empty string."""
+        """Open streams over the candidate, or schedule a retry. Return why it failed, or an empty string."""
         try:
             self._open(candidate)
         except (OSError, TransferError, ProtocolError) as error:
@@ -279,7 +279,7 @@ class Link(threading.Thread):
         return ""
 
     def _open(self, candidate: Candidate) -> None:
-        """Open all of a transport's streams, or as many as possible; raise the first one's error."""
+        """Open all of a transport's streams, or as many as possible. Raise the first stream's error."""
         opened: list[Stream] = []
         try:
             self._open_streams(candidate, opened)

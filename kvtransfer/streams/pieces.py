@@ -1,4 +1,4 @@
-"""Pieces to be sent: their queue, and the time that they took."""
+"""Pieces to send: their queue, and their transfer times."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvtransfer.blocks.extents import RUN_BYTES, Blocks, to_wire
 class QueuedPiece:
     """Consecutive parts of a lease in one block pool; the first is part `index` of the lease.
 
-    `num_tokens` of the prompt were valid when it was pushed, `pushed_s` after the lease's first piece; the
-    blocks are complete `after` its mark. `wanted` turns false when the lease is aborted. It was last sent
-    `coded` or not, as `wire_bytes` bytes.
+    The piece was pushed `pushed_s` after the lease's first one, when `num_tokens` of the prompt were valid;
+    its blocks are complete `after` this mark. `wanted` becomes False when the lease is aborted. The last
+    transmission was `coded` or not, and had `wire_bytes` bytes.
     """
 
     lease_id: str
@@ -55,7 +55,7 @@ class QueuedPiece:
         return self.blocks.shape[1]
 
     def split(self, num_parts: int) -> tuple[QueuedPiece, QueuedPiece]:
-        """Split into a piece of the first parts and one of the rest."""
+        """Split into one piece with the first `num_parts` parts and one with the rest."""
         first = replace(self, parts=self.parts[:num_parts], final=False)
         return first, replace(self, parts=self.parts[num_parts:], index=self.index + num_parts)
 
@@ -99,7 +99,7 @@ class PieceQueue:
 
 @dataclass
 class TransferTime:
-    """Times at which one lease's pieces were queued, sent and acknowledged, in monotonic seconds."""
+    """The times when one lease's pieces were queued, sent and acknowledged, in monotonic seconds."""
 
     started: float = field(default_factory=time.monotonic)
     final_push: float | None = None
@@ -111,7 +111,7 @@ class TransferTime:
         self._spans.append((piece.sent_at, acknowledged_at))
 
     def busy_s(self, until: float | None = None) -> float:
-        """Return the seconds, up to `until`, in which some piece was on its way."""
+        """Return the seconds, up to `until`, during which some piece was in flight."""
         busy, reached = 0.0, self.started
         for sent, acknowledged in sorted(self._spans):
             end = acknowledged if until is None else min(acknowledged, until)

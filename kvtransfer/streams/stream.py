@@ -42,7 +42,7 @@ _ZEROS = memoryview(bytes(1024 * 1024))
 
 
 class StreamOwner(Protocol):
-    """The interface of a stream to its link. `state` guards the queue and every stream's `in_flight`."""
+    """The interface of a link for its streams. `state` guards the queue and every stream's `in_flight`."""
 
     state: threading.Condition
 
@@ -53,11 +53,11 @@ class StreamOwner(Protocol):
         """Remove the piece from the stream's `in_flight`, and queue it again if it has to be resent."""
 
     def ended(self, stream: Stream, kind: str, reason: str) -> None:
-        """React to a closed connection. `kind` is the kind of failure, empty if it ended as asked."""
+        """React to a closed connection. `kind` is the kind of failure; empty if the end was requested."""
 
 
 class _Transmission:
-    """A piece that is being written to the connection: at once, or coded in slices."""
+    """A piece being written to the connection: at once, or in coded slices."""
 
     def __init__(self, piece: QueuedPiece, header: bytes, payload: Buffers, coded: Iterator[Buffers]) -> None:
         self.piece = piece
@@ -76,7 +76,7 @@ class _Transmission:
     def pad(self) -> None:
         """Send zeros instead of the rest of the blocks, and mark the piece as spoiled in its trailer.
 
-        A coded piece ends by itself, after the slice that is encoded already.
+        A coded piece ends itself, after the slice that is already encoded.
         """
         if self._padded or self.piece.coded:
             return
@@ -88,7 +88,7 @@ class _Transmission:
 
 
 class Stream(threading.Thread):
-    """One connection to a peer incarnation. `open` connects, `start` begins to send."""
+    """A thread with one connection to a peer incarnation. `open` connects, `start` begins to send."""
 
     def __init__(
         self,
@@ -157,15 +157,15 @@ class Stream(threading.Thread):
                 self._wake.stop()
 
     def retire(self) -> None:
-        """Send no further piece, and end when those in flight are acknowledged."""
+        """Send no more pieces, and end when all pieces in flight are acknowledged."""
         self.retired = True
         self.wake()
 
     def let_go(self, lease_id: str, deadline: float) -> bool:
-        """Wait until no source block of an aborted lease is read any more.
+        """Wait until none of an aborted lease's source blocks is read.
 
-        A peer that reads them by itself has until the deadline; then the connection is cut, and this returns
-        False. After that the peer ignores blocks that it still reads.
+        A peer that reads the blocks itself has until the deadline. Then the connection is closed, and this
+        returns False; the peer ignores blocks that it still reads.
         """
         with self._reading:
             pass  # from now on only padding is sent for an unwanted piece
@@ -199,7 +199,7 @@ class Stream(threading.Thread):
             self._owner.ended(self, kind, f"{self.transport_name}: {reason}")
 
     def close(self) -> None:
-        """Close a stream that was never started; a running one ends by `stop` or `retire`."""
+        """Close a stream that was never started. (`stop` or `retire` ends a running one.)"""
         if self._writer is not None:
             self._writer.close()
         if self._channel is not None:
@@ -281,7 +281,7 @@ class Stream(threading.Thread):
         return _Transmission(queued, frame(encode(piece)), payload, coded)
 
     def _give_up(self, queued: QueuedPiece, reason: str) -> None:
-        """Report that the piece cannot be sent; no byte of it was."""
+        """Report that the piece cannot be sent. None of its bytes was sent."""
         logger.warning("lease %s: %s", queued.lease_id, reason)
         with self._owner.state:
             sequence, _ = self.in_flight[-1]

@@ -57,8 +57,8 @@ void finish() {}
 
 }  // namespace
 
-// Copies the bytes [first, last) of `count` blocks taken one after the other. Blocks that follow each other on
-// both sides are one copy.
+// Copies the bytes [first, last) of `count` concatenated blocks. Blocks that are consecutive on both sides are
+// one copy.
 extern "C" void tandem_gather(char* target, const char* source, const int64_t* sources, const int64_t* targets,
                               int64_t count, int64_t block_bytes, int64_t first, int64_t last,
                               int32_t past_caches) {

@@ -1,9 +1,9 @@
 """The `object_store` transport: blocks travel as objects of a store that both workers' hosts can reach.
 
 The connection is an ordinary TCP one. Before the sender writes a piece's message to it, it copies the piece's
-blocks into an object and sends the object's reference to the receiver's carrier, which puts it into the
-connection's inbox. The receiver copies from the object into its pool. So the sender's blocks are not read
-after the message is sent, and the store holds at most `MAX_IN_FLIGHT` objects of a pair, and one that is
+blocks into an object and sends the object's reference to the receiver's carrier, which puts the reference
+into the connection's inbox. The receiver copies from the object into its pool. So the sender's blocks are not
+read after the message is sent. The store holds at most `MAX_IN_FLIGHT` objects per pair, and one that is
 being deleted.
 """
 
@@ -27,18 +27,18 @@ from protocol.errors import ProtocolError
 from protocol.ids import Id
 
 Reference: TypeAlias = Any
-"""Names an object in the store and keeps it there until the last reference in any process is dropped."""
+"""The name of an object in the store, which keeps it until every process has dropped the reference."""
 
 SendObject: TypeAlias = Callable[[int, Sequence[memoryview]], None]
-"""Stores a copy of the buffers and sends its reference to the peer by this number. Raises OSError."""
+"""A function that stores a copy of the buffers and sends its numbered reference. Raises OSError."""
 
 _SLICE_BYTES = 4 * 1024 * 1024
 _LOOK_S = 0.25
-"""Seconds between two checks of the connection while an object is on its way."""
+"""Seconds between two checks of the connection while waiting for an object."""
 
 
 class Inbox:
-    """References that have arrived for one connection, in any order. They are taken by their numbers."""
+    """References that arrive for one connection in any order, and are taken in the order of their numbers."""
 
     def __init__(self) -> None:
         self.inbox_id = secrets.token_hex(16)
@@ -47,14 +47,14 @@ class Inbox:
         self._next = 0
 
     def put(self, number: int, reference: Reference) -> None:
-        """Add a reference. It is dropped if it was taken or skipped, or if there are too many."""
+        """Add a reference. Drop it if its number was taken or skipped already, or is too high."""
         with self._changed:
             if self._next <= number <= self._next + MAX_IN_FLIGHT:
                 self._arrived[number] = reference
                 self._changed.notify_all()
 
     def take(self, timeout_s: float) -> Reference | None:
-        """Return the next reference, or None if it does not come in time."""
+        """Return the next reference, or None if it does not arrive in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._next in self._arrived, timeout_s):
                 return None
@@ -88,22 +88,22 @@ class Inboxes:
 
 
 class Carrier(Protocol):
-    """Brings objects from worker to worker (`deploy.ray_carrier`), for any thread."""
+    """The interface that moves objects between workers (`deploy.ray_carrier`), for any thread."""
 
     address: str
-    """The name of this carrier for peers' carriers."""
+    """The name by which other carriers reach this one."""
     inboxes: Inboxes
-    """The inboxes that arriving references go to."""
+    """The inboxes for arriving references."""
 
     def sender_to(self, address: str, inbox_id: str) -> SendObject:
         """Return a function that sends objects. Raises OSError if there is no carrier at the address."""
 
     def get(self, reference: Reference, timeout_s: float) -> list[memoryview] | None:
-        """Return the object's read-only buffers, or None if late. Raises OSError if it is lost."""
+        """Return the object's read-only buffers, or None after the timeout. Raises OSError if it is lost."""
 
 
 class ObjectStoreWelcome(msgspec.Struct, frozen=True, tag="object-store"):
-    """Receiver to sender, right after the handshake: where to send the objects of this connection."""
+    """Receiver to sender, right after the handshake: the address for this connection's objects."""
 
     address: Id
     inbox_id: Id
@@ -163,7 +163,7 @@ class ObjectReader(PieceReader):
 def aligned(
     sources: Sequence[memoryview], targets: Sequence[memoryview]
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield the bytes of `sources` and `targets` in order, in pairs of equal and bounded length."""
+    """Yield the bytes of `sources` and `targets` in order, in pairs of equal, bounded length."""
     rest, next_source = memoryview(b""), iter(sources)
     for target in targets:
         while target:
@@ -176,7 +176,7 @@ def aligned(
 
 
 def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
-    """Copy if the gate is open; return whether it is."""
+    """Copy if the gate is open; return whether it was."""
     with gate.writing() as is_open:
         if is_open:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
@@ -184,7 +184,7 @@ def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
 
 
 class ObjectStoreTransport(Transport):
-    """Moves pieces through the object store. One per process. The caller owns the carrier."""
+    """A transport through the object store. One per process. The caller owns the carrier."""
 
     name = "object_store"
 

@@ -24,11 +24,12 @@ logger = logging.getLogger("tandem.kvtransfer")
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """`tcp_streams`: connections per pair. `wire_dtype`: the dtype of values on `tcp`, `auto` for the
-    pool's. `wire_codec`: "auto" codes bf16 on `tcp` without loss where that is faster, "off" does not.
+    """Options of transports. `tcp_streams`: connections per pair. `wire_dtype`: dtype of values on `tcp`;
+    `auto` is the pool's. `wire_codec`: "auto" codes bf16 on `tcp` without loss where that is faster, "off"
+    never does.
 
-    `checksum` is that of the sender's pieces, `tls` makes `tcp` encrypt, `object_store` needs a `carrier`,
-    and UCX itself listens on one of `ports`.
+    `checksum` covers the sender's pieces, `tls` encrypts `tcp`, `object_store` needs a `carrier`, and UCX
+    itself listens on one of `ports`.
     """
 
     tcp_streams: int = 1
@@ -75,8 +76,8 @@ def open_transports(
 ) -> list[Transport]:
     """Open the named transports in that order, ready for `pool` under this worker's unique `name`.
 
-    A transport that is not available here is left out, logged, and recorded in `pairs`. Raises ValueError
-    for an unknown one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
+    An unavailable transport is left out, logged, and recorded in `pairs`. Raises ValueError for an unknown
+    one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
     """
     unknown = [other for other in names if other not in KV_TRANSPORTS]
     if unknown or not names:

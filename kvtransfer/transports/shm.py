@@ -1,10 +1,11 @@
 """The `shm` transport: the receiver maps the sender's pool and copies the blocks itself.
 
 The connection is an abstract Unix socket, so it has no file and is reachable only on this host (in this
-network namespace). The sender passes its pool's file over it once; after that only pieces and acks travel.
+network namespace). The sender passes its pool's file descriptor over it once; then only pieces and acks
+travel.
 
-A piece counts only if its acknowledgement could be sent after the copy: a sender that gives us up closes
-the connection before it reuses the blocks, so a copy of reused blocks never counts.
+A piece counts only if its ack could be sent after the copy: before a sender reuses the blocks it closes the
+connection, so a copy of reused blocks never counts.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from protocol.ports import ANY_PORT
 logger = logging.getLogger("tandem.kvtransfer")
 
 GIL_FREE_BYTES = 64 * 1024
-"""Shorter copies keep the GIL: getting it back from a busy thread costs more than the copy."""
+"""Bytes below which a copy keeps the GIL: waiting for the GIL afterwards would cost more than the copy."""
 PAST_CACHES_BYTES = 2 * 1024 * 1024
-"""A smaller piece may be read again while it is still in a cache."""
+"""Bytes from which on a copy bypasses the caches: a smaller piece may be read again while it is cached."""
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def compiled() -> Callable[..., None] | None:
 
 
 class Gather:
-    """Copies blocks of `block_bytes` bytes from `source` to `target`, neither of which may move in memory."""
+    """A copier of `block_bytes` blocks from `source` to `target`. Neither buffer may move in memory."""
 
     def __init__(self, source: memoryview, target: memoryview, block_bytes: int) -> None:
         self._source = source
@@ -65,7 +66,7 @@ class Gather:
         self._compiled = compiled()
 
     def copy(self, sources: BlockIndices, targets: BlockIndices, first: int, last: int) -> None:
-        """Copy the bytes [first, last) of a piece, whose blocks are taken in order."""
+        """Copy the bytes [first, last) of a piece, which consists of the blocks in order."""
         nbytes = len(sources) * self._block_bytes
         if self._compiled is None or nbytes < GIL_FREE_BYTES:
             for source, target, length in _ranges(sources, targets, self._block_bytes, first, last):
@@ -88,7 +89,7 @@ class Gather:
 def _ranges(
     sources: BlockIndices, targets: BlockIndices, block_bytes: int, first: int, last: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield source, target and length in bytes of each block's part in [first, last)."""
+    """Yield source, target and length, in bytes, of each block's part within [first, last)."""
     while first < last:
         index, start = divmod(first, block_bytes)
         length = min(block_bytes - start, last - first)

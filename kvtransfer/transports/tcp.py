@@ -35,8 +35,8 @@ _DISCARDED = memoryview(bytearray(1024 * 1024))
 def _bound_buffers(sock: socket.socket) -> None:
     """Within one host, keep the socket's buffers small enough for a cache.
 
-    There the kernel would let them grow to tens of megabytes, although there is no network delay to cover.
-    Between hosts the kernel's own sizes are used: they grow as far as the path needs.
+    The kernel would let them grow to tens of megabytes, although no network delay needs that. Between hosts
+    the kernel chooses the sizes, as large as the path needs.
     """
     if sock.getpeername()[0] != sock.getsockname()[0]:
         return
@@ -46,7 +46,7 @@ def _bound_buffers(sock: socket.socket) -> None:
 
 
 class StagingWriter(PieceWriter):
-    """Copies each piece from a device to the host, and sends what has arrived meanwhile."""
+    """A writer that copies each piece from a device to the host, and sends what has arrived meanwhile."""
 
     def __init__(self, pool: RegisteredPool) -> None:
         super().__init__(pool)
@@ -66,7 +66,7 @@ class StagingWriter(PieceWriter):
 
 
 class QuantizingWriter(PieceWriter):
-    """Packs each piece as one byte a value and some scales, on the pool's device."""
+    """A writer that packs each piece, one byte a value and some scales, on the pool's device."""
 
     def __init__(self, pool: RegisteredPool, wire_dtype: str) -> None:
         assert not isinstance(pool.device, JoinedBlocks)
@@ -174,7 +174,7 @@ class TcpTransport(Transport):
 
 
 _CHUNK_BYTES = 128 * 1024
-"""Bytes encrypted, or read from the socket, at a time: few enough for the cache, and few system calls."""
+"""Bytes that are encrypted, or read from the socket, at once: they fit in the cache, and calls are few."""
 
 _PROTOCOL_VERSION_ALERT = bytes.fromhex("15 0301 0002 02 46")
 
@@ -184,8 +184,7 @@ _NO_TLS = "TLS: the peer ended the handshake; it may have no TLS, or refuse our 
 class TlsChannel(Channel):
     """A channel within TLS. The TLS handshake happens with the first bytes that are sent or received.
 
-    Raises ProtocolError for a peer without TLS or without the right certificate, and for bytes that were
-    changed on the way.
+    Raises ProtocolError for a peer without TLS or the right certificate, and for bytes changed in transit.
     """
 
     def __init__(
@@ -197,13 +196,13 @@ class TlsChannel(Channel):
         self._peeked = b""
         self._unsent = memoryview(b"")
         self._owed = 0
-        """Bytes of the caller's data that are encrypted in `_unsent` and not yet reported as sent."""
+        """Bytes of the caller's data that are encrypted in `_unsent` but not yet reported as sent."""
         self._sending_waits_for_input = False
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def wait(self, events: int, deadline: float | None) -> int:
-        """Wait for the events; TLS may have to read before it can write, and the other way round."""
+        """Wait for the events. TLS may have to read before it can write, and vice versa."""
         if events & select.POLLIN and self._has_plaintext():
             return events
         awaited = events
@@ -235,7 +234,7 @@ class TlsChannel(Channel):
     # --- sending ----------------------------------------------------------------------------------
 
     def write(self, buffers: Sequence[Buffer]) -> int:
-        """Return how many bytes were sent. After a 0 some may be encrypted already and will be sent."""
+        """Return how many bytes were sent. If 0, some may be encrypted already and will still be sent."""
         try:
             if not self._owed:
                 self._encrypt(buffers)
@@ -296,7 +295,7 @@ class TlsChannel(Channel):
         return received
 
     def _read(self, target: memoryview) -> int:
-        """Read into `target`; return 0 at the end. Raises BlockingIOError if nothing is there."""
+        """Read into `target`; return 0 at the end. Raises BlockingIOError if no data is available."""
         if self._peeked:
             count = min(len(target), len(self._peeked))
             target[:count] = self._peeked[:count]

@@ -1,7 +1,7 @@
-"""The interface of a transport, and TCP sockets for those that connect hosts.
+"""The interface of a transport, and TCP sockets for transports between hosts.
 
-Pieces, acks, leases and the handshake are common to all transports. A new one derives from `Transport`,
-overrides the methods in which it differs from a plain TCP stream, and adds itself to `registry.py`.
+Pieces, acks, leases and the handshake are common to all transports. A new transport derives from `Transport`,
+overrides methods where it differs from a plain TCP stream, and is added to `registry.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def host_id() -> str:
     """Return an id that is equal in all processes of one boot of one host that see the same abstract Unix
     sockets.
 
-    Those belong to a network namespace, so two containers of a host differ.
+    Such sockets belong to a network namespace, so two containers of a host have different ids.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -42,7 +42,7 @@ _DEAD_AFTER_MS = 30_000
 
 
 def listen_tcp(host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
-    """Return a listening socket on one of these ports of `host`, and its address."""
+    """Return a socket that listens on `host`, on one of these ports, and its address."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
 
     def listen(port: int) -> socket.socket:
@@ -62,7 +62,7 @@ def listen_tcp(host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socke
 
 
 def connect_tcp(address: str) -> socket.socket:
-    """Begin to connect to `host:port`, without blocking."""
+    """Start to connect to `host:port`, without blocking."""
     host, _, port = address.rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -78,7 +78,7 @@ def connect_tcp(address: str) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and detect a dead host."""
+    """Set the socket to send at once and to detect a dead host."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -92,15 +92,14 @@ def tune(sock: socket.socket) -> None:
 
 
 MAX_IN_FLIGHT = 3
-"""The most pieces sent and not acknowledged. It bounds memory in transit, and the time that an abort waits.
-"""
+"""Most pieces sent but not acknowledged. It bounds memory in transit, and the time that an abort waits."""
 
 
 class PieceWriter:
-    """The sender's end of one connection: the pool's blocks follow their piece's message on it."""
+    """The sender's end of one connection: a piece's message is followed by the pool's blocks."""
 
     remote_reads = False
-    """Whether the peer reads our pool by itself, until it acknowledges the piece."""
+    """Whether the peer reads our pool itself, until it acknowledges the piece."""
 
     def __init__(self, pool: RegisteredPool, block_bytes: int | None = None) -> None:
         self.block_bytes = block_bytes or pool.block_bytes
@@ -111,24 +110,24 @@ class PieceWriter:
         """Return a buffer with the blocks as they are sent, and their indices in it; valid until the next
         call.
 
-        Only the prompt's first `num_tokens` tokens are valid; the rest of its last block is not.
+        Only the prompt's first `num_tokens` tokens are valid; the rest of its last block is garbage.
         """
         return self._pool.buffer, blocks[0]
 
     def wait_arrived(self) -> None:
-        """Wait until all of `source`'s blocks are in its buffer. `payload`'s buffers wait by themselves."""
+        """Wait until all of `source`'s blocks are in its buffer. (`payload`'s buffers wait on access.)"""
         return
 
     def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
-        """Return the bytes after the piece's message: `source`'s blocks and a trailer, or none."""
+        """Return the bytes after the piece's message: the blocks of `source` and a trailer, or nothing."""
         if self.remote_reads:
             return []
         return [views(buffer, self.block_bytes, indices), memoryview(GOOD)]
 
     def close(self) -> None:
-        """Give the connection up, as the sender. Idempotent, for any thread.
+        """Give up the connection. Idempotent, for any thread.
 
-        A peer that reads our pool ignores blocks that it reads after this.
+        A peer that reads our pool ignores blocks that it reads afterwards.
         """
         return
 
@@ -137,20 +136,20 @@ class PieceReader(ABC):
     """The receiver's end of one connection."""
 
     saved_bytes = 0
-    """Bytes by which the last coded piece was shorter than its blocks."""
+    """Bytes that coding saved in the last coded piece."""
 
     @abstractmethod
     def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
         """Copy the sender's blocks into our blocks while the gate is open; discard the rest.
 
-        Return whether all of them are in place, as they were before the sender gave the connection up;
-        either way the next message follows on the connection. Raises OSError if the connection is broken,
-        TimeoutError if it makes no progress.
+        Return whether all blocks are in place, read before the sender gave the connection up. In either case
+        the next message follows on the connection. Raises OSError if the connection is broken, TimeoutError
+        if it makes no progress.
         """
 
     def read_coded(self, targets: BlockIndices, gate: WriteGate) -> bool:
-        """Decode a coded piece into our blocks, like `read`. Raises UndecodableError for damaged slices, once
-        the piece is over.
+        """Decode a coded piece into our blocks, like `read`. Raises UndecodableError, after the piece's end,
+        for damaged slices.
         """
         raise ProtocolError("this transport carries no coded pieces")
 
@@ -162,32 +161,32 @@ class Transport(ABC):
     name: ClassVar[str]
     same_host = False
     parts_at_once = 1
-    """Parts of a prompt in a piece."""
+    """Number of a prompt's parts in a piece."""
     reaches_devices = False
-    """Whether its readers can write a GPU's memory."""
+    """Whether its readers can write to a GPU's memory."""
     streams = 1
     """Connections per pair of workers."""
     wire_dtype = "auto"
-    """Dtype of values on the wire: `auto` as in the pool, or quantized (`layout.wire_segments`)."""
+    """Dtype of values on the wire: `auto` is the pool's; others quantize (`layout.wire_segments`)."""
     codec = ""
-    """The lossless code of bf16 blocks (`blocks.codec`), empty for none."""
+    """The lossless code of bf16 blocks (`blocks.codec`); empty for none."""
 
     def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
         """Return a listening socket and its address for peers. Raises `ConfigError`."""
         return listen_tcp(host, ports)
 
     def connect(self, address: str) -> socket.socket:
-        """Begin to connect, without blocking."""
+        """Start to connect, without blocking."""
         return connect_tcp(address)
 
     def channel(
         self, sock: socket.socket, wake: Wake, progress_timeout_s: float, *, accepted: bool
     ) -> Channel:
-        """Return the channel for a socket of `connect`, or for one that was `accepted`."""
+        """Return the channel for a socket of `connect`, or for an `accepted` one."""
         return Channel(sock, wake, progress_timeout_s)
 
     def fault(self, pool: RegisteredPool) -> str:
-        """Return why it sends nothing from this pool; empty if it does."""
+        """Return why the transport cannot send from this pool; empty if it can."""
         return ""
 
     @abstractmethod

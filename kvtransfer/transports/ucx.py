@@ -1,13 +1,13 @@
 """The `ucx` transport: NIXL with its UCX backend, for RDMA, NVLink and other fabrics that UCX supports.
 
-The connection is an ordinary TCP one; over it go the handshake, the sender's introduction, pieces and acks.
-The receiver reads, rather than the sender writing, so that only a pool's own process writes to it: a read
-that is over writes nothing more, and the receiver itself knows when it is over, even if the peer is dead.
-Until then it stays inside the lease's write gate, so that the blocks are not used for anything else.
+The connection is an ordinary TCP one for the handshake, the sender's introduction, pieces and acks. The
+receiver reads, rather than the sender writing, so that only a pool's own process writes to the pool. The
+receiver knows when a read is over, even if the peer is dead, and nothing is written afterwards. During the
+read it stays inside the lease's write gate, so that the blocks are not used for anything else.
 
-A piece counts only if the sender had not given the connection up when the read ended. The receiver reads that
-from the sender's memory too (see `ConnectionWord`). A successful send of the acknowledgement proves nothing:
-TCP accepts the first one after the peer has hung up.
+A piece counts only if the sender had not given the connection up when the read ended. The receiver reads this
+from the sender's memory, too (see `ConnectionWord`). A sent ack proves nothing: TCP accepts the first one
+after the peer has hung up.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ _NO_READ = (
 
 
 _FABRICS = (Path("/sys/class/infiniband"), Path("/dev/nvidia-caps-imex-channels"))
-"""Folders that have entries if this host has RDMA devices, or NVLink to other hosts."""
+"""Folders that are not empty if this host has RDMA devices, or NVLink to other hosts."""
 
 
 def reaches_other_hosts() -> bool:
-    """Tell whether UCX can read from another host: over a fabric, or over TCP if it was told to (see
-    `agent`).
+    """Return whether UCX can read from another host: over a fabric, or over TCP if forced to (`ucx_agent`).
 
-    Otherwise it would be tried with each peer there, and complain in its own log before it is refused.
+    Otherwise the transport would be tried with each remote peer, and log UCX errors, before it is refused.
     """
     told = os.environ.get("UCX_PROTO_EMULATION_ENABLE", "n").lower() in ("y", "yes", "1", "on", "try")
     return told or any(folder.is_dir() and any(folder.iterdir()) for folder in _FABRICS)
@@ -72,7 +71,7 @@ class UcxWriter(PieceWriter):
 
 
 class UcxTransport(Transport):
-    """One per process and pool. `name` helps to tell agents apart in NIXL's messages.
+    """The `ucx` transport of one process and pool. `name` tells agents apart in NIXL's messages.
 
     Raises TransferError if NIXL is not installed, OSError if it does not work.
     """
@@ -83,7 +82,7 @@ class UcxTransport(Transport):
     reaches_devices = True
 
     def __init__(self, pool: RegisteredPool, name: str, ports: Sequence[int] = ANY_PORT) -> None:
-        self._pool = pool  # its memory must outlive the agent
+        self._pool = pool  # the pool's memory must outlive the agent
         self._agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=self.same_host, ports=ports)
         self._orphans = OrphanedReads(self._agent)
         self._words = Words()
@@ -99,7 +98,7 @@ class UcxTransport(Transport):
 
     @property
     def num_orphaned_reads(self) -> int:
-        """Return the number of reads that were given up but may still write."""
+        """Return the number of abandoned reads that may still write."""
         return len(self._orphans)
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> UcxWriter:
@@ -130,10 +129,10 @@ class UcxTransport(Transport):
         return UcxWriter(pool, word)
 
     def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> UcxReader:
-        """Return the receiver's end. Raises ProtocolError for a sender with a bad introduction, OSError if
-        it can't be read from.
+        """Return the receiver's end. Raises ProtocolError for a bad introduction, OSError for an unreadable
+        pool.
 
-        UCX connects at the first read, so that one is made here. The sender waits for it.
+        UCX connects at the first read, so one is made here. The sender waits for it.
         """
         tune(channel.socket)
         if hello.block_bytes != target.block_bytes:

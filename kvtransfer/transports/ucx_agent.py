@@ -1,14 +1,14 @@
-"""This process's NIXL agent: registered memory, peers' memory, and reads from theirs into ours.
+"""This process's NIXL agent: registered memory, peers' memory, and reads from peers' memory into ours.
 
-Only NIXL's agent metadata is exchanged, as opaque bytes, together with plain integers. Its descriptor lists,
-which it would serialize with pickle, are made on each side from these. NIXL's compiled bindings are found
-without importing the Python package around them, which configures logging for the whole process and closes
-all existing handlers.
+Only NIXL's agent metadata is exchanged, as opaque bytes, together with plain integers. Each side makes its
+own descriptor lists from these, since NIXL would serialize lists with pickle. NIXL's compiled bindings are
+found without importing the Python package around them, which configures logging for the whole process and
+closes all existing handlers.
 
 Two properties of NIXL shape this module. The first call that finds a peer lost forgets the peer, and with it
 the remote keys that prepared lists point to: using such a list afterwards crashes the process. So every call
-is made under one lock, and a `Remote` that is lost stays lost. And a transfer cannot be cancelled: releasing
-one that is running only forgets it, and its bytes are still written. So it is polled until it is over.
+is made under one lock, and a lost `Remote` stays lost. The second: a running transfer cannot be cancelled.
+Releasing it only forgets it, and its bytes are still written. So it is polled until it is over.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from protocol.errors import ProtocolError
 from protocol.ports import ANY_PORT
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
-"""NIXL is built for each CUDA release; the package `nixl` only selects one of these."""
+"""The packages with NIXL for each platform and CUDA release; the package `nixl` only selects one."""
 
 
 @functools.cache
 def bindings() -> Any:
-    """Return NIXL's module. Raises TransferError, which says what to install, if none can be loaded."""
+    """Return NIXL's module. Raises TransferError, with what to install, if none can be loaded."""
     reasons = []
     for package in _PACKAGES:
         try:
@@ -81,7 +81,7 @@ def _load(package: str) -> ModuleType | None:
 
 
 def preload_nixl() -> None:
-    """Load NIXL's libraries, if they are installed, in a process that forks the ones that use them."""
+    """Load NIXL's libraries, if installed, in the process that forks the workers."""
     with contextlib.suppress(TransferError):
         package = Path(bindings().__file__).parent
         for plugin in package.parent.glob(f"{package.name}.libs/**/libplugin_UCX.so"):
@@ -92,10 +92,10 @@ def preload_nixl() -> None:
 Indices = npt.NDArray[np.int32]
 
 _PROGRESS_DELAY_US = 100_000
-"""The longest sleep of NIXL's progress thread when nothing happens.
+"""Longest sleep of NIXL's idle progress thread, in microseconds.
 
-It waits in `poll` for UCX's event descriptor and wakes as soon as something arrives, so this delays nothing.
-It is a fallback for transports whose events UCX misses. NIXL's default of 0 never sleeps and costs a core.
+The thread polls UCX's event descriptor and wakes at once when data arrives, so this delays only transports
+whose events UCX misses. NIXL's default of 0 never sleeps and costs a core.
 """
 
 ENGINE_CONFIG = (
@@ -103,19 +103,19 @@ ENGINE_CONFIG = (
 )
 """UCX settings that differ from its defaults; the environment (`UCX_PROTO_EMULATION_ENABLE=y`) still wins.
 
-Where the wire has no one-sided read (plain TCP), UCX lets the peer's process answer it, and in that code a
-failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. A pair that
-has nothing better is refused, and our own `tcp` serves it. For users who force it all the same, larger
-segments make such a read as fast as a write or faster; a receiver's must not be smaller than the sender's.
+On a wire without one-sided reads (plain TCP) UCX lets the peer's process answer a read, and in that code a
+failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. So a pair
+with plain TCP alone is refused, and our own `tcp` serves it. For users who force it, larger segments make
+such reads at least as fast as writes; a receiver's must not be smaller than the sender's.
 
 Between GPUs of one host without NVLink UCX leaves reads off by default, since they are slower than writes
-there. A pair would then have nothing but TCP, which passes through the host twice.
+there. Such a pair would be left with TCP, which passes through the host twice.
 """
 
 
 @dataclass(frozen=True)
 class Memory:
-    """`num_blocks` blocks of `block_bytes` bytes from `address` on, in host memory or on a CUDA device."""
+    """Memory of `num_blocks` blocks of `block_bytes` bytes, from `address` on, on the host or a CUDA device."""
 
     address: int
     block_bytes: int
@@ -145,7 +145,7 @@ class Memory:
 
 
 def _errors_of(nixl: Any) -> tuple[type[Exception], ...]:
-    """Return NIXL's exceptions: a class for each status, without a common base."""
+    """Return NIXL's exception classes: one for each status, without a common base."""
     kinds = [kind for kind in vars(nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     return (RuntimeError, *kinds)
 
@@ -167,7 +167,7 @@ class Remote:
 
 @dataclass(eq=False)
 class Transfer:
-    """A started read. `is_over` is the last result of `Agent.poll`."""
+    """A started read. `is_over` is the latest result of `Agent.poll`."""
 
     handle: int
     remote: Remote
@@ -179,8 +179,8 @@ class Agent:
 
     After `close`, releasing calls have no effect and all others raise AgentClosedError.
 
-    `name` must never be used again by any agent of the cluster. With `on_this_host` UCX listens on loopback
-    alone, otherwise on one of `ports` at each of the host's addresses.
+    No agent of the cluster may ever use `name` again. With `on_this_host` UCX listens on loopback only,
+    otherwise on one of `ports` of each of the host's addresses.
     """
 
     def __init__(self, name: str, *, on_this_host: bool = False, ports: Sequence[int] = ANY_PORT) -> None:
@@ -211,7 +211,7 @@ class Agent:
             ) from error
 
     def register(self, memory: Memory) -> None:
-        """Let UCX use this memory. Each call is undone by one `deregister`."""
+        """Let UCX use this memory. One `deregister` undoes one call."""
         with self._calling("cannot register memory") as agent:
             if not self._users.get(memory):
                 agent.registerMem(self._region(memory), [self._backend])
@@ -225,12 +225,12 @@ class Agent:
                 agent.deregisterMem(self._region(memory), [self._backend])
 
     def metadata(self) -> bytes:
-        """Return the metadata that other agents need to read the memory registered now."""
+        """Return the metadata that other agents need to read the currently registered memory."""
         with self._calling("cannot describe this agent") as agent:
             return bytes(agent.getLocalMD())
 
     def connect(self, name: str, metadata: bytes) -> Remote:
-        """Add another agent; no byte is exchanged with it yet. Undone by `disconnect`."""
+        """Add another agent, without exchanging a byte yet. `disconnect` undoes this."""
         with self._calling(f"cannot use the metadata of {name}") as agent:
             remote = self._remotes.get(name)
             if remote is not None and remote.lost:
@@ -256,7 +256,7 @@ class Agent:
                 agent.invalidateRemoteMD(remote.name)
 
     def prepare(self, memory: Memory, remote: Remote | None = None) -> int:
-        """Return a list of the blocks of our own or of a remote memory, for `read`; `release` frees it."""
+        """Return a list of the blocks of our own or a remote memory, for `read`; `release` frees it."""
         blocks = [memory.address, memory.block_bytes, memory.device_id, memory.block_bytes, memory.num_blocks]
         owner = self._nixl.NIXL_INIT_AGENT if remote is None else remote.name
         with self._calling("cannot prepare a list of blocks") as agent:
@@ -271,7 +271,7 @@ class Agent:
     def read(self, remote: Remote, theirs: int, sources: Indices, ours: int, targets: Indices) -> Transfer:
         """Start to read the blocks `sources` of one prepared list into the blocks `targets` of another.
 
-        NIXL merges blocks that are consecutive on both sides by itself.
+        NIXL itself merges blocks that are consecutive on both sides.
         """
         with self._calling(f"cannot read from {remote.name}") as agent:
             self._check(remote)
@@ -289,7 +289,7 @@ class Agent:
     def poll(self, transfer: Transfer) -> bool:
         """Return whether the transfer is over; never blocks. Raises ConnectionResetError if it has failed.
 
-        Once `transfer.is_over` it writes nothing more.
+        A transfer that `is_over` writes nothing more.
         """
         with self._calling(f"cannot ask for a read from {transfer.remote.name}") as agent:
             if transfer.is_over:
@@ -303,7 +303,7 @@ class Agent:
             return True
 
     def close(self) -> None:
-        """End every transfer, connection and thread of the agent. Nothing is written after it. Idempotent."""
+        """End all transfers, connections and threads of the agent. Idempotent. Nothing is written afterwards."""
         with self._lock:
             if self._agent is None:
                 return

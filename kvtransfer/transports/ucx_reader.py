@@ -1,8 +1,8 @@
-"""The receiver's end of a UCX connection: reads pieces, and then the sender's word, from the sender's memory.
+"""The receiver's end of a UCX connection: reads of pieces, then of a word, in the sender's memory.
 
-Each connection has a word in the sender's memory. It holds the connection's token until the sender gives the
-connection up, which it does before it reuses the blocks. A receiver reads the blocks of a piece, then the
-word: if the token is still there, the blocks were unchanged until their read ended.
+Each connection has a word in the sender's memory, which holds the connection's token until the sender gives
+the connection up. The sender does so before it reuses the blocks. A receiver reads the blocks of a piece,
+then the word: if the word is still the token, the blocks did not change during their read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MAX_METADATA_BYTES = 48 * 1024
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="ucx"):
-    """Sender to receiver: the address of its pool, and the connection's `ConnectionWord` with its token.
+    """Sender to receiver: its pool's address, and the `ConnectionWord`'s address and token.
 
-    `metadata` is NIXL's own description of the agent: its UCX addresses and its memory's remote keys.
+    `metadata` is NIXL's description of the agent: its UCX addresses and its memory's remote keys.
     """
 
     agent: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -48,13 +48,13 @@ class Introduction(msgspec.Struct, frozen=True, tag="ucx"):
 
 
 class UcxWelcome(msgspec.Struct, frozen=True, tag="ucx-welcome"):
-    """Receiver to sender: it has read from the pool, or it can't (`refusal`)."""
+    """Receiver to sender: reading from the pool works, or fails (`refusal`)."""
 
     refusal: Reason = ""
 
 
 class Words:
-    """A page of words. `memory`, all of them, has to be registered."""
+    """A page of words. The caller registers `memory`, which holds all of them."""
 
     def __init__(self) -> None:
         self._values = np.frombuffer(mmap.mmap(-1, MAX_WORDS * WORD_BYTES), dtype=np.uint64)
@@ -71,7 +71,7 @@ class Words:
 
 
 class ConnectionWord:
-    """One word, from `Words.take` to `release`. Its token was never used before."""
+    """One word, from `Words.take` to `release`. Tokens are never reused."""
 
     def __init__(self, value: np.ndarray, index: int, free: list[int]) -> None:
         self.token = secrets.randbits(61) + 1
@@ -102,9 +102,9 @@ _ORPHAN_LOOK_S = 0.02
 
 
 class OrphanedReads:
-    """Polls each such read, in a thread of its own, until it is over, then releases its resources.
+    """Abandoned reads: a thread per read polls it until it is over, then releases its resources.
 
-    Each read ends at some time: UCX gives up a dead peer, and a frozen peer continues or dies.
+    Every read ends at some time: UCX gives up a dead peer, and a frozen peer continues or dies.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -123,13 +123,13 @@ class OrphanedReads:
         watcher.start()
 
     def stop(self) -> None:
-        """End the threads, even if reads are left."""
+        """End the threads, even if reads are still running."""
         self._closing.set()
         for _, watcher in list(self._held.values()):
             watcher.join()
 
     def release(self) -> None:
-        """Close everything that is still held, after the agent was closed."""
+        """Close everything that is still held, after the agent is closed."""
         for transfer in list(self._held):
             self._close(transfer)
 
@@ -156,15 +156,15 @@ _FIRST_PAUSE_S = 50e-6
 _PAUSE_GROWTH = 1.06
 _LONGEST_PAUSE_S = 2e-3
 _LOOK_S = 10e-3
-"""Seconds between checks of the connection during a read: it is closed if the sender has given us up."""
+"""Seconds between checks of the connection during a read: the sender closes it to give the receiver up."""
 _FIRST = np.zeros(1, dtype=np.int32)
 
 
 class UcxReader(PieceReader):
-    """Reads blocks of the sender's `source` into blocks of our `target`, and the sender's word into `word`.
+    """A reader of the sender's `source` into our `pool`, and of the sender's word into `word`.
 
-    For one thread at a time. Its resources are released at `close`, or when its last transfer is over,
-    whichever is later.
+    For one thread at a time. Resources are released at `close` or after the last transfer, whichever is
+    later.
     """
 
     def __init__(
@@ -204,10 +204,9 @@ class UcxReader(PieceReader):
             self._undo = undo.pop_all()
 
     def warm_up(self, deadline: float) -> None:
-        """Read the start of the source, and the word: UCX connects at the first read.
+        """Read the start of the source, and the word, because UCX connects at the first read.
 
-        The target is memory of the kind that blocks are read into: a route between GPUs may not reach the
-        host.
+        The target is memory of the pool's kind: a route between GPUs may not reach the host.
         """
         nbytes = min(self._probe.block_bytes, self._source.block_bytes)
         with ExitStack() as held:
@@ -244,7 +243,7 @@ class UcxReader(PieceReader):
         return prepared
 
     def _confirm(self, deadline: float) -> None:
-        """Raise ConnectionResetError if the sender gave us up: it may have reused its blocks."""
+        """Raise ConnectionResetError if the sender gave the connection up: it may have reused its blocks."""
         self._word.write(0)
         transfer = self._agent.read(self._remote, self._their_word, _FIRST, self._our_word, _FIRST)
         with ExitStack() as held:
@@ -253,7 +252,7 @@ class UcxReader(PieceReader):
             raise ConnectionResetError("the sender gave the connection up during a read")
 
     def _finish(self, transfer: Transfer, held: ExitStack, deadline: float) -> None:
-        """Wait for the transfer. If the wait fails first, `held` is kept until the transfer is over."""
+        """Wait for the transfer. If waiting fails first, keep `held` until the transfer is over."""
         try:
             self._wait(transfer, deadline)
         except BaseException:
@@ -266,9 +265,9 @@ class UcxReader(PieceReader):
             raise
 
     def _wait(self, transfer: Transfer, deadline: float) -> None:
-        """Poll at growing intervals: a short read ends soon, a long one costs little CPU.
+        """Poll at growing intervals: a short read is noticed soon, and a long one costs little CPU.
 
-        A poll also makes UCX progress. While this thread sleeps, NIXL's progress thread does that.
+        A poll also lets UCX progress; while this thread sleeps, NIXL's progress thread does so.
         """
         pause = _FIRST_PAUSE_S
         look_at = time.monotonic() + _LOOK_S
