@@ -1,1 +1,1 @@
-"""The decode loop: take prompts over from prefill workers and generate."""
+"""The decode loop: takes prompts over from prefill workers and generates tokens."""

@@ -1,10 +1,9 @@
 """The decode worker's client of the draft workers.
 
-After each step, one message tells a draft worker what the target has committed for all of its requests. Its
-drafts arrive asynchronously. If a draft worker is silent or refuses a request, only the drafts are lost: its
-requests decode without drafts, and the client asks it again later. The client repeats which requests have
-ended until the draft worker confirms it, so that the draft worker keeps nothing for them whatever message is
-lost.
+After each step, one message tells a draft worker which tokens were committed for all of its requests. Drafts
+arrive asynchronously. If a draft worker is silent or refuses a request, its requests decode without drafts,
+and the client asks it again later. The client repeats the ids of ended requests until the draft worker
+confirms them, so that a lost message leaves nothing on the draft worker.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from worker.peers import PeerLinks
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 1.0
-"""[s] The time after which a draft worker that is silent, or has not confirmed an end, is told again."""
+"""[s] Time without an answer, or without a confirmed end, after which the client sends it again."""
 REFUSAL_STANDS_S = 5.0
-"""[s] The time for which a refused request is not offered again to the draft worker that refused it."""
+"""[s] Time for which a refused request is not offered again to the same draft worker."""
 ANSWER_PACE = 0.05
-"""[share] The weight of one answer in the running mean of a draft worker's answer times."""
+"""[share] Weight of one answer in the running mean of a draft worker's answer times."""
 ANSWERS_STAND_S = 60.0
-"""[s] When the answer time of an unused draft worker is forgotten: its cause may be over."""
+"""[s] Time after which the answer time of an unused draft worker is forgotten: its cause may have passed."""
 MAX_TOKENS_AT_ONCE = 2**20
-"""The limit on the tokens in one message."""
+"""Most tokens in one message."""
 
 
 @dataclass(eq=False)
@@ -63,10 +62,10 @@ class DraftOrder:
         return DraftKey(self.remote.request_id, self.epoch)
 
     def news(self, now: float) -> Given | None:
-        """Return the next update for the draft worker, or None. The update then counts as sent."""
+        """Return the next update for the draft worker, or None. A returned update counts as sent."""
         sequence, wanted = self.remote.sequence, self.remote.num_wanted
         if now < self.refused_until or not (wanted or self.num_wanted):
-            return None  # the next update after drafts are wanted again brings the missed tokens
+            return None  # the next update, once drafts are wanted again, has the missed tokens
         start = self.num_sent
         end = min(len(sequence.token_ids), start + MAX_GIVEN_TOKENS)
         if end < len(sequence.token_ids):
@@ -94,11 +93,10 @@ class DraftOrder:
 
 @dataclass(eq=False)
 class _DraftConnection:
-    """The state of the connection to a draft worker. `awaited_since` is when the oldest unanswered message
-    was sent.
+    """The state of the connection to a draft worker.
 
-    `ended` holds the ended requests that the draft worker may not know of, each with the number of the first
-    message that told of its end, or 0 if no message has.
+    `awaited_since` is when the oldest unanswered message was sent. `ended` maps each ended request that the
+    draft worker may not know of to the number of the first message that reported its end, or to 0.
     """
 
     address: PeerAddress
@@ -122,17 +120,17 @@ class _DraftConnection:
         return DraftFor(incarnation=self.address.incarnation, number=number, given=given, ended=ended)
 
     def confirm(self, number: int) -> None:
-        """Forget the ended requests that message `number`, or an earlier one, told of."""
+        """Forget the ended requests that were reported up to message `number`."""
         self.ended = {key: first for key, first in self.ended.items() if first == 0 or first > number}
 
 
 class DraftClient:
-    """Tells draft workers about the requests in `remote` and receives their drafts. For the loop's thread."""
+    """The client that tells draft workers of `remote`'s requests and gets drafts. For the loop's thread."""
 
     def __init__(
         self, remote: RemoteDrafter, peers: PeerLinks, counters: Counters, vocab_size: int, silence_s: float
     ) -> None:
-        """Count a draft worker as lost if it leaves a message unanswered for `silence_s`."""
+        """Treat a draft worker as lost if it leaves a message unanswered for `silence_s`."""
         self._remote = remote
         self._peers = peers
         self._counters = counters
@@ -145,13 +143,13 @@ class DraftClient:
         self._answered_at: dict[str, float] = {}
 
     def incarnations(self) -> Iterable[str]:
-        """Return the incarnations of the draft workers that an answer or drafts may come from."""
+        """Return the incarnations of the draft workers from which an answer or drafts may come."""
         return self._lines.keys()
 
     # --- out ----------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send each draft worker its news. The loop calls this after each step."""
+        """Send each draft worker its updates. The loop calls this after each step."""
         now = time.monotonic()
         for ended in self._remote.ended:
             self._close(ended)
@@ -241,7 +239,7 @@ class DraftClient:
             self._counters.add(f"remote_drafts_{use}_total")
 
     def _on_behind(self, peer: PeerAddress, behind: DraftBehind) -> None:
-        """Send the request's tokens again from the first one that the draft worker missed or forgot."""
+        """Send the request's tokens again from the first one that the draft worker lacks."""
         order = self._order(peer, behind.request_id, behind.epoch)
         if order is not None:
             order.num_sent = min(order.num_sent, behind.num_tokens)
@@ -258,7 +256,7 @@ class DraftClient:
     # --- silence ------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """Give up draft workers that do not answer, and ask again the ones given up earlier."""
+        """Give up draft workers that do not answer, and retry those that were given up earlier."""
         for worker_id, answered_at in list(self._answered_at.items()):
             if now - answered_at > ANSWERS_STAND_S:
                 del self._answered_at[worker_id], self._remote.answers[worker_id]

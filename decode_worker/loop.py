@@ -1,8 +1,8 @@
 """The decode worker's loop.
 
 A prefill worker reserves blocks here, fills them under a lease and hands the request over with a manifest.
-From then on the request runs in this engine's batch. `DecodeRequest` lists the stages of a request; the
-methods below follow the same order.
+Then the request runs in this engine's batch. `DecodeRequest` lists the stages of a request; the methods below
+follow the same order.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ log = logging.getLogger(__name__)
 
 
 class DecodeLoop(WorkerLoop):
-    """Decodes requests that prefill workers hand over, and whole requests that the router sends here."""
+    """The loop for requests that prefill workers hand over, and for whole requests from the router."""
 
     def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
         super().__init__(parts, engine, links)
         self.requests: RequestTable[DecodeRequest] = RequestTable()
         self._queue: list[DecodeRequest] = []
-        """Requests in stage QUEUED, served oldest first, so that long prompts get their turn."""
+        """Requests in stage QUEUED, oldest first, so that long prompts get their turn."""
         self._available_at_last_try = -1
-        """The numbers of available blocks when they last did not suffice for the head of the queue."""
+        """Numbers of available blocks when they last did not suffice for the first request of the queue."""
         self._unstepped: dict[str, DecodeRequest] = {}
         """Requests that were handed over and have not been in a step yet."""
         self._drafts: DraftClient | None = None
@@ -73,7 +73,7 @@ class DecodeLoop(WorkerLoop):
         self.engine.add(message.request)
         self.requests.insert(DecodeRequest(message.request, DecodeStage.RUNNING))
 
-    # --- drafts from elsewhere --------------------------------------------------------------------
+    # --- drafts of draft workers ------------------------------------------------------------------
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
         request = self.requests.get(request_id)
@@ -94,7 +94,7 @@ class DecodeLoop(WorkerLoop):
 
     def close(self) -> None:
         if self._drafts is not None:
-            self._drafts.send()  # tell of the requests that ended last
+            self._drafts.send()  # report the requests that ended last
         super().close()
 
     # --- what prefill workers ask for -------------------------------------------------------------
@@ -162,7 +162,7 @@ class DecodeLoop(WorkerLoop):
             self._try_reserve(request)
 
     def _on_repeated_reserve(self, request: DecodeRequest) -> None:
-        """Renew the lease of a prefill worker that asks again."""
+        """Renew the lease of a prefill worker that repeats its `Reserve`."""
         if request.stage is DecodeStage.QUEUED:
             self.counters.add("duplicate_messages_total")
             return
@@ -199,7 +199,7 @@ class DecodeLoop(WorkerLoop):
             self._try_reserve(self._queue[0])
 
     def _try_reserve(self, request: DecodeRequest) -> None:
-        """Grant the head of the queue its blocks, refuse it for good, or leave it in the queue."""
+        """Grant the first request of the queue its blocks, refuse it for good, or leave it in the queue."""
         try:
             reservation = self.engine.reserve(request.request, request.foreign_format)
         except InvalidRequestError as error:
@@ -302,7 +302,7 @@ class DecodeLoop(WorkerLoop):
             request.enter(DecodeStage.CLOSING)
 
     def _run(self, request: DecodeRequest) -> None:
-        """Let the engine run the request, now that no transfer writes to its blocks any more."""
+        """Let the engine run the request, since no transfer writes to its blocks any more."""
         assert request.manifest is not None
         request.enter(DecodeStage.RUNNING)
         request.deadline = None
@@ -343,7 +343,7 @@ class DecodeLoop(WorkerLoop):
     # --- -> ENDED ---------------------------------------------------------------------------------
 
     def _end(self, request: DecodeRequest) -> None:
-        """End the request in any stage; its blocks are freed once no transfer writes to them any more."""
+        """End the request in any stage. Its blocks are freed once no transfer writes to them."""
         self.requests.release_id(request)
         match request.stage:
             case DecodeStage.QUEUED:

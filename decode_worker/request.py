@@ -23,15 +23,14 @@ class DecodeStage(enum.Enum):
     QUEUED = "queued"
     """A prefill worker has asked for blocks, and there is no room yet."""
     RESERVED = "reserved"
-    """The prefill worker may write to the blocks, until the last of them and the manifest are here."""
+    """The prefill worker may write to the blocks, until all blocks and the manifest have arrived."""
     CLOSING = "closing"
-    """All blocks are here and the lease is closed, but a second copy of some piece is still being written.
+    """All blocks have arrived and the lease is closed, but a second copy of a piece is still being written.
     """
     RUNNING = "running"
     """The engine decodes the request and owns its blocks."""
     ABANDONED = "abandoned"
-    """The request was given up while a piece was being written. The blocks are freed when that write ends.
-    """
+    """The request was abandoned during the write of a piece. The blocks are freed when that write ends."""
     ENDED = "ended"
 
 
@@ -53,8 +52,8 @@ class DecodeRequest(StagedRequest[DecodeStage]):
     | ABANDONED         | `Closed`: the last write is over                         | ENDED                |
     | RUNNING           | the last token, an error, `Release`, `Abort`             | ENDED                |
 
-    The stage in brackets follows while a piece is still being written. Until RUNNING the request owns the
-    blocks of its `reservation`, then the engine does. `identity` addresses the prefill worker on the peers'
+    The stage in brackets follows if a piece is still being written. Until RUNNING the request owns the blocks
+    of its `reservation`; then the engine owns them. `identity` addresses the prefill worker on the peers'
     socket, and `foreign_format` is the expected format of the blocks' values after the wire's conversion.
     """
 
@@ -70,7 +69,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
     identity: bytes = b""
     foreign_format: str = ""
     num_places: int = 0
-    """The number of KV places of a handed-over prompt. The engine computes it and `state_position`."""
+    """Number of KV places of a handed-over prompt. The engine computes it and `state_position`."""
     state_position: int = 0
     asked_at: float = 0.0
     lease_id: str | None = None
@@ -85,7 +84,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def message(self) -> Reserve:
-        """The prefill worker's `Reserve`. Whole requests have none."""
+        """The prefill worker's `Reserve`. Whole requests have no such message."""
         assert self.reserve is not None
         return self.reserve
 
@@ -97,7 +96,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def num_expected(self) -> int:
-        """The number of blocks to receive over all tables."""
+        """Number of blocks to receive over all tables."""
         size = self.message.segments[0].shape[2]
         end = -(-self.num_places // size)
         return sum(max(0, end - first // size) for first in self.granted.first_tokens)
@@ -118,7 +117,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all blocks and the manifest are here."""
+        """Whether all blocks and the manifest have arrived."""
         expected = self.num_expected
         return self.manifest is not None and (
             expected == 0 or (self.received_final and self.num_received == expected)
@@ -126,11 +125,11 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def came_as_expected(self) -> bool:
-        """Whether each wire delivered the values in the format that the blocks' identities assume."""
+        """Whether each wire delivered the values in the format that the blocks' identities imply."""
         return self.arrival is None or self.arrival.foreign_formats <= {self.foreign_format}
 
     def expected_manifest(self, manifest: HandoffManifest, incarnation: str) -> HandoffManifest:
-        """Return what the manifest must equal; `first_token`, `draft` and `reserve_s` are copied from it."""
+        """Return the manifest to expect, with `first_token`, `draft` and `reserve_s` of `manifest`."""
         message, token_ids = self.message, self.token_ids
         return HandoffManifest(
             request_id=self.request_id,
@@ -154,7 +153,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
         )
 
     def timing(self, first_step: float) -> RequestTiming:
-        """Return the times of transfer and wait; the first decode step began at `first_step`."""
+        """Return the times of transfer and wait. The first decode step began at `first_step`."""
         return RequestTiming(
             transfer=self._transfer_timing(first_step),
             decode_queue_s=max(0.0, first_step - self.running_since),

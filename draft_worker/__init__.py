@@ -1,1 +1,1 @@
-"""The draft loop: draft for the requests that several decode workers run."""
+"""The draft loop: drafts for the requests of several decode workers."""

@@ -1,7 +1,7 @@
 """The draft worker's loop: the engine runs the draft model a few tokens ahead of each target.
 
-Decode workers tell which tokens they have committed, and how many further ones they can use. After each step
-the loop sends them the tokens drafted beyond the commit. `DraftRequest` lists the stages of a request.
+Decode workers report their committed tokens, and how many draft tokens they can use. After each step the loop
+sends them the tokens drafted after the committed ones. `DraftRequest` lists the stages of a request.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class _Answer:
 
 
 class _Newest(NamedTuple):
-    """The highest message number that a decode worker has sent, and when that message came."""
+    """The highest message number received from a decode worker, and the time of that message."""
 
     number: int
     at: float
 
 
 class DraftLoop(WorkerLoop):
-    """Drafts for decode workers; accepts no requests of a router."""
+    """The loop that drafts for decode workers; a router sends it no requests."""
 
     def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
         super().__init__(parts, engine, links)
@@ -65,8 +65,8 @@ class DraftLoop(WorkerLoop):
         self._queue: list[DraftRequest] = []
         """Requests in stage QUEUED, oldest first."""
         self._reading: dict[bytes, DraftRequest] = {}
-        """The request of each target whose text is being read. Each target has one at a time, so that a
-        target with many new requests delays another target's by one text at most.
+        """The request of each target whose text is being prefilled. One at a time per target, so that a
+        target with many new requests delays another target's by at most one text.
         """
         self._newest: dict[bytes, _Newest] = {}
         self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
@@ -81,16 +81,16 @@ class DraftLoop(WorkerLoop):
         return False
 
     def under_way(self) -> list[str]:
-        """Return no requests: routers own none here, and targets end their own."""
+        """Return no requests: routers own none here, and targets end theirs."""
         return []
 
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
         """Ignore the event; a draft worker has no transports."""
 
     def peer_gone(self, peer: bytes) -> None:
-        """End the requests of a lost target; the worker that continues one opens it again.
+        """End the requests of a lost target. The worker that continues a request opens it again.
 
-        The lost target's earlier messages are read first, because they would otherwise open requests later
+        Messages of the lost target that have arrived are read first: read later, they would open requests
         that no target ends.
         """
         self.take_peer_requests()
@@ -98,7 +98,7 @@ class DraftLoop(WorkerLoop):
             self.counters.add("draft_requests_orphaned_total")
             self._end(request)
 
-    # --- what decode workers tell -----------------------------------------------------------------
+    # --- updates of decode workers ----------------------------------------------------------------
 
     def handle(self, events: dict[object, int]) -> None:
         super().handle(events)
@@ -171,7 +171,7 @@ class DraftLoop(WorkerLoop):
         self._note_wanted(request, new, given.num_wanted)
 
     def _note_wanted(self, request: DraftRequest, new: list[int], num_wanted: int) -> None:
-        """Note the new tokens, and that the target can use `num_wanted` tokens beyond them."""
+        """Note the new tokens, and that the target can use `num_wanted` draft tokens after them."""
         was_running = request.wants_row(self._pace.most_ahead)
         request.num_wanted = num_wanted
         match request.stage:
@@ -195,7 +195,7 @@ class DraftLoop(WorkerLoop):
     # --- QUEUED -> DRAFTING -----------------------------------------------------------------------
 
     def _serve_queue(self) -> None:
-        """Begin to read one text for each target that has none being read."""
+        """Start to read the next request's text of each target that has none being read."""
         for request in list(self._queue):
             if request.target in self._reading:
                 continue
@@ -211,7 +211,7 @@ class DraftLoop(WorkerLoop):
     # --- DRAFTING ---------------------------------------------------------------------------------
 
     def _choose_rows(self) -> None:
-        """Have the engine run the requests that get a row in the batch, and hold the others."""
+        """Let the engine run the requests that get a row in the batch, and hold the others."""
         drafting = [request for request in self.requests if request.stage is DraftStage.DRAFTING]
         wanting = [request for request in drafting if request.wants_row(self._pace.most_ahead)]
         if len(wanting) > self.config.max_num_seqs:
@@ -251,7 +251,7 @@ class DraftLoop(WorkerLoop):
         self._send_answers()
 
     def _refuse_those_without_room(self) -> None:
-        """Refuse the requests without blocks: held requests keep theirs, so these would wait for long."""
+        """Refuse requests without blocks: held requests keep their blocks, so these would wait for long."""
         for request in self.requests:
             is_read = request.stage is not DraftStage.DRAFTING or request.is_read
             if not is_read and self.engine.sequences[request.request_id].has_grammar:
@@ -280,7 +280,7 @@ class DraftLoop(WorkerLoop):
             self._refuse(request, reason)
 
     def _refuse(self, request: DraftRequest, reason: str) -> None:
-        """End the request, and tell its target that it gets no more drafts."""
+        """End the request, and tell its target that no more drafts will come."""
         self.counters.add("draft_requests_refused_total")
         about = {"request_id": request.request_id}
         log.info("no more drafts for %s: %s", request.request_id, reason, extra=about)
@@ -313,7 +313,7 @@ class DraftLoop(WorkerLoop):
             self._send_answers()
 
     def _shed(self) -> None:
-        """Refuse the newest request of the target with the most: even short drafts come too late."""
+        """Refuse the newest request of the target with the most, since even short drafts come too late."""
         counts = Counter(request.target for request in self.requests)
         if not counts:
             return
@@ -324,17 +324,16 @@ class DraftLoop(WorkerLoop):
 
 LONGEST = 2 * MAX_TREE_NODES + 1
 TOO_LATE, IN_TIME = 0.5, 0.1
-"""Shares of overtaken drafts: above the first there is too much to do, below the second too little."""
+"""Shares of overtaken drafts: above the first the worker is overloaded, below the second it has time left."""
 _LEAST_COMMITS = 16
-"""The number of commits from which the share is known."""
+"""Number of commits from which on the share is meaningful."""
 
 
 def share_rows(requests: Iterable[DraftRequest], num_rows: int) -> list[DraftRequest]:
-    """Return the requests that get the next step's rows. Targets take turns, one request each; a target's
-    requests with the fewest drafted tokens come first, because their tokens are the likeliest to be used.
+    """Return the requests that get the next step's rows. Targets take turns, one request each. A target's
+    requests with the fewest draft tokens come first, because these are the likeliest to be accepted.
 
-    This is deficit round robin with a quantum of one row: every row costs the same, so that no deficit is
-    left.
+    This is deficit round robin with a quantum of one row: every row costs the same, so no deficit remains.
     """
     by_target: dict[bytes, list[DraftRequest]] = defaultdict(list)
     for request in requests:
@@ -346,7 +345,7 @@ def share_rows(requests: Iterable[DraftRequest], num_rows: int) -> list[DraftReq
 
 
 class DraftPace:
-    """Sets how far drafts may run ahead, from how often the targets overtake them."""
+    """The limit on how far drafts may run ahead, adapted to how often targets overtake them."""
 
     def __init__(self) -> None:
         self.most_ahead = LONGEST
@@ -354,12 +353,12 @@ class DraftPace:
         self._num_overtaken = 0
 
     def committed(self, overtaken: bool) -> None:
-        """Count a commit. `overtaken`: it exceeds the drafts although more were wanted."""
+        """Count a commit. `overtaken`: it exceeds the draft, although more draft tokens were wanted."""
         self._num_commits += 1
         self._num_overtaken += overtaken
 
     def adapt(self, longest: int) -> bool:
-        """Adjust the distance; return whether to refuse requests. `longest`: the present distance."""
+        """Adjust the limit. Return whether to refuse requests. `longest`: the longest current draft."""
         if self._num_commits < _LEAST_COMMITS:
             return False
         share = self._num_overtaken / self._num_commits

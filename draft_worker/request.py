@@ -1,4 +1,4 @@
-"""A request on a draft worker in one epoch, from the first of its target's tokens to its end."""
+"""A request on a draft worker in one epoch, from its target's first tokens to its end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class DraftStage(enum.Enum):
     ARRIVING = "arriving"
     """The request's tokens arrive in pieces."""
     QUEUED = "queued"
-    """All tokens are here; the request waits until the engine reads no other text of its target."""
+    """All tokens have arrived; the request waits until the engine reads no other text of its target."""
     DRAFTING = "drafting"
-    """The engine has the request, and drafts whenever its target can use more tokens."""
+    """The engine has the request, and drafts while its target can use more tokens."""
     ENDED = "ended"
 
 
@@ -39,9 +39,9 @@ class DraftRequest(StagedRequest[DraftStage]):
     | any      | `DraftFor` ends it or opens it again, its lease runs out,   |          |
     |          | it is refused, its tokens are invalid, its target is lost   | ENDED    |
 
-    `given` holds the target's committed tokens, as far as they have arrived in order. In DRAFTING the
-    engine's sequence has them too, and owns the blocks. The target can use `num_wanted` tokens beyond them,
-    of which `num_drafted` are drafted.
+    `given` holds the target's committed tokens that have arrived in order. In DRAFTING the engine's sequence
+    has them too, and owns the blocks. The target can use `num_wanted` tokens after them; `num_drafted` are
+    drafted already.
     """
 
     next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {
@@ -58,7 +58,7 @@ class DraftRequest(StagedRequest[DraftStage]):
     num_wanted: int = 0
     num_drafted: int = 0
     is_read: bool = False
-    """Whether the engine has computed the KV of the request's text and drafted from it."""
+    """Whether the engine has computed the KV of the request's text and drafted a token from it."""
     lease_id: str | None = None
     deadline: float | None = None
 
@@ -71,7 +71,7 @@ class DraftRequest(StagedRequest[DraftStage]):
         return cls(request, DraftStage.ARRIVING, target, key, opening)
 
     def engine_request(self) -> EngineRequest:
-        """Return the request for the engine. All of its text must be here."""
+        """Return the request for the engine. Its whole text must have arrived."""
         opening = self.opening
         return EngineRequest(
             request_id=self.request_id,
@@ -83,7 +83,7 @@ class DraftRequest(StagedRequest[DraftStage]):
         )
 
     def hold_at(self, most_ahead: int) -> int:
-        """Return the length that the request may reach with drafts that run `most_ahead`."""
+        """Return the length up to which the request may grow if drafts run ahead `most_ahead` tokens."""
         longest = self.opening.num_prompt + self.opening.sampling.max_tokens
         return min(len(self.given) + min(self.num_wanted, most_ahead), longest)
 

@@ -292,7 +292,7 @@ class Channel:
             return 0
 
     def receive(self, buffers: Sequence[Buffer]) -> int:
-        """Fill the buffers as far as possible; return the bytes read. Raises ConnectionResetError at the end."""
+        """Fill the buffers as far as possible; return the bytes. Raises ConnectionResetError at the end."""
         try:
             received = self.socket.recvmsg_into(buffers)[0]
         except BlockingIOError:

@@ -35,7 +35,7 @@ _FADE = 0.95
 
 
 class WireSpeed:
-    """A fit, with least squared relative errors, of seconds = `latency_s` * pieces + bytes / `bytes_per_s`."""
+    """A fit by least squared relative errors: seconds = `latency_s` * pieces + bytes / `bytes_per_s`."""
 
     def __init__(self) -> None:
         self._last = (0.0, 0.0, 0.0)

@@ -1,1 +1,1 @@
-"""The prefill loop: compute prompts in chunks and hand their blocks to decode workers."""
+"""The prefill loop: computes prompts in chunks and hands their blocks over to decode workers."""

@@ -1,10 +1,10 @@
 """The prefill worker's loop.
 
-The loop asks a request's decode worker for blocks when the engine begins with the prompt, pushes chunks of
-KV as they complete while the next one computes, and keeps the blocks here until the decode worker has
-acknowledged them. If that decode worker fails, the router names another one, which gets the same blocks, or
-none, and then the request is decoded here. `PrefillRequest` lists the stages of a request; the methods below
-follow the same order.
+The loop asks a request's decode worker for blocks when the engine begins with the prompt, pushes each
+computed chunk of KV while the next one computes, and keeps the blocks here until the decode worker has
+acknowledged them. If that decode worker fails, the router names another one, which gets the same blocks. If
+the router names none, the request is decoded here. `PrefillRequest` lists the stages of a request; the
+methods below follow the same order.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from worker.role_work import RequestTable
 log = logging.getLogger(__name__)
 
 LEASE_SHARE = 0.9
-"""A lease's life as a share of our timeout: the decode worker, which knows why, fails it first."""
+"""A lease's life as a share of our timeout: the decode worker should fail first, since it knows the cause."""
 
 RENEWALS_PER_LIFE = 3
-"""Renewals within a lease's life while its prompt waits for the next chunk."""
+"""Number of renewals within a lease's life while its prompt waits for the next chunk."""
 
 REDIRECTABLE: tuple[ErrorKind, ...] = ("worker_lost", "overloaded", "transfer", "timeout")
-"""Kinds of failures that another decode worker may not have."""
+"""Kinds of failures after which another decode worker may succeed."""
 
 
 class PrefillLoop(WorkerLoop):
@@ -60,7 +60,7 @@ class PrefillLoop(WorkerLoop):
         self._pushing: dict[str, PrefillRequest] = {}
         """Requests in stage PUSHING; every step may compute blocks for them."""
         self._num_running_at: dict[str, int] = {}
-        """The number of requests that ran on each decode worker when it last granted blocks."""
+        """Number of requests that ran on each decode worker when it last granted blocks."""
 
     def knows(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
@@ -89,9 +89,9 @@ class PrefillLoop(WorkerLoop):
             self._connect(request)
 
     def _leaves_draft_to(self, peer: PeerAddress) -> bool:
-        """Return whether the decode worker is to compute the draft model's KV of a prompt.
+        """Return whether the decode worker should compute the draft model's KV of a prompt.
 
-        Both sides take the same time for it. Here it delays the waiting prompts, there the running requests.
+        Both workers take equally long. Here it delays waiting prompts, there running requests.
         """
         speculative = self.config.speculative_config
         if speculative is None or speculative.prefill == "carry":
@@ -282,7 +282,7 @@ class PrefillLoop(WorkerLoop):
         request.enter(PrefillStage.ENDED)
 
     def _take_back(self, request: PrefillRequest) -> None:
-        """Stop the transfer. The decode worker forgets the request unless it runs it."""
+        """Stop the transfer. The decode worker drops the request, unless it already runs it."""
         self._pushing.pop(request.request_id, None)
         lease_id = request.lease_id
         if lease_id is not None:
@@ -349,7 +349,7 @@ class PrefillLoop(WorkerLoop):
             self._reserve(request, time.monotonic())
 
     def _keep(self, request: PrefillRequest) -> None:
-        """Decode the request in this worker's batch, because no decode worker takes it over."""
+        """Decode the request in this worker's batch, because no decode worker can take it."""
         about = {"request_id": request.request_id}
         log.warning("request %s is decoded here: no decode worker takes it", request.request_id, extra=about)
         self.counters.add("handoffs_kept_total")

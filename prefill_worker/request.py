@@ -18,23 +18,23 @@ class PrefillStage(enum.Enum):
     WHOLE = "whole"
     """The engine here decodes the request too; no decode worker takes it over."""
     ASSIGNED = "assigned"
-    """A decode worker is named. It is asked for blocks when the engine begins with the prompt."""
+    """A decode worker is named, and is asked for blocks when the engine begins with the prompt."""
     RESERVING = "reserving"
     """This worker has asked the decode worker for blocks."""
     PUSHING = "pushing"
     """The decode worker has granted blocks, and this worker pushes the computed ones."""
     SENT = "sent"
-    """The last blocks and the manifest are on their way."""
+    """The last blocks and the manifest are in flight."""
     SETTLING = "settling"
-    """The decode worker runs the request; the wire has yet to acknowledge the last blocks."""
+    """The decode worker runs the request, but the wire has not yet acknowledged the last blocks."""
     REDIRECTING = "redirecting"
-    """The decode worker did not take the request over, and the router is to name another one."""
+    """The decode worker did not take the request, and the router has to name another one."""
     ENDED = "ended"
 
 
 @dataclass(eq=False)
 class PrefillRequest(StagedRequest[PrefillStage]):
-    """A request whose prompt is computed here, and the state of its hand-over to `peer`.
+    """A request whose prompt is computed here, with the state of its hand-over to `peer`.
 
     | stage                    | what happens                                                | next        |
     |--------------------------|-------------------------------------------------------------|-------------|
@@ -54,9 +54,9 @@ class PrefillRequest(StagedRequest[PrefillStage]):
     | any                      | `Abort`                                                     | ENDED       |
 
     The engine owns the blocks in every stage and keeps them until ENDED. The decode worker grants the lease,
-    which the request holds from PUSHING to SETTLING. `num_pushed` counts the blocks that are queued for the
-    decode worker or there, without the ones that it had cached. `left_leases` holds the leases of decode
-    workers that the request was taken back from.
+    which the request holds from PUSHING to SETTLING. `num_pushed` counts the blocks that were pushed to the
+    decode worker, without those that it had cached. `left_leases` holds the leases of decode workers from
+    which the request was taken back.
     """
 
     next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {
@@ -88,7 +88,7 @@ class PrefillRequest(StagedRequest[PrefillStage]):
 
     @property
     def decode(self) -> PeerAddress:
-        """The decode worker of a request that is not WHOLE."""
+        """The decode worker of the request, which is not WHOLE."""
         assert self.peer is not None
         return self.peer
 
@@ -100,16 +100,16 @@ class PrefillRequest(StagedRequest[PrefillStage]):
 
     @property
     def has_asked(self) -> bool:
-        """Whether the decode worker holds something for the request, or was asked to."""
+        """Whether the decode worker was asked for blocks or holds some for the request."""
         return self.stage in (PrefillStage.RESERVING, PrefillStage.PUSHING, PrefillStage.SENT)
 
     @property
     def waits_for_engine(self) -> bool:
-        """Whether only the engine's next chunk of the prompt is missing."""
+        """Whether nothing but the engine's next chunk of the prompt is missing."""
         return self.stage is PrefillStage.PUSHING and self.first_token is None
 
     def leave_peer(self, deadline: float) -> None:
-        """Forget the grant and the progress of `peer`; another is named before the deadline."""
+        """Forget the grant and progress of `peer`; the router has until the deadline to name another one."""
         self.enter(PrefillStage.REDIRECTING)
         self.grant = None
         self.num_pushed = 0

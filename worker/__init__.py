@@ -1,1 +1,1 @@
-"""The code that all roles of workers share: set-up, connections to routers, heartbeat, engine loop."""
+"""The code that all worker roles share: setup, connections to routers, heartbeat, engine loop."""

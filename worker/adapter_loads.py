@@ -1,7 +1,7 @@
-"""Reads adapters from the disk while the worker's loop goes on.
+"""Loads of adapters from disk while the worker's loop runs.
 
-A network's disk may stand still. Each adapter is therefore read in a thread of its own, and a stalled read
-fails only the requests that wait for it.
+A network disk may stall, so each adapter is read in a thread of its own, and a stalled read fails only the
+requests that wait for it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from worker.parts import Counters
 log = logging.getLogger(__name__)
 
 STALL_S = 10.0
-"""[s] The time without progress after which a read has failed. A working network disk answers within
-milliseconds, and one whose server restarts within some seconds.
+"""[s] Time without progress after which a read has failed. A working network disk answers within
+milliseconds, and a disk whose server restarts within some seconds.
 """
 
 READS_AT_ONCE = 4
-"""The number of concurrent reads. Others wait for their turn, because each read holds an adapter's bytes."""
+"""Number of concurrent reads. Each read holds an adapter's bytes, so further reads wait."""
 
 MOST_STALLED = 32
-"""The number of stalled reads, whose threads cannot be ended, from which on no new read begins."""
+"""Number of stalled reads, whose threads cannot be ended, from which on no new read begins."""
 
 _REQUEST, _NAME = "request", "name"
-"""The two kinds of keys in `AdapterLoads._wishes`: a request waits for an adapter, or a name is to get one.
-"""
+"""The two kinds of keys in `AdapterLoads._wishes`: a request waits for an adapter, or a name gets one."""
 
 Problem = tuple[ErrorKind, str]
 OnEnd = Callable[[AdapterFiles | None, Problem | None], None]
@@ -45,7 +44,7 @@ OnEnd = Callable[[AdapterFiles | None, Problem | None], None]
 class _Read:
     path: str
     moved_at: float = field(default_factory=time.monotonic)
-    """When the read last made progress (monotonic seconds)."""
+    """Time of the read's last progress (monotonic seconds)."""
     result: AdapterFiles | AdapterError | None = None
 
     def on_piece(self) -> None:
@@ -54,7 +53,7 @@ class _Read:
 
 @dataclass(eq=False)
 class _Wish:
-    """A wait for an adapter: `on_end` gets the adapter's files, if they had to be read, or the problem."""
+    """A pending load: `on_end` gets the adapter's files, if they had to be read, or the problem."""
 
     path: str
     digest: str
@@ -62,19 +61,19 @@ class _Wish:
 
 
 class AdapterLoads:
-    """Loads adapters. Belongs to the loop's thread, which calls `poll` regularly and after each `wake`."""
+    """A worker's adapter loads. For the loop's thread, which calls `poll` regularly and after each `wake`."""
 
     def __init__(self, adapters: Adapters | None, counters: Counters, wake: Callable[[], None]) -> None:
-        """Accept no adapters if `adapters` is None, that is without --enable-lora."""
+        """Accept no adapters if `adapters` is None, i.e. without --enable-lora."""
         self._adapters = adapters
         self._counters = counters
         self._wake = wake
         self._wishes: dict[tuple[str, str], _Wish] = {}
-        """The waits, by kind and by request id or adapter name; oldest first."""
+        """The pending loads, by kind and by request id or adapter name; oldest first."""
         self._reads: dict[str, _Read] = {}
         """The reads in progress, by path."""
         self._stalled: dict[str, _Read] = {}
-        """The reads that were given up and whose threads are still alive, by path."""
+        """The abandoned reads whose threads are still alive, by path."""
         self._done: SimpleQueue[_Read] = SimpleQueue()
 
     def __contains__(self, request_id: str) -> bool:
@@ -89,7 +88,7 @@ class AdapterLoads:
         return any(wish.digest == digest for wish in self._wishes.values())
 
     def load(self, name: str, path: str, digest: str, on_end: Callable[[str, Problem | None], None]) -> None:
-        """Load the folder's adapter, then, unless `unload` comes first, call `on_end` with the result."""
+        """Load the folder's adapter, then call `on_end` with the result, unless `unload` comes first."""
         adapters = self._adapters
         if adapters is None:
             on_end("", ("invalid", "this worker takes no adapters: --enable-lora"))
@@ -111,7 +110,7 @@ class AdapterLoads:
             self._adapters.unload(name)
 
     def require(self, request: EngineRequest, then: Callable[[Problem | None], None]) -> None:
-        """Call `then` once the request's adapter is here (at once if it has none), or with the problem.
+        """Call `then` once the request's adapter is loaded (at once if it has none), or with the problem.
         `then` is not called if `abort` or another call for the same request comes first.
         """
         adapters, adapter = self._adapters, request.adapter
@@ -134,7 +133,7 @@ class AdapterLoads:
         self._wishes.pop((_REQUEST, request_id), None)
 
     def poll(self, now: float) -> None:
-        """Finish the completed reads, give up the stalled ones and begin new ones."""
+        """Finish the completed reads, abandon the stalled ones and start new ones."""
         while not self._done.empty():
             read = self._done.get()
             if self._stalled.pop(read.path, None) is not None:

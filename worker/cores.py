@@ -1,8 +1,8 @@
-"""Lends the cores of idle workers to the busy workers of the same host.
+"""Loans of idle workers' cores to the busy workers of the same host.
 
 Each worker has a share of the host's cores. A worker that waits for messages marks itself idle on a board in
-shared memory; the busy workers divide its share among themselves at each of their steps. So a lender that
-wakes shares its cores for one step of the borrower at most. The board takes no lock and no system call.
+shared memory. At each of their steps the busy workers divide all cores among themselves. So a worker that
+wakes shares its cores for at most one step of another worker. The board takes no lock and no system call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MAX_WORKERS = 256
-"""The number of workers on one board. Further workers keep to their own share."""
+"""Most workers on one board. Further workers keep to their own share."""
 _UNUSED, _IDLE, _BUSY = b"\0", b"\1", b"\2"
 
 
@@ -38,7 +38,7 @@ class CorePlace(NamedTuple):
 
 
 class CorePlaces:
-    """Assigns places on a board, in the process that forks the workers.
+    """The assignment of places on a board, in the process that forks the workers.
 
     The place of an ended worker counts as idle until another worker takes it, however the worker ended.
     """
@@ -48,7 +48,7 @@ class CorePlaces:
         self._taken: dict[int, int] = {}
 
     def first_free(self) -> CorePlace | None:
-        """Return a place for a worker that is about to be forked, or None if the board is full."""
+        """Return a place for the next worker to fork, or None if the board is full."""
         index = next((i for i in range(MAX_WORKERS) if i not in self._taken.values()), None)
         return CorePlace(self.board, index) if index is not None else None
 
@@ -79,11 +79,11 @@ class SharedCores:
         self._board.write(self._number, is_busy=False)
 
     def idle(self) -> None:
-        """Mark the worker idle, before it waits."""
+        """Mark the worker idle, before it waits for messages."""
         self._write(is_busy=False)
 
     def begin_step(self) -> bool:
-        """Set the step's threads to the cores that the worker has now. Return whether some are lent."""
+        """Set the number of threads to the cores available for this step. Return whether some are lent."""
         self._write(is_busy=True)
         threads = self._share()
         self._has_changed = threads != self._threads
@@ -93,7 +93,7 @@ class SharedCores:
         return threads > self._own
 
     def were_kept(self) -> bool:
-        """Return whether the ending step had the same number of cores as the step before it, to its end."""
+        """Return whether the ending step had its cores to the end, and the step before as many."""
         return not self._has_changed and self._share() == self._threads
 
     def _share(self) -> int:

@@ -1,4 +1,4 @@
-"""Ends a worker: routers move its requests elsewhere, then its loop ends, or starts again in another role."""
+"""The departure of a worker: routers move its requests, then its loop ends, or restarts in another role."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from worker.parts import WorkerParts
 log = logging.getLogger(__name__)
 
 LEAVE_GRACE_S = 2.0
-"""[s] The time after --drain-timeout from which a silent router counts as having forgotten the worker."""
+"""[s] Time after --drain-timeout from which on a silent router counts as having released the worker."""
 
 
 class Departure:
-    """Ends the loop with `stop` once the routers have moved the requests. Any thread may call `ask`; the
-    rest belongs to the loop's thread.
+    """A departure, which calls `stop` once the routers have moved the worker's requests. Any thread may call
+    `ask`; the rest belongs to the loop's thread.
 
-    `next_role` is the role in which the worker continues after this loop, with its incarnation then.
+    `next_role` is the role, and the incarnation, in which the worker continues after this loop.
     """
 
     def __init__(self, parts: WorkerParts, links: RouterLinks, stop: Callable[[], None]) -> None:
@@ -31,9 +31,9 @@ class Departure:
         self._stop = stop
         self._asked = threading.Event()
         self._leaving: Leaving | None = None
-        """The message to the routers, once the worker is asked to leave."""
+        """The message to the routers, once the worker was asked to leave."""
         self._end_by: float | None = None
-        """When to end if some router has not answered `Leaving` (monotonic seconds)."""
+        """Deadline for the routers' answers to `Leaving` (monotonic seconds)."""
         self.next_role: tuple[RoleSpec, str] | None = None
 
     @property
@@ -41,14 +41,14 @@ class Departure:
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Have the routers take the requests elsewhere, then end. A second call ends the loop at once."""
+        """Ask the routers to move the requests, then end. A second call ends the loop at once."""
         if self._asked.is_set():
             self._stop()
         self._asked.set()
         self._parts.wake.set()
 
     def prepare(self, message: PrepareToLeave) -> None:
-        """Tell all routers that the worker leaves, because one router was asked to drain it."""
+        """Tell all routers that the worker leaves, because a router was asked to drain it."""
         self._leaving = Leaving(
             worker_id=self._parts.worker_id,
             incarnation=self._parts.incarnation,
@@ -58,7 +58,7 @@ class Departure:
         self._tell(self._leaving)
 
     def advance(self, now: float) -> None:
-        """Tell the routers that the worker leaves; end if one never answers (`now`: monotonic)."""
+        """Tell the routers that the worker leaves. End it after the deadline (`now`: monotonic)."""
         if self._leaving is None:
             if not self._asked.is_set():
                 return
@@ -73,20 +73,20 @@ class Departure:
             self._stop()
 
     def let_go(self, link: RouterLink) -> None:
-        """Note that the router has nothing on this worker any more."""
+        """Note that the router has no more requests on this worker."""
         link.has_let_go = True
         if self._leaving is not None:
             self._end_if_free(self._leaving)
 
     def _tell(self, leaving: Leaving) -> None:
-        """Tell each router once, including one that starts meanwhile."""
+        """Tell each router once, including routers that start meanwhile."""
         for link in self._links:
             if not link.told_leaving:
                 link.told_leaving = True
                 link.send(leaving)
 
     def _end_if_free(self, leaving: Leaving) -> None:
-        """End the loop if all routers have let go; routers that are gone do not count."""
+        """End the loop if all connected routers have let go."""
         has_let_go = [link.has_let_go for link in self._links if link.has_let_go or link.stands]
         if not has_let_go or not all(has_let_go):
             return

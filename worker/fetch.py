@@ -1,11 +1,11 @@
-"""Fetches prefix blocks from another worker's pool: one side asks for blocks, the other lends its own.
+"""Fetches of prefix blocks from another worker's pool: one side asks for blocks, the other lends its own.
 
     asking -> holding   Fetch   (identities of the wanted blocks, lease, how to reach the asker's pool)
     holding -> asking   Lent    (how many of the blocks hold the draft's KV, too)
     holding -> asking   the cached blocks, pushed under the lease like a prompt's
 
-With recurrent layers the holder ends at a block after which it keeps their state, and pushes the state last.
-A fetch only saves time: if it fails, the worker computes the prefix itself.
+With recurrent layers, the last block that the holder sends is one after which it keeps their state; it pushes
+the state last. A fetch only saves time: if it fails, the worker computes the prefix itself.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from worker.role_work import RequestTable, StagedRequest
 log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0
-"""Seconds without a block after which a prefix is computed instead."""
+"""Seconds without a block after which the worker computes the prefix itself."""
 
 
 OnEnd = Callable[[EngineRequest, bool], None]
-"""A callback that gets the request in its present form, and whether the whole prefix is in the cache."""
+"""A callback that gets the request, and whether the whole prefix is in the cache."""
 
 
 class FetchStage(enum.Enum):
     ASKED = "asked"
     """The holder may write to the blocks."""
     ABANDONED = "abandoned"
-    """The fetch was given up while a piece was being written. The blocks are freed when that write ends."""
+    """The fetch was abandoned during the write of a piece. The blocks are freed when the write ends."""
     ENDED = "ended"
 
 
 @dataclass(eq=False)
 class PrefixFetch(StagedRequest[FetchStage]):
-    """The fetch of a prefix, with the blocks for it, for a request that is here or on its way.
+    """The fetch of a prefix, with the blocks for it, for a request that is on this worker or will be.
 
-    It is ENDED when the blocks came, the holder refused, failed or let the deadline pass, or the request was
-    aborted. If a piece is being written at that moment, it is ABANDONED until that write ends.
+    The fetch is ENDED when the blocks have arrived, the holder refused, failed or let the deadline pass, or
+    the request was aborted. If a piece is being written then, the fetch is ABANDONED until the write ends.
     """
 
     next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {FetchStage.ASKED: (FetchStage.ABANDONED,)}
@@ -71,11 +71,11 @@ class PrefixFetch(StagedRequest[FetchStage]):
     lent: Lent | None = None
     """The holder's answer."""
     num_received: int | None = None
-    """The number of blocks of tokens in all tables, once all have come."""
+    """Number of token blocks in all tables, once all have arrived."""
 
 
 class PrefixFetcher:
-    """Asks other workers for prefix blocks."""
+    """The client of other workers' prefix blocks."""
 
     def __init__(
         self, ours: PeerAddress, engine: Engine, receiver: Receiver, peers: PeerLinks, counters: Counters
@@ -87,15 +87,15 @@ class PrefixFetcher:
         has_draft_kv = any(segment.name == DRAFT for segment in engine.pool.segments)
         self._has_windows = engine.blocks.has_windows
         self._needs_lent = has_draft_kv or self._has_windows
-        """Whether the blocks are of use only after the holder's `Lent`."""
+        """Whether the blocks can be used only after the holder's `Lent`."""
         self._peers = peers
         self._counters = counters
         self.fetches: RequestTable[PrefixFetch] = RequestTable()
 
     def start(self, request: EngineRequest, holder: PeerAddress, on_end: OnEnd) -> bool:
-        """Ask the holder for the missing blocks; return False if there is no room for them.
+        """Ask the holder for the missing blocks. Return False if there is no room for them.
 
-        Otherwise `on_end` is called once the prefix is here or cannot be fetched, unless the request is
+        Otherwise call `on_end` once the prefix has arrived or cannot be fetched, unless the request is
         aborted. Raises `InvalidRequestError`.
         """
         if not self._ours.offers:
@@ -127,7 +127,7 @@ class PrefixFetcher:
         return True
 
     def on_event(self, event: ReceiveEvent) -> bool:
-        """Handle the event and return True if it is about one of our leases."""
+        """Handle an event of one of our leases and return True; return False for others."""
         fetch = self.fetches.with_lease(event.lease_id)
         if fetch is None:
             return False
@@ -190,7 +190,7 @@ class PrefixFetcher:
                 self._give_up(fetch, f"no block came for {FETCH_TIMEOUT_S:g} s")
 
     def holders(self) -> set[str]:
-        """Return the incarnations of the workers that still owe an answer or blocks."""
+        """Return the incarnations of the workers that have yet to answer or to send blocks."""
         return {fetch.holder.incarnation for fetch in self.fetches}
 
     def _give_up(self, fetch: PrefixFetch, reason: str) -> None:
@@ -206,7 +206,7 @@ class PrefixFetcher:
         fetch.on_end(fetch.request, False)
 
     def _end(self, fetch: PrefixFetch, num_found: int) -> None:
-        """Close the lease; cache the received blocks, unless a transfer still writes to them."""
+        """Close the lease. Cache the received blocks, unless a transfer still writes to them."""
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
             num_drafted = fetch.lent.num_drafted if fetch.lent is not None else 0
@@ -222,7 +222,7 @@ class PrefixFetcher:
 
 
 class PrefixHolder:
-    """Lends prefix blocks to other workers. Lent blocks stay in the pool until they are sent."""
+    """The lender of prefix blocks to other workers. Lent blocks stay in the pool until they are sent."""
 
     def __init__(self, engine: Engine, sender: Sender, counters: Counters) -> None:
         self._counters = counters
@@ -231,9 +231,9 @@ class PrefixHolder:
         self._lent: dict[str, SequenceBlocks] = {}
 
     def lend(self, message: Fetch) -> Lent | FetchRefused | None:
-        """Push the wanted blocks that are cached here, then the final piece, even if there are no blocks.
+        """Push the wanted blocks that are cached here, then the final piece, even without any block.
 
-        Returns the answer, or None for a repeated message.
+        Return the answer, or None for a repeated message.
         """
         if message.lease_id in self._lent:
             self._counters.add("duplicate_messages_total")
@@ -261,7 +261,7 @@ class PrefixHolder:
         )
 
     def on_event(self, event: SendEvent) -> bool:
-        """Handle the event and return True if it is about one of our leases."""
+        """Handle an event of one of our leases and return True; return False for others."""
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False

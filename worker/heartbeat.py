@@ -1,8 +1,8 @@
-"""The heartbeat: sends a worker's state to all routers at a steady pace, from a thread of its own.
+"""The heartbeat: a thread that sends a worker's state to all routers at a steady pace.
 
-The heartbeat goes on during a long step of the loop, and says if the loop is stuck. The same thread watches
-the connections to the routers. A worker whose routers are gone has no requests to serve, and no router to
-end it, so it ends itself.
+The heartbeat continues during a long step of the loop, and reports a stuck loop. The same thread watches the
+connections to the routers. A worker whose routers are gone has nothing to serve, and no router ends it, so it
+ends itself.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
 
 BLOCKED_S = 10.0
-"""[s] The time without use of a core after which a loop is stuck. The loop waits 0.25 s for messages, no
-longer than this for another rank, and never for disks and peers, which have threads of their own.
+"""[s] Time without CPU use after which a loop counts as stuck. The loop waits 0.25 s for messages, at most
+this long for another rank, and never for disks and peers, which have threads of their own.
 """
 
 BUSY_S = 60.0
-"""[s] The time for any turn: it may compile code, or share its core with many processes."""
+"""[s] Time that any turn may take: it may compile code, or share its core with many processes."""
 
 LONGEST_STEPS = 10.0
-"""The multiple of the worker's longest step that a turn may also take. On cores shared by five busy
+"""Multiple of the worker's longest step that a turn may take, if that is longer. On cores shared by five busy
 processes each, the slowest turns took twice the longest step (29 M parameters, float32).
 """
 
 _IDLE_SHARE = 0.01
-"""The share of a core below which the loop counts as waiting."""
+"""Share of a core below which the loop counts as waiting."""
 
 
 class Heartbeat:
-    """Sends the heartbeats. It calls `on_routers_lost` in its own thread, at most once."""
+    """The sender of heartbeats. It calls `on_routers_lost` in its own thread, at most once."""
 
     def __init__(
         self, parts: WorkerParts, links: Iterable[RouterLink], on_routers_lost: Callable[[], None]
@@ -117,7 +117,7 @@ class Heartbeat:
 
 
 class _RouterConnection:
-    """The heartbeat's own connection to a router. `lost_since` is None while connected."""
+    """The heartbeat's own connection to a router. `lost_since` is None while it is connected."""
 
     def __init__(self, parts: WorkerParts, link: RouterLink) -> None:
         self._link = link
@@ -148,7 +148,7 @@ class _RouterConnection:
 
 
 class StallWatch:
-    """Watches the loop's progress. Belongs to the heartbeat's thread."""
+    """The watch over the loop's progress. Belongs to the heartbeat's thread."""
 
     def __init__(self, progress: LoopProgress) -> None:
         self._progress = progress
@@ -157,9 +157,9 @@ class StallWatch:
         self._stood_s = self._waited_s = 0.0
 
     def look(self, passed_s: float, longest_step_s: float) -> float:
-        """Return how long the loop has been in the same turn if that is too long, else 0.
+        """Return the time that the loop has spent in its turn if that is too long, else 0.
 
-        `passed_s` is the time since the last look, without times when this process did not run.
+        `passed_s` is the time since the last call, without times when this process did not run.
         """
         progress = self._progress
         turn, core_s = (progress.thread, progress.turns), progress.core_s()
@@ -175,7 +175,7 @@ class StallWatch:
 
 
 def longest_step_s(costs: StepCosts, config: ServeConfig, max_model_len: int, total_blocks: int) -> float:
-    """Return the time of the largest step: a full batch that fills the pool, and a prompt's last chunk."""
+    """Return the time of the largest step: a full batch that fills the pool, with a prompt's last chunk."""
     context = costs.room_tokens(total_blocks, config.block_size)
     prompt_s = costs.chunks_s(costs.chunk_tokens, max_model_len, costs.chunk_tokens)
     return costs.decode_s(config.max_num_seqs, context) + prompt_s

@@ -1,7 +1,7 @@
-"""Tells the routers, and other consumers if there are any, what the prefix cache holds.
+"""Reports of the prefix cache's contents to the routers, and to other consumers if any.
 
-A step's changes are sent after its tokens, on the same connection. Numbers reveal a lost batch, which is
-sent again on demand.
+A step's changes are sent after its tokens, on the same connection. Batches are numbered, so a receiver
+detects a lost batch and requests it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class KvEventSender:
-    """Sends KV events, for the loop's thread. The first batch has all that the cache holds."""
+    """The sender of KV events, for the loop's thread. The first batch has the cache's whole content."""
 
     def __init__(
         self, parts: WorkerParts, blocks: BlockManager, links: RouterLinks, publisher: KvPublisher | None
@@ -45,7 +45,7 @@ class KvEventSender:
                 self._publisher.publish(events)
 
     def replay(self, first: int, link: RouterLink) -> None:
-        """Send one router the batches from `first` on again, or all the whole cache if some are gone."""
+        """Send a router the batches from `first` on again, or the whole cache if some are no longer kept."""
         if self._sent and first < self._sent[0][0]:
             log.warning("the router missed KV events that are not kept any more: it is told everything again")
             self._parts.counters.add("kv_events_restated_total")

@@ -1,6 +1,6 @@
-"""Publishes KV events to other consumers in vLLM's format: PUB for the stream, ROUTER for missed batches.
+"""The publisher of KV events in vLLM's format: a PUB socket for the stream, a ROUTER for missed batches.
 
-A thread of its own encodes and sends, so that the engine's thread only hands the events over.
+Its thread encodes and sends, so that the engine's thread only queues the events.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT_S = 2.0
 MAX_REQUEST_BYTES = 1024
-"""The size limit of requests for missed batches and of subscriptions, which any client may send."""
+"""Largest request for missed batches, and largest subscription; any client may send these."""
 
 
 class KvPublisher:
-    """Publishes KV events, for any thread. Binds when made; raises `ConfigError` if it cannot."""
+    """A publisher of KV events, for any thread. Binds when constructed; raises `ConfigError` if it cannot."""
 
     def __init__(self, config: KvEventsConfig, topic: str, place: int, cache: CacheFormat) -> None:
         self._topic = (config.topic or topic).encode()
@@ -135,10 +135,10 @@ class KvPublisher:
 
 
 class Encoding:
-    """Turns our events into vLLM's.
+    """The conversion of our events to vLLM's.
 
-    vLLM's events identify blocks by their tokens alone. So the encoding leaves out blocks of a tenant with a
-    salt, and blocks that another worker computed in another format.
+    vLLM's events identify blocks by their tokens alone. So blocks of a tenant with a salt, and blocks that
+    another worker computed in another format, are left out.
     """
 
     def __init__(self, name: str, cache: CacheFormat) -> None:

@@ -17,7 +17,7 @@ from protocol.version import version
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one worker. It travels to the worker as msgpack, like every message of ours."""
+    """The settings of one worker, sent to it as msgpack."""
 
     role: RoleSpec
     worker_id: str
@@ -28,7 +28,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     shares_cores: bool = False
     """Whether the worker shares cores with the idle workers of its host."""
     release: str = msgspec.field(default_factory=version)
-    """The server's version of Tandem, which the worker's node must have, too."""
+    """The server's version of Tandem, which the worker's node must have."""
 
 
 class _Release(msgspec.Struct):
@@ -38,7 +38,7 @@ class _Release(msgspec.Struct):
 
 
 def read_launch(encoded: bytes) -> Launch:
-    """Decode a `Launch` on the worker's node. Raises `ConfigError` if that has another version of Tandem."""
+    """Decode a `Launch` on the worker's node. Raises `ConfigError` if its Tandem has another version."""
     release = msgspec.msgpack.decode(encoded, type=_Release).release
     if release != version():
         raise ConfigError(
@@ -48,7 +48,7 @@ def read_launch(encoded: bytes) -> Launch:
 
 
 class StopHandle:
-    """Remembers a stop that comes before the loop exists."""
+    """A handle that remembers a stop requested before the loop exists."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""A worker's connections to its routers: requests come in, and each step sends one message of tokens to each.
+"""A worker's connections to its routers: they send requests, and get one message of tokens per step.
 
-A request belongs to the router whose incarnation its id begins with, on whatever worker it runs.
+A request belongs to the router whose incarnation is the start of the request's id.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class RegistrationRefusedError(TandemError):
 class RouterLink:
     """The connection to one router, whose process may be replaced by another one.
 
-    It belongs to the loop's thread, except `stands`, which the heartbeat's thread sets: whether it is
-    connected.
+    Belongs to the loop's thread, except `stands`: the heartbeat's thread sets whether it is connected.
     """
 
     def __init__(self, parts: WorkerParts, endpoint: str) -> None:
@@ -47,14 +46,14 @@ class RouterLink:
         self.socket = connect_dealer(parts.context, parts.keys, endpoint, parts.worker_id)
         self.stands = True
         self.router: str | None = None
-        """The incarnation of the router that has confirmed this worker's incarnation."""
+        """The incarnation of the router that has confirmed this worker's incarnation, or None."""
         self.told_leaving = False
         self.has_let_go = False
-        """Whether the router has nothing on this leaving worker any more."""
+        """Whether the router has no more requests on this worker, which is leaving."""
         self._counters = parts.counters
 
     def receive(self) -> list[RouterToWorker]:
-        """Return all messages that have arrived; never wait."""
+        """Return all messages that have arrived, without waiting."""
         messages = []
         while self.socket.poll(0):
             message = self.receive_one()
@@ -72,7 +71,7 @@ class RouterLink:
             return None
 
     def confirmed(self, router: str | None) -> None:
-        """Note the incarnation of the router that knows the worker's present one, or None."""
+        """Note the incarnation of the router that knows the worker's current incarnation, or None."""
         self.router, self.told_leaving, self.has_let_go = router, False, False
 
     def send(self, message: WorkerToRouter) -> None:
@@ -104,8 +103,8 @@ class RouterLinks:
     def register(self, message: Register, timeout_s: float) -> None:
         """Announce the worker until a router confirms this incarnation. Raises `RegistrationRefusedError`.
 
-        The loop receives the other routers' answers. A router that is still starting asks for the
-        registration itself.
+        The loop receives other routers' answers. A router that is still starting will ask for the
+        registration.
         """
         self._registration = encode(message)
         poller = zmq.Poller()
@@ -126,7 +125,7 @@ class RouterLinks:
         link.socket.send(self._registration)
 
     def send(self, request_id: str, message: WorkerToRouter) -> None:
-        """Send a message to the request's own router, if it is there."""
+        """Send a message to the request's own router, if it is connected."""
         link = self._owner(request_id)
         if link is not None:
             link.send(message)
@@ -180,7 +179,7 @@ class RouterLinks:
         return None
 
     def _send_step(self, link: RouterLink, outputs: list[TokenOutput]) -> None:
-        """Prompts' log-probabilities are long: each output that has some is a message of its own."""
+        """Send a step's outputs. An output with prompt log-probabilities, which are long, is sent alone."""
         parts = self._parts
         long = [[output] for output in outputs if output.prompt_logprobs]
         others = [output for output in outputs if not output.prompt_logprobs] if long else outputs
@@ -190,7 +189,7 @@ class RouterLinks:
 
 
 class RouterLeases:
-    """Tracks when each router, which may be away for `ttl_s`, was last connected. For the loop's thread."""
+    """The time when each router, which may be away for `ttl_s`, was last connected. For the loop's thread."""
 
     def __init__(self, links: RouterLinks, ttl_s: float) -> None:
         self._links = links
@@ -198,8 +197,7 @@ class RouterLeases:
         self._last_seen: dict[str, float] = {}
 
     def expired(self, request_ids: Iterable[str], now: float) -> list[str]:
-        """Return the requests whose routers are gone, if another router is connected and can use their
-        resources.
+        """Return the requests of lost routers, if another router is connected and can use their resources.
 
         Without a connected router the result is empty; if that lasts, the worker ends itself.
         """

@@ -1,7 +1,7 @@
 """The engine loop: one thread that polls sockets, steps the engine and sends the step's outputs.
 
-It blocks while there is nothing to do, never sleeps while there is, and adds little to a step: one poll, one
-message to the router, and the transfers of the role.
+It blocks while nothing is to be done, and adds little to a step: one poll, one message to each router, and
+the role's transfers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_INTERVAL_S = 0.25
 MAX_FAILED_STEPS = 3
-"""The number of failed steps in a row after which the worker gives up for a fresh one."""
+"""Number of consecutive failed steps after which a fresh process replaces the worker."""
 
 
 class BrokenEngineError(TandemError):
-    """The engine fails step after step, or its device is in an unknown state."""
+    """The engine fails in every step, or its device is in an unknown state."""
 
 
 class WorkerLoop(RoleWork):
@@ -77,7 +77,7 @@ class WorkerLoop(RoleWork):
             self, self.sender, self._fetcher, self._kv_events, self.departure, self.adapter_loads
         )
         self._advancing = True
-        """Whether the last step had something to run. If not, the loop waits for a message in its poll."""
+        """Whether the last step ran something. If not, the loop's poll waits for a message."""
         self._failed_steps = 0
         self._next_housekeeping = 0.0
 
@@ -161,7 +161,7 @@ class WorkerLoop(RoleWork):
                     self.on_peer_reply(peer, reply)
 
     def take_peer_requests(self) -> None:
-        """Handle all requests of other workers that have arrived."""
+        """Handle all requests from other workers that have arrived."""
         for identity, request in self.inbox.receive():
             if isinstance(request, Fetch):
                 self._on_fetch(identity, request)
@@ -188,14 +188,14 @@ class WorkerLoop(RoleWork):
             self.engine.tiers.poll()
 
     def _awaits_adapter(self, digest: str) -> bool:
-        """Return whether some request on this worker, in any stage, needs the adapter."""
+        """Return whether a request on this worker, in any stage, needs the adapter."""
         held = (each.request.adapter for each in (*self.requests, *self._fetcher.fetches))
         return self.adapter_loads.awaits(digest) or any(
             adapter is not None and adapter.digest == digest for adapter in held
         )
 
     def _end_orphans(self, now: float) -> None:
-        """End the requests whose router is gone. A router that returns gets the error."""
+        """End the requests whose router is gone. If the router returns, it gets the error."""
         if len(self.links) == 1:
             return
         fetching = [fetch.request_id for fetch in self._fetcher.fetches]

@@ -1,4 +1,4 @@
-"""The parts of a worker, created once and handed to its loop: counters, and the two ends of its transfers."""
+"""The parts of a worker, created once and passed to its loop: counters, and both ends of its transfers."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class LoopProgress:
 
     def __init__(self) -> None:
         self.turns = 0
-        """The number of turns that have begun."""
+        """Number of turns that have begun."""
         self.thread: int | None = None
         """The loop's thread, or None while no loop runs."""
         self._clock = 0
 
     def begin(self) -> None:
-        """Note that the loop runs in the calling thread from now on."""
+        """Note that the calling thread runs the loop from now on."""
         self.turns += 1
         self.thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self.thread)
@@ -67,7 +67,7 @@ class LoopProgress:
         self.thread = None
 
     def core_s(self) -> float:
-        """Return the core time that the loop's thread has used; 0 while no loop runs."""
+        """Return the CPU time that the loop's thread has used; 0 while no loop runs."""
         try:
             return time.clock_gettime(self._clock) if self.thread is not None else 0.0
         except OSError:  # the thread has ended just now
@@ -103,22 +103,22 @@ class WorkerParts:
     cores: SharedCores | None = None
     """The worker's shared cores, or None if the number of threads is fixed."""
     remote_drafts: RemoteDrafter | None = None
-    """The drafts that draft workers make for the engine, or None without draft workers."""
+    """The drafts that draft workers make for the engine; None without draft workers."""
     num_kv_events: int = 0
-    """The number of KV event batches that this incarnation has sent to the router."""
+    """Number of KV event batches that this incarnation has sent to the router."""
 
     def begin_anew(self, role: RoleSpec, incarnation: str) -> None:
-        """Become another incarnation. A heartbeat in between counts too few events rather than too many."""
+        """Become another incarnation. A concurrent heartbeat reports too few events rather than too many."""
         self.num_kv_events = 0
         self.role, self.incarnation = role, incarnation
 
     @property
     def tells_of_cache(self) -> bool:
-        """Whether others are told what the prefix cache holds; not on a worker that holds the draft model."""
+        """Whether others learn the prefix cache's contents; False on a worker that holds the draft model."""
         return self.config.enable_prefix_caching and not self.role.holds_draft
 
     def state(self) -> WorkerState:
-        """Return the heartbeat's content, once there is an engine. The heartbeat's thread calls it."""
+        """Return the heartbeat's content; needs an engine. The heartbeat's thread calls this."""
         assert self.engine is not None
         transfers = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
         transports = self.transports()

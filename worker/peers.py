@@ -1,4 +1,4 @@
-"""A worker's sockets to other workers: a DEALER to each for its own requests, a ROUTER for theirs."""
+"""A worker's sockets to other workers: a DEALER to each for its own requests, a ROUTER for other workers'."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Link:
 
 
 class PeerLinks:
-    """Connects when first needed and closes when long unused, also to dead incarnations."""
+    """The DEALER sockets: opened at first use, closed after long disuse, also those to dead incarnations."""
 
     def __init__(self, parts: WorkerParts, poller: zmq.Poller) -> None:
         self._parts = parts
@@ -98,7 +98,7 @@ class PeerLinks:
 
 
 class PeerSocket:
-    """Receives requests, each with the identity of its sender. A reply to a peer that is gone is dropped."""
+    """The ROUTER socket: requests come with their sender's identity. Replies to lost peers are dropped."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._counters = parts.counters
@@ -107,7 +107,7 @@ class PeerSocket:
         self.socket, self.endpoint = bind_router(parts.context, parts.keys, parts.host, ports)
 
     def receive(self) -> list[tuple[bytes, PeerRequest]]:
-        """Return all requests that have arrived; never wait."""
+        """Return all requests that have arrived, without waiting."""
         requests: list[tuple[bytes, PeerRequest]] = []
         while True:
             try:

@@ -44,7 +44,7 @@ from worker.setup import (
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
-"""Seconds that a loop gets to end once its routers are gone; then the process ends at once."""
+"""Seconds that a loop has to end once its routers are gone; then the process ends at once."""
 
 
 def run_worker(
@@ -54,11 +54,11 @@ def run_worker(
     place: CorePlace | None = None,
     leader: Leader | None = None,
 ) -> None:
-    """Run a worker until `stop`. Returns if it ended as asked; raises `TandemError` if it cannot serve.
+    """Run a worker until `stop`. Return if it ended on request; raise `TandemError` if it cannot serve.
 
     The process ends when all routers are gone, and after SIGTERM once its requests are elsewhere. The
-    `object_store` transport needs a `carrier`. The worker shares cores with the other workers on the board
-    of `place`. `leader` leads the worker's other ranks.
+    `object_store` transport needs a `carrier`. The worker shares cores with the other workers on the board of
+    `place`. `leader` leads the worker's other ranks.
     """
     config = launch.config
     set_up_worker_logging(config, launch.worker_id)
@@ -122,7 +122,7 @@ def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: L
 def _serve(
     parts: WorkerParts, engine: Engine, links: RouterLinks, stop: StopHandle, carrier: Carrier | None
 ) -> Departure:
-    """Serve in the present role. Returns the departure that ended it."""
+    """Serve in the current role. Return the departure that ended it."""
     assert parts.pool is not None
     make_loop: type[WorkerLoop] = pkgutil.resolve_name(parts.role.loop)
     name = f"{parts.worker_id} {parts.incarnation}"
@@ -147,7 +147,7 @@ def _serve(
 
 @contextmanager
 def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` at SIGTERM, if in the main thread; an actor's worker runs in another."""
+    """Call `leave` at SIGTERM, if in the main thread. (An actor's worker runs in another thread.)"""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -159,7 +159,7 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
 
 
 def _die_by_sigterm() -> None:
-    """End the process by SIGTERM, so that its parent sees what ended it."""
+    """End the process by SIGTERM, so that the parent sees the cause."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 

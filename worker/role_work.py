@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class RoleWork(ABC):
-    """The base class of the roles' loops. Belongs to the loop's thread. `requests` holds the requests on
-    this worker, `outbox` the outputs that the routers have not been sent yet.
+    """The base class of all roles' loops. Belongs to the loop's thread. `requests` holds the requests on this
+    worker, `outbox` the outputs not yet sent to the routers.
     """
 
     requests: RequestTable[Any]
@@ -48,18 +48,18 @@ class RoleWork(ABC):
 
     @abstractmethod
     def _end(self, request: Any) -> None:
-        """Free all that a request of this role holds, in any stage."""
+        """Free everything that a request of this role holds, in any stage."""
 
     def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
-        """Hand a request over to another decode worker, or keep it if None. For prefill workers."""
+        """Hand a request over to another decode worker, or decode it here if None. For prefill workers."""
         self.counters.add("dropped_messages_total")
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
-        """Have the request's drafts made as `plan` says. For decode workers only."""
+        """Draft for the request as `plan` says. For decode workers only."""
         self.counters.add("dropped_messages_total")
 
     def peer_gone(self, peer: bytes) -> None:
-        """Free the requests of a gone worker, known by the identity `peer`. For draft workers only."""
+        """Free the requests of a lost worker with the identity `peer`. For draft workers only."""
         self.counters.add("dropped_messages_total")
 
     def knows(self, request_id: str) -> bool:
@@ -88,15 +88,15 @@ class RoleWork(ABC):
         """Handle an event of one of the role's leases."""
 
     def peers_in_use(self) -> set[str]:
-        """Return the incarnations that the role awaits something from."""
+        """Return the incarnations from which the role awaits something."""
         return set()
 
     def before_step(self, first_time: list[EngineRequest]) -> None:
-        """Prepare for a step in which the engine schedules these requests for the first time."""
+        """Prepare for a step in which the engine first schedules these requests."""
         return
 
     def with_timing(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
-        """Return a step's outputs with their requests' timings. It began at `began`."""
+        """Return a step's outputs with their requests' timings. The step began at `began`."""
         return outputs
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
@@ -106,11 +106,11 @@ class RoleWork(ABC):
 
     @abstractmethod
     def after_step(self, outputs: list[TokenOutput]) -> None:
-        """Do the role's work after a step, whose outputs the router has by now."""
+        """Do the role's work after a step whose outputs have been sent to the router."""
 
     @abstractmethod
     def expire(self, now: float) -> None:
-        """Give up whatever has passed its deadline. `now` is `time.monotonic()`."""
+        """Give up everything whose deadline has passed. `now` is `time.monotonic()`."""
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -140,14 +140,14 @@ StageT = TypeVar("StageT", bound=enum.Enum)
 
 
 class IllegalTransitionError(Exception):
-    """A request was moved to a stage that cannot follow its present one: a bug of this worker."""
+    """A request was moved to a stage that cannot follow its current one: a bug of this worker."""
 
 
 class StagedRequest(Generic[StageT]):
-    """A request in one of the stages of its class. `next_stages` tells which stages may follow each stage,
-    besides ENDED, which may follow every other one.
+    """A request in one of the stages of its class. `next_stages` maps a stage to the stages that may follow
+    it; ENDED may follow every other stage.
 
-    `deadline` is in monotonic seconds, or None while the request awaits nothing from another worker.
+    `deadline` is in monotonic seconds, or None while nothing is awaited from another worker.
     """
 
     next_stages: ClassVar[Mapping[Any, Collection[Any]]]
@@ -162,7 +162,7 @@ class StagedRequest(Generic[StageT]):
 
     @property
     def held_lease(self) -> str:
-        """The lease of a request in a stage that has one."""
+        """The id of the request's lease; the request must have one."""
         assert self.lease_id is not None
         return self.lease_id
 
@@ -176,14 +176,14 @@ class StagedRequest(Generic[StageT]):
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     def enter(self, stage: StageT) -> None:
-        """Move to a stage. Raises `IllegalTransitionError`, with nothing changed."""
+        """Move to a stage. Raises `IllegalTransitionError` and changes nothing if it cannot follow."""
         ends = stage.name == "ENDED" and stage is not self.stage
         if not ends and stage not in self.next_stages.get(self.stage, ()):
             raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
         self.stage = stage
 
     def replan(self, plan: DraftPlan | None) -> None:
-        """Set where the request's drafts are made."""
+        """Set the place where the request's drafts are made."""
         self.request = msgspec.structs.replace(self.request, draft_plan=plan)
 
     def is_overdue(self, now: float) -> bool:
@@ -194,10 +194,10 @@ RequestT = TypeVar("RequestT", bound=StagedRequest[Any])
 
 
 class RequestTable(Generic[RequestT]):
-    """A table of requests by their id and by their lease.
+    """Requests by id and by lease.
 
-    A request that is given up may keep its lease longer than its id, until no transfer writes to its blocks
-    any more. A newer request may have the id by then.
+    An abandoned request may keep its lease longer than its id, until no transfer writes to its blocks.
+    Meanwhile a newer request may have the id.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class RequestTable(Generic[RequestT]):
         return request_id in self._by_id
 
     def __iter__(self) -> Iterator[RequestT]:
-        """Iterate over the requests that have their id, oldest first. The table may change meanwhile."""
+        """Iterate over the requests that own their ids, oldest first. The table may change meanwhile."""
         return iter(list(self._by_id.values()))
 
     def get(self, request_id: str) -> RequestT | None:

@@ -1,4 +1,4 @@
-"""Handles a router's messages to a worker."""
+"""The handling of a router's messages to a worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterMessages:
-    """Passes each message to the part of the worker that handles it. Belongs to the loop's thread."""
+    """The dispatch of each message to the part of the worker that handles it. For the loop's thread."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RouterMessages:
                 self._adapter_loads.unload(message.name)
 
     def abort_all(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests and stop their fetches and adapter loads. Unknown ids are ignored."""
+        """Forget these requests and stop their fetches and adapter loads. Ignore unknown ids."""
         for request_id in request_ids:
             self._adapter_loads.abort(request_id)
             self._fetcher.abort(request_id)
@@ -109,7 +109,7 @@ class RouterMessages:
         return waits or self._role.knows(request_id)
 
     def _start_or_fetch(self, message: messages.Generate, problem: Problem | None) -> None:
-        """Start the request, or fetch its prefix from another worker first. `problem` is its adapter's."""
+        """Start the request, or fetch its prefix first. `problem` is its adapter's, None if loaded."""
         if problem is not None:
             self._role.answer_error(message.request.request_id, *problem)
             return
@@ -203,7 +203,7 @@ class RouterMessages:
         self._adapter_loads.load(message.name, message.path, message.digest, answer)
 
     def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
-        """Connect to the peers, so that no request waits for the first contact."""
+        """Connect to the peers in advance, so that no request waits for the first contact."""
         for peer in peers:
             try:
                 self._sender.connect(peer)

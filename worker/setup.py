@@ -1,4 +1,4 @@
-"""Sets up a worker's process: logging, CPU threads, the models, the engine, its pool and the other ranks."""
+"""The setup of a worker's process: logging, CPU threads, models, engine, KV pool and other ranks."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def set_up_worker_logging(config: ServeConfig, name: str) -> None:
 
 
 def set_up_threads(config: ServeConfig) -> None:
-    """Set the CPU threads to `worker_threads`, which the launcher chooses; if unset, keep torch's default."""
+    """Set the CPU threads to the launcher's `worker_threads`; if unset, keep torch's default."""
     if config.worker_threads is not None:
         torch.set_num_threads(config.worker_threads)
 
 
 def build_kernels() -> None:
-    """Compile the kernels that the host's cache lacks."""
+    """Compile the kernels that are missing in the host's cache."""
     build_all(_ROOT / package for package in ("engine", "kvtransfer", "speculation"))
 
 
 def remote_drafter(config: ServeConfig) -> RemoteDrafter | None:
-    """Return the object for drafts of draft workers, or None without draft workers."""
+    """Return the source of drafts from draft workers, or None without draft workers."""
     options = config.speculative_config
     if config.draft_replicas == 0 or options is None:
         return None
@@ -81,10 +81,10 @@ def build_engine(
     leader: Leader | None = None,
 ) -> tuple[Engine, RegisteredPool]:
     """Load the model, or the draft model, and allocate its pool in memory that transfers and the `leader`'s
-    ranks can reach. `remote` holds the drafts of draft workers.
+    ranks can access. `remote` holds drafts from draft workers.
 
-    With `shm` the receiver maps the sender's pool, and any worker may have to send. A pool in a GPU's memory
-    is reached through the host's memory. Raises the engine's errors for a model that it cannot serve.
+    With `shm` the receiver maps the sender's pool, and any worker may be a sender. A pool in GPU memory is
+    accessed through host memory. Raises the engine's errors for a model that it cannot serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
@@ -149,9 +149,9 @@ def open_wires(
 
 
 def preload_models(config: ServeConfig) -> bool:
-    """Load and pack the model of a configuration, and its draft model, unless they are loaded already.
+    """Load and pack the configured model and draft model, unless they are loaded already.
 
-    Returns whether anything was loaded. If loading fails, the workers load the models themselves and report
+    Return whether anything was loaded. If loading fails, the workers load the models themselves and report
     why.
     """
     if config.device != "cpu" or is_preloaded(config):
@@ -183,7 +183,7 @@ def _load(config: ServeConfig) -> LoadedModel:
 
 
 def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: None) -> Leader | None:
-    """Fork a worker's other ranks, if any, from its only thread. Each calls `on_fork` with its name."""
+    """Fork a worker's other ranks, if any, from its only thread. Each rank calls `on_fork` with its name."""
     config = launch.config
     size = config.num_ranks(launch.role)
     if size == 1:
@@ -206,6 +206,6 @@ def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link:
 
 
 def end_process() -> None:
-    """End this worker, which lacks a rank. The supervisor starts it again."""
+    """End this worker, which has lost a rank. The supervisor starts it again."""
     log.error("the worker ends with it")
     os._exit(1)

@@ -147,7 +147,7 @@ class Quantizer:
     def _gather(
         self, values: Tensor, blocks: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
     ) -> Tensor:
-        """Copy blocks of [num_blocks, planes, block_size, ...], with zeros after each block's valid tokens."""
+        """Copy blocks of [num_blocks, planes, block_size, ...], with zeros after the valid tokens."""
         chunk = self._scratch.take("chunk", (len(blocks), *values.shape[1:]), values.dtype)
         torch.index_select(values, 0, torch.from_numpy(blocks).to(self._device), out=chunk)
         for row in np.flatnonzero(num_tokens < values.shape[2]).tolist():

@@ -74,7 +74,7 @@ class Converting(Incoming):
 
 
 def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_devices: bool) -> Incoming:
-    """Choose the destination. Checksums are computed on the host, so blocks with a checksum are staged there."""
+    """Choose the destination. Checksums are computed on the host, so blocks with one are staged there."""
     if tuple(hello.wire) != pool.segments:
         return Converting(pool, hello, max_blocks)
     if pool.device is not None and not (reaches_devices and hello.checksum == "off"):

@@ -115,7 +115,7 @@ there. Such a pair would be left with TCP, which passes through the host twice.
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of `num_blocks` blocks of `block_bytes` bytes, from `address` on, on the host or a CUDA device."""
+    """Memory of `num_blocks` blocks of `block_bytes` bytes, from `address` on, on the host or on a GPU."""
 
     address: int
     block_bytes: int
@@ -303,7 +303,7 @@ class Agent:
             return True
 
     def close(self) -> None:
-        """End all transfers, connections and threads of the agent. Idempotent. Nothing is written afterwards."""
+        """End all transfers, connections and threads of the agent, which then writes nothing. Idempotent."""
         with self._lock:
             if self._agent is None:
                 return
