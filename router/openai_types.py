@@ -15,7 +15,7 @@ from protocol.sampling import body_fields
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
-"""The most characters of all stop strings together: each token is checked at every possible start."""
+"""Most characters of all stop strings: each token is checked at every possible start."""
 MAX_BAD_WORDS = 1024
 MAX_WORD_CHARACTERS = 1024
 MAX_MESSAGES = 16_384
@@ -23,9 +23,9 @@ MAX_ALLOWED_TOKEN_IDS = 2**19
 MAX_TOOLS = 128
 MAX_METADATA = 16
 MAX_ARGUMENT_BYTES = 1024 * 1024
-"""The most bytes of the arguments of a call in an assistant's message."""
+"""Most bytes of a call's arguments in an assistant's message."""
 MAX_RAW_BYTES = 64 * 1024
-"""The most bytes of a field that is free-form JSON."""
+"""Most bytes of a field of free-form JSON."""
 
 
 def _json(text: str, **schema: Any) -> Meta:
@@ -33,7 +33,7 @@ def _json(text: str, **schema: Any) -> Meta:
 
 
 def absent() -> Any:
-    """Return the default of a `Raw` field: empty, so that it differs from null."""
+    """Return the default of a `Raw` field: empty, to differ from null."""
     return msgspec.field(default_factory=Raw)
 
 

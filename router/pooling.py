@@ -1,4 +1,4 @@
-"""Bodies of requests for embeddings, scores and rankings, how they are read, and their answers."""
+"""Requests for embeddings, scores and rankings: their bodies, reading and answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from router.text.choice import Choice
 
 
 class PoolingAnswer(AnswerWriter, ABC):
-    """Writes one request's answer."""
+    """The writer of one request's answer."""
 
     def __init__(self, prepared: Prepared, model: str, request_id: str) -> None:
         self._prepared = prepared
@@ -39,11 +39,11 @@ class PoolingAnswer(AnswerWriter, ABC):
 
     @abstractmethod
     def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-        """Yield the answer's `data` for the texts' vectors."""
+        """Yield the items of the answer's `data` from the vectors of the texts."""
 
 
 class EmbeddingAnswer(PoolingAnswer):
-    """The answer of `/v1/embeddings`."""
+    """The writer of answers of `/v1/embeddings`."""
 
     def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
         as_base64 = self._prepared.as_base64
@@ -53,7 +53,7 @@ class EmbeddingAnswer(PoolingAnswer):
 
 
 class ScoreAnswer(PoolingAnswer):
-    """The answer of `/score`."""
+    """The writer of answers of `/score`."""
 
     def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
         for index, score in enumerate(_scores(vectors, self._prepared.num_first)):
@@ -61,7 +61,7 @@ class ScoreAnswer(PoolingAnswer):
 
 
 class RankingAnswer(AnswerWriter):
-    """The answer of `/v1/rerank`."""
+    """The writer of answers of `/v1/rerank`."""
 
     def __init__(self, prepared: Prepared, model: str, request_id: str) -> None:
         assert prepared.ranking is not None
@@ -76,7 +76,7 @@ class RankingAnswer(AnswerWriter):
         yield from json_pieces({**self._head, "results": self._results(scores), **_about(choices, timing)})
 
     def _results(self, scores: Sequence[float]) -> Iterator[dict[str, Any]]:
-        """Yield the best results, those of equal scores in the documents' order."""
+        """Yield the best results, ties in the order of the documents."""
         documents = self._ranking.documents
         best = sorted(range(len(scores)), key=lambda index: -scores[index])
         for index in best[: self._ranking.top_n]:
@@ -124,7 +124,7 @@ def _check_number(number: int) -> None:
 
 
 def _scores(vectors: Sequence[bytes], num_first: int) -> Iterator[float]:
-    """Yield the product of each pair of a first and a second text. One first text is paired with all."""
+    """Yield the dot product of each pair of a first and a second text. A single first text pairs with all."""
     second = map(_values, vectors[num_first:])
     first = repeat(_values(vectors[0])) if num_first == 1 else map(_values, vectors[:num_first])
     for pair in zip(second, first, strict=False):

@@ -1,4 +1,4 @@
-"""The router as the launcher runs it: it binds its sockets at once, then serves HTTP until a signal."""
+"""The router process: binds its sockets at once, then serves HTTP until a signal."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ KEEP_ALIVE_S = 65
 
 
 class RouterPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of one of several routers, in addition to --port, which they share.
+    """The ports of one of several routers, in addition to --port, which all share.
 
-    `own_port` serves HTTP and belongs to this router alone; workers connect to `link_port`.
+    `own_port` serves HTTP for this router alone; workers connect to `link_port`.
     """
 
     router_id: str
@@ -46,9 +46,8 @@ class RouterPlace(msgspec.Struct, frozen=True, kw_only=True):
 class RouterServer:
     """Binds the HTTP socket and the workers' socket at once; `run()` serves until `stop()` or a signal.
 
-    Workers connect to `worker_endpoints`; `port` is the actual HTTP port. One of several routers has a
-    `place`: its `port` is its own, and it listens on the shared one once it knows a worker. Raises
-    `ConfigError`.
+    Workers connect to `worker_endpoints`; `port` is the HTTP port in use. With `place`, as one of several
+    routers, `port` is its own; it listens on the shared port once it is ready. Raises `ConfigError`.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class RouterServer:
         self._stop_asked = False
 
     def start_ups(self) -> dict[str, Mapping[str, str]]:
-        """Return the choices that each worker made at its start, by worker id."""
+        """Return the choices that each worker made when it started, by worker id."""
         return {worker.key.worker_id: worker.start_up for worker in self.state.registry}
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
@@ -93,13 +92,13 @@ class RouterServer:
         self._soon(self.state.registry.mark_dead, worker_id, incarnation, reason)
 
     def expect(self, roles: Mapping[str, str], room: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Set the roles of the workers that the launcher keeps running, by worker id, and how many more
-        workers of each role could be started. Requests may wait for these workers. Thread-safe.
+        """Set the roles, by worker id, of the workers that the launcher keeps running, and how many more of
+        each role have `room`. Requests may wait for these workers. Thread-safe.
         """
         self.state.registry.expected, self.state.autoscaler.room = roles, room
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
-        """Set how the router asks and informs the launcher about drained workers; as for `Drainer`."""
+        """Set the functions that ask and inform the launcher about drained workers; see `Drainer`."""
 
         async def ask(worker_id: str, for_good: bool) -> str:
             return let_go(worker_id, for_good)
@@ -107,7 +106,7 @@ class RouterServer:
         self.state.drainer.let_go, self.state.drainer.renew = ask, renew
 
     def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None:
-        """Set how the router asks the launcher to change the number of workers."""
+        """Set the function with which the router asks the launcher to change the number of workers."""
 
         async def ask(request: ScaleRequest) -> ScaleAnswer:
             return scale(request)
@@ -137,7 +136,7 @@ class RouterServer:
         self._soon(_reinstall_signal_handlers)
 
     def _soon(self, function: Callable[..., None], *arguments: str) -> None:
-        """Call a function on the event loop, if it runs."""
+        """Call a function on the event loop if the loop runs."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -148,9 +147,9 @@ class RouterServer:
         *,
         prepares: bool = True,
     ) -> None:
-        """Serve. `on_start` is called once HTTP answers, `on_signal` (or `stop`) at SIGINT and SIGTERM.
+        """Serve. `on_start` is called once HTTP answers, `on_signal` (default: `stop`) at SIGINT and SIGTERM.
 
-        With `prepares` the preprocessor starts once workers serve, and compiles common grammars.
+        With `prepares`, common grammars are compiled in the preprocessor once workers serve.
         """
         connections = Connections(
             raise_file_limit(), partial(self.state.metrics.count, "http_connections_ended_total")
@@ -177,7 +176,7 @@ class RouterServer:
             self.close()
 
     def close(self) -> None:
-        """Close the sockets; `run()` does it at its end."""
+        """Close the sockets; `run()` does so at its end."""
         self.state.close()
         self._close_http()
 
@@ -198,12 +197,12 @@ class RouterServer:
         await server.serve(sockets=[self._http_socket])
 
     async def _join(self, server: _Uvicorn, shared: socket.socket) -> None:
-        """Listen on the shared port once this router is ready; until then the others serve."""
+        """Listen on the shared port once this router is ready; until then the other routers serve it."""
         await self._readiness()
         await server.listen(shared)
 
     async def _prepare(self) -> None:
-        """Compile common grammars once this router is ready: its start leaves no core for that."""
+        """Compile common grammars once this router is ready: before that, its start needs all cores."""
         await self._readiness()
         await self.state.grammars.prepare(self.state.chats.constant_grammars)
 
@@ -218,9 +217,9 @@ class RouterServer:
             self._end()
 
     async def _drain(self) -> None:
-        """Accept no new requests. Running ones get the configured time, then an error.
+        """Accept no new requests. Running requests get the configured time, then an error.
 
-        If there are several routers, the others accept the new connections from now on.
+        With several routers, the others accept new connections from now on.
         """
         self.state.is_draining = True
         if self._server is not None and self._joining is not None:
@@ -259,7 +258,7 @@ class _Uvicorn(uvicorn.Server):
         self._on_started()
 
     async def listen(self, listener: socket.socket) -> None:
-        """Listen on one more socket. Uvicorn's own way has no deadline for TLS handshakes."""
+        """Listen on another socket. Uvicorn's own listening has no deadline for TLS handshakes."""
         config, state = self.config, self.lifespan.state
 
         def protocol() -> asyncio.Protocol:
@@ -289,8 +288,8 @@ def _reinstall_signal_handlers() -> None:
 
 
 def bind_http(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
-    """Bind an HTTP socket. `shared`: other sockets may be bound to the same port. A socket that does not
-    listen reserves the port for others that will.
+    """Bind an HTTP socket. `shared`: other sockets may bind to the same port. A socket that does not listen
+    reserves the port for sockets that will.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

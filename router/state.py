@@ -66,7 +66,7 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class RouterState:
-    """All parts of the router but the HTTP API. Workers' messages are read from `attach()` on."""
+    """All parts of the router except the HTTP API. `attach()` begins to read workers' messages."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class RouterState:
         self._sweep_due = 0.0
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start to listen to the workers."""
+        """Begin to read workers' messages."""
         self._loop, self._sweep_due = loop, time.monotonic()
         self.link.attach(loop, self._on_message)
         self._sweep()
@@ -175,7 +175,7 @@ class RouterState:
         return model
 
     def require_served(self) -> ServedModel:
-        """Return the limits and names for reading a request. Raises as `require_ready`."""
+        """Return the limits and names for reading a request. Raises like `require_ready`."""
         facts = self.require_ready()
         return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names, self.defaults)
 
@@ -207,7 +207,7 @@ class RouterState:
                 self.registry.register(message)
 
     def _on_unknown(self, state: WorkerState) -> None:
-        """Ask a worker that started before this router to register here too."""
+        """Ask a worker that started before this router to register."""
         self.metrics.count("messages_dropped_total", "stale_incarnation")
         if not self.registry.is_retired(state.worker_id, state.incarnation):
             self.link.send_to(state.worker_id, Unregistered(incarnation=state.incarnation))
@@ -265,7 +265,7 @@ class RouterState:
 
 
 def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
-    """Return the tracing, or None without the option, so that OpenTelemetry is imported only with it."""
+    """Return the tracing; None without the option, so that OpenTelemetry is imported only if needed."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -279,7 +279,7 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
 
 
 def _core_wait_s() -> float:
-    """Return the seconds that this thread has waited for a core, as Linux counts them; 0 elsewhere."""
+    """Return the seconds that this thread has waited for a core, as counted by Linux; elsewhere 0."""
     try:
         file = os.open(_SCHEDSTAT, os.O_RDONLY)
     except OSError:

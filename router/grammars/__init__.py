@@ -1,1 +1,1 @@
-"""Grammars that answers are held to, converted to the form that llguidance compiles."""
+"""Grammars that constrain answers, converted to the form that llguidance compiles."""

@@ -1,4 +1,4 @@
-"""Grammars of calls' arguments in Python's or Gemma's notation, from the JSON schemas of functions."""
+"""Grammars of a call's arguments in Python's or Gemma's notation, from the function's JSON schema."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _KEYWORDS = {
     "boolean": (),
     "null": (),
 }
-"""The keywords that can be enforced, by the type that they are for."""
+"""Keywords that can be enforced, by the type that they constrain."""
 _NAME = re.compile(r"[^\s=:,()\[\]{}\"'<](?:[^\s=:,()\[\]{}]| (?=[^\s=:,()\[\]{}]))*")
 """A key that can be written without quotes."""
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
 _ANY_KEY = '/[^"\\\\\\x00-\\x1f\\x7f]{0,64}/'
 _ESCAPES = {"x-guidance": {"json_allowed_escapes": 'nrbtf\\"u'}}
-"""JSON's escapes that Python's strings have too."""
+"""The JSON escapes that Python's strings have too."""
 
 
 def argument_grammar(
     name: str, schema: Mapping[str, Any], notation: Literals, spelling: Spelling, *, lenient: bool
 ) -> list[dict[str, Any]]:
-    """Return the grammar of a function's arguments under this `name`, and the grammars that it refers to.
+    """Return the grammar of a function's arguments, under this `name`, and the grammars that it refers to.
 
     Raises `InvalidRequestError` for a keyword that cannot be enforced; a lenient grammar ignores it.
     """
@@ -68,12 +68,12 @@ class _Rules:
         self._spelling, self._mark = spelling, notation.quotes[0]
         self._constants = ("True", "False", "None") if self._is_python else ("true", "false", "null")
         self._made: dict[str, str] = {}
-        """The names of rules and grammars by what they are for."""
+        """Names of rules and grammars by content, so that equal ones are made once."""
 
     # --- objects ------------------------------------------------------------------------------------------
 
     def members(self, node: Mapping[str, Any], path: str, *, is_call: bool = False) -> str:
-        """Return the members of an object, or the arguments of the call."""
+        """Return a rule for the members of an object, or for the arguments of a call."""
         node = self._checked(node, path, ("type", *_KEYWORDS["object"]))
         properties = dict(node.get("properties") or {})
         additional = node.get("additionalProperties", True)
@@ -97,7 +97,7 @@ class _Rules:
         return f"{json.dumps(key, ensure_ascii=False)}: " if self._is_python else f"{key}:"
 
     def _further(self, known: Iterable[str], value: Any, path: str, is_call: bool) -> str:
-        """Return a member with any other name."""
+        """Return a rule for a member whose name is not among `known`."""
         before, name, after = "", _ANY_NAME, self._assign
         if self._is_python and not is_call:
             before, name, after = '"\\"" ', _ANY_KEY, '": '
@@ -106,7 +106,7 @@ class _Rules:
         return self._rule(f"{before}{terminal} {quoted(after)} {self.value(value, path)}")
 
     def _in_turn(self, members: Sequence[tuple[str, bool]], further: str) -> str:
-        """Return a rule of members in their order, each of which may be required, and further ones."""
+        """Return a rule for members in order, each with whether it is required, then `further` ones."""
         first = f"({further} ({self._comma} {further})*)?" if further else '""'
         rest = f"({self._comma} {further})*" if further else '""'
         for member, is_required in reversed(members):
@@ -118,7 +118,7 @@ class _Rules:
     # --- values -------------------------------------------------------------------------------------------
 
     def value(self, node: Any, path: str) -> str:
-        """Return a rule of the values that satisfy a schema."""
+        """Return a rule for the values that satisfy a schema."""
         if node is True or node == {}:
             return self._any()
         if not isinstance(node, dict):
@@ -178,7 +178,7 @@ class _Rules:
         return self._rule(f'"[" {items} "]"')
 
     def _raw_string(self, node: Mapping[str, Any]) -> str:
-        """Return a rule of a string without escapes, up to its closing mark."""
+        """Return a rule for a string without escapes, up to its closing mark."""
         least, most = node.get("minLength") or 0, node.get("maxLength")
         length = f"{{{least},{'' if most is None else most}}}"
         text = self._rule(f"/(.|\\n){length}/ & ~(TEXT {quoted(self._mark)} TEXT)", is_terminal=True)
@@ -211,7 +211,7 @@ class _Rules:
         return name
 
     def _literal(self, value: Any, path: str) -> str:
-        """Return a value as the notation writes it."""
+        """Return a value in the notation."""
         match value:
             case str() if not self._is_python:
                 if self._mark in value:
@@ -236,7 +236,7 @@ class _Rules:
     # --- rules --------------------------------------------------------------------------------------------
 
     def _rule(self, body: str, *, is_terminal: bool = False) -> str:
-        """Return the name of a rule with this body."""
+        """Return the name of a rule with this body, made once."""
         if body not in self._made:
             self._made[body] = name = self._new().upper() if is_terminal else self._new()
             self.lines.append(f"{name}: {body}")
@@ -246,7 +246,7 @@ class _Rules:
         return f"r{len(self._made)}"
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        """Return the name of a grammar of JSON."""
+        """Return the name of a grammar for JSON that satisfies a schema."""
         key = json.dumps(schema, sort_keys=True)
         if key not in self._made:
             name = f"{self._name}_{len(self._made)}"
@@ -255,7 +255,7 @@ class _Rules:
         return self._made[key]
 
     def _checked(self, node: Mapping[str, Any], path: str, known: Sequence[str]) -> Mapping[str, Any]:
-        """Return the node without keywords that are not enforced. Raises `InvalidRequestError` for them."""
+        """Return the node without keywords that cannot be enforced. Raises `InvalidRequestError` for them."""
         for key in node:
             if key not in known and key not in _ANNOTATIONS:
                 self._cannot(f"{path}{key}", "this model's form of calls cannot keep to it")
@@ -273,7 +273,7 @@ class _Rules:
 
 
 def _for_type(node: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the schema of one of a node's types, with the keywords for this type."""
+    """Return the schema of one of a node's types, with the keywords that apply to it."""
     group = "number" if kind == "integer" else kind
     others = {word for each, words in _KEYWORDS.items() if each != group for word in words}
     others.update(("pattern", "format") if kind != "string" else ())

@@ -1,7 +1,7 @@
-"""Converts JSON schemas to grammars.
+"""Conversion of JSON schemas to grammars.
 
 llguidance computes with doubles and 64-bit integers, compares property names as they are spelled, and accepts
-29 February in any year. A schema is narrowed where its grammar would be too wide, or refused.
+29 February in any year. A schema whose grammar would accept too much is narrowed or refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from router.parsing.parameters import pointed
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The separators of Python's `json.dumps`, so that most of the white space is determined."""
 _DATA = ("default", "examples", "const", "enum")
-"""Keywords whose values are not schemas."""
+"""Keywords whose values are data, not schemas."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref")
 
@@ -32,17 +32,17 @@ _BOUNDS = (
 """Each bound with its direction and the opposite bound."""
 
 _EXACT = 2**53
-"""The largest integer up to which doubles represent every integer."""
+"""Largest integer up to which doubles represent all integers."""
 _LARGEST = 922_337_203_685_477 * 10**4
-"""Below 2**63, and so are the double and the digits that llguidance derives from it."""
+"""Largest bound: it, its double and the digits that llguidance derives from it are below 2**63."""
 _FAR = 10**18
 _GRAIN = 10**4
-"""Wider than the gaps between doubles below 2**63."""
+"""Distance wider than the gaps between doubles below 2**63."""
 _SMALLEST = 1e-30
 _MAX_MULTIPLE = 2**32 // 10
-"""llguidance computes remainders of ten times this number in 32 bits."""
+"""Largest divisor: llguidance computes remainders of ten times this number in 32 bits."""
 _LONG_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that JSON can only write as `\\u` escapes."""
+"""Matches characters that JSON can only write as `\\u` escapes."""
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DAY = (
@@ -54,13 +54,13 @@ _DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR})"
 FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
-"""Replace llguidance's patterns, which accept 29 February in any year and leap seconds."""
+"""Patterns that replace llguidance's, which accept 29 February in any year and leap seconds."""
 
 
 def schema_grammar(
     schema: Mapping[str, Any], field: str, *, lenient: bool = False, whitespace_pattern: str | None = None
 ) -> str:
-    """Return a grammar of the JSON that satisfies the schema.
+    """Return a grammar for JSON that satisfies the schema.
 
     Raises `InvalidRequestError` for a keyword that cannot be enforced; a lenient grammar ignores it.
     """
@@ -70,7 +70,7 @@ def schema_grammar(
 
 
 def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a narrower schema that llguidance enforces exactly, with options for it."""
+    """Return a narrower schema that llguidance enforces exactly, with llguidance's options."""
     check_references(schema, field)
     try:
         narrowed = _Narrowed(schema, field, bool(options.get("lenient")))
@@ -85,11 +85,11 @@ def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, A
 
 
 def check_references(schema: Mapping[str, Any], field: str) -> None:
-    """Raises `InvalidRequestError` for a part of a schema that says nothing but that it is like itself."""
+    """Raise `InvalidRequestError` for a part of a schema that only refers to itself."""
     finite: set[int] = set()
 
     def is_endless(node: Any, above: tuple[int, ...] = ()) -> bool:
-        """Return whether the node refers to itself, be it through others."""
+        """Return whether the node refers to itself, directly or through other nodes."""
         if not isinstance(node, dict) or id(node) in finite:
             return False
         if id(node) in above:
@@ -121,8 +121,8 @@ def check_references(schema: Mapping[str, Any], field: str) -> None:
 class _Narrowed:
     """A schema that llguidance enforces exactly.
 
-    With `one_spelling` each string must be written without `\\u`. Otherwise an additional property could
-    spell a name of the schema differently and so evade that property's schema.
+    With `one_spelling` no string may contain `\\u`. Otherwise an additional property could spell a name of
+    the schema differently and so evade that property's schema.
     """
 
     def __init__(self, schema: Mapping[str, Any], field: str, lenient: bool) -> None:
@@ -182,7 +182,7 @@ class _Narrowed:
                     break
 
     def _narrow_bounds(self, node: dict[str, Any], path: str) -> None:
-        """Narrow the bounds. llguidance needs both bounds if one is far from 0."""
+        """Narrow the bounds. llguidance needs both bounds if one of them is far from 0."""
         needed = {}
         for key, sign, other in _BOUNDS:
             value = node.get(key)
@@ -219,7 +219,7 @@ class _Narrowed:
             self._cannot(node, "multipleOf", path, f"{value} has too many digits to be kept to exactly")
 
     def _check_multiples(self) -> None:
-        """Refuse multiples that overflow: llguidance multiplies them in 32 bits where they meet."""
+        """Refuse divisors that overflow: where several apply, llguidance multiplies them in 32 bits."""
         found = {(digits, places) for _, _, digits, places in self._multiples}
         most = max((places for _, places in found), default=0)
         product = math.prod(digits * 10 ** (most - places) for digits, places in found)
@@ -268,14 +268,14 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _is_exact(number: int | float) -> bool:
-    """Whether llguidance preserves the number, which it reads as a double, then as a 64-bit integer."""
+    """Return whether llguidance keeps the number, which it reads as a double, then as a 64-bit integer."""
     if abs(number) <= _EXACT or isinstance(number, float):
         return abs(number) <= _EXACT and _as_read(number) == number
     return abs(number) < 2**63 and min(int(float(number)), 2**63 - 1) == number
 
 
 def _as_read(number: int | float) -> int | float:
-    """Return the double that llguidance reads from a double's text: its JSON parser rounds twice."""
+    """Return the double that llguidance reads from the number's text; its JSON parser rounds twice."""
     if isinstance(number, int):
         return number
     sign, digits, exponent = Decimal(repr(number)).as_tuple()
@@ -293,16 +293,16 @@ _ITEM = re.compile(
 )
 _CLASS_ESCAPE = re.compile(r"\\[dDwWsSpP]")
 _ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?", re.DOTALL)
-"""A class without its end extends to the end of the text, or each bracket would be searched again."""
+"""An escape or a class. An unclosed class extends to the end, or each bracket would be searched again."""
 
 
 def ends_in_escape(pattern: str) -> bool:
-    """Return whether the pattern ends within an escape: llguidance would drop the last backslash."""
+    """Return whether the pattern ends within an escape, whose backslash llguidance would drop."""
     return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
 
 def class_of(body: str, spelled: Callable[[str], str]) -> str:
-    """Return a class's text between brackets. A hyphen between single characters makes a range."""
+    """Return the text of a class between its brackets. A hyphen between single characters makes a range."""
     items = [match[0] for match in _ITEM.finditer(body)]
     pieces, at = [], 0
     while at < len(items):
@@ -314,7 +314,7 @@ def class_of(body: str, spelled: Callable[[str], str]) -> str:
 
 
 def from_ecma(pattern: str) -> str:
-    """Return a JSON schema's pattern with its classes rewritten so that they mean the same."""
+    """Return a JSON schema's pattern with its classes rewritten to mean the same to llguidance."""
     return _ESCAPE_OR_CLASS.sub(_respelled_class, pattern)
 
 

@@ -1,7 +1,7 @@
-"""Grammars in llguidance's dialect of Lark, also converted from GBNF, llama.cpp's notation.
+"""Grammars in llguidance's dialect of Lark, some converted from GBNF, llama.cpp's notation.
 
-llguidance converts GBNF to Lark but copies literals and character classes as they are spelled, which Lark
-and its regular expressions read differently. So they are first respelled to mean the same in both.
+llguidance converts GBNF to Lark but copies literals and character classes unchanged, which Lark and its
+regular expressions read differently. So these are first respelled to mean the same in both.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ TEXT = "TEXT: /(.|\\n)*/"
 _SCHEMA_MARK = re.compile(
     r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/|(?P<schema>%json\s*)', re.DOTALL
 )
-"""Matches the mark before a schema, or a comment, a literal or an expression that may look like it."""
+"""Matches the mark before a JSON schema, or a comment, literal or expression that may look like it."""
 
 
 def lark_grammar(*lines: str, others: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return a grammar of rules with a `start`. The rules refer to `others` with an `@`."""
+    """Return a grammar with these rules, one of which is `start`. Rules refer to `others` with an `@`."""
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *others]}, ensure_ascii=False)
 
 
 def named(name: str, grammar: str) -> list[dict[str, Any]]:
-    """Return a grammar under this name, and the grammars that it refers to, as `others` of another one."""
+    """Return a grammar under this name, with the grammars that it refers to, for use as `others`."""
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
 
 
 def quoted(text: str) -> str:
-    """Return a literal. Its escapes are JSON's, but it cannot contain U+007F unescaped."""
+    """Return a literal with JSON's escapes. It must not contain U+007F unescaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -58,7 +58,7 @@ def with_narrow_schemas(lark: str, field: str) -> str:
 
 
 class Spelling:
-    """Spells a text in a grammar: added tokens by their ids, since their texts would match other tokens."""
+    """Spells texts in a grammar. Added tokens are spelled by id, since text would match other tokens."""
 
     def __init__(self, markers: Collection[str], token_id: Callable[[str], int | None]) -> None:
         found = {text: token_id(text) for text in sorted(markers, key=len, reverse=True)}
@@ -76,13 +76,13 @@ class Spelling:
         return f"({' | '.join(map(self, texts))})"
 
     def rule_up_to(self, name: str, texts: Sequence[str], terminal: str = "TEXT") -> str:
-        """Return rules for the text of a terminal, up to and including the first of `texts`."""
+        """Return rules for the text of a terminal up to the first of `texts`, inclusive."""
         cuts = [match.start() for text in texts if (match := self._split.search(text))]
         if not cuts:
             return f"{name}[lazy]: {terminal} {self.any_of(texts)}"
         if not any(cuts):
             return f"{name}: {terminal} {self.any_of(texts)}"
-        (text,), (at,) = texts, cuts  # the text before a token ends with it
+        (text,), (at,) = texts, cuts  # the special token ends the text before it
         upper = f"{name.upper()}_"
         return f"{upper}: {terminal} {quoted(text[:at])}\n{name}: {upper} {self(text[at:])}"
 
@@ -93,14 +93,14 @@ class Spelling:
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _PART = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|\.', re.DOTALL)
-"""A literal or class without its end extends to the end, or each opening mark would restart the search."""
+"""Matches a literal or class. An unclosed one extends to the end, or each mark would restart the search."""
 _CHARACTER = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\?.", re.DOTALL)
 _ESCAPED = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\\\\": "\\", '\\"': '"', "\\[": "[", "\\]": "]"}
 _ANY = f"[\\x00-{chr(0x10FFFF)}]"
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether the text is GBNF. Lark's rules have one colon."""
+    """Return whether the text is GBNF, whose rules have `::=`; Lark's have one colon."""
     return _RULE.search(text) is not None
 
 

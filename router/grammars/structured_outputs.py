@@ -1,4 +1,4 @@
-"""A request's constraints on its answer as data, and their conversion to one grammar of llguidance.
+"""The constraints on an answer as data, and their conversion to one llguidance grammar.
 
 The conversion runs only in the preprocessor, since it may take any time.
 """
@@ -29,7 +29,7 @@ from router.openai_types import MAX_RAW_BYTES, GenerationBody, ResponseFormat, S
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """Constrains calls to `tools`, or to the one with this `name`, with arguments of their schemas."""
+    """Constrains calls to `tools`, or to the tool with this `name`, and arguments to their schemas."""
 
     tools: list[Tool]
     must_call: bool
@@ -38,14 +38,14 @@ class Calls(msgspec.Struct, frozen=True):
 
 
 class AskedGrammar(msgspec.Struct, frozen=True):
-    """A `GrammarRequest` as JSON, and the field of the client's request that asks for it."""
+    """A `GrammarRequest` as JSON, and the field of the client's request that it came from."""
 
     field: str
     request: bytes
 
 
 class GrammarRequest(msgspec.Struct, frozen=True):
-    """The constraints on one answer. `is_open`: the prompt has begun the thinking; None: there is none."""
+    """The constraints on one answer. `is_open`: the prompt has begun the thinking; None: no thinking."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -54,7 +54,7 @@ class GrammarRequest(msgspec.Struct, frozen=True):
 
     @property
     def field(self) -> str:
-        """Return the client's field that asks for the grammar."""
+        """The client's field that asks for the grammar."""
         if self.structured_outputs is not None:
             return "structured_outputs"
         return "tools" if self.response_format is None else "response_format"
@@ -66,7 +66,7 @@ class GrammarRequest(msgspec.Struct, frozen=True):
 def grammar_request(
     body: GenerationBody, calls: Calls | None = None, is_open: bool | None = None
 ) -> GrammarRequest | None:
-    """Return the constraints on the answer, None if any text is allowed."""
+    """Return the constraints on the answer; None if any text is allowed."""
     wanted = body.response_format
     if wanted is not None and wanted.type == "text":
         wanted = None
@@ -83,7 +83,7 @@ def asked_grammar(
 
 
 def _given(value: Any) -> Any:
-    """Drop the fields that were not given: an empty `Raw` is not JSON."""
+    """Drop absent fields: an empty `Raw` is not JSON."""
     if isinstance(value, list):
         return [_given(each) for each in value]
     if not isinstance(value, msgspec.Struct):
@@ -97,14 +97,14 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class Grammar(NamedTuple):
-    """A grammar and the request's field that asks for it."""
+    """A grammar and the field of the request that asks for it."""
 
     text: str
     field: str
 
 
 def requested_grammar(request: GrammarRequest, tokens: Mapping[str, int]) -> Grammar | None:
-    """Return the grammar that the request asks for, if any. `tokens` are the special tokens' ids by text.
+    """Return the grammar that the request asks for, if any. `tokens`: special tokens' ids by text.
 
     Raises `InvalidRequestError`. The compiler checks whether the grammar is valid.
     """
@@ -197,7 +197,7 @@ class StructuralTag(msgspec.Struct):
 
 
 def tag_grammar(raw: bytes, field: str, tokens: Mapping[str, int]) -> str:
-    """Return the grammar of a structural tag. `tokens` are the special tokens' ids by text."""
+    """Return the grammar of a structural tag. `tokens`: special tokens' ids by text."""
     check_size(len(raw), field)
     value = decode_field(raw, field, Any)
     if isinstance(value, str):
@@ -226,7 +226,7 @@ def tag_grammar(raw: bytes, field: str, tokens: Mapping[str, int]) -> str:
 
 
 def decoded_schema(raw: Raw, field: str) -> dict[str, Any]:
-    """Decode a JSON schema. vLLM's clients may send it as a string."""
+    """Decode a JSON schema. vLLM's clients may send the schema as a string."""
     schema = decode_field(raw, field, Any)
     if isinstance(schema, str):
         schema = decode_field(schema.encode(), field, Any)

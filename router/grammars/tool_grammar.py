@@ -1,8 +1,7 @@
-"""Grammars of answers that call functions in the model's own form, after their thinking.
+"""Grammars of answers that call functions in the model's own format, after their thinking.
 
-Grammars of tagged parameters are narrower than the schema where the text between two tags could be read as
-something else: parameters come in the schema's order, and no string begins like a value of another type that
-its parameter may have.
+Tagged parameters are narrower than the schema where the text between two tags is ambiguous: they come in the
+schema's order, and no string begins like a value of another type of its parameter.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from router.parsing.reasoning import Marks
 from router.parsing.tagged import Tags
 
 MAX_OTHERS = 16
-"""The most parameters of a call whose function names none but allows any."""
+"""Most parameters of a call whose function names no parameter but allows any."""
 _OF_OBJECTS = (
     *("allOf", "anyOf", "oneOf", "not", "if", "const", "enum", "patternProperties", "propertyNames"),
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
 )
-"""Keywords of a function's schema that no grammar of tagged parameters enforces."""
+"""Keywords of a function's schema that grammars of tagged parameters do not enforce."""
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _WORDS = {"null": ("null",), "boolean": ("true", "false")}
 _BEGINNINGS = {"integer": "[-+]?\\.?[0-9]", "number": "[-+]?\\.?[0-9]", "object": "\\{", "array": "\\["}
-"""Beginnings of texts that the parser may read as a value of the type."""
+"""Regular expressions for the beginning of texts that the parser may read as a value of the type."""
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _LOCAL = "[a-zA-Z0-9_%+-]{1,30}"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -50,7 +49,7 @@ PARAMETER_NAME = "NAME: /[A-Za-z0-9_.\\-]+/"
 
 
 class TaggedArguments:
-    """The rules and grammars of a function's arguments. Their rule is `name`.
+    """The rules and grammars of a function's arguments; the top rule is `name`.
 
     A `strict` function raises `InvalidRequestError` for keywords that cannot be enforced; others ignore them.
     """
@@ -93,7 +92,7 @@ class TaggedArguments:
             raise InvalidRequestError("tools", f"{key}: {reason}")
 
     def _parameter(self, rule: str, key: str | None, schema: Any, path: str) -> None:
-        """Add the rule of a parameter; `key` None: of any name."""
+        """Add the rule of a parameter; `key` None: a parameter of any name."""
         tags, types = self._tags, types_of(schema, self._root)
         if key is not None and (tags.key_end in f"{key}{tags.key_end}"[:-1] or key != key.strip()):
             raise InvalidRequestError("tools", f"{path[:-1]}: cannot be the name of a tag")
@@ -108,7 +107,7 @@ class TaggedArguments:
         self.rules.append(f"{rule}: ({' | '.join(choices)}) {self._spelling(tags.line)}")
 
     def _head(self, key: str | None, kind: int) -> str:
-        """Return the rule's part up to the value, of a string (0) or of JSON (1)."""
+        """Return the part of a parameter's rule before the value; `kind` 0: a string, 1: JSON."""
         tags = self._tags
         end = tags.key_end if tags.kinds is None else tags.kinds[kind]
         end += (tags.line + tags.value if tags.value else "") + tags.pad
@@ -117,7 +116,7 @@ class TaggedArguments:
         return self._spelling(tags.key + key + end)
 
     def _add_json(self, rule: str, schema: Any, types: Sequence[str] | None, path: str) -> None:
-        """Add the grammar of a value in JSON, only of some `types` if the parameter may be a string too."""
+        """Add the grammar of a JSON value, limited to `types` if the parameter may be a string too."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         schema = resolved(schema, self._root)
         narrow = schema if types is None else {"allOf": [schema], "type": list(types)}
@@ -130,7 +129,7 @@ class TaggedArguments:
     # --- strings ------------------------------------------------------------------------------------------
 
     def _texts(self, rule: str, schema: Any, path: str) -> Iterator[str]:
-        """Yield what a string may be, each with the tag after it."""
+        """Yield rules for the strings that a parameter may be, each with its end tag."""
         tags, types = self._tags, types_of(schema, self._root)
         for number, (text, conditions) in enumerate(self._strings(schema, path, set())):
             if text is not None:
@@ -149,7 +148,7 @@ class TaggedArguments:
             yield f"{rule}_{number}"
 
     def _strings(self, schema: Any, path: str, seen: set[int]) -> Iterator[tuple[str | None, list[str]]]:
-        """Yield the strings that a schema allows: a text, or None with conditions on a free text."""
+        """Yield the strings that a schema allows: a fixed text, or None with conditions on free text."""
         schema = resolved(schema, self._root)
         if id(schema) in seen:
             return
@@ -176,7 +175,7 @@ class TaggedArguments:
             yield None, list(self._conditions(schema, path))
 
     def _is_told(self, text: str, types: Sequence[str], path: str) -> bool:
-        """Whether a text is read as this string."""
+        """Return whether the parser reads `text` as a string. Raises if it contains the end tag."""
         if self._tags.value_end in text:
             raise InvalidRequestError("tools", f"{path}enum: {text!r} ends the parameter")
         return self._tags.kinds is not None or as_json(text, types).startswith('"')
@@ -196,7 +195,7 @@ class TaggedArguments:
                 )
 
     def _matching(self, pattern: str, key: str) -> Iterator[str]:
-        """Yield a regular expression of texts in which the pattern is found."""
+        """Yield a regular expression for texts that contain a match of the pattern."""
         inner = pattern.removeprefix("^")
         ends = inner.endswith("$") and not ends_in_escape(inner[:-1])
         inner = inner[:-1] if ends else inner
@@ -223,13 +222,13 @@ def _escaped(match: re.Match[str]) -> str:
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_CALLS = 16
-"""The most calls of an answer whose calls have a grammar: a model may never end by itself."""
+"""Most calls of an answer whose calls have a grammar: a model might never end by itself."""
 _NUMBER = "NUMBER: /[0-9]{1,4}/"
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A function that may be called. Only a `strict` one refuses keywords that cannot be enforced."""
+    """A function that may be called. Only a `strict` function refuses keywords that cannot be enforced."""
 
     name: str
     schema: dict[str, Any] | None
@@ -246,7 +245,7 @@ def tool_grammar(
     marks: Marks | None = None,
     is_open: bool = False,
 ) -> str:
-    """Return llguidance's grammar of calls alone if they are `demanded`, else of text that may have some."""
+    """Return the grammar of calls alone if they are `demanded`, else of text that may contain calls."""
     numbers = range(len(offers))
     further = MAX_CALLS - 1 if several else 0
     again = "" if form.separator is None else _up_to(further, spelling(form.separator), "call")
@@ -314,7 +313,7 @@ def _up_to(number: int, *parts: str) -> str:
 
 
 def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool) -> str:
-    """Return a grammar of free thinking, the marks' gap, and then an answer that matches `grammar`."""
+    """Return a grammar for free thinking, the marks' gap, and an answer that matches `grammar`."""
     return lark_grammar(
         f"start: {_thinking(spelling, marks, is_open, marks.gap)} {spelling(marks.lead)} @answer",
         spelling.rule_up_to("thought", marks.close),
@@ -324,7 +323,7 @@ def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool
 
 
 def _thinking(spelling: Spelling, marks: Marks | None, is_open: bool, gap: str = "") -> str:
-    """Return the rule of the thinking: required where it `is_open`, else optional."""
+    """Return the rule of the thinking, required if the prompt began it (`is_open`), else optional."""
     if marks is None:
         return ""
     thought = f"thought {spelling(gap)}"

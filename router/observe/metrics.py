@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the router, of the workers' heartbeats and of the server as a whole."""
+"""The Prometheus metrics of the router, of the workers (from heartbeats), and of the whole server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TRANSFER_STAGES = {
     "handoff_s": "request_kv_handoff_time_seconds",
     "transferred_bytes": "request_kv_transfer_bytes",
 }
-"""The histogram of each field of `TransferTiming`."""
+"""Histograms by field of `TransferTiming`."""
 
 _VLLM = "|".join(name.removesuffix("_total") for name in VLLM)
 _AS_VLLM = re.compile(
@@ -54,11 +54,11 @@ Limit = Literal["key_requests", "key_tokens", "key_concurrent"]
 """A limit of an API key."""
 RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"] | Limit
 ConnectionEnd = Literal["late_head", "large_head", "malformed", "unread", "too_many"]
-"""The reason why the router closed a client's connection."""
+"""Reasons why the router closes a client's connection."""
 
 
 class LoopHistogram(Collector):
-    """A histogram without locks: the event loop observes, any thread reads. The last bound is infinite."""
+    """A histogram without locks: the event loop observes, any thread reads. The last bound is infinity."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
         self._name, self._text, self._model_name = name, text, model_name
@@ -81,7 +81,7 @@ class Metrics:
     """All metrics of the router, in their own registry."""
 
     def __init__(self, model_name: str, workers: Iterable[Worker], as_vllm: bool = False) -> None:
-        """Each scrape reads `workers` again. `as_vllm`: what vLLM has too is rendered with its names."""
+        """Initialize. Each scrape reads `workers`. `as_vllm`: metrics that vLLM has too get vLLM's names."""
         self._as_vllm = as_vllm
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(workers, model_name))
@@ -99,37 +99,37 @@ class Metrics:
         self._children: dict[tuple[str, object], Any] = {}
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format. Of many workers it is long: call it in a thread."""
+        """Return all metrics in Prometheus' text format. With many workers, call it in a thread."""
         text = generate_latest(self.registry)
         return _AS_VLLM.sub(rb"\1vllm:\2", text) if self._as_vllm else text
 
     def count(self, name: str, label: object = None) -> None:
-        """Increase a counter, for a value of its own label if it has one."""
+        """Increase a counter; `label` is the value of its own label, if it has one."""
         self._child(name, label).inc()
 
     def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Yield name, labels and value of the router's own samples; of histograms only sum and count."""
+        """Yield name, labels and value of the router's own samples; for histograms only sum and count."""
         for family in self._families:
             for sample in next(iter(family.collect())).samples:
                 if not sample.name.endswith(("_bucket", "_created")):
                     yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
 
     def observe_loop(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
-        """Record how late the event loop ran a timer, and its thread's total CPU time and wait for a core."""
+        """Record the lateness of a timer, and the event loop's total CPU time and wait for a core."""
         self._observe("router_loop_lag_seconds", max(late_s, 0.0))
         self._metrics["router_cpu_seconds_total"].inc(max(cpu_s - self._cpu_s, 0.0))
         self._metrics["router_core_wait_seconds_total"].inc(max(core_wait_s - self._core_wait_s, 0.0))
         self._cpu_s, self._core_wait_s = cpu_s, core_wait_s
 
     def predicted(self, quantity: Literal["ttft", "tpot"], predicted_s: float, observed_s: float) -> None:
-        """Record a placement's predicted time and the time that was measured."""
+        """Record the predicted and the measured time of a placement."""
         error_s = abs(predicted_s - observed_s)
         for name, seconds in (("predicted", predicted_s), ("observed", observed_s), ("error", error_s)):
             if 0 <= seconds < inf:
                 self._child(f"placement_{name}_seconds_total", quantity).inc(seconds)
 
     def drafts_made(self, where: DraftSite, steps: int, predicted: float, observed: int) -> None:
-        """Record a request's steps under one draft plan, and the tokens predicted and observed for them."""
+        """Record a request's steps under one draft plan, and their predicted and observed tokens."""
         for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
             self._child(f"draft_plan_{name}_total", where).inc(value)
 
@@ -140,7 +140,7 @@ class Metrics:
         self._child("workers_wanted", role).set(wanted)
 
     def raced(self, tokens: int, seconds: float) -> None:
-        """Count a race whose copy has so many tokens to compute, in so many predicted seconds."""
+        """Count a race whose copy has `tokens` to compute, in `seconds` as predicted."""
         for name, value in (("races", 1), ("raced_tokens", tokens), ("raced_seconds", seconds)):
             self._metrics[f"{name}_total"].inc(value)
 
@@ -150,14 +150,14 @@ class Metrics:
         self.num_parked.set(total)
 
     def key_waits(self, key: str, change: int) -> None:
-        """Change by `change` the number of the API key's requests that wait for room at their worker."""
+        """Add `change` to the number of the API key's requests that wait for room at their worker."""
         self._child("num_requests_held", key).inc(change)
 
     def key_waited(self, key: str, seconds: float) -> None:
         self._child("request_held_seconds_total", key).inc(seconds)
 
     def key_sent(self, key: str, cost: float) -> None:
-        """Add `cost` tokens to what the API key has used."""
+        """Add `cost` tokens to the use of the API key."""
         self._child("api_key_tokens_total", key).inc(cost)
 
     def first_token(self, request: LiveRequest, now: float) -> None:
@@ -184,7 +184,7 @@ class Metrics:
         self._metrics[name].observe(value)
 
     def _child(self, name: str, label: object) -> Any:
-        """Return the metric with these values of its labels."""
+        """Return the metric with this value of its label."""
         known = self._children.get((name, label))
         if known is None:
             family = self._metrics[name]
@@ -215,14 +215,14 @@ _FIELDS = {
     "num_preemptions_total": "num_preemptions",
     "engine_steps_total": "steps",
 }
-"""The fields of `WorkerState`, by the metric that shows each."""
+"""Fields of `WorkerState` by metric."""
 _REPORTED = {metric.name: metric for metric in REPORTED}
 _PAIR_COUNTERS = {metric.name: metric for metric in PAIR_COUNTERS}
 _IN_USE, _REFUSED, _OVERLAP = PAIR_STATE
 
 
 class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
-    """The samples of each metric. `common` names the labels of all metrics of a group."""
+    """Metric families by name, created on demand. `common`: labels of all metrics of a group."""
 
     def add_sample(self, metric: Metric, common: Sequence[str], labels: Sequence[str], value: float) -> None:
         family = self.get(metric.name)
@@ -234,7 +234,7 @@ class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
 
 
 class WorkerCollector:
-    """Collects the workers' metrics at each scrape: a worker's while it lives, a pair's while both do."""
+    """Collects the workers' metrics at each scrape: of live workers, and of pairs of live workers."""
 
     def __init__(self, workers: Iterable[Worker], model_name: str) -> None:
         self._workers = workers
@@ -278,7 +278,7 @@ def _add_pair(families: _Families, pair: PairState, labels: list[str]) -> None:
 
 
 class ServerTotals(Collector):
-    """Sums the workers' loads at each scrape. `num_parked` requests wait in the router for a worker."""
+    """Sums the workers' loads at each scrape, with the `num_parked` requests that wait in the router."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The timing record of an answer: its stages, its workers and its drafts. Logs finished requests."""
+"""The timing record of an answer (stages, workers and drafts), and the log of finished requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from router.requests.journal import Generation, LiveRequest
 class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
     """The timing of one sequence. With the answer's `prepare_s` its stages add up to `total_s`.
 
-    queue_s: parked until a worker had room; placement_s: choosing the workers; earlier_s: in earlier
-    placements. Then, at the final workers: worker_queue_s and prefill_s up to the first token, takeover_s
-    from there to the decode worker's first output, decode_s to the last token. Besides, ttft_s is the time to
-    the client's first token, and decode_queue_s the part of the hand-off in which the decode worker waited
-    for its next step. `drafts` lists the draft plans with their results.
+    queue_s: parked until a worker had room; placement_s: choice of the workers; earlier_s: earlier
+    placements. At the final workers: worker_queue_s and prefill_s until the first token, takeover_s from then
+    to the decode worker's first output, decode_s until the last token. In addition, ttft_s is the time to the
+    client's first token, and decode_queue_s the part of the hand-off in which the decode worker ended its
+    current step. `drafts`: the draft plans with their results.
     """
 
     index: int
@@ -49,7 +49,7 @@ class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """The timing of an answer, in seconds from its arrival; prepare_s is spent on reading and tokenizing."""
+    """The timing of an answer, in seconds from its arrival. prepare_s: reading and tokenizing the request."""
 
     prepare_s: float
     total_s: float
@@ -57,7 +57,7 @@ class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(NamedTuple):
-    """A stage of one request, in monotonic seconds of the router's clock."""
+    """A stage of one request, in monotonic seconds of the router."""
 
     name: str
     began: float
@@ -66,7 +66,7 @@ class Stage(NamedTuple):
 
 
 def stages(generation: Generation) -> list[Stage]:
-    """Return the stages reached so far. Durations that workers measured end when their tokens came."""
+    """Return the stages reached so far. Durations measured by workers end when their tokens arrived."""
     found = [Stage("prepare", generation.arrival, generation.started, {})]
     for request in generation.requests:
         found += _stages(request)
@@ -74,7 +74,7 @@ def stages(generation: Generation) -> list[Stage]:
 
 
 def span_attributes(generation: Generation) -> dict[str, Any]:
-    """Return the attributes of the request's span, by vLLM's names where it has them, summed over choices."""
+    """Return the attributes of the request's span, with vLLM's names where vLLM has them, for all choices."""
     requests = generation.requests
     prompt_tokens = {id(choice.prompt): len(choice.prompt.token_ids) for choice in generation.choices}
     firsts = [request.first_token_time for request in requests if request.first_token_time]
@@ -177,13 +177,13 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Logs how each request ended, at the level info if `on`, else at debug."""
+    """Logs how each request ended, at level info if `on`, else at debug."""
 
     def __init__(self, on: bool) -> None:
         self._level = logging.INFO if on else logging.DEBUG
 
     def finished(self, request: LiveRequest, now: float) -> None:
-        """`now` is in monotonic seconds."""
+        """Log a finished request. `now` is in monotonic seconds."""
         if logger.isEnabledFor(self._level):
             about = {
                 "finish_reason": request.choice.finish_reason,
@@ -193,7 +193,7 @@ class RequestLog:
             logger.log(self._level, "%s", describe(request, now), extra=ids(request) | about)
 
     def failed(self, generation: Generation, error: ApiError) -> None:
-        """Log an error for each request of the generation, also if its client went away."""
+        """Log an error for each request of the generation, also if its client is gone."""
         for request in generation.requests:
             about = {"status": error.status, "code": error.code, "tokens": request.choice.num_tokens}
             logger.log(
@@ -207,8 +207,8 @@ class RequestLog:
 
 
 def ids(request: LiveRequest) -> dict[str, Any]:
-    """Return the ids of a log line: `request_id` is the workers' id of the request, which changes with each
-    placement, and `http_request_id` is its client's (`x-request-id`).
+    """Return the ids for a log line: `request_id` is the workers' id, which changes with each placement,
+    `http_request_id` the client's (`x-request-id`).
     """
     return {"request_id": request.request_id, "http_request_id": request.generation.http_id}
 

@@ -1,7 +1,7 @@
-"""Exports requests as OpenTelemetry spans over OTLP/HTTP. Imported only with `--otlp-traces-endpoint`.
+"""Export of requests as OpenTelemetry spans over OTLP/HTTP, imported only for `--otlp-traces-endpoint`.
 
-A request's span is opened once the request has been read, so that its client can be told the trace. When it
-ends, its stages become child spans, from times that were recorded anyway. A thread sends the spans.
+A request's span is opened when the request has been read, so that its client can be told the trace. At its
+end, child spans for its stages are made from recorded times. A thread sends the spans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.requests.journal import Generation
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS = 8192
-"""Spans of some thousand requests. Spans that end while this many wait to be sent are lost."""
+"""Most spans that wait to be sent, of some thousand requests. Further spans are lost."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 
@@ -35,7 +35,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """Creates and exports spans. It calls `dropped` once for each lost span, with the reason."""
+    """Creates and exports spans. Calls `dropped` with the reason for each lost span."""
 
     def __init__(self, endpoint: str, model: str, dropped: Callable[[str], None]) -> None:
         self.model = model
@@ -53,7 +53,7 @@ class Tracing:
         return RequestTrace(self, _propagator.extract(headers, Context()), arrival)
 
     def has_room(self, count: int) -> bool:
-        """Return whether `count` spans may be queued. If not, they are lost and counted."""
+        """Return whether `count` spans can be queued. If not, they count as lost."""
         is_full = self._num_queued - self._exporter.num_taken + count > MAX_QUEUED_SPANS
         if is_full and not self._is_full:
             logger.warning("spans are lost: %d wait to be sent", self._num_queued - self._exporter.num_taken)
@@ -71,7 +71,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """The span of one HTTP request. `traceparent` is its place in the trace, for the client."""
+    """The span of one HTTP request. `traceparent`: its position in the trace, for the client."""
 
     def __init__(self, tracing: Tracing, parent: Context, arrival: float) -> None:
         self._tracing = tracing
@@ -109,7 +109,7 @@ class RequestTrace:
 
 
 class _CountingExporter(SpanExporter):
-    """Counts spans that could not be sent. `num_taken` spans have left the queue."""
+    """An exporter that counts spans that could not be sent. `num_taken`: spans that left the queue."""
 
     def __init__(self, exporter: SpanExporter, dropped: Callable[[str], None]) -> None:
         self._exporter = exporter

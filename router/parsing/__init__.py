@@ -1,1 +1,1 @@
-"""Splits an answer's text, as it comes, into reasoning, content and tool calls."""
+"""Splits an answer's text into reasoning, content and tool calls as it is generated."""

@@ -1,7 +1,7 @@
-"""An answer's text as it comes, and the parts that parsers find in it.
+"""The text of an answer as it is generated, and the parts that parsers find in it.
 
 A parser is a generator that reads the text from start to end like a grammar and yields when it needs more
-text. Its decisions depend only on the text, so the parts are the same however the text was split.
+text. Its decisions depend only on the text, so the parts do not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call(msgspec.Struct, frozen=True):
 
     name: str
     id: str = ""
-    """The id that the model gave it, if any."""
+    """Id from the model, if any."""
 
 
 class Arguments(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ Part: TypeAlias = Content | Reasoning | Call | Arguments
 
 
 class _Trimmed:
-    """Removes white space at a text's start, and at its end unless more text follows."""
+    """Removes white space at the start of a text, and at its end unless more text follows."""
 
     def __init__(self, keeps_start: bool) -> None:
         self._has_begun = keeps_start
@@ -66,7 +66,7 @@ class _Trimmed:
         return body
 
     def start_section(self) -> None:
-        """Separate the text that follows from the text so far by a line break."""
+        """Put a line break between the text so far and the following text."""
         self._has_begun, self._held = False, "" if self._is_first else "\n"
 
     def keep_start(self) -> None:
@@ -80,18 +80,18 @@ class AnswerText:
     """The text that parsers read, and the parts that they write. No text is lost or written twice."""
 
     def __init__(self, must_call: bool = False) -> None:
-        """`must_call`: the answer has no content, so what was cut off is part of a call."""
+        """Initialize. `must_call`: the answer has no content; a part that was cut off is part of a call."""
         self._text = ""
         self._at = 0
         self._begun: int | None = None
-        """The start of a part that becomes content if it turns out not to be a call."""
+        """Start of a part that becomes content if it turns out not to be a call."""
         self._may_be_text = False
         self._must_call, self._has_called = must_call, False
         self._content, self._reasoning = _Trimmed(True), _Trimmed(False)
         self.frame: tuple[str, ...] = ()
-        """Marks in the content that are left out."""
+        """Marks that are removed from the content."""
         self.is_over = self.is_cut = False
-        """`is_over`: no more text comes; `is_cut`: since a limit or a stop string ended the answer."""
+        """`is_over`: no more text follows. `is_cut`: a limit or a stop string ended the answer."""
         self.parts: list[Part] = []
 
     def push(self, text: str) -> None:
@@ -104,13 +104,13 @@ class AnswerText:
     # --- reading --------------------------------------------------------------------------------------
 
     def peek(self) -> Parse[str]:
-        """Return the next character without reading it, empty at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self._at == len(self._text) and not self.is_over:
             yield
         return self._text[self._at : self._at + 1]
 
     def read(self, number: int) -> Parse[str]:
-        """Read `number` characters; fewer at the end."""
+        """Read `number` characters, or fewer at the end."""
         while len(self._text) - self._at < number and not self.is_over:
             yield
         taken = self._text[self._at : self._at + number]
@@ -118,7 +118,7 @@ class AnswerText:
         return taken
 
     def run(self, pattern: re.Pattern[str], write: Callable[[str], object]) -> Parse[None]:
-        """Read and write all characters that `pattern` matches, each independently of the others."""
+        """Read and write all characters that `pattern` matches, each one independently of the others."""
         while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
             self._at = match.end()
             write(match[0])
@@ -127,13 +127,13 @@ class AnswerText:
         yield from self.run(_SPACE, _forget)
 
     def word(self) -> Parse[str]:
-        """Read a function's name, or an id."""
+        """Read the name of a function, or an id."""
         texts: list[str] = []
         yield from self.run(_WORD, texts.append)
         return "".join(texts)
 
     def accept(self, *words: str) -> Parse[str]:
-        """Read whichever of `words` comes next and return it; empty if none does."""
+        """Read whichever of `words` comes next and return it; return "" if the text continues differently."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, words))]
             for word in words:
@@ -147,9 +147,9 @@ class AnswerText:
             yield
 
     def until(self, *markers: str, write: Callable[[str], object] | None = None) -> Parse[str]:
-        """Read up to the first of `markers` and return it; empty if none comes.
+        """Read up to the first of `markers` and return it; "" if the text ends without one.
 
-        The text before it is written as content, or by `write`, as soon as it cannot be part of a marker.
+        The text before the marker is written as content, or by `write`, once it cannot be part of a marker.
         """
         frame = self.frame if write is None else ()
         write, markers = write or self.content, (*markers, *frame)
@@ -173,7 +173,7 @@ class AnswerText:
             yield
 
     def _is_cut_mark(self, rest: str, marks: Sequence[str]) -> bool:
-        """Whether the answer was cut off within one of `marks`. A single character may as well be text."""
+        """Return whether the answer was cut off within one of `marks`. A single character counts as text."""
         is_long = len(rest) > 1 and not rest[0].isalnum()
         may_be = self.is_cut and bool(rest) and (is_long or self._has_called or self._must_call)
         return may_be and any(mark.startswith(rest) for mark in marks)
@@ -181,9 +181,9 @@ class AnswerText:
     # --- writing --------------------------------------------------------------------------------------
 
     def begin_part(self, marker: str = "", *, may_be_text: bool = False) -> None:
-        """Begin a part that may become a call, with the `marker` that was read last.
+        """Begin a part that may become a call, with the `marker` just read.
 
-        `may_be_text`: if it is cut off, it may as well be text, unless a marker follows.
+        `may_be_text`: a part that is cut off counts as text, unless a marker follows.
         """
         if self._begun is None:
             self._begun = self._at - len(marker)
@@ -192,7 +192,7 @@ class AnswerText:
             self._may_be_text = False
 
     def give_up(self) -> None:
-        """End the part that did not become a call. Its text is content, unless a call was cut off."""
+        """End the part that did not become a call. It is content unless it was cut off as a call."""
         if self._begun is None:
             return
         begun, self._begun = self._begun, None
@@ -210,13 +210,13 @@ class AnswerText:
             self.parts.append(Reasoning(body))
 
     def commit(self) -> None:
-        """Confirm the part that has begun. Further content and reasoning are separated from earlier ones."""
+        """Confirm the current part. Later content and reasoning are separated from earlier ones."""
         self._begun = None
         self._content.start_section()
         self._reasoning.start_section()
 
     def keep_space(self) -> None:
-        """Keep the white space with which the following content begins."""
+        """Keep the white space at the start of the following content."""
         self._content.keep_start()
 
     def call(self, name: str, call_id: str = "") -> None:
@@ -229,7 +229,7 @@ class AnswerText:
             self.parts.append(Arguments(text))
 
     def finish(self) -> None:
-        """Write the rest, after the parser has read the whole text."""
+        """Write the rest after the parser has read the whole text."""
         self.give_up()
         if rest := self._content.end():
             self.parts.append(Content(rest))

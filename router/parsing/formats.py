@@ -17,13 +17,13 @@ from router.parsing.reasoning import Marks
 
 
 class CallForm(msgspec.Struct, frozen=True):
-    """The spelling of calls. A block is `open`, calls with `separator` between them, and `close`. A call is
-    `begin` with its name for `%s` and any number for `%d`, then its arguments, then `end`. Without a
-    separator a block has one call, and blocks are joined by `between`.
+    """The format in which calls are written. A block is `open`, calls with `separator` between them, and
+    `close`. A call is `begin` with its name for `%s` and any number for `%d`, then its arguments, then `end`.
+    Without a separator a block has one call, and blocks are joined by `between`.
     """
 
     trigger: str
-    """The text that begins a block and is nowhere else; empty: a block is the whole answer."""
+    """Text that begins a block and occurs nowhere else; empty: a block is the whole answer."""
     open: str
     begin: str
     end: str
@@ -31,11 +31,11 @@ class CallForm(msgspec.Struct, frozen=True):
     separator: str | None = None
     between: str | None = None
     notation: Literals | None = None
-    """The arguments' notation; None: JSON."""
+    """Notation of the arguments; None: JSON."""
     elsewhere: str = ""
-    """A regular expression of what begins calls outside of blocks."""
+    """Regular expression for text that begins calls outside of blocks."""
     tags: tagged.Tags | None = None
-    """The spelling of arguments that are tagged parameters; None: they are JSON."""
+    """Tags of the parameters; None: the arguments are JSON."""
 
 
 def tagged_form(tags: tagged.Tags) -> CallForm:
@@ -59,7 +59,7 @@ _PARAMETERS = '{"name": "%s", "parameters": '
 def _block_form(
     calls: marks.Blocks, open: str, begin: str, end: str, *, close: str = "", **more: Any
 ) -> CallForm:
-    """Return the form of blocks, whose own mark follows `close`."""
+    """Return the form of blocks; the end mark of `calls` follows `close`."""
     return CallForm(calls.open[0], open, begin, end, close + calls.close, **more)
 
 
@@ -96,22 +96,21 @@ KIMI_K2 = _named_form(marks.KIMI_K2, f"%s:%d{marks.KIMI_K2.begin}", "", "")
 HARMONY = CallForm(
     reasoning.CHANNEL, "commentary to=functions.", f"%s {reasoning.CONSTRAIN}json{reasoning.MESSAGE}", ""
 )
-"""Ends with the answer: the mark after a call is a token that ends it."""
+"""Harmony's form. It ends with the answer: the mark after a call is a token that ends it."""
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """A format of tool calls. Templates of models that use it contain one of `signs` and match `needs`."""
+    """A format of tool calls. Templates of its models contain one of `signs` and match `needs`."""
 
     signs: tuple[str, ...]
     parse: Callable[[AnswerText, Mapping[str, Parameters]], Parse[None]] | None
-    """None: the whole answer is in Harmony."""
+    """Parser of the answer; None: the whole answer is in Harmony."""
     markers: tuple[str, ...] = ()
     """Texts that the parser needs, even if they are special tokens."""
     forms: tuple[tuple[str, CallForm], ...] = ()
-    """The forms in which a grammar has calls written. The first one whose sign is in the template applies.
-    """
+    """Signs and forms in which a grammar writes calls; the first whose sign is in the template applies."""
     short_ids: bool = False
-    """The template accepts only ids of nine letters and digits."""
+    """Whether the template accepts only ids of nine letters and digits."""
     needs: str = ""
 
     @property
@@ -131,7 +130,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
-    """A format of reasoning. The templates of models that use it contain one of `signs`."""
+    """A format of reasoning. Templates of its models contain one of `signs`."""
 
     signs: tuple[str, ...]
     marks: Marks
@@ -159,7 +158,7 @@ def _format(
 _JSON = r"\A(?!.*(?:<function=|<arg_key>|<parameter)).*"
 """Matches templates without the tags of other formats."""
 _LINE = r"\s*(?:\\n|\n)"
-"""A line break in a template, as itself or in a string."""
+"""Matches a line break in a template, or an escape for it in a string."""
 _FUNCTION = "<tool_call>.*<function=.*"
 
 
@@ -230,11 +229,11 @@ MARKERS = frozenset(
         *(mark for each in REASONING_FORMATS.values() for mark in each.marks.markers),
     ]
 )
-"""Texts that grammars must spell as one token if the tokenizer has one for them."""
+"""Texts that grammars must spell as one token if the tokenizer has a token for them."""
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """Return the format with this name; `auto`: the format that the chat template shows."""
+    """Return the format with this name; `auto`: the format of the chat template."""
     if name != "auto":
         return TOOL_FORMATS.get(name)
     return next((each for each in TOOL_FORMATS.values() if each.is_shown_by(template)), None)
@@ -255,26 +254,26 @@ def _has(template: str, signs: tuple[str, ...]) -> bool:
 
 
 class Parsing(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts that an answer may have. `tools` names the format of calls, if any function was offered."""
+    """The parts that an answer may have. `tools`: the format of calls; None: no function was offered."""
 
     tools: str | None = None
     known: dict[str, Parameters] = {}
-    """The offered functions, with the types of their parameters if the format needs them."""
+    """Parameter types of the offered functions by name; empty types if the format needs none."""
     one_call: bool = False
-    """Only the first call is kept."""
+    """Whether only the first call is kept."""
     must_call: bool = False
-    """A grammar has the answer call a function."""
+    """Whether a grammar makes the answer call a function."""
     is_harmony: bool = False
     marks: Marks | None = None
-    """The marks around the reasoning."""
+    """Marks around the reasoning."""
     is_open: bool = False
-    """The prompt ends within the reasoning."""
+    """Whether the prompt ends within the reasoning."""
     is_exact: bool = False
-    """The content matches a grammar and keeps all its white space."""
+    """Whether the content matches a grammar and keeps all its white space."""
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts that parsers must see, even if they are special tokens."""
+        """Texts that parsers must see, even if they are special tokens."""
         markers = {*(TOOL_FORMATS[self.tools].markers if self.tools is not None else ())}
         if self.is_harmony:
             markers.update(_HARMONY)
@@ -294,7 +293,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerParser:
-    """Finds the parts of one choice's answer."""
+    """The parser of one choice's answer."""
 
     def __init__(self, parsing: Parsing) -> None:
         self._answer = AnswerText(must_call=parsing.must_call)
@@ -302,14 +301,14 @@ class AnswerParser:
         next(self._steps, None)
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that the text completes."""
+        """Return the parts that the new text completes."""
         if text:
             self._answer.push(text)
             next(self._steps, None)
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the parts that the text's end completes. `is_cut`: the model had not ended."""
+        """Return the last parts. `is_cut`: a limit or a stop string ended the answer."""
         self._answer.is_over, self._answer.is_cut = True, is_cut
         next(self._steps, None)
         self._answer.finish()

@@ -1,5 +1,5 @@
-"""The formats of calls in JSON as data: the marks around them, the place of their names, and their parsing,
-which passes the arguments' text on as it comes.
+"""Formats of calls in JSON, with marks around them, a place of their names, and a parser that passes the
+arguments' text on as it comes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def calls(
     separator: str = ",",
     is_list: bool = False,
 ) -> Parse[bool]:
-    """Parse one call, several, or (if `is_list`, only) a list. Return False if the text is content."""
+    """Parse one call or several, or (with `is_list`, only) a list. Return False if the text is content."""
     yield from answer.skip_space()
     may_parse, is_list = not is_list, bool((yield from answer.accept("[")))
     while True:
@@ -46,8 +46,8 @@ def calls(
 
 
 def json_call(answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
-    """Parse an object with `name`, and `arguments` or `parameters`, in any order. Return False if the text is
-    none, or, with `known`, calls any other function.
+    """Parse an object with `name`, and `arguments` or `parameters`, in any order. Return False for other text
+    and, with `known`, for a call of another function.
     """
     if not (yield from answer.accept("{")):
         return False
@@ -87,10 +87,7 @@ def json_call(answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
 
 
 def arguments(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
-    """Write a JSON value as it is spelled; if it is a string that contains JSON, write the string's value.
-
-    Return False if it is cut off.
-    """
+    """Write a JSON value unchanged, or the content of a string with JSON. Return False if it is cut off."""
     if (yield from answer.peek()) != '"':
         return (yield from _value(answer, write))
     text = yield from _string(answer)
@@ -99,7 +96,7 @@ def arguments(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]
 
 
 def named(answer: AnswerText, name: str, call_id: str = "") -> Parse[bool]:
-    """Parse the arguments of a call whose name and id came before them. Return False if no object comes."""
+    """Parse the arguments of a call whose name and id were read. Return False unless an object follows."""
     yield from answer.skip_space()
     if not name or (yield from answer.peek()) != "{":
         answer.give_up()
@@ -109,7 +106,7 @@ def named(answer: AnswerText, name: str, call_id: str = "") -> Parse[bool]:
 
 
 def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
-    """Write any value as it is spelled. Brackets are counted, not matched."""
+    """Write any value unchanged. Brackets are counted, not matched."""
     depth = 0
     while next_ := (yield from answer.peek()):
         if next_ == '"':
@@ -134,7 +131,7 @@ def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
 
 
 def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
-    """Write a string as it is spelled."""
+    """Write a string unchanged."""
     write((yield from answer.read(1)))
     while True:
         yield from answer.run(_IN_STRING, write)
@@ -148,7 +145,7 @@ def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
 
 
 def _string(answer: AnswerText) -> Parse[str | None]:
-    """Return a string's value, None if no string comes."""
+    """Return the value of a string; None if no string follows."""
     if (yield from answer.peek()) != '"':
         return None
     spelled: list[str] = []
@@ -168,11 +165,11 @@ class Blocks(msgspec.Struct, frozen=True):
     close: str = ""
     separator: str = ","
     language: str = ""
-    """A word that may follow the opening mark."""
+    """Word that may follow the opening mark."""
     is_answer: bool = False
-    """The answer may be a block without marks, or JSON that was asked for: only offered functions count."""
+    """Whether the answer may be a block without marks, or other JSON: only offered functions count."""
     is_list: bool = False
-    """Only a list is a block."""
+    """Whether a block must be a list."""
     notation: Literals | None = None
 
     def parse(self, answer: AnswerText, known: Collection[str]) -> Parse[None]:
@@ -195,20 +192,20 @@ class Blocks(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """Blocks of calls whose names come before their arguments. Models leave out any mark but `call`."""
+    """The format of blocks of calls with the name before the arguments. Only the mark `call` is required."""
 
     open: str
     close: str
     call: str
-    """The mark before a call."""
+    """Mark before a call."""
     lead: str
-    """A mark before the name."""
+    """Mark before the name."""
     begin: str
-    """The mark before the arguments."""
+    """Mark before the arguments."""
     ends: tuple[str, ...]
-    """The marks behind the arguments."""
+    """Marks after the arguments."""
     numbers: bool = False
-    """The name has a number behind it. Both with the lead are the call's id."""
+    """Whether a number follows the name. The lead, the name and the number form the call's id."""
 
     def parse(self, answer: AnswerText, known: Collection[str]) -> Parse[None]:
         while marker := (yield from answer.until(self.open, self.call)):
@@ -226,7 +223,7 @@ class Named(msgspec.Struct, frozen=True):
         return bool(marker)
 
     def _call(self, answer: AnswerText) -> Parse[bool]:
-        """Parse a call behind its mark."""
+        """Parse a call after its mark."""
         yield from answer.skip_space()
         lead = yield from answer.accept(self.lead)
         name = yield from answer.word()

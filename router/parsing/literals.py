@@ -1,4 +1,4 @@
-"""Parses calls with arguments in Python's or Gemma's notation, and passes them on as JSON as they come."""
+"""Parses calls whose arguments are in Python's or Gemma's notation, and passes these on as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = re.compile(r"[^=:,()\[\]{}]+")
 _IN_BARE = re.compile(r"[^,()\[\]{}]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _OTHER_NUMBER = re.compile(r"[+-]?[0-9a-fA-FxXoO_.]{1,64}", re.ASCII)
-"""A number as Python may write it."""
+"""Matches other numbers that Python can write."""
 _CONSTANTS = {
     "True": "true",
     "False": "false",
@@ -36,7 +36,7 @@ _ESCAPES = {
     "v": "\\u000b",
     "0": "\\u0000",
 }
-"""Python's escapes, and JSON's for a slash, as JSON has them."""
+"""JSON for Python's escapes, and for JSON's escape of a slash."""
 
 
 class _Bracket(NamedTuple):
@@ -44,7 +44,7 @@ class _Bracket(NamedTuple):
     json_open: str
     json_close: str
     assign: str = ""
-    """The mark between a key and its value."""
+    """Mark between a key and its value."""
 
 
 _BRACKETS = {
@@ -63,12 +63,12 @@ class Literals(msgspec.Struct, frozen=True):
     open: str
     close: str
     assign: str
-    """The mark between an argument's name and its value."""
+    """Mark between the name and the value of an argument."""
     quotes: tuple[str, ...]
     has_escapes: bool
 
     def parse(self, answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
-        """Parse a call. Return False if the text is none; with `known`, if it is of any other function."""
+        """Parse a call. Return False for other text and, with `known`, for a call of another function."""
         if not (yield from answer.accept(self.lead)) and self.lead:
             return False
         name = yield from answer.word()
@@ -115,7 +115,7 @@ class Literals(msgspec.Struct, frozen=True):
         return True
 
     def _key(self, answer: AnswerText, assign: str) -> Parse[str | None]:
-        """Return a key as JSON, None if none comes."""
+        """Return a key as JSON; None if no key follows."""
         texts: list[str] = []
         if quote := (yield from answer.accept(*self.quotes)):
             if not (yield from self._string(answer, quote, texts.append)):
@@ -138,7 +138,7 @@ class Literals(msgspec.Struct, frozen=True):
         return bool(text)
 
     def _string(self, answer: AnswerText, quote: str, write: Callable[[str], object]) -> Parse[bool]:
-        """Write a string behind its opening quote, as JSON without quotes."""
+        """Write a string, after its opening quote, as JSON without quotes."""
         if self.has_escapes and (yield from answer.accept(quote * 2)):
             quote *= 3
         marks = (quote, "\\") if self.has_escapes else (quote,)
@@ -154,7 +154,7 @@ GEMMA = Literals("call:", "{", "}", ":", ('<|"|>',), False)
 
 
 def _escape(answer: AnswerText) -> Parse[str]:
-    """Return the character behind a backslash as JSON has it."""
+    """Return the character after a backslash as JSON."""
     char = yield from answer.read(1)
     if char not in _HEX_DIGITS:
         return _ESCAPES.get(char, _escaped(f"\\{char}") if char else "")
@@ -171,7 +171,7 @@ def _escape(answer: AnswerText) -> Parse[str]:
 
 
 def _bare(answer: AnswerText) -> Parse[str]:
-    """Read a value without quotes, up to the comma or bracket behind it. Return nothing if it is cut off."""
+    """Read a value without quotes up to the next comma or bracket. Return "" if it is cut off."""
     texts: list[str] = []
     depth = 0
     while next_ := (yield from answer.peek()):

@@ -1,4 +1,4 @@
-"""The types of a function's parameters, by which values that were written without quotes become JSON."""
+"""The types of a function's parameters, which decide how values without quotes become JSON."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TYPES = (
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
 COMBINED = ("anyOf", "oneOf", "allOf")
 _MAX_REFERENCES = 16
-"""Longer chains of references lead nowhere."""
+"""Most references to follow; longer chains count as unknown."""
 
 
 class Parameters(msgspec.Struct, frozen=True):
-    """The types that each parameter may have, and those of parameters that the schema does not name."""
+    """The types that each parameter may have, and the types of parameters that the schema does not name."""
 
     types: dict[str, Sequence[str]] = {}
     others: Sequence[str] = STRING
@@ -37,7 +37,7 @@ class Parameters(msgspec.Struct, frozen=True):
 
 
 def parameters_of(schema: Mapping[str, Any] | None) -> Parameters:
-    """Return the types of a function's parameters. A schema that tells none counts as one of strings."""
+    """Return the types of a function's parameters; strings if the schema tells no types."""
     root = schema or {}
     schema = function_schema(root)
     properties, others = schema.get("properties"), schema.get("additionalProperties")
@@ -49,13 +49,13 @@ def parameters_of(schema: Mapping[str, Any] | None) -> Parameters:
 
 
 def function_schema(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a function's parameters, which `root` may have by reference."""
+    """Return the schema of a function's parameters, following references within `root`."""
     schema = resolved(root, root)
     return schema if isinstance(schema, dict) else {}
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of all types that a schema tells, `string` if it tells none."""
+    """Return the names of all types in a schema; `string` if it has none."""
     return tuple(sorted(_told(schema, root, set()))) or STRING
 
 
@@ -78,7 +78,7 @@ def _told(schema: Any, root: Mapping[str, Any], seen: set[int]) -> set[str]:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference within `root` leads to; any other schema as it is."""
+    """Return the target of a schema that is a reference within `root`; other schemas unchanged."""
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -88,7 +88,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def pointed(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema at a pointer (`#/...`) within `root`, None if there is none or for an anchor."""
+    """Return the schema at a pointer (`#/...`) within `root`; None if it does not exist or is an anchor."""
     if reference.partition("/")[0] != "#":
         return None
     schema: Any = root
@@ -103,8 +103,8 @@ def type_name(value: Any) -> str:
 
 
 def as_json(text: str, types: Sequence[str]) -> str:
-    """Return a value as JSON: as it is spelled where that is JSON of one of the `types`, else converted to
-    the first type that fits. A text that fits none is kept: as JSON if it is, else as a string.
+    """Return a value as JSON: unchanged if it is JSON of one of the `types`, else converted to the first type
+    that fits. A text that fits none stays unchanged if it is JSON, else it becomes a string.
     """
     spelled = text.strip(" \t\r\n")
     name = _json_type(spelled)
@@ -130,7 +130,7 @@ _WORDS = {
 
 
 def _converted(text: str, to: str) -> str | None:
-    """Return JSON of a type for a text in another spelling, such as Python's."""
+    """Return JSON of type `to` for a text in another spelling, such as Python's; None if it does not fit."""
     if to == "integer" and _INTEGER.fullmatch(text):
         return str(int(text))
     if to == "number" and text[:1] in "+-.0123456789":

@@ -1,4 +1,4 @@
-"""Reasoning: between marks before the answer, or in a channel of Harmony, and the budget of its tokens."""
+"""Reasoning, between marks before the answer or in a channel of Harmony, and its token budget."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _FUNCTION = re.compile(r"to=functions\.([\w.\-]+)")
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The marks around reasoning, each in several spellings. The prompt may end with the first mark."""
+    """The marks around reasoning, each in several spellings. The prompt may end with the opening mark."""
 
     open: tuple[str, ...]
     close: tuple[str, ...]
     end: str
-    """The text that ends the thinking of a model that does not stop: a closing mark and the gap."""
+    """Text that ends the thinking of a model that does not stop: a closing mark and the gap."""
     gap: str = ""
-    """The text between the closing mark and an answer that has a grammar."""
+    """Text between the closing mark and an answer with a grammar."""
     lead: str = ""
-    """The text after the gap, before an answer that is not a call."""
+    """Text after the gap, before an answer that is not a call."""
     frame: tuple[str, ...] = ()
     """Marks around the answer itself."""
 
     @property
     def markers(self) -> list[str]:
-        """The texts that may be special tokens."""
+        """Marks that may be special tokens."""
         return tokens_in(self.open + self.close + self.frame)
 
     def parse(self, answer: AnswerText, is_open: bool, is_exact: bool) -> Parse[None]:
-        """Parse the reasoning. If the answer `is_exact`, the content after the gap keeps its white space."""
+        """Parse the reasoning. With `is_exact` the content after the gap keeps its white space."""
         answer.frame = () if is_exact else self.frame
         answer.begin_part(may_be_text=True)
         yield from answer.skip_space()
@@ -53,12 +53,12 @@ class Marks(msgspec.Struct, frozen=True):
             answer.keep_space()
 
     def are_open_in(self, text: str, is_open: bool) -> bool:
-        """Whether an answer that begins with `text` is still thinking."""
+        """Return whether an answer that begins with `text` is still thinking."""
         begins = is_open or text.lstrip().startswith(self.open)
         return begins and not any(mark in text for mark in self.close)
 
     def are_open(self, prompt: str, continued: str | None) -> bool:
-        """Whether the answer begins within the reasoning; it may continue a message."""
+        """Return whether the answer begins within the reasoning; a `continued` message may have begun it."""
         if continued is None:
             return prompt.rstrip().endswith(self.open)
         return max(map(continued.rfind, self.open)) > max(map(continued.rfind, self.close))
@@ -79,7 +79,7 @@ HARMONY = Marks(
     "",
     f"{CHANNEL}final{MESSAGE}",
 )
-"""Harmony has its own parser; these marks are for code that must know when the thinking ends."""
+"""Marks for code that must know when the thinking ends; Harmony's answers have their own parser."""
 MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")
 GEMMA4 = Marks(("<|channel>thought",), ("<channel|>",), "\n<channel|>")
 HY3 = Marks(("<think:opensource>",), ("</think:opensource>",), "</think:opensource>")
@@ -87,9 +87,9 @@ HUNYUAN = msgspec.structs.replace(THINK, frame=("<answer>", "</answer>"))
 
 
 def parse_harmony(answer: AnswerText, has_tools: bool, is_exact: bool) -> Parse[None]:
-    """Parse an answer. The prompt ends within the first message's head, before its channel.
+    """Parse an answer in Harmony. The prompt ends in the head of the first message, before its channel.
 
-    If the answer `is_exact`, content keeps its white space.
+    With `is_exact` content keeps its white space.
     """
     may_be_text = True
     while (yield from answer.peek()):
@@ -122,10 +122,10 @@ _CERTAIN = TokenLogprobs(0.0, 1)
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """A budget of reasoning tokens. `end` ends the thinking; `is_open` says that the prompt began it.
+    """A budget of reasoning tokens. `end`: tokens that end the thinking; `is_open`: the prompt has begun it.
 
-    The router puts `end` into an answer that still thinks after the budget, as its first tokens alone decide,
-    and places the request again after it, as it does after the loss of a worker.
+    If the first `num_tokens` tokens still think, the router appends `end` to the answer and places the
+    request again with these tokens, as after the loss of a worker.
     """
 
     num_tokens: int
@@ -135,7 +135,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     decode: Callable[[list[int]], str]
 
     def exceeded(self, before: Sequence[int], output: TokenOutput, max_tokens: int) -> TokenOutput | None:
-        """Return the output with the end of thinking after the budget, or None if the budget is kept."""
+        """Return the output cut at the budget with `end` appended; None if the budget is not exceeded."""
         room = self.num_tokens - len(before)
         if not 0 <= room <= len(output.token_ids) or (room == len(output.token_ids) and output.finish_reason):
             return None

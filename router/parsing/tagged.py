@@ -1,4 +1,4 @@
-"""Calls whose arguments are tagged parameters, each with its text: strings as they are, others as JSON."""
+"""Calls with tagged parameters; the text of each is a string as it is, or JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DSML = "｜DSML｜"
 
 
 class Tags(msgspec.Struct, frozen=True):
-    """The spelling of calls: `open`, then calls of `call`, the name, `name_end`, parameters and `call_end`,
-    then `close`. A parameter is `key`, its name, `key_end`, its value and `value_end`.
+    """The tags of calls: `open`, then calls of `call`, the name, `name_end`, parameters and `call_end`, then
+    `close`. A parameter is `key`, its name, `key_end`, its value and `value_end`.
     """
 
     call: str
@@ -26,22 +26,22 @@ class Tags(msgspec.Struct, frozen=True):
     value_end: str
     name_end: str = ""
     open: str = ""
-    """Empty: each call stands for itself."""
+    """Tag before a block; empty: each call is a block."""
     close: str = ""
     pad: str = ""
-    """The line break on both sides of a value."""
+    """Line break on both sides of a value."""
     line: str = "\n"
-    """The line break between tags."""
+    """Line break between tags."""
     has_several: bool = False
-    """A block may have several calls."""
+    """Whether a block may have several calls."""
     value: str = ""
-    """The tag before the value, after `key_end`."""
+    """Tag before the value, after `key_end`."""
     kinds: tuple[str, str] | None = None
-    """Other spellings of `key_end`, which say that the value is a string, or that it is JSON."""
+    """Other spellings of `key_end`, for values that are strings, and for JSON."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that may be special tokens, or tokens of their own."""
+        """Tags that may be special tokens, or added tokens."""
         tags = (self.open, self.close, self.call, self.key, self.key_end, self.value, self.value_end)
         whole = [tag for tag in tags if tag[:1] == "<" and tag[-1:] == ">"]
         return (*whole, self.call_end, *([DSML] if DSML in self.call else ()))
@@ -51,7 +51,7 @@ class Tags(msgspec.Struct, frozen=True):
             yield from self.block(answer, known, marker)
 
     def block(self, answer: AnswerText, known: Mapping[str, Parameters], marker: str) -> Parse[None]:
-        """Parse the calls behind a mark."""
+        """Parse the calls after a mark."""
         answer.begin_part(marker)
         is_sure = marker == self.open
         while (yield from self._begins(answer, marker)):
@@ -63,7 +63,7 @@ class Tags(msgspec.Struct, frozen=True):
             yield from answer.accept(self.close)
 
     def _begins(self, answer: AnswerText, marker: str) -> Parse[bool]:
-        """Read the beginning of a call, unless it is the `marker`: models may leave `open` out."""
+        """Read the mark of a call, unless `marker` was that already: models may leave `open` out."""
         if marker == self.call:
             return True
         yield from answer.skip_space()
@@ -73,9 +73,9 @@ class Tags(msgspec.Struct, frozen=True):
         return True
 
     def _call(self, answer: AnswerText, known: Mapping[str, Parameters], is_sure: bool) -> Parse[bool]:
-        """Read a call. Its arguments stay open if it is cut off, or has other text between its tags.
+        """Read a call. Its arguments stay open if it is cut off or has other text between its tags.
 
-        Unless it `is_sure` to be one, it needs a parameter or the name of an offered function.
+        Unless it `is_sure` to be a call, it must have a parameter or name an offered function.
         """
         yield from answer.skip_space()
         name = yield from answer.word()
@@ -98,7 +98,7 @@ class Tags(msgspec.Struct, frozen=True):
         return True
 
     def _mark(self, answer: AnswerText) -> Parse[str]:
-        """Read the mark before a parameter, or behind the call."""
+        """Read the mark before a parameter or after the call."""
         yield from answer.skip_space()
         return (yield from answer.accept(*filter(None, (self.key, self.call_end, self.close))))
 
@@ -143,7 +143,7 @@ class Tags(msgspec.Struct, frozen=True):
 
 
 _JSON_BEGINS = tuple("{[-0123456789")
-"""With these a value that was cut off is passed on: unlike a word it is hardly anything but JSON."""
+"""Beginnings of values to pass on even if cut off: unlike a word, such text can only be JSON."""
 
 
 def _quoted(text: str) -> str:

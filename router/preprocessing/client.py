@@ -1,4 +1,4 @@
-"""The router's side of the preprocessor: starts and replaces it, sends it tasks, has grammars compiled."""
+"""The router's side of the preprocessor: starts and replaces the process, sends tasks, compiles grammars."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from router.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4
-"""The number of tasks that run at a time."""
+"""Most tasks that run at once."""
 MIN_DEADLINE_S = 16.0
-"""The time from a task's request to its answer, in addition to twice its limit of CPU time."""
+"""Time limit from a task's request to its answer, in addition to twice its CPU time limit."""
 START_TIMEOUT_S = 60.0
 ACCEPT_TIMEOUT_S = 5.0
-"""The time in which the preprocessor must accept a task, once it has started."""
+"""Time in which the preprocessor must accept a task, once it has started."""
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)
-"""Signals that a fault of a library itself causes."""
+"""Signals that a library's own fault causes."""
 
 Failure = Literal["cpu_limit", "crashed", "late", "ended", "stuck"]
 
 
 class CpuLimitError(TandemError):
-    """A task has used all the CPU time that it may."""
+    """A task has used up its CPU time limit."""
 
 
 class CrashError(TandemError):
@@ -63,7 +63,7 @@ class CrashError(TandemError):
 
 
 class Preprocessor:
-    """Runs tasks in a process that the first task starts. `failed` counts tasks without an answer."""
+    """Runs tasks in a process that starts with the first task. `failed` counts tasks without an answer."""
 
     def __init__(
         self, config: ServeConfig, tokenizer: Tokenizer, failed: Callable[[Failure], None] = lambda _: None
@@ -112,7 +112,7 @@ class Preprocessor:
 
     @cached_property
     def _setup(self) -> IO[bytes]:
-        """A file with the `Setup`, which takes megabytes."""
+        """A file with the `Setup`, which has megabytes."""
         tokenizer = self._tokenizer
         setup = Setup(self._config, tokenizer.as_json(), tokenizer.settings())
         file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -132,7 +132,7 @@ class _NoAnswerError(Exception):
 
 
 class _Process:
-    """A running `router.preprocessing.process`. It is killed if it does not accept a task."""
+    """A running `router.preprocessing.process`. It is killed if it does not accept a task in time."""
 
     def __init__(self, setup: int) -> None:
         self._control, theirs = socket.socketpair()
@@ -161,13 +161,13 @@ class _Process:
             self._process.wait()
 
     async def ask(self, header: bytes, argument: bytes) -> bytes:
-        """Return the task's result. Cancelling ends the task. Raises `_NoAnswerError`, and as `run`."""
+        """Return the task's result. Cancellation ends the task. Raises `_NoAnswerError`, and like `run`."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             try:
                 socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
-            except OSError:  # it has ended, or accepts nothing
+            except OSError:  # the process has ended, or accepts nothing
                 ours.close()
                 await asyncio.to_thread(self.close)
                 raise _NoAnswerError("ended") from None
@@ -196,7 +196,7 @@ class _Process:
         except TimeoutError:
             reason = "stuck"
         # A killed process still counts as running while the kernel frees its memory: wait for its end, or the
-        # next try would ask the same one.
+        # next try would ask this process again.
         await asyncio.to_thread(self.close)
         raise _NoAnswerError(reason)
 
@@ -216,9 +216,9 @@ def _result(answer: bytes) -> bytes:
 
 
 COMPILE_CPU_S = 2.0
-"""The limit of CPU time from a request's fields to a grammar that has been compiled once."""
+"""CPU time limit of a grammar: from the request's fields to the first compilation."""
 MAX_KNOWN_BYTES = 64 * 1024 * 1024
-"""The most bytes of remembered grammars and errors; the least recently used are dropped."""
+"""Most bytes of remembered grammars and errors; the least recently used ones are dropped."""
 
 ENTRY_BYTES = 256
 """Approximate bytes of an entry in addition to its text."""
@@ -229,7 +229,7 @@ Outcome = str | InvalidRequestError
 
 
 class GrammarCompiler:
-    """Compiles requested grammars, each only once. A grammar that reaches the CPU limit is not remembered."""
+    """Compiles requested grammars once each. A grammar that reaches the CPU time limit is not remembered."""
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
@@ -238,7 +238,7 @@ class GrammarCompiler:
         self._known_bytes = 0
 
     async def prepare(self, grammars: Iterable[AskedGrammar]) -> None:
-        """Compile grammars that are always remembered, so that requests for them never wait."""
+        """Compile grammars that are never dropped, so that requests for them need not wait."""
         for asked in grammars:
             while (key := _key(asked)) not in self._prepared:
                 try:
@@ -248,9 +248,8 @@ class GrammarCompiler:
                     await asyncio.sleep(RETRY_S)
 
     async def compile(self, asked: AskedGrammar) -> str:
-        """Return the grammar as llguidance reads it.
-
-        Raises `InvalidRequestError`, and `ApiError` 503 if the server is too busy to decide.
+        """Return the grammar in llguidance's form. Raises `InvalidRequestError`, and `ApiError` 503 if the
+        server is too busy to decide.
         """
         key = _key(asked)
         outcome = self._prepared.get(key) or self._known.get(key)

@@ -34,13 +34,13 @@ from router.preprocessing.tasks import (
 )
 
 DONE, LEAVING = b"d", b"l"
-"""A child's answers after a task: it accepts another one, or it ends."""
+"""Messages of a child after a task: it accepts another task, or it ends."""
 LIGHT_S = 0.25
-"""The CPU time of a task after which a child may go on. After longer tasks a child holds too much memory."""
+"""Most CPU time of a task after which a child accepts another: longer tasks leave much memory in use."""
 
 
 class Parent:
-    """Gives each task to an idle child, or to a new one. The router limits the number of tasks at once.
+    """The parent process: gives each task to an idle child or to a new one. The router limits tasks at once.
 
     If the router closes a task's connection, the task is ended with its child.
     """
@@ -51,12 +51,12 @@ class Parent:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._children: dict[int, _Child] = {}
-        """By the file descriptors of their channels."""
+        """Children by the file descriptors of their channels."""
         self._busy: dict[int, _Child] = {}
-        """By the file descriptors of their tasks' connections."""
+        """Busy children by the file descriptors of their tasks' connections."""
 
     def serve(self) -> None:
-        """Run tasks until the router closes its end."""
+        """Run tasks until the router closes the control socket."""
         while True:
             # handle closed descriptors before opening new ones, which reuse their numbers
             events = [descriptor for descriptor, _ in self._poll.poll()]
@@ -76,7 +76,7 @@ class Parent:
         self._busy[connection.fileno()] = child
         self._poll.register(connection, 0)  # reports when the other end is closed
         _send(connection, ACCEPTED, socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):  # it has died, as `_hear` will notice
+        with contextlib.suppress(OSError):  # the child has died, as `_hear` will notice
             socket.send_fds(child.channel, [DONE], [connection.fileno()])
 
     def _fork(self) -> _Child:
@@ -96,7 +96,7 @@ class Parent:
 
     def _hear(self, child: _Child) -> None:
         news = b""
-        with contextlib.suppress(ConnectionResetError):  # it died before it read its task
+        with contextlib.suppress(ConnectionResetError):  # the child died before it read its task
             news = child.channel.recv(1)
         if news:
             child.stays = news == DONE
@@ -111,14 +111,14 @@ class Parent:
         child.channel.close()
 
     def _abandon(self, connection: int) -> None:
-        """End the task: the router has closed its connection, which it also does once it has the answer."""
+        """End a task that is not done: the router has closed its connection, as it also does at the end."""
         child = self._busy[connection]
         if not _is_readable(child.channel):
             self._poll.unregister(connection)
             os.kill(child.pid, signal.SIGKILL)
 
     def _release(self, child: _Child) -> None:
-        """Mark the child's task as ended."""
+        """Note that the child's task has ended."""
         connection, child.connection = child.connection, None
         if connection is not None:
             del self._busy[connection.fileno()]
@@ -139,7 +139,7 @@ class Parent:
 
 
 class _Child:
-    """A child process, the `connection` of its task if it has one, and whether it `stays` after that."""
+    """A child process, the `connection` of its task if any, and whether it `stays` after the task."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -149,11 +149,11 @@ class _Child:
 
 
 def _serve_tasks(channel: socket.socket, tasks: Tasks) -> None:
-    """Run tasks in a child until its channel is closed."""
+    """Run tasks in a child process until its channel is closed."""
     while (connection := _received(channel)) is not None:
         with connection:
             header, argument = _framed(connection), _framed(connection)
-            if header is None or argument is None:  # the router gave it up
+            if header is None or argument is None:  # the router has given the task up
                 channel.sendall(DONE)
                 continue
             call = msgspec.msgpack.decode(header, type=TaskCall)
@@ -181,7 +181,7 @@ def _answer(tasks: Tasks, call: TaskCall, argument: bytes) -> bytes:
 
 
 def _received(channel: socket.socket) -> socket.socket | None:
-    """Return the next connection, None if the other end is closed."""
+    """Return the next connection; None if the other end is closed."""
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     return socket.socket(fileno=descriptors[0]) if descriptors else None
 
@@ -214,12 +214,12 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
 
 
 def _send(connection: socket.socket, data: bytes, flags: int = 0) -> None:
-    with contextlib.suppress(OSError):  # the router gave it up, or does not read
+    with contextlib.suppress(OSError):  # the router has given the task up, or does not read
         connection.sendall(data, flags)
 
 
 def main(control: int, setup: int) -> None:
-    logging.basicConfig(level=logging.ERROR)  # the router has already warned of what the model lacks
+    logging.basicConfig(level=logging.ERROR)  # the router has already warned of features that the model lacks
     text = os.pread(setup, os.fstat(setup).st_size, 0)
     os.close(setup)
     tasks = Tasks(msgspec.msgpack.decode(text, type=Setup))

@@ -1,4 +1,4 @@
-"""Turns bodies into generations: small bodies in the event loop, others in the preprocessor."""
+"""Builds generations from bodies: small bodies in the event loop, others in the preprocessor."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from router.text.choice import Choice
 from router.text.tokenizer import Tokenizer
 
 INLINE_BYTES = 2048
-"""The preprocessor reads larger bodies, so that they do not delay other requests' tokens."""
+"""Largest body that is read in the event loop: reading a larger one would delay other requests' tokens."""
 FAST_INLINE_BYTES = 12 * 1024
-"""The limit with `fastokens`: up to it, reading takes no longer than the way to another process and back."""
+"""Like `INLINE_BYTES`, with `fastokens`: up to it, reading takes no longer than a trip to a process."""
 INLINE_OBJECTS = 48
-"""JSON objects, such as messages: a chat template may compare each with each."""
+"""Most JSON objects, such as messages: a chat template may compare each with each."""
 INLINE_TEXTS = 512
-"""JSON strings, each of which may be a text to tokenize."""
+"""Most JSON strings, each of which may be a text to tokenize."""
 INLINE_TOKENS = 8192
-"""The most tokens of prompts whose blocks are hashed in the event loop."""
+"""Most prompt tokens whose blocks are hashed in the event loop."""
 INLINE_SEQUENCES = 64
-"""The most choices that are built in the event loop."""
+"""Most choices that are built in the event loop."""
 READ_CPU_S = 10.0
 READ_CPU_S_PER_MB = 5.0
-"""Even a slow tokenizer takes less."""
+"""CPU time limit per MB; even a slow tokenizer needs less."""
 
 _decode = msgspec.msgpack.Decoder(Prepared | EarlierResponse).decode
 
 
 class RequestPreparer:
-    """Prepares requests. Raises `ApiError` or `InvalidRequestError`, which name the field.
+    """Prepares requests. Raises `ApiError` or `InvalidRequestError` that names the field.
 
-    `find` returns the adapter that a request's `model` names, like `AdapterTable.find`. `formats` returns how
-    the workers identify blocks, so that prompts are hashed here instead of when they are placed.
+    `find` returns the adapter that a request's `model` names, like `AdapterTable.find`. `formats` returns the
+    workers' formats of block identities, so that prompts are hashed here and not when they are placed.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RequestPreparer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
-        """Read a task's body; a response's with the items of the `earlier` one that it continues."""
+        """Read a task's body. `earlier`: items of the response that a body of `/v1/responses` continues."""
         size = len(raw) + len(earlier or b"")
         is_small = size <= self._inline_bytes and raw.count(b"{") <= INLINE_OBJECTS
         if is_small and raw.count(b'"') <= 2 * INLINE_TEXTS:
@@ -99,7 +99,7 @@ class RequestPreparer:
         return await loop.run_in_executor(self._threads, self._build, prepared, arrival)
 
     def _build(self, prepared: Prepared, arrival: float) -> Generation:
-        """Build `n` choices of each prompt, with the seeds that it would get alone. Raises `ApiError`."""
+        """Build `n` choices of each prompt, with the same seeds as if it were alone. Raises `ApiError`."""
         adapter = self._find(prepared.model)
         output, parsing = prepared.output, prepared.output.parsing
         skip = output.skip_special_tokens
@@ -138,6 +138,6 @@ class RequestPreparer:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of a further choice: deterministic and well spread, in [0, 2**63)."""
+    """Return the seed of choice `index`: deterministic and well spread, in [0, 2**63)."""
     digest = hashlib.blake2b(struct.pack("<qQ", seed, index), digest_size=8, person=b"tandem-choice").digest()
     return int.from_bytes(digest, "little") >> 1

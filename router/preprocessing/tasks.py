@@ -1,4 +1,4 @@
-"""The preprocessor's tasks, from bytes to bytes, their messages, and the reading of bodies."""
+"""The preprocessor's tasks, which map bytes to bytes, their messages, and the reading of bodies."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from router.text.tokenizer import Tokenizer
 
 MAX_REASON = 400
 STACK_BYTES = 1024 * 1024
-"""Half of the smallest stack that threads of other processes have."""
+"""Stack size for compilation: half of the smallest stack of threads in other processes."""
 
 
 Reading = Prepared | EarlierResponse | bytes
-"""Bytes are a complete answer."""
+"""Result of reading a body; bytes are a complete answer."""
 
 
 class BodyKind(NamedTuple):
-    """A task's body, its field that takes time to read, and the function that reads it."""
+    """The type of a task's body, its field that takes long to read, and the function that reads it."""
 
     type: type[msgspec.Struct]
     main_field: str
@@ -66,13 +66,13 @@ BODIES = {
 for _body, *_ in BODIES.values():
     msgspec.json.Decoder(_body)  # msgspec examines a type at its first use, and crashes if two threads do so
 CONVERSIONS = ("count_tokens", "tokenize", "detokenize")
-"""The tasks whose reading is the whole answer."""
+"""Tasks whose reading is a complete answer."""
 
 
 def read_body(
     reader: RequestReader, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None
 ) -> Reading:
-    """Read a body, in any process. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    """Read a body, in any process. Raises `ApiError` or `InvalidRequestError` that names the field."""
     kind = BODIES[task]
     reading = kind.read(reader, raw, model, *([earlier] if task == "response" else []))
     if isinstance(reading, Prepared):
@@ -81,14 +81,14 @@ def read_body(
 
 
 class Tasks:
-    """All tasks by their names. They raise `InvalidRequestError` and `ApiError`."""
+    """All tasks by name. They raise `InvalidRequestError` and `ApiError`."""
 
     def __init__(self, setup: Setup) -> None:
         self._tokenizer = Tokenizer(setup.tokenizer_json, setup.tokenizer_settings)
         self._chats = Chats(setup.config, self._tokenizer)
         self._vocabulary: LLTokenizer | None = None
         self._problem = ""
-        """The reason why the tokenizer supports no grammar."""
+        """Reason why the tokenizer supports no grammar; empty if it does."""
         try:
             self._vocabulary = LLTokenizer(self._tokenizer.as_json())
         except ValueError as error:
@@ -109,7 +109,7 @@ class Tasks:
         return msgspec.msgpack.encode(reading)
 
     def _grammar(self, argument: bytes) -> bytes:
-        """Return the text of the grammar that a `GrammarRequest` asks for, after compiling it once."""
+        """Return the text of the grammar for a `GrammarRequest`, after compiling it once."""
         request = msgspec.json.decode(argument, type=GrammarRequest)
         grammar = self._chats.grammar(request)
         text = grammar.text.encode()
@@ -122,7 +122,7 @@ class Tasks:
         return text
 
     def _culprit(self, request: GrammarRequest) -> str:
-        """Return the name of the function whose grammar alone does not compile, if there is one."""
+        """Return the name (and ": ") of the function whose grammar alone does not compile, or ""."""
         calls = request.calls
         if calls is None or self._vocabulary is None:
             return ""
@@ -134,9 +134,9 @@ class Tasks:
 
 
 def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
-    """Return the reason why the grammar cannot be served; empty if it can.
+    """Return why the grammar cannot be served; "" if it can.
 
-    It is compiled with less stack than any worker has, so a crash happens here or nowhere.
+    It is compiled with less stack than any worker has, so if it can crash a process, it crashes this one.
     """
     stack, most = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
@@ -155,11 +155,11 @@ ACCEPTED = b"."
 RESULT, REFUSED, DIED = b"+", b"-", b"!"
 
 GRAMMAR = "grammar"
-"""The task that compiles a grammar; the other tasks read bodies."""
+"""Task that compiles a grammar; all other tasks read bodies."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The preprocessor's configuration, and the files of its `Tokenizer`."""
+    """The preprocessor's configuration and the files of its `Tokenizer`."""
 
     config: ServeConfig
     tokenizer_json: str
@@ -171,13 +171,13 @@ def framed(content: bytes) -> bytes:
 
 
 def content_of(frame: bytes) -> bytes | None:
-    """Return a frame's content, None if it was cut off or has extra bytes."""
+    """Return a frame's content; None if the frame was cut off or has extra bytes."""
     content = frame[LENGTH.size :]
     return content if LENGTH.pack(len(content)) == frame[: LENGTH.size] else None
 
 
 class TaskCall(msgspec.Struct, frozen=True, array_like=True):
-    """A task's name, its limit of CPU time, and the facts that it needs in addition to its argument."""
+    """A task's name, its CPU time limit, and the facts that it needs in addition to its argument."""
 
     task: str
     cpu_s: float
@@ -185,7 +185,7 @@ class TaskCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadingDetails(msgspec.Struct, frozen=True, array_like=True):
-    """The model for which a body is read, and the items of the `earlier` response that it continues."""
+    """The model that serves a body, and the items of the `earlier` response that the body continues."""
 
     model: ServedModel
     earlier: bytes | None = None

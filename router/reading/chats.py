@@ -1,4 +1,4 @@
-"""Turns a chat's messages and tools into a prompt and the parts that its answer may have."""
+"""Reads a chat's messages and tools: returns its prompt and the parts that its answer may have."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ToolChoice(NamedTuple):
     name: str | None = None
 
     def several(self, asked: bool | None) -> bool:
-        """Return whether an answer may have several calls. If it must call, only if `asked` is true."""
+        """Return whether an answer may have several calls; if it must call, only if `asked` is true."""
         return self.name is None and (not self.must_call if asked is None else asked)
 
 
@@ -74,17 +74,17 @@ def tool_choice(body: ChatBody) -> ToolChoice:
 
 
 class Chat(NamedTuple):
-    """A chat that was read. `parsing` is None if the answer can only be content."""
+    """A chat that was read. `parsing` None: the answer can only be content."""
 
     prompt: str
     parsing: Parsing | None
     grammar: AskedGrammar | None = None
     warning: str | None = None
-    """Names a part of the request that has no effect."""
+    """Warning about a part of the request that has no effect."""
 
 
 class Chats:
-    """Reads chats with the model, which has one format for tool calls and one for reasoning."""
+    """Reads chats for the model, which has one format for tool calls and one for reasoning."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -162,9 +162,9 @@ class Chats:
         return template
 
     def _format_of(self, choice: ToolChoice) -> ToolFormat | None:
-        """Return the format of the answer's calls, None if the answer has no calls.
+        """Return the format of the answer's calls; None if it has no calls.
 
-        If a call is required, a grammar enforces a format even if the template shows none.
+        If a call is required, a grammar enforces a format even if the template shows no format.
         """
         if not choice.may_call or self._tools is not None:
             return self._tools if choice.may_call else None
@@ -218,7 +218,7 @@ class Chats:
         return Grammar(text, "tools")
 
     def render(self, body: TokenizeBody) -> str:
-        """Return only the prompt."""
+        """Return the prompt only."""
         messages, tools = plain_messages(body.messages or ()), plain_tools(body.tools or ())
         return self._render(self._chosen(bool(tools)), body, messages, tools or None)
 
@@ -248,7 +248,7 @@ def _source(template: ChatTemplate | None) -> str:
 
 
 def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Calls | None:
-    """Return the constraint on the answer's calls, None if calls are forbidden or unconstrained."""
+    """Return the constraint on the answer's calls; None if calls are forbidden or unconstrained."""
     tools = body.tools or []
     if not choice.must_call and not any(tool.function.strict for tool in tools):
         return None
@@ -256,7 +256,7 @@ def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Cal
 
 
 def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
-    """Return the functions that a grammar lets the answer call; with `name` only that one."""
+    """Return the functions that a grammar lets the answer call: all, or the one with this `name`."""
     return [
         Offer(
             tool.function.name,
@@ -269,7 +269,7 @@ def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
 
 
 def known_functions(tools: Sequence[Mapping[str, Any]], with_types: bool) -> dict[str, Parameters]:
-    """Return the functions of `plain_tools`, with their parameters' types if the parser needs them."""
+    """Return the functions of `plain_tools` by name, with parameter types if the parser needs these."""
     functions = [tool["function"] for tool in tools]
     return {
         each["name"]: parameters_of(each.get("parameters")) if with_types else Parameters()
@@ -278,7 +278,7 @@ def known_functions(tools: Sequence[Mapping[str, Any]], with_types: bool) -> dic
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the tools as the chat template reads them. Raises `InvalidRequestError`."""
+    """Return the tools in the form that the chat template reads. Raises `InvalidRequestError`."""
     names: set[str] = set()
     return [_plain_tool(tool, f"tools[{index}].", names) for index, tool in enumerate(tools)]
 

@@ -1,4 +1,4 @@
-"""Requests of other shapes that are converted to a chat: their own names for the chat's fields."""
+"""Requests of other formats that are converted to a chat, and their names for the chat's fields."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FIELD = re.compile(r"messages\[(\d+)\]\.(?:tool_calls\[(\d+)\]\.function\.)?(.*
 
 
 class ConvertedMessages:
-    """Collects a chat's `messages`, each with the request's field that it was made from."""
+    """The `messages` of a chat, each with the field of the request that it was made from."""
 
     tool_names: ClassVar[Mapping[str, str]] = {}
-    """The request's names for fields of a tool's message."""
+    """The request's field names by those of a tool message."""
     call_names: ClassVar[Mapping[str, str]] = {}
-    """The request's names for fields of a called function."""
+    """The request's field names by those of a called function."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
@@ -30,7 +30,7 @@ class ConvertedMessages:
         self._call_places: list[list[str]] = []
 
     def field(self, name: str) -> str:
-        """Return the request's name for a field of the messages."""
+        """Return the request's name for a field of the chat's messages."""
         match = _FIELD.fullmatch(name)
         if match is None:
             return name
@@ -54,7 +54,7 @@ class ConvertedMessages:
 
 
 def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that renames fields of the chat by patterns and their replacements."""
+    """Return a function that renames fields of the chat by patterns with replacements."""
     patterns = [(re.compile(pattern), own) for pattern, own in names.items()]
 
     def rename(field: str) -> str:
@@ -66,21 +66,21 @@ def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
 
 
 class ConvertedChat(NamedTuple):
-    """The equivalent chat. `own_field` returns the request's names for fields other than the messages."""
+    """The equivalent chat. `own_field`: the request's name for a field outside the messages."""
 
     body: ChatBody
     messages: ConvertedMessages
     own_field: Callable[[str], str]
 
     def read(self, read: Callable[[ChatBody, ServedModel], T], model: ServedModel) -> T:
-        """Return what `read` makes of the body. Errors name the request's fields."""
+        """Return the result of `read` for the body. Errors name the request's fields."""
         try:
             return read(self.body, model)
         except (InvalidRequestError, ApiError) as error:
             raise self._renamed(error) from error
 
     def _renamed(self, error: InvalidRequestError | ApiError) -> InvalidRequestError | ApiError:
-        """Return an error about the chat as one about the request."""
+        """Return the error with the request's field instead of the chat's."""
         if isinstance(error, InvalidRequestError):
             return InvalidRequestError(self._field(error.field), error.message)
         if error.param is not None:

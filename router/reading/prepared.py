@@ -1,5 +1,5 @@
-"""The served model's limits, names and defaults, and a request's body as plain data, after it was checked and
-tokenized here or in the preprocessor.
+"""The served model's limits, names and defaults, and a request's body as plain data, checked and tokenized in
+the router or in the preprocessor.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ FILE = "generation_config.json"
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """The model's own defaults: `sampling` fields for requests that give none, and a cap on every answer."""
+    """The model's own defaults: `sampling` fields for requests without them, and a cap on every answer."""
 
     sampling: dict[str, Any] = {}
     max_new_tokens: int | None = None
 
     def shown(self) -> dict[str, Any]:
-        """Return the defaults as the file has them."""
+        """Return the defaults with the file's names."""
         cap = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         return self.sampling | cap
 
 
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
-    """The model's limits, its defaults, and the names that requests may use: its own and its adapters'."""
+    """The model's limits and defaults, and the names that requests may use: its own and its adapters'."""
 
     max_model_len: int
     vocab_size: int
@@ -55,7 +55,7 @@ class ServedModel(msgspec.Struct, frozen=True, array_like=True):
             raise InvalidRequestError(field, f"token ids must be in [0, {self.vocab_size - 1}]")
 
     def check_prompt(self, field: str, token_ids: Sequence[int]) -> None:
-        """Raise if the prompt is empty or leaves no room for one more token."""
+        """Raise an error if the prompt is empty or leaves no room for one more token."""
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")
         if len(token_ids) >= self.max_model_len:
@@ -77,7 +77,7 @@ def unknown_model(name: str, known: Collection[str]) -> ApiError:
 
 
 def load_defaults(config: ServeConfig) -> GenerationDefaults:
-    """Return the defaults that `--generation-config` asks for. Raises `ConfigError`, with file and field."""
+    """Return the defaults for `--generation-config`. Raises `ConfigError` with file and field."""
     if config.generation_config == "vllm":
         return GenerationDefaults()
     if config.generation_config == "auto":
@@ -110,8 +110,8 @@ def _read(path: Path) -> GenerationDefaults:
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
-    """A prompt's tokens and the most tokens that may follow. `echo` is its text if the answer begins with
-    the prompt. Drafts may come from the `prediction` of the answer.
+    """A prompt's tokens, and the most tokens of its answer. `echo`: the prompt's text if the answer begins
+    with it. `prediction`: tokens of the expected answer, from which drafts may come.
     """
 
     token_ids: list[int] | bytes
@@ -121,7 +121,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     prediction: list[int] | bytes = []
 
     def packed(self) -> PreparedPrompt:
-        """Return a copy with bytes for lists: decoding a list of a million numbers would block for long."""
+        """Return a copy with bytes instead of lists: decoding a million numbers would block for long."""
         return msgspec.structs.replace(
             self,
             token_ids=_packed(self.token_ids),
@@ -135,7 +135,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 
 
 class EarlierResponse(msgspec.Struct, frozen=True, tag=True):
-    """The request continues this stored response, whose items are needed to read it."""
+    """A stored response that the request continues; its items are needed to read the request."""
 
     response_id: str
 
@@ -149,14 +149,14 @@ class PreparedResponse(msgspec.Struct, frozen=True):
 
 
 class PreparedRanking(msgspec.Struct, frozen=True):
-    """Says how many results of a reranking are returned, and the documents that they repeat, if any."""
+    """The number of results of a reranking, and the documents to repeat in them, if any."""
 
     top_n: int
     documents: list[str]
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request with tokenized prompts. `params` lack the grammar and fields that differ among choices."""
+    """A request with tokenized prompts. `params` lack the grammar and what differs among choices."""
 
     model: str | None
     prompts: list[PreparedPrompt]
@@ -172,14 +172,14 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     thinking_budget: int | None = None
     grammar: AskedGrammar | None = None
     warning: str | None = None
-    """Names a part of the request that has no effect."""
+    """Warning about a part of the request that has no effect."""
     ignored: list[str] = []
-    """Fields of the body that are unknown here."""
+    """Names of unknown fields of the body."""
     response: PreparedResponse | None = None
     as_base64: bool = False
-    """Embeddings are returned as base64."""
+    """Whether embeddings are returned as base64."""
     num_first: int = 0
-    """The number of prompts that are a score's first texts."""
+    """Number of prompts that are the first texts of a score."""
     ranking: PreparedRanking | None = None
 
 

@@ -1,6 +1,6 @@
-"""Reads request bodies: decodes them, checks every limit, and tokenizes prompts.
+"""Reads request bodies: decodes them, checks all limits, and tokenizes prompts.
 
-Nothing here waits or depends on workers. It runs in the router for small bodies, else in the preprocessor.
+No code here waits or depends on workers. It runs in the router for small bodies, else in the preprocessor.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from router.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_LOGPROBS = 2**22
-"""Log-probabilities of all prompts of a request, in all choices: some 60 MB in memory, 300 as JSON."""
+"""Most log-probabilities of prompts in a request, over all choices: some 60 MB in memory, 300 as JSON."""
 
 
 class RequestReader:
-    """Reads the bodies of all endpoints. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    """Reads the bodies of all endpoints. Raises `ApiError` or `InvalidRequestError` that names the field."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
         self._config = config
@@ -116,7 +116,7 @@ class RequestReader:
     def embeddings(
         self, body: PoolingBody, sources: Sequence[tuple[str, str | list[int]]], model: ServedModel
     ) -> Prepared:
-        """Prepare the embedding of sources: fields' names with their texts or tokens."""
+        """Prepare the embedding of `sources`: field names with their texts or tokens."""
         if not self._config.enable_embeddings:
             raise InvalidRequestError("model", "this server gives no embeddings (--enable-embeddings)")
         model.check_name(body.model)
@@ -173,7 +173,7 @@ class RequestReader:
     def _token_ids(
         self, source: str | list[int], special: bool, field: str, kept: int | None, model: ServedModel
     ) -> list[int]:
-        """Return the source's tokens, or only the last `kept` of them."""
+        """Return the source's tokens, or only its last `kept` tokens."""
         if isinstance(source, str) and kept is not None:
             token_ids = self._tokenizer.encode_end(source, special, kept)
         elif isinstance(source, str):
@@ -188,7 +188,7 @@ class RequestReader:
     def _with_echo(
         self, prompt: PreparedPrompt, text: str | None, special: bool, output: OutputOptions
     ) -> PreparedPrompt:
-        """Return the prompt with its text, and with its tokens' offsets only if the request needs them."""
+        """Return the prompt with its text and, only if the request needs them, the offsets of its tokens."""
         if text is None:
             echo = self._tokenizer.echo_tokens(prompt.token_ids, output.skip_special_tokens)
         elif output.keep_details:
@@ -225,7 +225,7 @@ class RequestReader:
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """Return all parameters but `max_tokens`, the grammar and the seeds of further choices."""
+        """Return all sampling parameters except `max_tokens`, the grammar and further choices' seeds."""
         allowed = body.allowed_token_ids
         given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
         if "seed" not in given:
@@ -242,7 +242,7 @@ class RequestReader:
         return params
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokenize each word alone and, if that gives another token, after a space."""
+        """Tokenize each word alone and, if this gives another token, also after a space."""
         sequences = []
         for word in words:
             stripped = word.lstrip(" ")
@@ -299,13 +299,13 @@ class RequestReader:
 
 
 def _from_prediction(asked: RequestSpeculation | None) -> RequestSpeculation:
-    """Return the speculation of a request with a prediction, which only `suffix` reads."""
+    """Return the speculation of a request with a prediction: only the method `suffix` reads predictions."""
     asked = asked or RequestSpeculation()
     return asked if asked.method is not None else msgspec.structs.replace(asked, method="suffix")
 
 
 def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | None:
-    """Return how many tokens to keep of the prompt's end; None: all."""
+    """Return how many tokens at the end of the prompt to keep; None: all."""
     kept, limit = body.truncate_prompt_tokens, model.max_model_len
     if kept is None:
         return None
@@ -319,7 +319,7 @@ def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | No
 def _asked_output(
     body: GenerationBody, num_top: int | None, *, echo: bool = False, only_prompt: bool = False
 ) -> OutputOptions:
-    """Return the output options. `only_prompt`: the answer has no token of its own."""
+    """Return the output options. `only_prompt`: no token is generated."""
     stream, options = bool(body.stream), body.stream_options
     if options is not None and not stream:
         raise InvalidRequestError("stream_options", "only allowed with stream=true")
@@ -343,7 +343,7 @@ def _asked_output(
 def _check_prompt_logprobs(
     prompts: Sequence[PreparedPrompt], body: GenerationBody, params: SamplingParams
 ) -> None:
-    """Each choice has those of its own prompt. Raises `InvalidRequestError`."""
+    """Check the number of log-probabilities of prompts, over all choices. Raises `InvalidRequestError`."""
     if params.prompt_logprobs is None:
         return
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -364,7 +364,7 @@ def _max_tokens(
     field: str,
     model: ServedModel,
 ) -> int:
-    """Return `max_tokens`. A requested value that does not fit is an error; a default is reduced to fit."""
+    """Return `max_tokens`. A requested value that does not fit is an error; a default is reduced."""
     room = model.max_model_len - num_prompt
     if asked is None:
         asked = room if default is None else min(default, room)

@@ -1,1 +1,1 @@
-"""`/v1/responses`: a chat in OpenAI's newer format, with the earlier answers stored."""
+"""`/v1/responses`: a chat in OpenAI's newer format, with stored responses to continue."""

@@ -1,4 +1,4 @@
-"""Writes responses and their items, whole and as events. The output is parsed like a chat's answer."""
+"""Responses and their items, whole and as events. The output is parsed like a chat's answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from router.text.tokenizer import Tokenizer
 
 _json = msgspec.json.Encoder().encode
 _PIECE = re.compile(r".{4096}\S{0,4096}|.+", re.DOTALL)
-"""Some of a text, up to the end of a word."""
+"""Matches a piece of a text, which ends at the end of a word."""
 
 
 class ResponseAnswer(StreamedAnswer):
-    """`fields` repeat the response's request; `store` keeps the response and its items."""
+    """The writer of a response. `fields` repeat its request's; `store` keeps the response with its items."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ResponseAnswer(StreamedAnswer):
             await asyncio.to_thread(self._store, self._response)
 
     def _end(self, choices: Sequence[Choice], timing: ResponseTiming | None) -> Iterator[bytes]:
-        """Complete the response's fields. It yields nothing, after each piece of a long text."""
+        """Complete the response's fields. Yields b"" after each piece of a long text."""
         status, num_reasoning = _status(choices), 0
         for piece in self._reasoning():
             num_reasoning += len(self._tokenizer.encode(piece, add_special_tokens=False))
@@ -100,7 +100,7 @@ class ResponseAnswer(StreamedAnswer):
             self._response["timing"] = timing
 
     def _reasoning(self) -> Iterator[str]:
-        """Its text in pieces that end where a word does, as tokens do, so that they have as many together."""
+        """Yield the reasoning in pieces that end with a word, so that their token counts add up."""
         for item in self._output.items:
             if item["type"] == "reasoning":
                 yield from _PIECE.findall(item["content"][0]["text"])
@@ -122,7 +122,7 @@ def _status(choices: Sequence[Choice]) -> str:
 
 
 def _usage(choices: Sequence[Choice], num_reasoning: int) -> dict[str, Any]:
-    """`num_reasoning`: as many tokens as the tokenizer makes of the reasoning's text."""
+    """Return the usage. `num_reasoning`: number of tokens of the reasoning's text, tokenized again."""
     counted = usage(choices)
     num_prompt, num_cached = counted["prompt_tokens"], choices[0].cached_tokens
     return {
@@ -143,14 +143,14 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class OutputItems:
-    """The output items of one response. All `items` are complete except the last one while it is open."""
+    """The output items of one response. All `items` are complete, except the last one while it is open."""
 
     def __init__(self, response_id: str) -> None:
         self.items: list[Fields] = []
         self._suffix = response_id.partition("_")[2]
         self._is_open = False
         self._pieces: list[str] = []
-        """The text or the arguments of the open item."""
+        """Text or arguments of the open item, in pieces."""
 
     def push(self, part: AnswerPart) -> Iterator[Fields]:
         """Add a part of the answer and yield its events."""

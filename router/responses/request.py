@@ -1,4 +1,4 @@
-"""Requests of `/v1/responses`: each becomes a chat's, and its response repeats fields of it."""
+"""Requests of `/v1/responses`: each is converted to a chat, and its response repeats its fields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _IN_VAIN = "reasoning.encrypted_content"
 
 
 def converted_chat(body: ResponseBody, earlier: Sequence[Item]) -> tuple[ConvertedChat, list[Item]]:
-    """Convert a request that continues `earlier` items; return all items, too."""
+    """Convert a request that continues `earlier` items. Return the chat and all items."""
     refuse_unsupported(body)
     _check_options(body)
     if body.input is None:
@@ -78,7 +78,7 @@ def converted_chat(body: ResponseBody, earlier: Sequence[Item]) -> tuple[Convert
 
 
 def echoed_fields(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
-    """Return the response's fields that repeat the request's, with the parameters that it runs with."""
+    """Return the fields that the response repeats, with the parameters that the request runs with."""
     text, reasoning = body.text, body.reasoning
     return {
         **{name: getattr(params, name) for name, (_, asked) in SAMPLING_FIELDS.items() if asked.is_echoed},
@@ -160,12 +160,12 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "t
 
 
 class Conversation(ConvertedMessages):
-    """Collects the `messages` of items. Reasoning, text and calls in a row form one message."""
+    """The `messages` of a conversation's items. Adjacent reasoning, text and calls form one message."""
 
     tool_names: ClassVar = {"tool_call_id": "call_id", "content": "output"}
 
     def __init__(self, answered: Collection[str | None] = ()) -> None:
-        """`answered` has the ids of calls with an output. Other calls are left out if they are incomplete."""
+        """Initialize. `answered`: ids of calls with an output. Other incomplete calls are omitted."""
         super().__init__()
         self._answered = answered
 
@@ -173,7 +173,7 @@ class Conversation(ConvertedMessages):
         self._append(ChatMessage(role="system", content=text), "instructions")
 
     def add_items(self, items: Sequence[Item], field: str) -> None:
-        """Append the items' messages. Raises `InvalidRequestError`."""
+        """Append the messages of the items. Raises `InvalidRequestError`."""
         for index, item in enumerate(items):
             at = f"{field}[{index}]"
             match item.type:
@@ -191,7 +191,7 @@ class Conversation(ConvertedMessages):
                     raise InvalidRequestError(f"{at}.type", f"must be {kinds}, got {other!r}")
 
     def _assistant(self, at: str, is_first: bool) -> ChatMessage:
-        """Return the assistant's last message, or a new one if what follows must begin one (`is_first`)."""
+        """Return the assistant's last message; a new one if `is_first` and it already has text or calls."""
         last = self.messages[-1] if self.messages else None
         if last is None or last.role != "assistant" or (is_first and (last.content or last.tool_calls)):
             last = self._append(ChatMessage(role="assistant", content=""), at)
@@ -250,7 +250,7 @@ def read_response(
     reader: RequestReader, raw: bytes, model: ServedModel, earlier: bytes | None = None
 ) -> Prepared | EarlierResponse:
     """Read a body, or return the `EarlierResponse` whose items are needed first. Raises `ApiError` or
-    `InvalidRequestError`, which name the request's fields.
+    `InvalidRequestError` that names the request's field.
     """
     body = decode_body(raw, ResponseBody)
     if body.previous_response_id is not None and earlier is None:
@@ -264,7 +264,7 @@ def read_response(
 
 
 async def earlier_items(store: ResponseStore | None, response_id: str, owner: str) -> bytes:
-    """Return the items of an owner's earlier response. Raises `ApiError` or `InvalidRequestError`."""
+    """Return the items of an earlier response of the owner. Raises `ApiError` or `InvalidRequestError`."""
     if store is None:
         raise InvalidRequestError("previous_response_id", _NOTHING_KEPT)
     found = await asyncio.to_thread(store.get, response_id, owner)
@@ -287,7 +287,7 @@ def response_answer(
     request_id: str,
     options: OutputOptions,
 ) -> ResponseAnswer:
-    """Return the writer of a response. If `store` is None, no responses are kept."""
+    """Return the writer of a response. `store` None: responses are not kept."""
     response, response_id = prepared.response, f"resp_{secrets.token_hex(16)}"
     assert response is not None
     earlier, keeps = response.items[1:-1], store is not None and response.is_stored

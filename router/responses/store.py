@@ -1,7 +1,7 @@
-"""Stores responses that clients may continue: in memory, or in a file that outlives the router.
+"""Stored responses, which clients may continue: in memory, or in a file that outlives the router.
 
-Each response is stored with its whole conversation, so that it can be continued without any other. The
-oldest are deleted when there are too many or they have too many bytes.
+Each response is stored with its whole conversation and needs no other one to be continued. The oldest are
+deleted when their number or their bytes exceed the limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Stores responses in SQLite, which several routers may share. Each API key sees only its own.
+    """A store in SQLite, which several routers may share. Each API key sees only its own responses.
 
     All methods may wait for a disk or for another router; `get` and `delete` raise `ApiError`.
     """
@@ -68,7 +68,7 @@ class ResponseStore:
             raise ConfigError(f"--response-store: cannot use {path!r}: {error}") from error
 
     def put(self, response: StoredResponse) -> None:
-        """Store a response. A failure is logged and counted: the client has its answer already."""
+        """Store a response. A failure is only logged and counted: the client has its answer already."""
         size = len(response.body) + len(response.items)
         if size > self._most_bytes:
             self._on_drop("full")
@@ -100,7 +100,7 @@ class ResponseStore:
         return None if row is None else StoredResponse(*row)
 
     def delete(self, response_id: str, owner: str) -> bool:
-        """Delete a response. Returns whether it existed."""
+        """Delete a response. Return whether it existed."""
         with self._transaction():
             found = self._database.execute(
                 "delete from responses where id = ? and owner = ?", (response_id, owner)
@@ -122,7 +122,7 @@ class ResponseStore:
 
 
 def _claim(path: Path) -> None:
-    """Create the file if need be, and check that no other user can access it or SQLite's files next to it.
+    """Create the file if needed, and check that no other user can access it or SQLite's files next to it.
 
     An existing file is not opened: closing it again would release this process's locks. Raises OSError.
     """
@@ -135,7 +135,7 @@ def _claim(path: Path) -> None:
 
 
 def response_store(config: ServeConfig, on_drop: Callable[[DropReason], None]) -> ResponseStore | None:
-    """Return the store, None if nothing is kept. Several routers must share a file."""
+    """Return the store; None if responses are not kept. Several routers must share a file."""
     if config.max_stored_responses == 0 or (config.router_replicas > 1 and config.response_store is None):
         return None
     return ResponseStore(config, on_drop)
