@@ -16,16 +16,16 @@ from engine.parallel import group
 from engine.parallel.group import Columns, LostRankError, Ranks
 
 _SLOWEST_S = 60.0
-"""Ranks load their models, and compile kernels within a forward, some sooner than others."""
+"""The longest wait for a rank to connect, or to gather on GPUs: some load or compile more slowly."""
 
 
 _OPTIONS = AllgatherOptions()
 _OPTIONS.asyncOp = False
-"""NCCL then runs in the current stream, and nothing waits for another one."""
+"""Whether NCCL runs in a stream of its own. In the current stream, no streams wait for each other."""
 
 
 class Meeting:
-    """The place where ranks find each other: a file without a name, which forked processes inherit."""
+    """The store through which ranks find each other: an anonymous file that forked processes inherit."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("tandem-ranks")
@@ -35,8 +35,8 @@ class Meeting:
 
 
 class DistributedRanks(Ranks):
-    """Gathers whole rows in one collective call, which CUDA graphs can capture. It connects all ranks at the
-    first gather.
+    """Ranks that gather whole rows in one collective call, which CUDA graphs can capture. The first gather
+    connects all ranks.
     """
 
     def __init__(self, size: int, rank: int, meeting: Meeting, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class DistributedRanks(Ranks):
         return torch.cat(parts, dim=1).view(*rows, columns.width)
 
     def agree(self, is_so: bool) -> bool:
-        """Return whether it is so on all ranks, which call this at the same time. Waits for the device."""
+        """Return whether `is_so` is true on all ranks, which must all call it. Waits for the device."""
         flag = torch.full((1, 1), is_so, dtype=torch.uint8, device=self.device)
         return bool(self.gather(flag, self.columns(self.size)).all())
 
@@ -84,7 +84,7 @@ class DistributedRanks(Ranks):
 
 
 def _nccl(store: FileStore, ranks: Ranks) -> Any:
-    from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
+    from torch.distributed import ProcessGroupNCCL  # missing in CPU builds
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_SLOWEST_S)

@@ -20,14 +20,14 @@ LINEARS = (nn.Linear, Conv1D, PackedLinear, PackedQuantizedLinear, QuantizedLine
 
 
 class Heads(NamedTuple):
-    """A rank's attention heads, and the KV heads that they read, of which each serves equally many here."""
+    """One rank's attention heads (`queries`), and the KV heads that they read, each equally often."""
 
     queries: range
     keys: range
 
     def rows(self, size: int, query_size: int, num_queries: int, outputs: int) -> list[range]:
-        """Return their rows of a product that makes `num_queries` queries, then keys and values of `size`. A
-        query takes `query_size` rows: more than `size` if its gate lies next to it.
+        """Return these heads' outputs of a fused QKV product: `num_queries` queries of `query_size` rows
+        (more than `size` if each has a gate), then keys and values of `size` rows per head.
         """
         first_key = num_queries * query_size
         queries, keys = times(self.queries, query_size), moved(times(self.keys, size), first_key)
@@ -35,8 +35,8 @@ class Heads(NamedTuple):
 
 
 def heads_of(queries: int, keys: int, size: int) -> list[Heads]:
-    """Divide attention and KV heads among `size` ranks. With more ranks than KV heads, several ranks have
-    the same one: each keeps its keys and values, and has some of its attention heads.
+    """Divide attention heads (`queries`) and KV heads (`keys`) among `size` ranks. With more ranks than KV
+    heads, several ranks keep copies of one KV head and divide its attention heads.
     """
     group, found = queries // keys, []
     owners = [own.start for own in keys_of(keys, size)]
@@ -55,12 +55,12 @@ def keys_of(keys: int, size: int) -> list[range]:
 
 
 def query_columns(queries: int, keys: int, size: int) -> Columns:
-    """Return which attention heads each rank has."""
+    """Return each rank's attention heads."""
     return Columns(tuple(heads.queries for heads in heads_of(queries, keys, size)))
 
 
 def columns_of(outputs: int, ranks: Ranks) -> Columns:
-    """Divide a product's outputs, in whole panels of the CPU's kernels if possible."""
+    """Divide a product's outputs among the ranks, in whole panels of the CPU's kernels if possible."""
     return ranks.columns(outputs, PANEL)
 
 
@@ -73,7 +73,7 @@ def moved(part: range, by: int) -> range:
 
 
 def part_of(linear: nn.Module, rows: Sequence[range]) -> Any:
-    """Return a linear layer with these outputs alone. One range of a plain layer is no copy."""
+    """Return a linear layer with only these outputs. One range of a plain layer is a view, not a copy."""
     if isinstance(linear, PackedLinear | PackedQuantizedLinear):
         return linear.rows(rows)
     if isinstance(linear, QuantizedLinear):
@@ -93,12 +93,12 @@ def part_of(linear: nn.Module, rows: Sequence[range]) -> Any:
 
 
 class LinearShare(nn.Module):
-    """The outputs of a linear layer that one rank computes. All ranks get all outputs."""
+    """A linear layer that computes this rank's outputs and gathers the outputs of all ranks."""
 
     def __init__(
         self, linear: nn.Module, columns: Columns, ranks: Ranks, inputs: Columns | None = None
     ) -> None:
-        """With `inputs` each rank has these columns of the input, which are gathered first."""
+        """Take this rank's `columns` of `linear`. With `inputs`, the input's columns are gathered first."""
         super().__init__()
         self.part = part_of(linear, [columns.parts[ranks.rank]])
         self.out_features = columns.width

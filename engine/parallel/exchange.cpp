@@ -1,9 +1,9 @@
-// The ranks of a worker, processes of one host, make rows whole of which each has some columns, in memory that all of
-// them map. Each copies its columns to their place there, and when all have done so, takes the whole.
+// Gathers rows among the ranks of a worker: processes of one host that each have some columns, and that map common
+// memory. Each rank copies its columns to their place there and, when all have done so, copies the whole rows.
 //
-// Two rooms take turns: who writes for the next gather may be ahead of those that still read this one, and of nobody
-// who reads the one before. Ranks do the same work at the same time, so who waits spins for a moment. Then it sleeps on
-// a futex, as there may be more ranks than cores.
+// Two rooms take turns: a rank may write for the next gather while others still read this one, but no rank still reads
+// the gather before. Ranks do the same work at the same time, so a waiting rank spins for a moment. Then it sleeps on a
+// futex, since there may be more ranks than cores.
 
 #include <algorithm>
 #include <atomic>
@@ -18,17 +18,17 @@
 namespace {
 
 constexpr int64_t AT_ONCE = 1 << 18;          // bytes of rows that are exchanged at once: they stay in the cache
-constexpr int64_t SPIN_NS = 20'000;           // about what it costs to sleep and be woken
-constexpr int64_t LOOK_NS = 100'000'000;      // a sleeper looks so often whether a rank was lost
+constexpr int64_t SPIN_NS = 20'000;           // about the cost of sleeping and being woken
+constexpr int64_t LOOK_NS = 100'000'000;      // the interval at which a sleeper checks for a lost rank
 
-// The start of the memory, of zeros at first. The counter wraps around.
+// The start of the shared memory, initially zero. `arrived` wraps around.
 struct Shared {
-    alignas(64) std::atomic<uint32_t> arrived;  // how often ranks came to a gather
+    alignas(64) std::atomic<uint32_t> arrived;  // arrivals of ranks at gathers
     alignas(64) std::atomic<uint32_t> sleepers;
-    std::atomic<uint32_t> is_lost;  // some rank has ended or does not answer, so no gather will be whole again
+    std::atomic<uint32_t> is_lost;  // a rank has ended or does not answer, so all further gathers fail
 };
 
-// One rank's; shared_ranks.py has the same struct.
+// One rank's view; `ExchangeArgs` in shared_ranks.py has the same fields.
 struct Exchange {
     Shared* shared;
     char* rooms;
@@ -47,7 +47,7 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
     syscall(SYS_futex, &word, FUTEX_WAIT, value, &most, nullptr, 0);
 }
 
-// Whether all ranks have come; else one is lost.
+// Waits for all ranks to arrive. Returns false if one is lost.
 bool meet(Exchange& e) {
     Shared& shared = *e.shared;
     const uint32_t goal = uint32_t(++e.gathers) * uint32_t(e.ranks);
@@ -78,8 +78,8 @@ extern "C" {
 
 extern const int64_t tandem_sizes[] = {sizeof(Exchange)};
 
-// Of `rows`, `width` bytes each, this rank has `own` bytes from `first` on, side by side in `part`. Fills `whole` with
-// all of them, once all ranks have called this for the same rows; or returns false if a rank is lost.
+// Fills `whole` with `rows` rows of `width` bytes, once all ranks have called this for the same rows. This rank has
+// `own` bytes of each row from byte `first` on, contiguous in `part`. Returns false if a rank is lost.
 bool tandem_gather(Exchange* e, const char* part, char* whole, int64_t rows, int64_t first, int64_t own, int64_t width) {
     const int64_t most = std::max<int64_t>(AT_ONCE / width, 1);
     for (int64_t begin = 0; begin < rows; begin += most) {
@@ -95,6 +95,6 @@ bool tandem_gather(Exchange* e, const char* part, char* whole, int64_t rows, int
 
 bool tandem_is_lost(const Exchange* e) { return e->shared->is_lost.load(); }
 
-// Nobody waits for the others any longer.
+// Makes all ranks stop waiting.
 void tandem_give_up(Exchange* e) { e->shared->is_lost.store(1); }
 }

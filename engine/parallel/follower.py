@@ -1,4 +1,4 @@
-"""The life of the ranks that are not rank 0: load, map or make the pool, run what they are told."""
+"""The loop of all ranks except rank 0: load the model, get a KV pool, run rank 0's commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from protocol.handoff import WINDOWED, SegmentInfo
 
 
 def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
-    """Be a rank until rank 0 is gone. Raises what the engine raises for a model that it can't serve."""
+    """Run as another rank until rank 0 is gone. Raises the engine's errors for models that it can't serve."""
     loaded = share_of(config, load_packed(config, on_host=not ranks.shares_memory), ranks)
     memory = _map_pool(link) if ranks.shares_memory else None
     if (ranks.shares_memory and memory is None) or (begin := receive(link, messages.begin)) is None:
@@ -51,11 +51,11 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
         _obey(loaded, pool, runner, link)
     except LostRankError:
         if receive(link, messages.to_others) is not None:
-            raise  # another one than rank 0
+            raise  # rank 0 still runs: another rank is lost
 
 
 def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, link: socket.socket) -> None:
-    """Do as rank 0 says, until it is gone."""
+    """Run rank 0's commands until it is gone."""
     while (message := receive(link, messages.to_others)) is not None:
         match message:
             case WarmUp():
@@ -83,7 +83,7 @@ def _keep(loaded: LoadedModel, message: KeepAdapter) -> AdapterKept:
 
 
 def _map_pool(link: socket.socket) -> mmap.mmap | None:
-    """Map the pool that `Leader.lend` lends; None if rank 0 is gone."""
+    """Map the pool whose file `Leader.lend` sends. Returns None if rank 0 is gone."""
     _, fds, _, _ = socket.recv_fds(link, 1, 1)
     if not fds:
         return None

@@ -1,7 +1,7 @@
 """A rank's share of a Transformers model: some outputs of each linear layer, and some of the experts.
 
-Whatever a model does between its layers, each rank does with whole rows. So any model that the engine serves
-can be shared, and no layer has to know of it.
+Between these layers, every rank runs the model's own code on whole rows. So any model that the engine serves
+can be divided, without changes to its layers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.parallel.group import Columns, Ranks
 
 
 class ExpertsShare(nn.Module):
-    """The experts of a layer that one rank has. Each of them computes what it would among all experts, for
-    the same rows, and results are summed as Transformers' `grouped_mm` sums them: with the same bits.
+    """The experts of a layer that one rank has. Each computes the same as among all experts, for the same
+    rows. Results are summed as in Transformers' `grouped_mm`, so they have the same bits.
     """
 
     owners: Tensor
@@ -31,7 +31,7 @@ class ExpertsShare(nn.Module):
         self._ranks = ranks
         parts = ranks.columns(whole.num_experts).parts
         self.own = parts[ranks.rank]
-        # It leaves out what is for an expert that it does not have.
+        # The part skips rows with place len(own): their experts are on other ranks.
         self.part = whole.part(self.own) if isinstance(whole, Experts) else _experts(whole, self.own)
         owners = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
         self.register_buffer("owners", owners, persistent=False)
@@ -39,7 +39,7 @@ class ExpertsShare(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run rows [rows, hidden size] through their experts [rows, k], weighted by `top_k_weights`."""
         (rows, chosen), width = top_k_index.shape, hidden_states.shape[1]
-        experts = top_k_index.reshape(-1, 1)  # each row once for each of its experts
+        experts = top_k_index.reshape(-1, 1)  # one line for each row and expert
         is_own = (experts >= self.own.start) & (experts < self.own.stop)
         places = torch.where(is_own, experts - self.own.start, len(self.own))
         part = self.part(hidden_states.repeat_interleave(chosen, 0), places, is_own.to(hidden_states.dtype))
@@ -53,8 +53,8 @@ class ExpertsShare(nn.Module):
 
 
 def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
-    """The model as this rank runs it. It has no copies of weights that lie together in the whole model, and
-    what it doesn't know it runs whole.
+    """Return the model as this rank runs it. Weights that are contiguous in the whole model are not copied.
+    Modules of other types run whole on every rank.
     """
     tensors = [*model.parameters(), *model.buffers()]
     share = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -67,7 +67,7 @@ def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Packed ones' `rest` has no weights."""
+    """Return whether a module holds experts' weights; the `rest` of packed experts does not."""
     fused = hasattr(module, "_is_expert_parallel") and any(True for _ in module.parameters(recurse=False))
     return isinstance(module, Experts) or fused
 

@@ -1,4 +1,4 @@
-"""Rank 0's side: it forks the other ranks, gives them its pool, and tells them what to run."""
+"""Rank 0's side: forks the other ranks, lends them its KV pool, and tells them what to run."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ _PR_SET_PDEATHSIG = 1
 _POLLRDHUP = 0x2000
 
 _BUILD_S = 60.0
-"""A rank may have its runner, or an adapter, so much later than rank 0."""
+"""The longest time that another rank may take, after rank 0, to build its runner or load an adapter."""
 
 Follow = Callable[[Ranks, socket.socket], None]
-"""Be one of the other ranks: with its place and its line to rank 0."""
+"""A function that runs one of the other ranks, given its `Ranks` and its socket to rank 0."""
 
 
 Join = Callable[[int], Ranks]
-"""Makes a rank's place, in its own process."""
+"""A function that makes the `Ranks` of a rank, in that rank's own process."""
 
 
 def join_by(device: str, size: int) -> Join:
-    """Return how `size` ranks on the same kind of device join: in shared memory on CPUs, by NCCL on GPUs, of
-    which each takes that of its number.
+    """Return how `size` ranks on one kind of device connect: through shared memory on CPUs, by NCCL on GPUs,
+    where each rank takes the GPU of its number.
     """
     if device == "cpu":
         first = SharedRanks(size)
@@ -68,18 +68,18 @@ def join_by(device: str, size: int) -> Join:
 
 
 class Leader:
-    """The other ranks of this process' worker. They end when it closes or ends, in whatever way."""
+    """The other ranks of this process' worker. They end at `close`, or when this process ends in any way."""
 
     def __init__(self, size: int, follow: Follow, join: Join | None = None) -> None:
-        """Forks them. This process must have one thread, which lives as long as the process, and must not
-        have started CUDA.
+        """Fork the ranks. This process must have only one thread, which lives as long as the process, and
+        must not have started CUDA.
         """
         join = join or join_by("cpu", size)
         self.ranks = join(0)
         self.held: list[HeldPool] = []
-        """The ranks' pools, if each has its own."""
+        """The pools of all ranks, if each has its own."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called in a thread when a rank has ended before `close`."""
+        """The function that a thread calls when a rank has ended before `close`."""
         self._closing = False
         self._links: list[socket.socket] = []
         self._pids: list[int] = []
@@ -96,8 +96,8 @@ class Leader:
             self._pids.append(pid)
 
     def lend(self, fd: int, patience_s: float) -> None:
-        """Have all ranks map the pool's file, for which they must have loaded the model: that takes
-        `patience_s` at most. Raises LostRankError.
+        """Have all ranks map the pool's file. Waits up to `patience_s`, since they must have loaded the
+        model. Raises LostRankError.
         """
         for link in self._links:
             with _told(link, patience_s):
@@ -105,14 +105,14 @@ class Leader:
         self._await(patience_s)
 
     def pool(self, layout: PoolLayout, num_blocks: int, device: torch.device) -> LeadingPool:
-        """Make rank 0's pool, where ranks have pools of their own."""
+        """Make rank 0's pool, for ranks with pools of their own."""
         return LeadingPool(layout, num_blocks, device, self.ranks.size, lambda told: self.tell(encode(told)))
 
     def runner(
         self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
     ) -> LeadingRunner:
-        """Make the runner of all ranks over the pool, which is lent, or `pool`'s. Raises LostRankError,
-        UnsupportedModelError.
+        """Make the runner of all ranks over `pool`: the one that was lent, or `Leader.pool`'s. Raises
+        LostRankError, UnsupportedModelError.
         """
         begin = Begin(pool.num_blocks, pool.segments, hidden_layers)
         self.tell(encode(begin))
@@ -126,7 +126,7 @@ class Leader:
         return runner
 
     def _hold(self, pool: LeadingPool, device: torch.device, patience_s: float) -> None:
-        """Map the other ranks' pools, for which they load the model: that takes `patience_s` at most."""
+        """Map the other ranks' pools. Waits up to `patience_s` for each, since they load the model first."""
         size = self.ranks.size
         self.held = [held_pool(pool.memory, pool.whole, size, 0)]
         for rank, link in enumerate(self._links, start=1):
@@ -137,17 +137,17 @@ class Leader:
             self.held.append(held_pool(blocks, pool.whole, size, rank))
 
     def watch(self) -> None:
-        """From now on gathers fail, and `on_lost` is called, when a rank has ended."""
+        """Watch the ranks from now on: when one has ended, make gathers fail and call `on_lost`."""
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def tell(self, message: bytes) -> None:
-        """Raises LostRankError."""
+        """Send a message to all other ranks. Raises LostRankError."""
         for link in self._links:
             with _told(link, GATHER_TIMEOUT_S):
                 send(link, message)
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
-        """As `OtherTables.keep`, on all other ranks or on none. Raises LostRankError, too."""
+        """Load an adapter on all other ranks or none, like `OtherTables.keep`. Also raises LostRankError."""
         self.tell(encode(KeepAdapter(slot, path, raw)))
         errors = []
         for link in self._links:
@@ -161,7 +161,7 @@ class Leader:
             raise AdapterError(errors[0])
 
     def drop(self, slot: int) -> None:
-        """As `OtherTables.drop`. Raises LostRankError."""
+        """Drop a slot's adapter on all other ranks. Raises LostRankError."""
         self.tell(encode(DropAdapter(slot)))
 
     def _await(self, patience_s: float) -> None:
@@ -187,14 +187,14 @@ class Leader:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
         for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)  # also one that is stopped, or waits for the others
+            os.kill(pid, signal.SIGKILL)  # ends stopped ranks and those in a gather, too
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         self._pids = []
 
 
 class LeadingRunner(ShareRunner):
-    """Runs a model on all ranks: rank 0 tells the others, and does its own part."""
+    """A runner of all ranks: rank 0 tells the others what to run, and does its own part."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class LeadingRunner(ShareRunner):
         return super().warm_up()
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-        """As `Runner.run`. Raises LostRankError."""
+        """Run the step on all ranks. Raises LostRankError."""
         self._leader.tell(encode(RunStep([*step.batch], [*step.logit_rows], step.wants_hidden)))
         return super().run(step)
 
@@ -231,7 +231,7 @@ def _told(link: socket.socket, timeout_s: float) -> Iterator[None]:
 
 
 def _follow(follow: Follow, parent: int, join: Join, rank: int, link: socket.socket) -> NoReturn:
-    """Follow rank 0 in a forked process."""
+    """Run one of the other ranks in a forked process, and exit."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:

@@ -14,15 +14,15 @@ from engine.lora.files import RawAdapter
 from protocol.handoff import SegmentInfo
 
 READY = b"\0"
-"""The others say so to rank 0 once they have the pool, and once they have their runner."""
+"""The byte that travels with a pool's file, and that answers when a rank has the pool or its runner."""
 
 _LENGTH = struct.Struct("<I")
 _Message = TypeVar("_Message")
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """All ranks are to build their runners over `num_blocks` blocks of these segments: in the pool whose
-    memory came before, or in pools for their own heads.
+    """An order to build runners over `num_blocks` blocks of these segments: in the pool whose memory was sent
+    before, or in a pool for each rank's own heads.
     """
 
     num_blocks: int
@@ -39,8 +39,8 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class KeepAdapter(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Put the adapter with this content, from `path`, into the slot that it has at rank 0, which alone reads
-    files. Answered by `AdapterKept`.
+    """An order to load an adapter into the slot that it has at rank 0. Only rank 0 reads the files in `path`.
+    Answered by `AdapterKept`.
     """
 
     slot: int
@@ -53,7 +53,7 @@ class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Call `Runner.warm_up`, whose padding is run by all ranks together."""
+    """An order to call `Runner.warm_up`, whose padding all ranks run together."""
 
 
 class CopyBlock(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -72,13 +72,13 @@ class MoveTokens(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class LentPool(msgspec.Struct, frozen=True):
-    """The parts of a CUDA IPC handle, by which rank 0 maps another rank's KV pool."""
+    """The parts of a CUDA IPC handle, with which rank 0 maps another rank's KV pool."""
 
     handle: list[int | bool | bytes]
 
 
 class AdapterKept(msgspec.Struct, frozen=True):
-    """A `KeepAdapter` is done, or failed with an `error`."""
+    """The answer to `KeepAdapter`: `error` is "", or says why the adapter was not loaded."""
 
     error: str
 
@@ -96,7 +96,7 @@ def send(link: socket.socket, message: bytes) -> None:
 
 
 def receive(link: socket.socket, decoder: Decoder[_Message]) -> _Message | None:
-    """The next message; None where the other side is gone."""
+    """Return the next message, or None if the other side is gone."""
     head = _read(link, _LENGTH.size)
     body = _read(link, *_LENGTH.unpack(head)) if head else b""
     return decoder.decode(body) if body else None
@@ -107,12 +107,12 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Convert NumPy's numbers, which drafts may have."""
+    """Convert NumPy numbers, which draft tokens may be."""
     return value.item()
 
 
 def _read(link: socket.socket, count: int) -> bytes:
-    """Empty at the end of the stream."""
+    """Return `count` bytes, or b"" at the end of the stream."""
     data = bytearray()
     while len(data) < count:
         part = link.recv(count - len(data))

@@ -11,13 +11,13 @@ from engine.parallel.shared_ranks import SharedRanks
 
 
 class DescriptionShare(NativeModel):
-    """A rank's share. It has the whole one's memory, but for packed weights whose own outputs do not lie
-    together there in whole panels: queries beside keys and values, and the gate beside what it opens.
+    """A rank's share of a native model. It uses the whole model's memory, except for copies of packed weights
+    whose outputs for this rank are not contiguous there in whole panels: QKV, and gate with up.
     """
 
     def __init__(self, whole: NativeModel, heads: Heads, ranks: SharedRanks) -> None:
         super().__init__(whole.dtype)
-        self._whole = whole  # which owns most of the memory
+        self._whole = whole  # owns most of the memory
         self._ranks = ranks
         args = whole.model
         queries, keys = (times(own, args.head_dim) for own in heads)
@@ -54,7 +54,7 @@ class DescriptionShare(NativeModel):
         return columns_of(outputs, self._ranks).parts[self._ranks.rank]
 
     def _rows(self, whole: WeightsArgs, *rows: range) -> WeightsArgs:
-        """These of the outputs."""
+        """Return the weights with only these outputs."""
         if whole.quantized is not None:
             return self._quantized_rows(whole.quantized, *rows)
         weight = packed_rows(self._whole.kept(whole.values), rows)

@@ -1,8 +1,8 @@
 """KV pools of ranks that have one each, for their own heads. Block numbers are the same on all ranks.
 
-Rank 0 maps the pools of the others. So what moves blocks, through the host's memory, needs no other rank.
-Every forward ends with a gather of its logits, which on a GPU follows the others' writes of KV: what rank 0
-does after its own forward also comes after theirs.
+Rank 0 maps the other ranks' pools, so it moves blocks through host memory without their help. Every forward
+ends with a gather of its logits, which on a GPU follows the other ranks' writes of KV. So what rank 0 does
+after its own forward comes after those writes, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocol.handoff import SegmentInfo
 
 
 def rank_layout(layout: PoolLayout, size: int, rank: int) -> PoolLayout:
-    """Return the layout of a rank's pool: its heads of the model's KV. A draft's KV is rank 0's alone."""
+    """Return the layout of a rank's pool: its heads of the target's KV. Only rank 0 has a draft's KV."""
     target, *others = layout.groups
     if any(place.shape is not None for place in target.layers):
         raise UnsupportedModelError("layers with KV of several shapes cannot be divided among ranks")
@@ -41,8 +41,8 @@ def rank_layout(layout: PoolLayout, size: int, rank: int) -> PoolLayout:
 
 @dataclass(frozen=True)
 class HeldPool:
-    """A rank's pool as rank 0 sees it: uint8 [num_blocks, bytes of a rank's block]. `heads` are those that it
-    has of each of its `segments`, by name.
+    """A rank's pool as rank 0 sees it: `blocks` is uint8 [num_blocks, block bytes of this rank]. `heads` has,
+    by segment name, the rank's range of all heads.
     """
 
     blocks: Tensor
@@ -51,7 +51,7 @@ class HeldPool:
 
 
 def held_pool(blocks: Tensor, layout: PoolLayout, size: int, rank: int) -> HeldPool:
-    """Describe a rank's pool. `layout` is that of whole blocks."""
+    """Describe a rank's pool. `layout` is the layout of blocks with all heads."""
     target = {layout.groups[0].segment_name(index) for index in range(len(layout.groups[0].segments))}
     own = rank_layout(layout, size, rank)
     heads = {}
@@ -63,7 +63,7 @@ def held_pool(blocks: Tensor, layout: PoolLayout, size: int, rank: int) -> HeldP
 
 
 class LeadingPool(KVPool):
-    """Rank 0's pool, which has the other ranks change theirs alike. It describes whole blocks."""
+    """Rank 0's pool. It has the other ranks change theirs in the same way. It describes whole blocks."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LeadingPool(KVPool):
 
 
 def lend_pool(layout: PoolLayout, num_blocks: int, device: torch.device, link: socket.socket) -> KVPool:
-    """Allocate a rank's pool, and let rank 0 map it."""
+    """Allocate a rank's pool, and send rank 0 the handle that maps it."""
     if device.type == "cuda":
         pool = KVPool(layout, num_blocks, device, None)
         handle = pool.memory.untyped_storage()._share_cuda_()

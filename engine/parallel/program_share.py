@@ -1,8 +1,8 @@
-"""A rank's share of a program: its attention heads, its parts of all products, and its experts.
+"""A rank's share of a program: its attention heads, its outputs of all products, and its experts.
 
-Queries, keys and values need no gather, since a rank attends with its own heads, nor do gates and values of
-an MLP. So a layer gathers four times: before and after the attention's output product, and before and after
-the MLP's. Other mixers run whole on every rank.
+Queries, keys and values are not gathered, since a rank attends with its own heads; nor are gates and values
+of an MLP. So a layer gathers four times: before and after the attention's output product, and before and
+after the MLP's down product. Every rank runs other mixers on whole rows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from engine.parallel.group import Columns, Ranks
 from engine.parallel.layers import ExpertsShare, are_experts
 
 Prepare = Callable[[nn.Module], nn.Module]
-"""Makes a linear layer what the device multiplies by."""
+"""A function that brings a linear layer into the form that the device's kernels read."""
 
 
 def program_share(
     program: ModelProgram, ranks: Ranks, device: torch.device, prepare: Prepare = lambda part: part
 ) -> ModelProgram:
-    """Return the program as this rank runs it, on its device. Linear layers are prepared there. The whole
-    one keeps its weights.
+    """Return this rank's share of the program, on its device. Linear layers are prepared there. The whole
+    program keeps its weights.
     """
     share: ModelProgram = _Divider(ranks, device, prepare).share(program)
     return share
@@ -41,7 +41,7 @@ class _Divider:
         self._ranks, self._device, self._prepare = ranks, device, prepare
 
     def share(self, whole: Any) -> Any:
-        """Divide what can be, and bring the rest to the device."""
+        """Divide what can be divided, and move the rest to the device."""
         match whole:
             case Tensor():
                 return whole.to(self._device)
@@ -96,7 +96,7 @@ class _Divider:
         return replace(whole, holder=SimpleNamespace(experts=share.to(self._device)), **tensors)
 
     def _rows(self, whole: Product, rows: Sequence[range]) -> Product:
-        """Return some of a product's outputs, which no rank gathers."""
+        """Return a product with only these outputs, which stay on this rank."""
         parts, first = [], 0
         for linear in whole.linears:
             last = first + linear.out_features
@@ -110,12 +110,12 @@ class _Divider:
         return replace(whole, linears=tuple(parts), multipliers=factors)
 
     def _gathering(self, whole: Product, inputs: Columns) -> Product:
-        """Return a product of an input of which each rank has some columns."""
+        """Return a product whose input is gathered first: each rank has some columns, `inputs`."""
         (linear,) = whole.linears
         return replace(whole, linears=(self._linear(linear, inputs),))
 
     def _whole_outputs(self, linear: Any) -> nn.Module:
-        """Return a layer whose outputs each rank needs. A small one is no gather's worth."""
+        """Return a layer with all outputs on every rank. For a small layer a gather would not pay."""
         is_small = type(linear) not in LINEARS or linear.out_features < PANEL * self._ranks.size
         return self._placed(copy.deepcopy(linear)) if is_small else self._linear(linear, None)
 

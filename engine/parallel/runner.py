@@ -1,7 +1,7 @@
 """Runs one rank's share of a model.
 
-Ranks that share a KV pool run the native decoder over a share of the packed program, or a Transformers model
-that hands over all heads, whose attention gathers what the ranks compute. Ranks with pools of their own run a
+Ranks that share a KV pool run the native decoder over a share of the packed program, or a Transformers model.
+Its attention gets all heads, attends with the rank's own, and gathers. Ranks with pools of their own run a
 share of the program.
 """
 
@@ -32,8 +32,8 @@ from protocol.errors import ConfigError, UnsupportedModelError
 
 
 def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedModel:
-    """Return a loaded model with this rank's share on its device, where ranks have pools of their own. Raises
-    UnsupportedModelError where the model can't be divided among so many ranks.
+    """Return the loaded model, with this rank's share on its device if ranks have pools of their own. Raises
+    UnsupportedModelError if the model can't be divided among this number of ranks.
     """
     model = loaded.model.config.model_type
     queries = _num_queries(loaded)
@@ -68,11 +68,11 @@ class ShareRunner:
         ranks: Ranks,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """`loaded` is what `share_of` returned."""
+        """Build the runner of the model that `share_of` returned."""
         self._ranks = ranks
         backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         if isinstance(ranks, SharedRanks):
-            # Not compiled: torch.compile knows nothing of exchanges.
+            # Not compiled: torch.compile does not know the gathers.
             share, backend = _over_shared_pool(loaded, pool, ranks, backend_class)
             self._runner: Runner = build_runner(share, backend, "off", hidden_layers)
         else:
@@ -92,7 +92,7 @@ class ShareRunner:
         return self._runner.warm_up()
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-        """As `Runner.run`. Raises LostRankError."""
+        """Run the step on this rank. Raises LostRankError."""
         output = self._runner.run(step)
         self._ranks.check()
         return output
@@ -101,8 +101,8 @@ class ShareRunner:
 def _over_shared_pool(
     loaded: LoadedModel, pool: KVPool, ranks: SharedRanks, backend_class: type[AttentionBackend]
 ) -> tuple[LoadedModel, AttentionBackend]:
-    """Return a rank's share, and attention over its own heads of the pool. That has the layout that it has
-    with one rank, so blocks move, are cached and freed without regard to the number of ranks on either side.
+    """Return this rank's share, and attention over its own heads in the pool. The pool has the same layout as
+    with one rank, so blocks are moved, cached and freed regardless of the number of ranks on either side.
     """
     queries, group = _num_queries(loaded), loaded.kv_group
     keys = [group.segments[place.segment].num_kv_heads for place in group.layers]
@@ -124,12 +124,12 @@ def _num_queries(loaded: LoadedModel) -> int:
 
 
 class OwnHeads(AttentionBackend):
-    """Attention over the pool's own KV heads: attends with the rank's own heads, and gathers."""
+    """Attention for a model that passes all heads: attends with the rank's own heads, and gathers."""
 
     def __init__(
         self, backend: AttentionBackend, heads: Sequence[Heads], columns: Sequence[Columns], ranks: Ranks
     ) -> None:
-        """This rank has `heads` of each layer, and all ranks these `columns` of attention heads."""
+        """Attend with `heads` of each layer; `columns` has each layer's attention heads on all ranks."""
         self.name, self.block_size = backend.name, backend.block_size
         self.num_tables = backend.num_tables
         self._backend = backend
@@ -146,7 +146,7 @@ class OwnHeads(AttentionBackend):
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """As `AttentionBackend.forward`, of all heads. Raises LostRankError."""
+        """Attend with the rank's heads, and return the outputs of all heads. Raises LostRankError."""
         queries, keys = (slice(heads.start, heads.stop) for heads in self._heads[layer])
         attended = self._backend.forward(
             layer,

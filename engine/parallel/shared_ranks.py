@@ -1,6 +1,6 @@
-"""Ranks of one host on its CPUs, forked from the first one, which gather in memory that they share.
+"""Ranks on the CPUs of one host, forked from the first rank, which gather through shared memory.
 
-Between two processes gloo takes fourteen times as long for a row of 576 floats, and twenty times for 4,096.
+Between two processes, gloo takes 14 times as long for a row of 576 floats, and 20 times as long for 4,096.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from protocol.errors import ConfigError
 
 _HEADER_BYTES = mmap.PAGESIZE
 _ROOM_BYTES = 16 << 20
-"""The size of each of the two rooms, more than any row takes. Only touched memory is used: some 256 KiB."""
+"""Bytes of each of the two rooms, more than any row takes. Only touched pages use memory: about 256 KiB."""
 
 
 class ExchangeArgs(ctypes.Structure):
-    """`Exchange` in `exchange.cpp`, which explains the fields."""
+    """The struct `Exchange` of `exchange.cpp`, which explains the fields."""
 
     _fields_ = (
         ("shared", ctypes.c_void_p),
@@ -34,7 +34,7 @@ class ExchangeArgs(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Raises ConfigError where it cannot be had."""
+    """Load the library of `exchange.cpp`. Raises ConfigError if it cannot be built."""
     try:
         library = load_library(Path(__file__).parent / "exchange.cpp", ExchangeArgs)
     except BuildError as error:
@@ -47,12 +47,12 @@ def _library() -> ctypes.CDLL:
 
 
 class SharedRanks(Ranks):
-    """Gathers by `exchange.cpp`, which native code calls, too."""
+    """Ranks that gather with `exchange.cpp`. Native code calls it directly."""
 
     shares_memory = True
 
     def __init__(self, size: int, rank: int = 0, memory: mmap.mmap | None = None) -> None:
-        """Without `memory` it is the first one's."""
+        """Use the `memory` of the first rank's exchange; without it, this is the first rank."""
         super().__init__(size, rank)
         self._memory = memory or mmap.mmap(-1, _HEADER_BYTES + 2 * _ROOM_BYTES)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -60,12 +60,12 @@ class SharedRanks(Ranks):
         self._exchange = ExchangeArgs(start, rooms, _ROOM_BYTES, size, timeout_ns)
 
     def other(self, rank: int) -> SharedRanks:
-        """Return another rank's view of them, for the process that is to be it."""
+        """Return another rank's `SharedRanks`, for that rank's process."""
         return SharedRanks(self.size, rank, self._memory)
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """The addresses of the exchange and of its gather function. Native callers ask `check` afterwards."""
+        """The addresses of the exchange and of its gather function. Native callers call `check` after it."""
         return ctypes.addressof(self._exchange), address_of(_library().tandem_gather)
 
     def gather(self, part: Tensor, columns: Columns) -> Tensor:
