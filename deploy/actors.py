@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 OBJECTS = "objects"
 CONCURRENCY = {"max_concurrency": 4, "concurrency_groups": {OBJECTS: 1}}
-"""The actor's threads: four for `run`, `stop`, `kill` and `look` together, and one for `deliver`."""
+"""The actor's threads: four shared by `run`, `stop`, `kill` and `look`, and one for `deliver`."""
 
 PATIENCE_SHARE = 0.9
-"""The share of --start-timeout that a template gets. A second one reports the fault in the rest."""
+"""The share of --start-timeout that a template gets. A second template reports the fault in the rest."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class ActorState:
 
 
 class WorkerActor:
-    """Runs one worker at a time. `run` occupies one of the actor's threads for the worker's whole life.
+    """An actor that runs one worker at a time. `run` occupies one of the actor's threads for the worker's
+    whole life.
 
-    Ray places and watches the actor, which does not import torch. The worker is a process of its own, and
-    the actor outlives it: `run` may be called again. On the launcher's own host the worker also outlives the
-    actor, and another one continues with `adopt`. With the `object_store` transport the worker runs in
-    the actor's process, and peers also call `deliver`; otherwise neither tokens nor blocks pass through
-    these methods.
+    Ray places and watches the actor, which does not import torch. The worker is a separate process. The actor
+    outlives it, so `run` may be called again. On the launcher's host a worker also outlives its actor:
+    another actor takes it over with `adopt`. With the `object_store` transport the worker runs in the actor's
+    process, and peers also call `deliver`; otherwise neither tokens nor blocks pass through these methods.
     """
 
     def __init__(self, template: str, environment: dict[str, str], own_stderr: bool, keeper: int) -> None:
-        """Takes the arguments of `TemplateClient`."""
+        """Take the arguments of `TemplateClient`."""
         self._template = TemplateClient(template, environment, own_stderr=own_stderr, keeper=keeper)
         self._environment = environment
         self._worker: WorkerProcess | None = None
         self._watch: ProcessWatch | None = None
-        """The worker's process, until it has ended."""
+        """The watch of the worker's process; None when it has ended."""
         self._running = threading.Lock()
-        """Held while a worker runs: the next one starts only after the actor knows its end."""
+        """The lock held while a worker runs: the next one starts only after this actor has seen it end."""
         self._stop = StopHandle()
         self._carrier: RayCarrier | None = None
 
@@ -84,11 +84,11 @@ class WorkerActor:
         return self._keep(partial(self._template.spawn, encoded), launch.config.start_timeout)
 
     def adopt(self, worker_id: str, start_timeout: float) -> WorkerExit:
-        """Take over a running worker whose actor has ended. Otherwise as `run`."""
+        """Take over a running worker whose actor has ended. Returns how the worker ended."""
         return self._keep(partial(self._template.adopt, worker_id), start_timeout)
 
     def _keep(self, obtain: Callable[[float], WorkerProcess], start_timeout: float) -> WorkerExit:
-        """Watch a worker until it has ended. `obtain` starts or adopts it within a number of seconds."""
+        """Watch a worker until it has ended. `obtain` starts or adopts it within the given seconds."""
         with self._running:
             try:
                 worker = self._worker = obtain(PATIENCE_SHARE * start_timeout)
@@ -104,7 +104,7 @@ class WorkerActor:
                 self._watch = None
 
     def stop(self) -> None:
-        """Tell the worker to end. A later worker ends at once."""
+        """Ask the worker to end. A worker that starts later ends at once."""
         self._stop.stop()
         if self._worker is not None:
             self._worker.stop()
@@ -116,7 +116,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group=OBJECTS)
     def deliver(self, inbox_id: str, number: int, references: list[Any]) -> None:
-        """Receive the reference to a peer's object, in a list, since Ray would resolve a bare one."""
+        """Receive a peer's object reference. It is in a list, since Ray would resolve a bare reference."""
         if self._carrier is not None:
             self._carrier.inboxes.put(inbox_id, number, references[0])
 

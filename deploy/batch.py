@@ -1,7 +1,7 @@
 """`tandem batch`: sends a file of requests in the Batch API's format, at low priority, and writes their
 answers.
 
-An answer is written, as one line, only when it is final. So the same command continues an interrupted batch.
+Each answer is written as one line when it is final, so the same command continues an interrupted batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_WAIT_S = 30.0
 _NOT_ALLOWED = (401, 403)
 _PASSING = (408, 429, 500, 502, 503, 504)
-"""Statuses of errors that may pass, so the request is sent again."""
+"""HTTP statuses of errors that may pass. Such requests are sent again."""
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -156,7 +156,7 @@ def run_batch(
 
 
 class _Batch:
-    """Sends several requests at a time. Fills `answered` with errors, `unanswered` with reasons."""
+    """A batch being sent, several requests at a time. `answered` has errors by id, `unanswered` reasons."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class _Batch:
                 self._done()
 
     async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> BatchAnswer | None:
-        """Return the final answer, if there is one. Raises `ServerError` if no request can succeed."""
+        """Return the final answer, or None. Raises `ServerError` if no request can succeed."""
         body = {"priority": self._priority, **request.body}
         reason = ""
         for attempt in range(MAX_ATTEMPTS):

@@ -22,7 +22,7 @@ class ServerError(TandemError):
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """Return the header with the first of the keys, since TANDEM_API_KEY may hold several."""
+    """Return the header with the first API key of `api_key`: TANDEM_API_KEY may hold several."""
     key = (api_key or "").partition(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -49,7 +49,7 @@ _PARSERS: Mapping[str, Callable[[object, str], object]] = {
     "autoscale": parse_autoscale,
     "lora_modules": parse_lora_modules,
 }
-"""The parsers of fields that have one. It gets the value, and the source that errors name."""
+"""The parsers of fields that have one. Each gets the value, and the source that errors name."""
 
 
 def load_config(
@@ -277,7 +277,7 @@ def draft_workers_refusal(config: ServeConfig) -> str:
 
 
 def _with_method(value: object, flag: str) -> object:
-    """Add the method to a configuration that names a model alone."""
+    """Add the method to a speculative configuration that names only a model."""
     if isinstance(value, SpeculativeConfig):
         return value
     fields = json_object(value, flag, '{"method": "ngram"}', "an object with a method")
@@ -290,9 +290,9 @@ def _with_method(value: object, flag: str) -> object:
 def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:
     """Parse JSON text or a mapping into the configuration for the model `target`.
 
-    The draft's path becomes absolute; a hub id stays as it is. The draft's config.json tells the method, if
-    none is given. Without a draft, a bundled model gets its bundled draft, if it has one. Other MTP heads are
-    the model's own. Raises `ConfigError` that names `flag`, the field and its limit.
+    The draft's path becomes absolute; a hub id stays as it is. Without a method, the draft's config.json
+    determines it. Without a draft, a bundled model gets its bundled draft, if any; MTP heads otherwise come
+    from the target's checkpoint. Raises `ConfigError` that names `flag`, the field and its limit.
     """
     config = parse_speculative_config(_with_method(value, flag), flag)
     if config.method not in MODEL_METHODS:

@@ -1,6 +1,6 @@
 """Ends Ray on all hosts of a cluster except this one, the head: python -m deploy.end_nodes PORT
 
-With listed hosts `ray down` does not do this, and the nodes outlive their head for a while.
+`ray down` does not end nodes on listed hosts, which would then outlive their head for a while.
 """
 
 from __future__ import annotations

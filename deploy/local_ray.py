@@ -19,12 +19,12 @@ _NO_AGENT = "cat"
 """The command that replaces an agent. It ends with the raylet, which holds its standard input."""
 
 _LEAST_PATIENCE_S = 15.0
-"""The least time that Ray waits for its processes. An earlier failure is not retried."""
+"""The least time that Ray waits for its processes; an earlier failure is not retried."""
 
 _SHOWN_LINES = 4
 """The number of lines shown of each of Ray's logs."""
 _TELLING = re.compile(r"^\[[^\]]* [WECF] \d+ \d+\] ")
-"""Matches lines of Ray's logs from level WARNING on."""
+"""The beginning of log lines from Ray with level WARNING or above."""
 
 
 class RayStartError(TandemError):
@@ -62,10 +62,10 @@ def start(options: Mapping[str, Any], timeout_s: float, stop: threading.Event) -
 
 @contextlib.contextmanager
 def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
-    """Make `ray.init` start no autoscaler, no agents and no web server, which it starts even without a
-    dashboard, and a log monitor only `with_logs`. Yields the nodes that it makes.
+    """Make `ray.init` start no autoscaler, no agents and no web server, and a log monitor only `with_logs`.
+    Yields the nodes that it makes.
 
-    Our own cluster never grows, and only we look at it. Ray has no option for this.
+    A local cluster needs none of these, and Ray has no option for all of them.
     """
     from ray._private import node, services
 
@@ -103,7 +103,7 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
 
 
 def _tell_ports_of_no_agents(node: Any) -> None:
-    """Write the agents' ports, which the raylet waits for: -1, meaning that there are none."""
+    """Write -1 as the agents' ports, which the raylet waits for: there are no agents."""
     from ray import _raylet
 
     for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT"):

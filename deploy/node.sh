@@ -27,8 +27,8 @@ export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 AUTOSCALER_METRIC_PORT=$((p
 ! grep -Eqs '"type": *"local"' ~/ray_bootstrap_config.yaml || export RAY_enable_autoscaler_v2=0
 # A node ends this long after it lost its head. Ray's default is a minute.
 export RAY_gcs_rpc_server_reconnect_timeout_s=${RAY_gcs_rpc_server_reconnect_timeout_s:-20}
-# As in deploy/ray_cluster.py: by default Ray gives its workers the lowest priority, and they fall silent while other
-# programs start.
+# Like deploy/ray_cluster.py: by default Ray gives its workers the lowest priority, so they would fall silent while
+# other programs start.
 export RAY_worker_niceness=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 # The interval in seconds at which Ray checks whether to start nodes.
 export AUTOSCALER_UPDATE_INTERVAL_S=1

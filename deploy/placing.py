@@ -21,14 +21,14 @@ DISTRUST_S = 30.0
 """A node that does not answer gets no workers for this long. By then Ray knows its state."""
 
 NODES_S = 30.0
-"""The longest wait for --min-nodes, if there is room without them."""
+"""The longest wait for --min-nodes. Afterwards workers start on fewer nodes that have room."""
 
 SET_UP_S = 600.0
-"""The same while Ray sets hosts up, which includes installing packages."""
+"""The longest wait for --min-nodes while Ray sets hosts up, which includes installing packages."""
 
 
 class Placing:
-    """Chooses a node for each of the supervisor's `slots`. Only one thread may use it."""
+    """The choice of a node for each of the supervisor's `slots`. Only one thread may use it."""
 
     def __init__(self, config: ServeConfig, cluster: RayCluster, slots: Sequence[Slot]) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class Placing:
         self.nodes: list[Node] = []
         self._nodes_seen = 0.0
         self._distrusted: dict[str, float] = {}
-        """When each distrusted node's host last failed to answer."""
+        """The time when each distrusted node's host last failed to answer, by node id."""
 
     def look(self, now: float) -> None:
         """Ask Ray for its nodes, unless the last answer is recent."""
@@ -57,7 +57,7 @@ class Placing:
         self._distrusted[node.node_id] = now
 
     def find(self, slot: Slot, now: float) -> bool:
-        """Give the slot its best node. Returns False if no node has room, or some have yet to join."""
+        """Give the slot its best node. Returns False if no node has room, or nodes have yet to join."""
         if not self._has_nodes(now):
             return False
         distrusted = {node_id for node_id, since in self._distrusted.items() if now - since < DISTRUST_S}
@@ -72,8 +72,8 @@ class Placing:
         return slot.node is not None
 
     def _has_gpus(self, node: Node, slot: Slot) -> bool:
-        """Return whether a node with GPUs has one for each rank of the slot's worker. Without
-        ranks, workers share GPUs.
+        """Return whether a node has a free GPU for each rank of the slot's worker. Always true for nodes
+        without GPUs, and without ranks, since workers then share GPUs.
         """
         config = self._config
         if not node.gpus or config.device == "cpu" or config.total_ranks == config.num_workers:
@@ -85,7 +85,7 @@ class Placing:
         return [slot for slot in self._slots if slot.node is not None and slot.node.node_id == node.node_id]
 
     def ranks_on(self, node: Node) -> int:
-        """Return the number of processes of all workers there."""
+        """Return the number of processes of all workers on the node."""
         return sum(self._config.num_ranks(slot.role) for slot in self.on(node))
 
     def shortage(self, waiting: Sequence[Slot], now: float) -> str:
@@ -112,14 +112,14 @@ class Placing:
             remove_placement_group(group)
 
     def _has_nodes(self, now: float) -> bool:
-        """Return whether enough nodes have joined for the workers to spread over."""
+        """Return whether enough nodes have joined for the workers to spread, or the wait is over."""
         able = sum(node.cores > 0 for node in self.nodes)
         longest_s = SET_UP_S if self._cluster.sets_up_nodes else NODES_S
         return able >= self._config.min_nodes or now - self._began > longest_s
 
     def _group(self, slot: Slot, node: Node, gpus: float) -> Any:
-        """Reserve resources in Ray. A node with roles is ours alone, so the role is enough. On another node
-        a worker takes one share of all workers that the node may hold if no other node is left.
+        """Reserve resources in Ray. On a node with roles, used by us alone, the role is enough. On another
+        node, a worker takes its share of the cores, for the largest number of workers that the node may hold.
         """
         if slot.role.name in node.roles:
             bundle = {slot.role.name: 1.0}

@@ -1,4 +1,4 @@
-"""Checks the configuration against small files, and those of the Hugging Face hub, before Ray is started.
+"""Checks the configuration against small files, local or on the Hugging Face hub, before Ray is started.
 
 A worker would find the same faults only after Ray's start, its own imports and the loading of weights.
 """
@@ -67,7 +67,7 @@ def check_source(source: str, flag: str, revision: str | None = None, file: str 
             f"{flag}: {source!r} is no folder here, and the hub does not give its {file} (a private or gated "
             f"model needs HF_TOKEN): {reason}"
         ) from error
-    except Exception as error:  # each HTTP library has errors of its own
+    except Exception as error:  # each HTTP library has its own error types
         if not isinstance(try_to_load_from_cache(source, file, revision=revision), str):
             raise ConfigError(
                 f"{flag}: {source!r} is no folder here, it is not in the cache, and the hub "
@@ -80,10 +80,10 @@ def check_source(source: str, flag: str, revision: str | None = None, file: str 
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
-"""Fields of a `config.json` with the longest sequence."""
+"""The fields of a `config.json` that give the longest sequence."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _PLAIN = ("gemma", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
-"""Model types whose layers all keep the keys and values of each head, unless they have sliding windows."""
+"""Model types whose layers all keep keys and values of every head, except for sliding windows."""
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -240,7 +240,7 @@ def _check_mtp(model: str, target: Mapping[str, Any], flag: str) -> None:
 
 
 def _tensor_names(folder: Path) -> Collection[str]:
-    """Return the names of a local checkpoint's tensors; none if they can't be read, as workers will say."""
+    """Return the names of a local checkpoint's tensors. Empty if they can't be read, which workers report."""
     try:
         index = folder / "model.safetensors.index.json"
         if index.exists():

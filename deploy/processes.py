@@ -1,4 +1,4 @@
-"""This host's processes: tells stuck ones from working ones, removes descendants and their directories."""
+"""This host's processes: finds stuck ones, and removes descendants and their directories."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ STOPPED_S = 3.0
 """A process that has been stopped this long (by SIGSTOP, or by a debugger) is stuck."""
 
 IDLE_S = 150.0
-"""A process that should work but uses no core for this long is stuck. A compiler gets two minutes."""
+"""A process that should work but uses no CPU for this long is stuck. Compilers get two minutes."""
 
 _LONGEST_LOOK_S = 2.0
-"""The most time between two calls of `look` that counts: the watching process may have been stopped, too."""
+"""The most time counted between two calls of `look`: the watching process may have been stopped, too."""
 
 
 class ProcessWatch:
-    """Watches a process through repeated calls of `look`."""
+    """A watch over a process, through repeated calls of `look`."""
 
     def __init__(self, pid: int) -> None:
-        """Raises `psutil.NoSuchProcess`."""
+        """Watch the process `pid`. Raises `psutil.NoSuchProcess`."""
         self._process = psutil.Process(pid)
         self._looked_at = time.monotonic()
         self._core_s = -1.0
@@ -66,12 +66,12 @@ class ProcessWatch:
 
     @property
     def stuck(self) -> str:
-        """Return why the process, which should be at work, makes no progress, or "" if it may still."""
+        """Return why the process, which should be at work, makes no progress; "" if it may be working."""
         idle = f"process {self.pid} ({self.state}) has used no core for {self._idle_s:.0f} s"
         return self.stopped or (idle if self._idle_s > IDLE_S else "")
 
     def end(self, timeout_s: float) -> bool:
-        """Kill the process. Returns False if it exists after `timeout_s`, as on a dead disk."""
+        """Kill the process. Returns False if it still exists after `timeout_s`, as on a dead disk."""
         deadline = time.monotonic() + timeout_s
         try:
             self._process.kill()
@@ -123,7 +123,7 @@ def kill_descendants() -> None:
 
 
 class PrivateDirectory:
-    """A directory for this process alone. Its path is short enough for Unix sockets within it.
+    """A directory of this process only, with a path short enough for Unix sockets in it.
 
     The owner holds a lock in it, which works across pid namespaces; the kernel frees it when the process
     ends. Directories with a dead owner are removed when the next directory is made.

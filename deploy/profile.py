@@ -54,7 +54,7 @@ def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, con
 
 
 def _arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
-    """Return the options as given, and those that make workers keep to their own cores."""
+    """Return the options as given, plus those that make workers keep to their own cores."""
     arguments = []
     for field, value in flags.items():
         if isinstance(value, bool):

@@ -13,10 +13,10 @@ from kvtransfer.transports.object_store import Inboxes, Reference, SendObject
 
 
 class RayCarrier:
-    """Sends and receives objects within a named actor. Its peers are `WorkerActor`s in the same namespace.
+    """A carrier of objects within a named actor. Its peers are `WorkerActor`s in the same namespace.
 
-    Ray's own authentication decides who may call an actor, and reading an object unpickles what Ray packed
-    it in. So all members of a Ray cluster must trust each other.
+    Ray's own authentication decides who may call an actor, and reading an object unpickles what Ray packed it
+    in. So all members of a Ray cluster must trust each other.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RayCarrier:
             raise ConnectionRefusedError(f"there is no actor {address}") from error
 
         def send(number: int, buffers: Sequence[memoryview]) -> None:
-            """Store the object and send its reference. A lost peer shows on the connection only."""
+            """Store the object and send its reference. Only the connection shows that a peer is lost."""
             try:
                 stored = ray.put([np.frombuffer(buffer, np.uint8) for buffer in buffers])
                 deliver.remote(inbox_id, number, [stored])

@@ -30,13 +30,13 @@ REFUSED_S = 1.0
 """A head that refuses connections for this long has ended."""
 
 UNREACHABLE_S = 20.0
-"""A head that is unreachable for this long counts as lost. Its nodes do the same (deploy/node.sh)."""
+"""A head that is unreachable for this long counts as lost, also for its nodes (deploy/node.sh)."""
 
 
 class HeadWatch(threading.Thread):
-    """Connects to the head's control store again and again; calls `on_lost` once, with the reason.
+    """A thread that connects to the head's store periodically, and calls `on_lost` once, with the reason.
 
-    It has its own thread because calls of Ray may hang by then.
+    It is a thread because calls of Ray may hang when the head is lost.
     """
 
     def __init__(self, host: str, port: int, on_lost: Callable[[str], None]) -> None:
@@ -87,11 +87,11 @@ _LEAST_STORE_BYTES = 80 * 1024 * 1024
 """Slightly more than Ray's minimum."""
 
 _STORE_BYTES_PER_PAIR = 4 * 16 * 1024 * 1024
-"""The bytes in flight from one worker to another: `MAX_IN_FLIGHT` pieces, and one that is being sent."""
+"""The bytes in flight from one worker to another: `MAX_IN_FLIGHT` pieces, plus one being sent."""
 
 
 class RayCluster:
-    """Starts or joins a Ray cluster with `start`, and leaves it with `stop`.
+    """A Ray cluster that `start` starts or joins, and `stop` leaves.
 
     One thread must call both and live as long as the cluster: the kernel ends a local cluster's processes
     together with the thread that started them.
@@ -196,7 +196,7 @@ class RayCluster:
             self.head = (head.hostname or "", head.port or 0)
 
     def death(self) -> str:
-        """Return which process of our own cluster has died or stands still, or ""."""
+        """Return which process of our own cluster has died or hangs, or ""."""
         for name, process in self._processes.items():
             process.look()
             if process.has_ended:
@@ -206,7 +206,7 @@ class RayCluster:
         return ""
 
     def restart(self, stop: threading.Event) -> None:
-        """End the rest of our own cluster and start another. Its node counts as the same one. Raises
+        """End the rest of our own cluster and start another, whose node counts as the same node. Raises
         `RayStartError`.
         """
         import ray
@@ -238,7 +238,7 @@ class RayCluster:
         return nodes
 
     def ask_for(self, bundles: list[dict[str, float]]) -> None:
-        """Ask Ray's autoscaler, if there is one, for nodes for these bundles, and no others."""
+        """Ask Ray's autoscaler, if any, for nodes that fit these bundles, replacing earlier requests."""
         if self.may_grow and bundles != self._asked:
             from ray.autoscaler.sdk import request_resources
 
@@ -277,19 +277,19 @@ def _autoscaler_report() -> dict[str, Any]:
 
 
 def may_grow(report: Mapping[str, Any]) -> bool:
-    """Return whether Ray may add nodes. Without a configuration each node has a type of its own."""
+    """Return whether Ray may add nodes. In a cluster without autoscaling, each node has its own type."""
     types = {name for name in report.get("node_type_mapping", {}).values() if not name.startswith("node_")}
     return not types <= fixed_types(_BOOTSTRAP)
 
 
 def sets_up_nodes(report: Mapping[str, Any]) -> bool:
-    """Return whether Ray is setting up a host. A pending node is an address, a type and the current step."""
+    """Return whether Ray is setting up a host. Pending nodes are (address, type, current step)."""
     return any(pending[-1] in ("syncing-files", "setting-up") for pending in report.get("pending_nodes", ()))
 
 
 @functools.cache
 def fixed_types(path: Path) -> frozenset[str]:
-    """Return the node types of a fixed number, by the file that `ray up` leaves on the head."""
+    """Return the node types with a fixed number of nodes, from the file that `ray up` leaves on the head."""
     import yaml
 
     try:

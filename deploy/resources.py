@@ -37,7 +37,7 @@ def check_heads(config: ServeConfig, decoder: Mapping[str, Any]) -> None:
 
 
 def check_gpu_ranks(config: ServeConfig, num_gpus: float, ranks: int) -> None:
-    """Raise `ConfigError` if a node's `ranks` lack GPUs, or another option excludes ranks on GPUs."""
+    """Raise `ConfigError` if a node has too few GPUs for `ranks`, or another option excludes GPU ranks."""
     options = config.speculative_config
     reasons = {
         f"on {num_gpus:g} GPUs of a node for {ranks} ranks, which take a GPU each": ranks > num_gpus,
@@ -68,17 +68,17 @@ def _sizes(config: ServeConfig) -> Iterator[tuple[str, int]]:
 log = logging.getLogger(__name__)
 
 CACHED_PRODUCTS = 384
-"""The number of compiled matrix products that are cached: 64 row counts for a decoder's six weight shapes.
-Each takes 0.5 to 2 MB. The default of oneDNN and of torch is 1,024 each.
+"""The number of compiled matrix products in each cache: 64 row counts for a decoder's six weight shapes. Each
+product takes 0.5 to 2 MB. oneDNN and torch would cache 1,024 each.
 """
 
 
 def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) -> tuple[int, str]:
-    """Return the CPU threads for each of the host's `ranks` (default: those of all workers), and the reason.
+    """Return the CPU threads per rank on the host (`ranks` default: all workers' ranks), and the reason.
 
     `--worker-threads` wins. Otherwise the ranks share the host's cores evenly, with at least one each. More
-    threads than cores would cost speed: a step is a sequence of parallel regions, each of which waits for
-    its slowest thread.
+    threads than cores would cost speed: a step is a sequence of parallel regions, each of which waits for its
+    slowest thread.
     """
     if config.worker_threads is not None:
         return config.worker_threads, "--worker-threads"
@@ -88,7 +88,7 @@ def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) ->
 
 
 _RAY_UNITS = 10_000
-"""Ray counts resources in such parts of one. A share that is rounded up would not fit n times."""
+"""Ray counts resources in units of 1/10,000. A share that is rounded up would not fit n times."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -97,8 +97,8 @@ def thread_environment(threads: int) -> dict[str, str]:
     Threads spin for a while before they sleep, because waking one costs more than the work between two
     barriers of a small model's step. A much longer spin would keep the cores from the router and clients.
     Huge pages let a core read weights faster (they save about a tenth of a step for a model of 29 M
-    parameters). NumPy must not start threads when it is imported, since a template must have only one.
-    oneDNN compiles a product for each number of rows; the bounds on the two caches of these limit memory.
+    parameters). NumPy must not start threads when it is imported, since a template must have only one. oneDNN
+    compiles a product for each number of rows; the two cache capacities limit their memory.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -112,10 +112,9 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
-    """Return the GPUs for one rank of a worker: one, 0 on a CPU, or 1/n where a GPU must take n workers.
+    """Return the GPUs per rank: 1, 0 on a CPU, or 1/n if n workers must share a GPU.
 
-    A worker's share lies on one GPU, so all workers find room only if whole shares fill each GPU. With
-    tensor-parallel ranks no GPU is shared.
+    A worker's share is on one GPU, so n is rounded up to a whole number. Tensor-parallel ranks share no GPU.
     """
     if config.device == "cpu":
         return 0.0
@@ -132,7 +131,7 @@ def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
 def plan_workers(
     config: ServeConfig, num_gpus: float, cores: int, workers: int | None = None, ranks: int | None = None
 ) -> tuple[ServeConfig, float]:
-    """Return the configuration of a host's `workers` (default: all workers), and each rank's share of a GPU.
+    """Return the configuration of the workers on a host (default: all), and each rank's share of a GPU.
 
     Chooses the threads for their `ranks`, and divides the memory of the host or of a shared GPU. Raises
     `ConfigError`.

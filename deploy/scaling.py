@@ -13,13 +13,13 @@ from protocol.roles import MAX_WORKERS, ROLES, RoleSpec
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 
 WORKERS_PER_CORE = 4
-"""The most workers per core of a CPU node without roles: each has threads and memory."""
+"""The most workers per core of a CPU node without roles, since each has threads and memory."""
 
 
 def rescale(
     slots: list[Slot], request: ScaleRequest, config: ServeConfig, nodes: Sequence[Node], may_grow: bool
 ) -> ScaleAnswer:
-    """Mark the workers that leave and add slots for new ones. `may_grow`: Ray may add nodes."""
+    """Mark workers as leaving, and add slots for new ones. `may_grow`: Ray may add nodes."""
     targets = request.targets
     field, refusal = why_refused(slots, targets, config, nodes, may_grow)
     if refusal:
@@ -111,7 +111,7 @@ def least_of(role: RoleSpec, config: ServeConfig) -> int:
 
 
 def _places(slots: Sequence[Slot]) -> Counter[str]:
-    """Count the places that each role has on nodes. A worker that changes its role keeps its place."""
+    """Count each role's places on nodes. A worker that changes its role keeps its place."""
     return Counter(slot.place for slot in slots if not slot.leaves)
 
 
@@ -127,7 +127,7 @@ def most_of(role: str, nodes: Sequence[Node], wanted: Mapping[str, int], config:
 
 
 def shared_places(node: Node, nodes: Sequence[Node], config: ServeConfig) -> int:
-    """Return how many ranks of workers of any role a node takes. 0 for a node with roles of its own."""
+    """Return how many ranks a node takes, of workers of any role. Returns 0 if the node has roles."""
     if node.roles or node.cores == 0:
         return 0
     if any(other.gpus for other in nodes):
@@ -141,7 +141,7 @@ def most_on(node: Node, config: ServeConfig) -> int:
 
 
 def room(slots: Sequence[Slot], config: ServeConfig, nodes: Sequence[Node], may_grow: bool) -> dict[str, int]:
-    """Return how many more workers of each role there could be."""
+    """Return how many more workers of each role would fit."""
     if may_grow:
         return dict.fromkeys(ROLES, MAX_WORKERS)
     taken = _places(slots)
@@ -149,8 +149,8 @@ def room(slots: Sequence[Slot], config: ServeConfig, nodes: Sequence[Node], may_
 
 
 def wanted_bundles(slots: Sequence[Slot], nodes: Sequence[Node]) -> list[dict[str, float]]:
-    """Return the resources that Ray's autoscaler shall provide nodes for: a place for each worker that
-    stays. If there are nodes without roles, a place is a GPU or a core.
+    """Return the resources to ask Ray's autoscaler for: one place for each worker that stays. With nodes
+    without roles, a place is a GPU or a core; otherwise it is one of the worker's role.
     """
     shared = [node for node in nodes if node.cores and not node.roles]
     own = {"GPU": 1.0} if any(node.gpus for node in shared) else {"CPU": 1.0}

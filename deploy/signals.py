@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Patience:
-    """Handles signals while the router's own handlers are not installed.
+    """The handler of signals while the router's own handlers are not installed.
 
-    Before Ray's start a signal ends the process at once; an exception could get lost within a callback of
-    the import system. During the orderly end a signal cuts it short.
+    Before Ray's start, a signal ends the process at once, since an exception could get lost in a callback of
+    the import system. During an orderly shutdown, a signal cuts it short.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -39,7 +39,7 @@ class Patience:
 
 
 def leave_unready(config: ServeConfig) -> NoReturn:
-    """End at once, without waiting for Ray's other threads."""
+    """End the process at once, without waiting for Ray's other threads."""
     complain(config, "stopped before the server was ready")
     os._exit(130)
 

@@ -18,7 +18,7 @@ Held = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Node:
-    """A node as Ray counts it. `roles` limits each role's workers; without, any number of any role fits."""
+    """A node as Ray counts it. `roles` limits the workers of each role; if empty, any roles fit."""
 
     node_id: str
     address: str
@@ -28,7 +28,7 @@ class Node:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Node:
-        """Return the node of an entry of `ray.nodes()`. Resources named like roles are its roles."""
+        """Return the node of an entry of `ray.nodes()`. Resources named like roles become its roles."""
         resources = described["Resources"]
         return cls(
             node_id=described["NodeID"],
@@ -72,63 +72,63 @@ STABLE_S = 60.0
 """After a worker has run this long, its earlier failures are forgotten."""
 
 FRAIL_S = 5.0
-"""If a process vanishes this soon after it became ready, this counts as a failure of the worker itself."""
+"""A worker whose process vanishes this soon after it became ready is itself at fault."""
 
 UNTOLD_S = 10.0
-"""A worker that may leave but runs this long after --drain-timeout was never told to."""
+"""A worker that still runs this long after --drain-timeout was never told to leave: its router was lost."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A worker's place, through all its incarnations."""
+    """The place of one worker, through all its incarnations."""
 
     worker_id: str
     role: RoleSpec
     incarnation: str = ""
     node: Node | None = None
     placed_as: str | None = None
-    """The role as which it was placed on its node. It stays when the worker changes its role."""
+    """The role that the worker had when it was placed on its node. A change of role does not change it."""
     group: Any = None
-    """The placement group that holds the worker's place on its node."""
+    """The placement group that reserves the worker's place on its node."""
     actor: Any = None
     ended: Any = None
     ping: Any = None
-    """The unanswered call of its actor since the worker fell silent."""
+    """The unanswered call to the actor, made because the worker is silent."""
     look: Any = None
-    """The unanswered call of its actor while the worker starts."""
+    """The unanswered call of the actor's `look`, made while the worker starts."""
     looked_at: float = 0.0
-    """The time of that call."""
+    """The time of the last call of `look`."""
     seen: Any = None
     """The actor's latest answer, an `ActorState`."""
     num_replaced: int = 0
     """The number of replaced templates that the actor has reported."""
     reminded_at: float = 0.0
-    """The time when the log last said what the worker's start waits for."""
+    """The time when the log last named the reason for the wait."""
     config: ServeConfig = field(default_factory=ServeConfig)
-    """The deployment's configuration, adapted to its node."""
+    """The deployment's configuration, adapted to the worker's node."""
     gpus: float = 0.0
-    """The share of GPUs that its actor holds."""
+    """The share of GPUs that the actor holds."""
     process: psutil.Process | None = None
     started: float = 0.0
     ready_since: float | None = None
     was_ready: bool = False
     failures: int = 0
-    """The number of its failures in a row."""
+    """Number of the worker's failures in a row."""
     start_at: float | None = None
     added_at: float | None = None
-    """The time when scaling added it. If such a worker fails to start, all others continue."""
+    """The time when scaling added the worker; then its failure to start ends no other worker."""
     leaves: bool = False
-    """Whether it is drained and then not restarted."""
+    """Whether the worker is drained and then not restarted."""
     changes: bool = False
-    """Whether it is drained to continue in another role or as another process."""
+    """Whether the worker is drained, and continues in another role or as another process."""
     let_go_at: float = 0.0
-    """The time when a router was last allowed to drain it."""
+    """The time when a router was last allowed to drain the worker."""
     dismissed_at: float | None = None
-    """The time when the router let it end by itself."""
+    """The time when the supervisor noticed that the router let the worker end by itself."""
 
     @property
     def place(self) -> str:
-        """The role whose place on a node it has, or will get."""
+        """The role whose place on a node the worker has, or will get."""
         return self.placed_as or self.role.name
 
     @property
@@ -136,14 +136,14 @@ class Slot:
         return self.role.purpose == "decode" and not self.leaves and not self.changes
 
     def take_back(self, drain_timeout: float, now: float) -> bool:
-        """Return whether the worker stays: the router that wanted to drain it was lost before."""
+        """Return whether the worker stays, because the router that wanted to drain it was lost."""
         stays = (self.leaves or self.changes) and now - self.let_go_at > drain_timeout + UNTOLD_S
         if stays:
             self.leaves = self.changes = False
         return stays
 
     def note_death(self, vanished: bool, now: float) -> float:
-        """Return the seconds until the next start: 0 unless the worker fails again and again.
+        """Return the seconds until the next start: 0 unless the worker fails repeatedly.
 
         A ready worker whose process `vanished` was killed from outside; a worker that fails gives a reason.
         """

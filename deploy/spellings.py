@@ -27,7 +27,7 @@ def _lines(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def _arities() -> Iterator[tuple[str, str]]:
-    """Yield each flag with the mark of its values: "" for none, `=` for one, `=+` for several."""
+    """Yield each flag with its arity: "" for no value, `=` for one, `=+` for several."""
     for flags in (*NEEDLESS.values(), *REFUSED.values()):
         for flag in flags.split():
             name = flag.rstrip("=+")
@@ -40,14 +40,14 @@ def _arities() -> Iterator[tuple[str, str]]:
 
 _NEEDLESS, _REFUSED = _lines(NEEDLESS), _lines(REFUSED)
 ARITIES = dict(_arities())
-"""All flags of Tandem and of vLLM, with the mark of their values."""
+"""The arity of each flag of Tandem and of vLLM."""
 
 
 def rewrite(arguments: Sequence[str], own: Collection[str]) -> list[str]:
-    """Return a command line in Tandem's spelling. `own` are the names of the command's options.
+    """Return a command line in Tandem's spelling. `own`: the names of the command's options.
 
-    Raises `ConfigError` for a flag that neither Tandem nor vLLM has, with the nearest names, and for one of
-    vLLM's that asks for what Tandem does not do.
+    Raises `ConfigError` for unknown flags, with the nearest names, and for flags of vLLM that ask for what
+    Tandem does not do.
     """
     options: dict[str, Any] = {}
     rest: list[str] = []
@@ -72,7 +72,7 @@ def rewrite(arguments: Sequence[str], own: Collection[str]) -> list[str]:
 
 
 def add_options(options: dict[str, Any], name: str, value: Any, source: str) -> None:
-    """Add what one of Tandem's or vLLM's flags means. Logs a line for a flag that Tandem does not need.
+    """Add the options that one of the flags means. Logs a line for a flag that Tandem does not need.
 
     Raises `ConfigError` that names the `source`.
     """
@@ -87,7 +87,7 @@ def add_options(options: dict[str, Any], name: str, value: Any, source: str) -> 
 
 
 def _name(token: str) -> tuple[str, str | None]:
-    """Return the flag's name with dashes and the value behind its `=`; "" if the token is no flag."""
+    """Return the flag's name with dashes, and the value after `=`; "" if the token is no flag."""
     if token.startswith("-O"):
         token = "--compilation-config" + (f"={token[2:]}" if token[2:3].isdigit() else token[2:])
     for short, long in SHORT.items():
@@ -101,7 +101,7 @@ def _name(token: str) -> tuple[str, str | None]:
 
 
 def _value(arity: str, text: str | None, tokens: deque[str]) -> Any:
-    """Return a flag's value; takes it from the next tokens if it is not given as `text`."""
+    """Return a flag's value: `text`, or if None, what the next tokens give."""
     if arity == "=+":
         texts = [] if text is None else [text]
         while text is None and tokens and not _FLAG.match(tokens[0]):
@@ -159,7 +159,7 @@ def _adapter(value: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """Return the mapping or list that a value is or, as JSON, has; None for any other."""
+    """Return a mapping or list, given as such or as JSON text; None for any other value."""
     [text] = value if isinstance(value, list) and len(value) == 1 else [value]
     found = _decoded(text)
     return found if isinstance(found, Mapping | list) else None
@@ -183,6 +183,6 @@ def _arguments(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def nearest(name: str, own: Collection[str] = ()) -> str:
-    """Return a question with the nearest flags, or "" if none is near."""
+    """Return a question that names the nearest flags, or "" if none is near."""
     near = difflib.get_close_matches(name, {*own, *ARITIES}, 2, 0.75)
     return f"; is {' or '.join(f'--{each}' for each in near)} meant?" if near else ""

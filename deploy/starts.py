@@ -24,16 +24,16 @@ LOOK_S = 2.0
 """The interval at which the actor of a starting worker is asked for its state."""
 
 ANSWER_S = 10.0
-"""An actor that has answered before and then takes longer is stuck."""
+"""An actor that has answered before is stuck if an answer takes longer."""
 
 FIRST_ANSWER_S = 90.0
-"""The same before its first answer: Ray itself gives a new process 60 s to begin."""
+"""An actor that has never answered is stuck after this long: Ray gives a new process 60 s to begin."""
 
 REMIND_S = 10.0
 
 
 class StartFault(NamedTuple):
-    """Why a worker's start is given up. `by_actor` means that its actor does not answer."""
+    """The reason why a worker's start is given up. `by_actor`: its actor does not answer."""
 
     reason: str
     by_actor: bool = False
@@ -42,7 +42,7 @@ class StartFault(NamedTuple):
 
 
 class StartWatch:
-    """Watches the starts, in the slots. Calls `on_replaced` for each template that was replaced."""
+    """The watch over starting workers. Calls `on_replaced` for each template that was replaced."""
 
     def __init__(self, config: ServeConfig, is_local: bool, on_replaced: Callable[[], None]) -> None:
         self._timeout_s = config.start_timeout
@@ -61,11 +61,11 @@ class StartWatch:
         if slot.look is None or not ray.wait([slot.look], timeout=0)[0]:
             return
         answer, slot.look = slot.look, None
-        with contextlib.suppress(RayError):  # if the actor has ended, its other calls show it
+        with contextlib.suppress(RayError):  # an ended actor shows in its other calls
             self._note(slot, ray.get(answer))
 
     def judge(self, slot: Slot, now: float) -> StartFault | None:
-        """Return why to give up a worker that is not ready, or None. Asks its actor from time to time."""
+        """Return why to give up a worker that is not ready yet, or None. Asks its actor periodically."""
         if now - slot.started > self._timeout_s:
             return StartFault(
                 f"it was not ready within {self._timeout_s:g} s (--start-timeout)", is_over=True

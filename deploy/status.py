@@ -33,7 +33,7 @@ def output_console() -> Console:
 
 
 class FittedTable:
-    """A table with `columns`. Those in `optional` are left out, first to last, until the rest fits.
+    """A table with `columns`. Columns in `optional` are left out, first to last, until the others fit.
 
     The `wrapped` column takes several lines if its text is long.
     """
@@ -108,7 +108,7 @@ def _live(http: httpx.Client, url: str, interval_s: float) -> None:
 
 
 def make_view(url: str, status: dict[str, Any]) -> Group:
-    """Return the table of workers, and that of speculation if there is any."""
+    """Return the table of workers, and the table of speculation if any worker drafts."""
     speculation = make_speculation_table(status)
     return Group(make_table(url, status), *([speculation] if speculation.row_count else []))
 
@@ -153,7 +153,7 @@ def _transports(worker: dict[str, Any]) -> str:
 
 
 def make_speculation_table(status: dict[str, Any]) -> FittedTable:
-    """Return one row for each worker and method that has drafted or is configured to."""
+    """Return one row for each worker and method that has drafted, or is configured to draft."""
     table = FittedTable(*_SPECULATION_COLUMNS)
     for worker in status["workers"]:
         totals = spec_decode_totals(worker["counters"])
@@ -187,7 +187,7 @@ def _brought(total: dict[str, float]) -> list[str]:
 
 
 def _current_k(worker: dict[str, Any], method: str) -> str:
-    """Return the average number of tokens that its requests shall draft in a step."""
+    """Return the average number of draft tokens that the worker's requests ask for in a step."""
     for state in (worker.get("speculation") or {}).get("methods", ()):
         if state["method"] == method and state.get("num_requests"):
             return f"{state.get('num_tokens', 0) / state['num_requests']:.1f}"
@@ -196,7 +196,7 @@ def _current_k(worker: dict[str, Any], method: str) -> str:
 
 _BAR = 10
 _FULL = 0.9
-"""The share of a KV pool from which it is shown as nearly full."""
+"""The share of used KV blocks from which a pool is shown as nearly full."""
 
 
 class Snapshot(NamedTuple):
@@ -297,7 +297,7 @@ def _links(before: Snapshot, after: Snapshot) -> FittedTable:
 
 
 def _drafts(before: Snapshot, after: Snapshot) -> FittedTable:
-    """Return a row for each decode worker and method: the interval's drafts, and where they are made."""
+    """Return a row for each decode worker and method: its drafts in the interval, and where they are made."""
     columns = ("drafts of", "method", "drafts/s", "accepted", "tokens/round", "made at")
     table = FittedTable(*columns, wrapped="made at")
     made: dict[str, list[str]] = {}
@@ -336,7 +336,7 @@ def _rate(before: Snapshot, after: Snapshot, worker_id: str, name: str) -> float
 
 
 def _gained(before: Snapshot, after: Snapshot, worker_id: str, field: str) -> float:
-    """Return the increase of a worker's total that is not one of its counters; 0 after a restart."""
+    """Return the increase of a field that is not one of the worker's counters; 0 after a restart."""
     earlier: float = before.workers.get(worker_id, {}).get(field, 0)
     return max(float(after.workers[worker_id][field]) - earlier, 0.0)
 

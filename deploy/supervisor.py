@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.25
 STOP_GRACE_S = 5.0
 ACTOR_TIMEOUT_S = 2.0
-"""An actor that takes longer to answer is killed too."""
+"""The time after which an actor that does not answer is killed, too."""
 
 MAX_FAILED_STARTS = 5
-"""After this many failures in a row, requests no longer wait for a worker. It is still restarted."""
+"""Failures in a row after which requests no longer wait for a worker. It is still restarted."""
 
 
 _Actor = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(WorkerActor)
-"""Made once, and its actors have no names where they need none: Ray then starts them without waiting for its
-control store, which may have died.
+"""The remote class, made once. Its actors have no names unless they need them: Ray then starts them without
+waiting for its control store, which may have died.
 """
 
 
@@ -56,7 +56,7 @@ class StartUpError(TandemError):
 
 
 class Supervisor:
-    """Runs in the launcher's thread until `stop` is set. Calls `on_ready` once all workers are registered."""
+    """The keeper of the workers, until `stop` is set. Calls `on_ready` once all workers are registered."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Supervisor:
         self._router = router
         self._cluster = cluster
         self._config = replace(config, api_key=None)
-        """The configuration for workers, without API keys since Ray transports it."""
+        """The workers' configuration, without API keys since Ray transports it."""
         self._forks = config.forks_workers
         # Ranks wait for each other at every product, so they must not lend cores.
         has_ranks = config.total_ranks > config.num_workers
@@ -85,7 +85,7 @@ class Supervisor:
         self._placing = Placing(config, cluster, self._slots)
         self._starts = StartWatch(config, cluster.is_local, lambda: router.replaced("template"))
         self._no_room_until: dict[str, float] = {}
-        """The time until which a role counts as having no room, since one of its workers was given up."""
+        """The time until which a role has no room for more workers, after one of its workers was given up."""
         self._told: tuple[Mapping[str, str], Mapping[str, int]] | None = None
         router.on_leave(self._let_go, self._renew)
         router.on_scale(self._scale)
@@ -109,13 +109,13 @@ class Supervisor:
     # --- for the router's thread ------------------------------------------------------------------
 
     def _let_go(self, worker_id: str, for_good: bool) -> str:
-        """Decide, for all routers one after the other, whether a worker may leave or change its role."""
+        """Decide for all routers, one at a time, whether a worker may leave or change its role."""
         refusal = let_go(self._slots, worker_id, for_good)
         self._set_expected()
         return refusal
 
     def _scale(self, request: ScaleRequest) -> ScaleAnswer:
-        """Change the number of workers for a router. Starts and ends follow in the supervisor's next turn."""
+        """Change the number of workers for a router. They start and end in the supervisor's next turn."""
         if not self._announced:
             return ScaleAnswer(refusal="the server is starting", field=min(request.targets))
         answer = rescale(self._slots, request, self._config, self._placing.nodes, self._cluster.may_grow)
@@ -128,7 +128,7 @@ class Supervisor:
         """Note that a worker registers again, in another role."""
         slot = slot_of(self._slots, worker_id)
         if slot is None:
-            return  # it was given up meanwhile
+            return  # the worker was given up meanwhile
         slot.ready_since, slot.started, slot.role = None, time.monotonic(), ROLES[role]
         slot.incarnation, slot.changes = incarnation, False
 
@@ -166,7 +166,7 @@ class Supervisor:
         return waits_since is not None and now - waits_since > self._config.scale_timeout
 
     def _give_up(self, slot: Slot, reason: str) -> None:
-        """Remove an added worker that cannot be started. All others continue."""
+        """Remove an added worker that cannot be started. All other workers continue."""
         log.error("worker %s is given up: %s", slot.worker_id, reason)
         self._no_room_until[slot.role.name] = time.monotonic() + self._config.scale_timeout
         self._forget(slot)
@@ -217,13 +217,13 @@ class Supervisor:
         self._starts.begin(slot, slot.started)
 
     def _outlives_actor(self, slot: Slot) -> bool:
-        """Return whether the slot's worker may continue with another actor. If the host has several GPUs, Ray
-        might give that actor another GPU than the worker uses.
+        """Return whether the worker may continue with another actor. If its host has several GPUs, Ray might
+        assign that actor another GPU than the worker's.
         """
         return self._forks and self._cluster.is_local and slot.node is not None and slot.node.gpus <= 1
 
     def _adopt(self, slot: Slot, reason: str) -> None:
-        """Give a worker that serves another actor. Restart one that does not, or cannot outlive its actor."""
+        """Give a serving worker another actor. Restart workers that don't serve or can't outlive actors."""
         self._router.replaced("actor")
         slot.actor = slot.ended = None
         if slot.ready_since is None or not self._outlives_actor(slot):
@@ -281,7 +281,7 @@ class Supervisor:
             self._on_ended(slot, reason, vanished=True, by_host=True)
 
     def _look_at(self, slot: Slot, now: float) -> None:
-        """Note that a worker became ready, and end one that is silent or takes too long to become ready."""
+        """Note that a worker became ready. End a worker that is silent, or not ready in time."""
         self._starts.take(slot)
         silence_s = self._router.silence_of(slot.worker_id, slot.incarnation)
         if silence_s is not None:
@@ -303,7 +303,7 @@ class Supervisor:
             self._end_start(slot, fault, now)
 
     def _end_start(self, slot: Slot, fault: StartFault, now: float) -> None:
-        """End a worker that does not become ready, and also its actor if that may still be waiting."""
+        """End a worker that does not become ready; also end its actor if that may still be waiting."""
         if fault.by_actor:
             self._router.replaced("actor")
             slot.ping = slot.look
@@ -315,7 +315,7 @@ class Supervisor:
         self._on_ended(slot, fault.reason, by_host=by_host)
 
     def _judge_silence(self, slot: Slot, silence_s: float) -> None:
-        """Ask a silent worker's actor whether its host answers; later end the worker."""
+        """Ask a silent worker's actor whether its host answers, and later end the worker."""
         if silence_s <= self._config.worker_timeout:
             slot.ping = None
             return
@@ -369,7 +369,7 @@ class Supervisor:
         log.error("worker %s ended: %s; it is restarted in %.1f s", slot.worker_id, reason, delay)
 
     def _end_unready(self) -> None:
-        """End workers that shall leave but do not serve: they have nothing to drain."""
+        """End workers that are to leave but do not serve, so they have nothing to drain."""
         for slot in [slot for slot in self._slots if slot.leaves and slot.ready_since is None]:
             if slot.ended is not None:
                 self._kill(slot)
@@ -378,7 +378,7 @@ class Supervisor:
             self._forget(slot)
 
     def _set_expected(self) -> None:
-        """Tell the router which workers requests may wait for, and how many more there could be."""
+        """Tell the routers which workers requests may wait for, and how many more would fit."""
         kept = [slot for slot in self._slots if not slot.leaves]
         hopeful = (slot for slot in kept if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
         roles = {slot.worker_id: slot.role.name for slot in hopeful}
@@ -407,7 +407,7 @@ class Supervisor:
                 slot.process.kill()
 
     def _end_actor(self, slot: Slot) -> None:
-        """End the actor's process through Ray. A worker that is left ends when the next one starts."""
+        """End the actor's process through Ray. A worker that still runs ends when the next one starts."""
         actor, slot.actor, slot.ended = slot.actor, None, None
         with contextlib.suppress(RayError):
             if actor is not None:
@@ -418,7 +418,7 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Let every worker end by itself, and kill the slow ones, which Ray logs as dead workers."""
+        """Let every worker end by itself, then kill the slow ones, which Ray logs as dead workers."""
         running = [slot for slot in self._slots if slot.ended is not None]
         for slot in running:
             with contextlib.suppress(RayError):

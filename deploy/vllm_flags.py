@@ -47,7 +47,7 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "ssl-keyfile": ("tls-key",),
     "tensor-parallel-size": ("prefill-tensor-parallel-size", "decode-tensor-parallel-size"),
 }
-"""The same meaning under other names."""
+"""vLLM's flags that have the same meaning under other names here."""
 
 LISTS = ("allowed-origins", "api-key", "served-model-name")
 """Flags with several values, which Tandem separates by commas."""
@@ -76,7 +76,7 @@ VALUES: Mapping[str, Mapping[str, str | None]] = {
     "speculative-config.method": {"ngram_gpu": "ngram"},
     "tool-call-parser": {"llama4_json": "llama3_json"},
 }
-"""Values, or their patterns, by their names here; None: what Tandem does without the flag."""
+"""The names here of vLLM's values, or of patterns of values. None: what Tandem does without the flag."""
 
 NEEDLESS: Mapping[str, str] = {
     "prompts are always computed in chunks, bounded by --max-num-batched-tokens and --itl-budget": """
@@ -140,7 +140,7 @@ NEEDLESS: Mapping[str, str] = {
     'num_speculative_tokens "auto" drafts only where that pays': """
         speculative-config.disable_by_batch_size= speculative-disable-by-batch-size=""",
 }
-"""Flags that need nothing, by the line that says why."""
+"""Flags that need no counterpart, by the line that says why."""
 
 REFUSED: Mapping[str, str] = {
     "leave it out: a server's prefill and decode workers hand KV over by themselves (--kv-transports); "
@@ -193,7 +193,7 @@ REFUSED: Mapping[str, str] = {
         enable-layerwise-nvtx-tracing profiler-config=""",
     'write "verification" in --speculative-config': "spec-decoding-acceptance-method=",
 }
-"""Flags that ask for something else than Tandem does, by the line that says what to write instead."""
+"""Flags that ask for something that Tandem does not do, by the line that says what to write instead."""
 
 HARMLESS: Mapping[str, tuple[str, ...]] = {
     "config-format": ("auto", "hf"),
@@ -212,4 +212,4 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
     "tokenizer-mode": ("auto", "hf", "slow"),
     "worker-cls": ("auto",),
 }
-"""Values with which a refused flag asks for nothing."""
+"""Values with which a refused flag asks for nothing, so it is accepted."""

@@ -29,7 +29,7 @@ def fail(error: Exception | str) -> typer.Exit:
 
 
 class Commands(TyperGroup):
-    """Turns an error of a command into one line of output. Exit status: 2 if an option is wrong, else 1."""
+    """A command group that prints a command's error in one line. Exit status: 2 for wrong options, else 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,7 +52,7 @@ def _one_line(error: Any) -> str:
 
 
 def with_model(flags: dict[str, Any], model_tag: str | None) -> dict[str, Any]:
-    """Return the options, with the model that was given as an argument."""
+    """Return the options, with the model given as a positional argument."""
     if model_tag is None:
         return flags
     if flags["model"] is not None:

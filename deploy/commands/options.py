@@ -32,7 +32,7 @@ class ConfigCommand(TyperCommand):
         return super().parse_args(ctx, rewrite(args, own))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the first options and the names in each group, or the options that the topic names."""
+        """Write the first options and the names in each group, or all options of the given topic."""
         shown = {option.name: option.get_help_record(ctx) for option in self.params}
         topic, groups = ctx.meta["topic"], field_groups()
         grouped = {field for _, group in groups.values() for field in group}

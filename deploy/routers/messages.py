@@ -1,4 +1,4 @@
-"""The messages between the launcher and routers in processes of their own."""
+"""The messages between the launcher and routers that run in processes of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 
 
 class StartRouter(msgspec.Struct, frozen=True, tag="start"):
-    """The first message."""
+    """The first message to a router."""
 
     config: ServeConfig
     keys: ClusterKeys
@@ -31,65 +31,65 @@ class WorkerDied(msgspec.Struct, frozen=True, tag="died"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """The workers kept running, by id, with their roles, and the `room` for further ones of each role."""
+    """The workers to expect: ids with roles, and the `room` for more workers of each role."""
 
     roles: dict[str, str]
     room: dict[str, int]
 
 
 class LetGo(msgspec.Struct, frozen=True, tag="let_go"):
-    """Answers `Leaves`. `refusal` is empty if the worker may leave, else the reason why not."""
+    """The answer to `Leaves`. `refusal` is "" if the worker may leave, else the reason why not."""
 
     worker_id: str
     refusal: str
 
 
 class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
-    """Answers the `Scales` messages in their order."""
+    """The answer to `Scales`. Answers come in the order of the questions."""
 
     answer: ScaleAnswer
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """Answers the `Begins` messages in their order. `refusal` is empty, or the reason why not."""
+    """The answer to `Begins`, in the order of the questions. `refusal` is "", or the reason why not."""
 
     refusal: str
 
 
 class Lead(msgspec.Struct, frozen=True, tag="lead"):
-    """Answers the `RouterReport` of the router that scales for all. `demand` is that of all other routers."""
+    """The answer to a `RouterReport` of the router that scales. `demand` is the sum over all others."""
 
     demand: dict[str, RoleDemand]
 
 
 class Decided(msgspec.Struct, frozen=True, tag="decided"):
-    """An event of autoscaling: from the router that scales, and then to each router."""
+    """An event of autoscaling, from the router that scales to the launcher, and from there to all routers."""
 
     event: ScalingEvent
 
 
 class Serves(msgspec.Struct, frozen=True, tag="serves"):
-    """An adapter of this name is served, or no longer if it is None. From one router, and to all others."""
+    """A change of the adapter served under `name`: None if it no longer is. Relayed to all other routers."""
 
     name: AdapterName
     adapter: Adapter | None
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag="gave_up"):
-    """An added worker could not be started."""
+    """The news that an added worker could not be started."""
 
     worker_id: str
     reason: str
 
 
 class Replaced(msgspec.Struct, frozen=True, tag="replaced"):
-    """A "worker", its "actor" or its host's "template" is restarted."""
+    """The news that a "worker", its "actor" or its host's "template" is restarted."""
 
     process: str
 
 
 class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
-    """Drain and end. After a second one the router does not wait for running requests."""
+    """The order to drain and end. After a second one the router does not wait for running requests."""
 
 
 ToRouter = (
@@ -115,21 +115,21 @@ class KnownWorker(msgspec.Struct, frozen=True):
 
 
 class RouterReport(msgspec.Struct, frozen=True, tag="report"):
-    """Sent a few times a second: the router's workers by id, and its requests' demand by role."""
+    """A report sent a few times a second: the router's workers by id, and its requests' demand by role."""
 
     workers: dict[str, KnownWorker]
     demand: dict[str, RoleDemand]
 
 
 class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
-    """Asks to drain a worker, for good or to change its role. Answered by `LetGo`."""
+    """A question whether a worker may be drained, for good or to change its role. Answered by `LetGo`."""
 
     worker_id: str
     for_good: bool
 
 
 class Renews(msgspec.Struct, frozen=True, tag="renews"):
-    """A drained worker continues in another role."""
+    """The news that a drained worker continues in another role."""
 
     worker_id: str
     role: str
@@ -137,19 +137,19 @@ class Renews(msgspec.Struct, frozen=True, tag="renews"):
 
 
 class Scales(msgspec.Struct, frozen=True, tag="scales"):
-    """Asks to change the number of workers. Answered by `Scaled`."""
+    """A request to change the number of workers. Answered by `Scaled`."""
 
     request: ScaleRequest
 
 
 class Begins(msgspec.Struct, frozen=True, tag="begins"):
-    """Asks to begin a change that excludes the same change by other routers. Answered by `Begun`."""
+    """A request to begin a change that only one router may make at a time. Answered by `Begun`."""
 
     change: Change
 
 
 class Ends(msgspec.Struct, frozen=True, tag="ends"):
-    """A change that had begun has ended, with or without success."""
+    """The end of a change that had begun, successful or not."""
 
     change: Change
 

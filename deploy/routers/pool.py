@@ -37,7 +37,7 @@ _TRIES = 20
 
 
 class RouterPorts:
-    """The routers share `port`; each has one of the following, too. Raises `ConfigError`."""
+    """The ports of the routers: the shared `port`, and one more for each after it. Raises `ConfigError`."""
 
     def __init__(self, config: ServeConfig, link_host: str) -> None:
         self._kept = contextlib.ExitStack()
@@ -57,7 +57,7 @@ class RouterPorts:
         self._kept.close()
 
     def _keep_http(self, config: ServeConfig) -> int:
-        """Return the shared port; if not configured, one that enough free ports follow."""
+        """Return the configured shared port, or else a port followed by enough free ones."""
         for attempt in range(_TRIES):
             with contextlib.ExitStack() as kept:
                 first = kept.enter_context(_keep(config.host, config.port))
@@ -97,7 +97,7 @@ LEAST_LIFE_S = 1.0
 
 @dataclass(eq=False)
 class _Router:
-    """A router and its current process. It is `ready` from the process' first report on."""
+    """A router and its current process. `ready` becomes true with the process' first report."""
 
     place: RouterPlace
     process: subprocess.Popen[bytes] | None = None
@@ -110,10 +110,10 @@ class _Router:
     demand: Demand = field(default_factory=dict)
 
     untold: deque[messages.Serves] = field(default_factory=deque)
-    """Changes of adapters that the router has not received yet."""
+    """Changes of adapters that were not yet sent to the router."""
 
     def send(self, message: messages.ToRouter) -> bool:
-        """Send a message. Returns False if it does not fit: the router is stuck."""
+        """Send a message. Returns False if it does not fit, since the router is stuck."""
         if self.control is None:
             return False
         try:
@@ -123,13 +123,13 @@ class _Router:
         return True
 
     def tell_of_adapters(self) -> None:
-        """Send as many changes of adapters as fit now."""
+        """Send the unsent changes of adapters, as many as fit now."""
         while self.untold and self.send(self.untold[0]):
             self.untold.popleft()
 
 
 class RouterPool:
-    """Has the methods of `RouterServer` that the launcher calls, and `run`.
+    """Several routers, with `run` and the methods of `RouterServer` that the launcher calls.
 
     A router that dies is restarted, and one that is silent for twice --worker-timeout is killed. Only that
     router's requests are lost; workers free their blocks.
@@ -151,11 +151,10 @@ class RouterPool:
             refusal="the server is starting", field=min(request.targets, default="")
         )
         self._past: Demand = {}
-        """The demand that ended routers had counted. Without it the sum over all routers would seem to fall.
-        """
+        """The demand counted by routers that have ended; without it the sum over all routers would fall."""
         self._changes, self._scalings = Changes(), ScalingLog()
         self._adapters: dict[str, messages.Serves] = {}
-        """The adapters that differ from those at the start, by name."""
+        """The latest change of each adapter that differs from the start, by name."""
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
@@ -181,8 +180,8 @@ class RouterPool:
         self._tell(messages.Replaced(process))
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
-        """Return how long no router has heard from the worker, or None if no router knows it. Returns 0
-        while no router listens, since the silence then is no fault of the worker.
+        """Return the seconds since any router heard from the worker, or None if no router knows it. Returns 0
+        while no router listens, since that silence is not the worker's fault.
         """
         listening = [router for router in self._routers if router.ready]
         known = [router.workers[worker_id] for router in listening if worker_id in router.workers]
@@ -247,7 +246,7 @@ class RouterPool:
 
     def _look_at(self, router: _Router, now: float) -> None:
         if self._stops_asked and not router.ready:
-            self._bury(router)  # it reads no messages before it serves
+            self._bury(router)  # a router reads no messages before it serves
             return
         limit = 2 * self._config.worker_timeout if router.ready else self._config.start_timeout
         if now - router.heard > limit:

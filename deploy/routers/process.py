@@ -66,7 +66,7 @@ class _Control:
         asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
 
     async def _ask(self, waiting: deque[asyncio.Future[T]], message: messages.FromRouter) -> T:
-        """Ask the launcher. Answers of one kind come in the order of the questions."""
+        """Ask the launcher. Answers of one type come in the order of their questions."""
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiting.append(answer)
         self._send(message)

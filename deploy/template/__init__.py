@@ -1,1 +1,1 @@
-"""The template: a process per host that has imported and loaded everything, and forks the host's workers."""
+"""The template: a process per host that has imported and loaded everything, and forks the workers."""

@@ -35,30 +35,30 @@ _Pid = Annotated[int, Meta(ge=1, le=2**22)]
 _Status = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 
 REPORT_END = "\n"
-"""Ends a worker's report on its control socket: the reason for its end, or "" on request."""
+"""The end of a worker's report on its control socket. The report is the reason for its end, or ""."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
-    """Fork a worker. The message carries the worker's stderr if it has its own."""
+    """A request to fork a worker. The message carries the worker's stderr if it has its own."""
 
     launch: bytes
     environment: dict[str, str]
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
-    """Become the client of a running worker whose own client has ended."""
+    """A request to become the client of a running worker whose own client has ended."""
 
     worker_id: Id
 
 
 class Preload(msgspec.Struct, frozen=True, tag="preload"):
-    """Load this configuration's model now, for workers to come. There is no answer."""
+    """A request to load this configuration's model for workers that start later. It has no answer."""
 
     config: ServeConfig
 
 
 class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
-    """The worker runs, or is adopted. The message carries the client's end of the worker's control socket."""
+    """The answer that the worker runs. It carries the client's end of the worker's control socket."""
 
     pid: _Pid
 
@@ -68,7 +68,7 @@ class SpawnFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """A worker's process ended. `status` is that of `os.waitpid`."""
+    """The news that a worker's process ended, with the `status` of `os.waitpid`."""
 
     pid: _Pid
     status: _Status
@@ -93,16 +93,16 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 _STATUS_TIMEOUT_S = 10.0
-"""A template reports ended workers late while it loads a model."""
+"""The longest wait for a worker's exit status: a template that loads a model reports it late."""
 
 _START_TIMEOUT_S = 60.0
-"""A template accepts clients after some of its imports, which take a second, or many on a busy host."""
+"""The longest wait for a template's start. Its first imports take a second, or many on a busy host."""
 
 _LOOK_S = 0.5
-"""The interval at which a waiting client looks at the template's process."""
+"""The interval at which a waiting client checks the template's process."""
 
 _KILL_S = 2.0
-"""A killed template that does not end this soon keeps its name, and the next one gets another."""
+"""The time in which a killed template must end; otherwise the next template gets another name."""
 
 _ARGUMENTS = ("-m", "deploy.template.server")
 _INHERITED = ("CUDA_VISIBLE_DEVICES",)
@@ -115,7 +115,7 @@ class TemplateError(TandemError):
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker ended: the reason, or "" on request, and the signal that killed it, if one did."""
+    """How a worker ended: the reason, or "" on request, and the signal that killed it, if any."""
 
     reason: str
     signal: int | None = None
@@ -127,20 +127,20 @@ class WorkerExit:
 
 
 class TemplateClient:
-    """A connection to the template called `name`, made when first needed. Only one thread at a time may use
-    it, except for `waits_for` and `replaced`.
+    """A client of the template called `name`, which connects when first needed. Only one thread at a time may
+    use it, except for `waits_for` and `replaced`.
 
-    The template ends when its clients are gone. A worker ends with its client, except on the host of a
-    launcher: while that runs, another client may adopt the worker. A client kills a template that is stopped
-    or stuck, and starts another; the old one's workers continue. If it cannot be killed, the next one is
-    called `name.1`, and so on, so that all clients of a host find the same one.
+    The template ends when its clients are gone. A worker ends with its client, except on the launcher's host:
+    while the launcher runs, another client may adopt the worker. A client kills a template that is stopped or
+    stuck, and starts another; the workers of the old one continue. If a template cannot be killed, the next
+    one is called `name.1`, and so on, so all clients of a host find the same template.
     """
 
     def __init__(
         self, name: str, environment: Mapping[str, str], *, own_stderr: bool, keeper: int = 0
     ) -> None:
-        """`environment` is added to this process' own for a new template. With `own_stderr` workers write to
-        this process' stderr instead of the template's. `keeper` is the launcher's process id on its own host.
+        """Add `environment` to this process' own for a new template. With `own_stderr`, workers write to this
+        process' stderr instead of the template's. `keeper` is the launcher's process id on its own host.
         """
         self._first_name, self._num_left = name, 0
         self._environment = environment
@@ -150,7 +150,7 @@ class TemplateClient:
         self._connection: socket.socket | None = None
         self._watch: ProcessWatch | None = None
         self.waits_for = ""
-        """Describes the process whose answer is awaited, and for how long."""
+        """The process whose answer is awaited, and for how long, in words."""
         self.replaced: list[str] = []
         """The reasons why templates were replaced."""
 
@@ -179,7 +179,7 @@ class TemplateClient:
                     connection.close()
                     raise TemplateError(f"another user's process has taken the template's name {self._name}")
                 self._connection = connection
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, as the next answer will show
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: the next answer shows that
                     self._watch = ProcessWatch(peer.pid)
                 return
         raise TemplateError("the template process ends as soon as it is started")
@@ -190,18 +190,18 @@ class TemplateClient:
             [sys.executable, *_ARGUMENTS, self._name, str(self._keeper)],
             env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
-            process_group=0,  # spared Ctrl-C, but in our session: Linux divides busy cores among sessions
+            process_group=0,  # no Ctrl-C, but our session: Linux divides busy cores among sessions
         )
 
     def preload(self, config: ServeConfig) -> None:
-        """Have the template load a model as soon as it can, so that `spawn` need not wait for that."""
+        """Have the template load a model as soon as it can, so that `spawn` need not wait for it."""
         self.connect()
         assert self._connection is not None
-        with contextlib.suppress(OSError):  # a template that has ended shows at the next request
+        with contextlib.suppress(OSError):  # the next request shows if the template has ended
             self._connection.send(msgspec.msgpack.encode(Preload(config)))
 
     def spawn(self, launch: bytes, patience_s: float) -> WorkerProcess:
-        """Have a worker forked, after a model's load of up to `patience_s`. Raises `TemplateError`."""
+        """Have a worker forked; its model may load for up to `patience_s` before. Raises `TemplateError`."""
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         return self._obtain(Spawn(launch, environment), patience_s)
 
@@ -250,8 +250,8 @@ class TemplateClient:
         return answer, controls
 
     def _receive(self, timeout_s: float) -> tuple[TemplateReply | None, list[int]]:
-        """Return the next reply and its file descriptors; None from a template that ended, was stuck or
-        takes too long.
+        """Return the next reply and its file descriptors; None if the template ended, was stuck or takes too
+        long.
         """
         controls: list[int] = []
         if self._connection is None:
@@ -283,14 +283,14 @@ class TemplateClient:
         return bool(watch.stuck)
 
     def _replace(self, template: ProcessWatch, reason: str) -> None:
-        """Kill the template. The next one starts when it is needed."""
+        """Kill the template. The next request starts another."""
         self.replaced.append(reason)
         if not template.end(_KILL_S):
             self._num_left += 1
         self.close()
 
     def _start(self) -> None:
-        """Return once a template accepts connections, whether this client or another one started it."""
+        """Wait until a template, started by this client or another one, accepts connections."""
         self.waits_for = "its host's template to start"
         if self._starting is None:
             self.begin()

@@ -77,16 +77,16 @@ _IMPORTED = (
 class _Worker:
     worker_id: str
     client: socket.socket | None
-    """The connection of the actor that watches it. None if its actor has ended."""
+    """The connection of the actor that watches the worker; None if the actor has ended."""
     control: socket.socket
-    """Its actor's end of its control socket, for the next actor."""
+    """The actor's end of the worker's control socket, kept for the next actor."""
 
 
 class Template:
-    """Runs until it has had no clients and no workers for `_IDLE_S`."""
+    """The template. It runs until it has had no clients and no workers for `_IDLE_S`."""
 
     def __init__(self, listener: socket.socket, keeper: int) -> None:
-        """`keeper` is the launcher's process id, or 0 on another host than the launcher's."""
+        """Keep `keeper`, the launcher's process id; 0 if the launcher runs on another host."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._wake, waker = socket.socketpair()
@@ -94,10 +94,10 @@ class Template:
         self._clients: set[socket.socket] = set()
         self._places = CorePlaces()
         self._workers: dict[int, _Worker] = {}
-        """The processes that are not reaped yet."""
+        """The workers that are not reaped yet, by process id."""
         self._keeper: int | None = None
-        """The launcher's pidfd. While that runs, workers outlive their actors."""
-        with contextlib.suppress(OSError):  # there is none, it has ended, or the kernel knows no pidfd
+        """The launcher's pidfd. While the launcher runs, workers outlive their actors."""
+        with contextlib.suppress(OSError):  # no launcher here, it has ended, or the kernel has no pidfds
             self._keeper = os.pidfd_open(keeper)
 
     def run(self) -> None:
@@ -107,7 +107,7 @@ class Template:
         from kvtransfer.transports.ucx_agent import preload_nixl
 
         preload_nixl()
-        adopt_orphans()  # these are the ranks of killed workers
+        adopt_orphans()  # the other ranks of killed workers
         settle()
         self._waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -169,7 +169,7 @@ class Template:
             return SpawnFailed((str(error) or type(error).__name__)[:MAX_REASON_CHARS])
 
     def _drop(self, client: socket.socket) -> None:
-        """Remove an actor that has ended, and kill its worker unless another actor may adopt that."""
+        """Remove an actor that has ended, and kill its worker unless another actor may adopt it."""
         for pid, worker in self._workers.items():
             if worker.client is client:
                 worker.client = None
@@ -213,7 +213,7 @@ class Template:
         self._preload(launch.config)
         for pid, worker in self._workers.items():
             if worker.worker_id == launch.worker_id:
-                os.kill(pid, signal.SIGKILL)  # nobody adopted it
+                os.kill(pid, signal.SIGKILL)  # no actor has adopted it
         place = self._places.first_free()
         ours, control = socket.socketpair()
         with control:
@@ -295,7 +295,7 @@ def _run_worker(
 
 
 def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended, *fds: int) -> None:
-    """Send a message without waiting. If it does not fit, the client reads nothing: it is dropped."""
+    """Send a message without waiting. It is dropped if it does not fit: the client reads nothing."""
     with contextlib.suppress(OSError):  # if the client has ended, the next read shows it
         socket.send_fds(client, [msgspec.msgpack.encode(message)], list(fds), socket.MSG_DONTWAIT)
 
@@ -318,7 +318,7 @@ def main(name: str, keeper: int) -> None:
     if os.fork():
         os.close(told)
         os._exit(0 if os.read(listens, 1) else 1)
-    listener.listen()  # called by the process that continues, since clients get the caller's process id
+    listener.listen()  # called after the fork, since clients see the process id of the caller
     os.write(told, b"x")
     os.close(listens)
     os.close(told)

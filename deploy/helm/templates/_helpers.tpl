@@ -74,7 +74,7 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* What the pods of all roles share; .group has the values of this one. */}}
+{{/* The common part of all roles' pods; .group has the values of the pod's role. */}}
 {{- define "tandem.pod" -}}
 securityContext:
   runAsNonRoot: true
