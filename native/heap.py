@@ -10,7 +10,7 @@ import gc
 def settle() -> None:
     """Exclude all current objects from garbage collection, and return free memory to the kernel.
 
-    The collector would scan the libraries again and again, for milliseconds each, and so copy their pages in
+    Otherwise each collection scans the libraries' objects, which takes milliseconds and copies their pages in
     every forked process.
     """
     gc.collect()

@@ -1,4 +1,4 @@
-"""The model, the texts and the prompts of a training: loaded, encoded, and cut into windows."""
+"""Loads the model, texts and prompts of a training, encodes them, and cuts them into windows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(kind: Any, model: str, **options: Any) -> Any:
 
 
 def load_frozen(model: str, device_name: str) -> PreTrainedModel:
-    """Load a model that is only read, in the dtype in which its device serves it. Raises `ConfigError`."""
+    """Load a model for reading only, in the dtype in which its device serves it. Raises `ConfigError`."""
     device = choose_device(device_name)
     found: PreTrainedModel = load(AutoModelForCausalLM, model, dtype="auto")
     return found.to(device, choose_dtype("auto", found.config, device)).eval().requires_grad_(False)
@@ -51,8 +51,8 @@ def read_texts(path: Path, option: str = "--data") -> list[str]:
     """Return the texts of a file, of all UTF-8 files in a folder, or of the field "text" in each line of
     JSONL.
 
-    They are ordered by their hashes, so that a part of them is a fair sample. Raises `ConfigError` that
-    names `option`, the file and the problem.
+    They are sorted by hash, so that any part of the list is a fair sample. Raises `ConfigError` that names
+    `option`, the file and the problem.
     """
     if not path.exists():
         raise ConfigError(f"{option}: {path} does not exist")
@@ -111,9 +111,9 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def read_prompts(path: Path, option: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of prompts: of each line of a text, or of the field "prompt" or "messages" in each
-    line of JSONL. A model with a chat template gets them in it. Ordered by their hashes, as texts are. Raises
-    `ConfigError` that names `option`, the line and the problem.
+    """Return the tokens of each prompt: a line of a text, or the field "prompt" or "messages" of a line of
+    JSONL. A model's chat template is applied. Prompts are sorted by hash, like texts. Raises `ConfigError`
+    that names `option`, the line and the problem.
     """
     is_json = path.suffix == ".jsonl"
     found: dict[bytes, list[int]] = {}
@@ -148,7 +148,7 @@ def _encode_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, where: str) 
 
 
 def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Return all texts' tokens, int32, with the begin and end tokens that the tokenizer's model uses."""
+    """Return all texts' tokens, int32, with the begin and end tokens that the model's tokenizer adds."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -158,13 +158,13 @@ def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor
 
 
 def cut_windows(tokens: Tensor, length: int) -> Tensor:
-    """Return all whole windows of a stream, int64 [windows, length]."""
+    """Return all complete windows of a token stream, int64 [windows, length]."""
     return tokens[: len(tokens) // length * length].view(-1, length).long()
 
 
 def spread_windows(tokens: Tensor, length: int, most: int, name: str) -> Tensor:
-    """Return at most `most` whole windows, spread evenly over the tokens. Raises `ConfigError` if there are
-    none, which says that the tokens are those of the `name`.
+    """Return at most `most` whole windows, spread evenly over the tokens. Raises `ConfigError`, which calls
+    the tokens `name`, if there is no window.
     """
     windows = cut_windows(tokens, length)
     if not len(windows):
@@ -175,15 +175,15 @@ def spread_windows(tokens: Tensor, length: int, most: int, name: str) -> Tensor:
 
 
 def spread(windows: Tensor, most: int) -> Tensor:
-    """Return at most `most` windows, spread evenly over all."""
+    """Return at most `most` of the windows, spread evenly."""
     return windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()]
 
 
 class Windows:
-    """Batches of `batch` windows of `length` places of a stream: each epoch cuts it at another offset and
-    shuffles the windows.
+    """Batches of `batch` windows, each `length` consecutive places of a stream. Each epoch cuts the stream at
+    another offset and shuffles the windows.
 
-    Batch `step` depends on the stream's size, the seed and the step alone, so a run can be resumed.
+    Batch `step` depends only on the stream's size, the seed and the step, so a run can be resumed.
     """
 
     def __init__(self, size: int, length: int, batch: int, seed: int) -> None:
@@ -201,7 +201,7 @@ class Windows:
             )
 
     def __getitem__(self, step: int) -> Tensor:
-        """Return the places of a step's batch, int64 [batch, length]."""
+        """Return a step's batch of places in the stream, int64 [batch, length]."""
         epoch, number = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             random = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)

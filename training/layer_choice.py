@@ -1,8 +1,8 @@
 """`tandem speculate choose-layers`: chooses the layers that a model can skip when it drafts for itself.
 
-The search is greedy: it removes the layer that costs the least agreement with the whole model. Agreement is
-the share of places of a text, evaluated in parallel, at which both have the same likeliest token (as in
-SWIFT, Xia et al. 2024).
+The search is greedy: each step removes the layer whose removal costs the least agreement with the whole
+model. Agreement is the share of a text's places, evaluated in parallel, at which both have the same argmax
+token (as in SWIFT, Xia et al. 2024).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from speculation.self_speculative import with_layers
 from training.data import encode_texts, load, load_frozen, read_texts, spread_windows
 
 MOST_DRAFTED = 8
-"""The most drafted tokens in a row for which a choice is judged."""
+"""The largest number of draft tokens in a row for which a choice is judged."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChooseOptions:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """`agreement` is the share of places at which the draft has the model's likeliest token."""
+    """A choice of layers. `agreement`: the share of places where the draft's argmax is the model's."""
 
     skipped: tuple[int, ...]
     agreement: float
@@ -48,7 +48,7 @@ class LayerChoice:
 
 
 def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
-    """Choose, and write the `--speculative-config`. Raises `ConfigError` that names the option."""
+    """Choose layers, and write the `--speculative-config`. Raises `ConfigError` that names the option."""
     model = load_frozen(options.model, options.device)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if options.num_layers is not None and options.num_layers >= num_layers:
@@ -102,14 +102,14 @@ def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[LayerChoice
 
 
 def _likeliest(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """Return each place's likeliest token, [windows, length]; window by window, as logits of a large
-    vocabulary take room.
+    """Return the argmax token of each place, [windows, length]. Runs window by window, since logits of a
+    large vocabulary take much memory.
     """
     return torch.cat([model(input_ids=text, use_cache=False).logits.argmax(-1) for text in texts.split(1)])
 
 
 def _products(model: PreTrainedModel) -> int:
-    """Count the weights that a step reads."""
+    """Count the weights that a decode step reads."""
     embeddings = model.get_input_embeddings().weight.numel()
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
@@ -117,9 +117,9 @@ def _products(model: PreTrainedModel) -> int:
 
 
 def _speed_up(agreement: float, cost: float) -> float:
-    """Return the speedup with the best number of drafted tokens, if each is accepted with probability
-    `agreement` and costs this share of a step, and a step takes the same time for several rows (Leviathan et
-    al. 2023, theorem 3.8).
+    """Return the speedup for the best number of draft tokens, if each is accepted with probability
+    `agreement` and costs `cost` steps, and a step takes the same time for several rows (Leviathan et al.
+    2023, theorem 3.8).
     """
     best = 0.0
     for count in range(1, MOST_DRAFTED + 1):

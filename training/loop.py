@@ -23,8 +23,8 @@ CLIP_NORM = 1.0
 class Learner(Protocol):
     """A trainable model.
 
-    `module` holds the float32 parameters that `optimizers` step, by their names in a checkpoint. Each
-    optimizer's initial learning rate is the highest of the run.
+    `module` holds the float32 parameters that `optimizers` step, by their names in a checkpoint. An
+    optimizer's initial learning rate is the maximum of the run.
     """
 
     module: nn.Module
@@ -34,22 +34,19 @@ class Learner(Protocol):
     def optimizers(self) -> Mapping[str, Optimizer]: ...
 
     def backward(self, step: int) -> float:
-        """Add the gradients of this step's batch to `module`'s parameters; return the loss.
-
-        The batch depends on the step's number alone.
+        """Add the gradients of this step's batch to `module`'s parameters; return the loss. The batch depends
+        only on the step's number.
         """
         ...
 
     def updated(self) -> None:
-        """React to changed parameters, after a step or a loaded checkpoint."""
+        """React to changed parameters, after a step or after a checkpoint was loaded."""
         ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The number of steps: in all, with a rising learning rate at the start, with a falling one at the
-    end.
-    """
+    """Numbers of steps: of the run, of the warm-up at its start, of the decay at its end."""
 
     steps: int
     warm_up: int

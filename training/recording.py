@@ -1,6 +1,6 @@
 """Runs a frozen model once over texts, and keeps their tokens and hidden states on disk for training.
 
-The engine computes them with its own kernels, and continues prompts by the model's own greedy answers.
+The engine computes them with its own kernels, and appends the model's greedy answers to prompts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from training.loop import check_same_run
 
 Device = Literal["auto", "cpu", "cuda"]
 AT_ONCE = 32
-"""The number of texts in a batch."""
+"""Number of texts in a batch."""
 LONGEST_PIECE = 1024
-"""The most tokens of a text that the model reads as one; longer texts are cut."""
+"""The most tokens of a text that are recorded as one sequence; longer texts are cut."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text to record. The model continues it by up to `answer_tokens`."""
+    """A text to record. The model continues it by up to `answer_tokens` tokens."""
 
     token_ids: list[int]
     answer_tokens: int = 0
@@ -46,7 +46,7 @@ class Piece:
 @dataclass(frozen=True)
 class Recorded:
     """A recorded text: tokens int64 [length], hidden states bfloat16 [length, width]. The first
-    `prompt_length` tokens were given, the model answered the others.
+    `prompt_length` tokens were given, the others are the model's answer.
     """
 
     token_ids: Tensor
@@ -60,8 +60,8 @@ class Recording:
     """
 
     def __init__(self, folder: Path, width: int, most_bytes: int, settings: Mapping[str, Any]) -> None:
-        """Open or begin a recording of `width` values a token. Raises `ConfigError` if the folder has one
-        with other settings.
+        """Open or begin a recording of `width` values per token. Raises `ConfigError` if the folder has a
+        recording with other settings.
         """
         self.width = width
         self._folder = folder
@@ -91,7 +91,7 @@ class Recording:
         return self.num_tokens * self.width * 2 >= self._most
 
     def add(self, texts: Iterator[tuple[int, Recorded]], report: Callable[[int, int], None]) -> None:
-        """Append texts until the recording is full; call `report` with the numbers of texts and tokens."""
+        """Append texts until the recording is full. Call `report` with the numbers of texts and tokens."""
         parts = self._folder / "tokens", self._folder / "hidden"
         row_bytes = 4, 2 * self.width
         with parts[0].open("ab") as tokens, parts[1].open("ab") as hidden, self._index.open("a") as index:
@@ -111,12 +111,12 @@ class Recording:
 
     @property
     def tokens(self) -> Tensor:
-        """Return all texts' tokens, int32, in memory that is mapped."""
+        """Return the tokens of all texts, int32, memory-mapped."""
         return self._map("tokens", torch.int32, self.num_tokens)
 
     @property
     def hidden(self) -> Tensor:
-        """Return all texts' hidden states, bfloat16 [tokens, width], in memory that is mapped."""
+        """Return the hidden states of all texts, bfloat16 [tokens, width], memory-mapped."""
         return self._map("hidden", torch.bfloat16, self.num_tokens * self.width).view(-1, self.width)
 
     def _map(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
@@ -131,14 +131,14 @@ class Recording:
             start += length
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """Count the tokens that heads will draft: those of answers, or of texts without answers."""
+        """Count the tokens that heads will draft: all tokens of answers, or of texts without answers."""
         answers = [text.token_ids[text.prompt_length :] for text in self]
         drafted = torch.cat(answers)
         return torch.bincount(drafted if len(drafted) else self.tokens.long(), minlength=vocab_size)
 
 
 def digest(pieces: Sequence[Piece]) -> str:
-    """Return a hash of what is to be recorded."""
+    """Return a hash of the pieces to record."""
     content = json.dumps([[piece.token_ids, piece.answer_tokens, piece.ignores_end] for piece in pieces])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
@@ -159,8 +159,8 @@ def check_room(folder: Path, pieces: Sequence[Piece], width: int, most_bytes: in
 def answer(
     model: str, device: Device, layers: tuple[int, ...], pieces: Sequence[tuple[int, Piece]]
 ) -> Iterator[tuple[int, Recorded]]:
-    """Yield the pieces by their numbers, with the model's greedy answers and the hidden states of `layers`,
-    in the order in which they are ready. An answer's last token has no hidden state, so it is left out.
+    """Yield each piece's number with its recording, which has the model's greedy answer and the hidden states
+    of `layers`, as they finish. An answer's last token has no hidden state, so it is left out.
     """
     recorder = Recorder(layers)
     engine = Engine(_engine_config(model, device, pieces), speculate=lambda config, loaded: recorder)
@@ -185,7 +185,7 @@ def answer(
 
 
 def _engine_config(model: str, device: Device, pieces: Sequence[tuple[int, Piece]]) -> ServeConfig:
-    """Without a prefix cache, since the hidden states of all tokens are wanted."""
+    """Return a configuration without a prefix cache, since the hidden states of all tokens are recorded."""
     longest = max(len(piece.token_ids) + max(1, piece.answer_tokens) for _, piece in pieces)
     return ServeConfig(
         model=model,

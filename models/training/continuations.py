@@ -1,6 +1,6 @@
 """Writes prefixes of the training files with the model's own greedy continuations, as JSONL.
 
-Draft heads learn from these, since they will draft the model's text, not people's.
+Draft heads learn from them, since heads draft the model's text, not people's.
 """
 
 import argparse
@@ -19,9 +19,7 @@ SHORTEST, LONGEST, CONTINUATION = 32, 160, 160  # tokens
 
 
 def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[int]]:
-    """Return `count` pieces of the documents; a document is chosen with a probability proportional to its
-    length.
-    """
+    """Return `count` pieces of the documents. Longer documents are chosen proportionally more often."""
     random = np.random.default_rng(seed)
     documents = [document for document in documents if len(document) > LONGEST]
     lengths = np.array([len(document) for document in documents])
@@ -34,7 +32,7 @@ def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[
 
 
 def continued(model: Path, prompts: list[list[int]]) -> Iterator[list[int]]:
-    """Yield the prompts with the model's continuations, in the order in which they are ready."""
+    """Yield each prompt followed by the model's continuation, in the order in which they finish."""
     pieces = [Piece(prompt, CONTINUATION + 1, ignores_end=True) for prompt in prompts]
     for _, text in answer(str(model), "auto", (0,), list(enumerate(pieces))):
         yield text.token_ids.tolist()

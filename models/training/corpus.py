@@ -1,6 +1,6 @@
 """The corpus: the standard library of the running interpreter, split into training and held-out files.
 
-As a script: writes its texts as JSONL, one a line in the field "text", for `tandem speculate train`.
+As a script: writes the texts as JSONL, in the field "text", for `tandem speculate train`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is kept from all training: its name alone decides, so it is equal everywhere."""
+        """Whether the file is kept from all training. Only its name decides, so that every host agrees."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
@@ -59,7 +59,7 @@ def source_files(root: Path | None = None) -> Iterator[SourceFile]:
 
 
 def training_texts() -> list[str]:
-    """Texts of the files that may be trained on."""
+    """Return the texts of the training files."""
     return [file.text for file in source_files() if not file.held_out]
 
 
@@ -71,9 +71,9 @@ def held_out_files() -> list[SourceFile]:
 class DocumentWindows:
     """An endless, seeded stream of batches of token windows over the training files.
 
-    Each epoch joins the files in a new order, with the end-of-text token between them, cuts the whole at a
-    new offset into windows, and deals these out in random order, each once. The stream depends only on the
-    seed and the calls.
+    Each epoch joins the files in a new order, with the end-of-text token between them, cuts the result at a
+    new offset into windows, and yields each window once, in random order. The stream depends only on the seed
+    and the calls.
     """
 
     def __init__(self, documents: list[np.ndarray], separator: int, seed: int) -> None:
@@ -95,7 +95,7 @@ class DocumentWindows:
         self.epoch += 1
 
     def next(self, batch: int, length: int) -> np.ndarray:
-        """Return int64 `[batch, length + 1]`; a new `length` begins a new epoch."""
+        """Return the next batch, int64 `[batch, length + 1]`. A new `length` begins a new epoch."""
         if length != self.length or len(self.starts) < batch:
             self._next_epoch(length)
         chosen, self.starts = self.starts[:batch], self.starts[batch:]
@@ -103,7 +103,7 @@ class DocumentWindows:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Each text's token ids, uint16."""
+    """Return each text's token ids, uint16."""
     return [np.array(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]
 
 

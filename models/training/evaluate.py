@@ -16,7 +16,7 @@ from models.training.shapes import CONTEXT
 
 @dataclass
 class Tally:
-    """Sums over predicted tokens; nats for both models' losses."""
+    """Sums over predicted tokens. The models' losses are in nats."""
 
     tokens: int = 0
     bytes: int = 0
@@ -28,7 +28,7 @@ class Tally:
     overlap: float = 0.0
 
     def report(self) -> dict[str, float]:
-        """Figures for the model card."""
+        """Return the figures for the model card."""
         nats = self.bytes * math.log(2)
         return {
             "held_out_tokens": self.tokens,
@@ -43,7 +43,7 @@ class Tally:
 
 
 def windows(files: list[SourceFile], tokenizer: PreTrainedTokenizerBase) -> Iterator[torch.Tensor]:
-    """Cut each file, end-of-text in front, into `[1, n]` windows of at most CONTEXT + 1, sharing one."""
+    """Cut each file, end-of-text first, into `[1, n]` windows of up to CONTEXT + 1 that overlap by one."""
     for file in files:
         ids = [tokenizer.bos_token_id, *tokenizer(file.text, verbose=False).input_ids]
         for start in range(0, len(ids) - 1, CONTEXT):
@@ -52,7 +52,7 @@ def windows(files: list[SourceFile], tokenizer: PreTrainedTokenizerBase) -> Iter
 
 @torch.no_grad()
 def measure(target: PreTrainedModel, draft: PreTrainedModel, tokens: torch.Tensor, tally: Tally) -> None:
-    """Add one window's `[1, n + 1]` figures to the tally (bytes are the caller's)."""
+    """Add the figures of one window, `[1, n + 1]`, to the tally, except for its bytes."""
     ids, labels = tokens[:, :-1], tokens[0, 1:]
     target_log = target(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
     draft_log = draft(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)

@@ -1,8 +1,8 @@
 """Trains the bundled models: the options, the batches, the run.
 
 The learning rate is constant after the warm-up and falls linearly to zero over the last `--decay-steps`, in
-which windows grow to the model's whole context. Until the decay starts a run doesn't depend on its length,
-so a run resumed from `--state` may have other `--steps`.
+which windows grow to the model's whole context. Until the decay starts, a run doesn't depend on `--steps`, so
+a run resumed from `--state` may change it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ModelLearner:
-    """Implements `training.loop.Learner`. Passes run in the model's dtype, the optimizers in fp32.
+    """The `training.loop.Learner` of a model. Passes run in the model's dtype, the optimizers in fp32.
     `batches(step)` returns int64 [windows, length + 1].
 
     Muon (Jordan et al., 2024) orthogonalizes the momentum of each weight matrix; its update is scaled to
@@ -101,13 +101,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def window_shape(step: int, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Return (windows, length) of a step: the same number of tokens in every step."""
+    """Return (windows, length) of a step. All steps have the same number of tokens."""
     length = CONTEXT if step >= arguments.steps - arguments.decay_steps else arguments.length
     return arguments.batch_tokens // length, length
 
 
 class Batches:
-    """The batches of a run, read in order. A resumed run skips those before its first step."""
+    """The batches of a run, read in order. A resumed run skips batches before its first step."""
 
     def __init__(self, windows: DocumentWindows, arguments: argparse.Namespace) -> None:
         self._windows = windows

@@ -11,7 +11,7 @@ from engine.quantization.compressed_tensors import CompressedTensors, Scheme
 from engine.quantization.weight import CodeFormat
 
 GROUP = 128
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 
 
 def round_head(folder: Path) -> None:

@@ -32,17 +32,17 @@ def _config(
 
 
 def target_config() -> LlamaConfig:
-    """9.4 M parameters: 4 layers of width 384, 6 heads of 64 over 2 KV heads; head not tied."""
+    """Return a shape of 9.4 M parameters: 4 layers of width 384, 6 heads of 64 over 2 KV heads; untied."""
     return _config(hidden=384, layers=4, heads=6, kv_heads=2, head_dim=64, ffn=1024, tied=False)
 
 
 def draft_config() -> LlamaConfig:
-    """1.0 M parameters: 2 layers of width 128, 4 heads of 32 over 2 KV heads; embeddings tied."""
+    """Return a shape of 1.0 M parameters: 2 layers of width 128, 4 heads of 32 over 2 KV heads; tied."""
     return _config(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=512, tied=True)
 
 
 def hybrid_config() -> Qwen3_5TextConfig:
-    """9.6 M parameters: the target's width and depth, three gated delta nets and one attention layer."""
+    """Return a shape of 9.6 M parameters: the target's, with 3 gated delta nets and 1 attention layer."""
     return Qwen3_5TextConfig(
         vocab_size=VOCABULARY,
         hidden_size=384,
@@ -65,7 +65,7 @@ def hybrid_config() -> Qwen3_5TextConfig:
 
 
 def export(model: PreTrainedModel, folder: Path) -> None:
-    """Write config, generation config and bf16 safetensors beside the tokenizer in `folder`."""
+    """Write config, generation config and bf16 safetensors to `folder`, which has the tokenizer."""
     model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID, pad_token_id=PAD_ID

@@ -17,7 +17,7 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n
 
 
 def train(texts: list[str]) -> Tokenizer:
-    """Train on `texts`; the 256 byte symbols are always in the vocabulary, so nothing is ever unknown."""
+    """Train on `texts`. The vocabulary always has the 256 byte symbols, so any text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

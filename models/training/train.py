@@ -22,7 +22,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def next_token_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy (nats) of `tokens` `[windows, length + 1]` under the model."""
+    """Return the mean cross-entropy (nats) of `tokens` `[windows, length + 1]` under the model."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 

@@ -39,9 +39,7 @@ from training.recording import LONGEST_PIECE, Device, Piece, Recording, answer, 
 
 @dataclass(frozen=True)
 class _Method:
-    """A kind of heads: how they are built, the layers that make their feature, and the method that serves
-    them.
-    """
+    """A kind of heads: its builder, the layers that make its feature, and the method that serves it."""
 
     build: Callable[[Target, HeadOptions], TrainableHead]
     captured: Callable[[int], tuple[int, ...]]
@@ -59,15 +57,15 @@ _CHECKPOINT = "checkpoint.safetensors"
 _LOG_EVERY_S = 60.0
 _WARM_UP = 0.05
 _USEFUL_STEPS = 2000
-"""With less text the batches become smaller, since too few steps teach a head little."""
+"""The least number of useful steps. With less text, batches become smaller to reach it."""
 _LARGEST_BATCH = 4096
-"""The most tokens in a batch whose size is not given."""
+"""The largest number of tokens in a batch whose size is not given."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command's options: `data` or `prompts` is given. `steps` None means `epochs` times through the
-    data, `batch_tokens` None few enough for `_USEFUL_STEPS`.
+    """The command's options; either `data` or `prompts` is given. `steps` None means `epochs` epochs.
+    `batch_tokens` None means a batch small enough for `_USEFUL_STEPS`.
     """
 
     method: Literal["eagle3", "mtp", "medusa"]
@@ -154,7 +152,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
 
 
 def _pieces(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
-    """Return what to train on, and what to measure on: of another file, or a part of the same."""
+    """Return the pieces to train on and the pieces to measure on, from another file or a part of the same."""
     if (options.data is None) == (options.prompts is None):
         raise ConfigError("--data or --prompts: give one of them")
     if options.data is None:
@@ -209,7 +207,7 @@ def _recording_folder(options: TrainOptions) -> Path:
 
 
 def _record(options: TrainOptions, name: str, pieces: list[Piece], console: Console) -> Recording:
-    """Return the recording of these pieces, completed if it is not complete."""
+    """Return the recording of these pieces; record the missing ones."""
     config, folder = _text_config(options), _recording_folder(options) / name
     layers = (*METHODS[options.method].captured(config.num_hidden_layers), config.num_hidden_layers)
     width, most_bytes = len(layers) * config.hidden_size, int(options.recording_gib * 2**30)
@@ -236,7 +234,7 @@ def _record(options: TrainOptions, name: str, pieces: list[Piece], console: Cons
 
 
 def head_schedule(steps: int) -> Schedule:
-    """Return a schedule whose rate rises in the first twentieth of the steps and then falls to zero."""
+    """Return a schedule whose rate rises for a twentieth of the steps, then falls to zero."""
     warm_up = max(1, round(steps * _WARM_UP))
     return Schedule(steps, warm_up, decay=steps - warm_up + 1)
 
@@ -268,8 +266,8 @@ def _run(trainer: Trainer, steps: int, console: Console) -> None:
 def _progress(
     console: Console, total: int, name: str, completed: int
 ) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar; without a terminal, a line every minute. Yields a function of the number that is
-    done and a text.
+    """Show a progress bar; without a terminal, a line every minute. Yields a function that takes the number
+    of finished units and a text.
     """
     columns = (TextColumn("{task.fields[state]}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:

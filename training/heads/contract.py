@@ -1,4 +1,4 @@
-"""The contract between the training loop and a method whose heads it trains, and the acceptance of drafts."""
+"""The contract between the training loop and a kind of heads, and the measurement of acceptance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.recording import Recorded, Recording
 
 @dataclass(frozen=True)
 class Target:
-    """The frozen model that heads are trained for. Only its embeddings and its LM head are used.
+    """The frozen model that heads draft for. Only its embeddings and its LM head are used.
 
     `token_counts` [vocab_size], int64, counts each token that heads should draft in the training data.
     """
@@ -40,7 +40,7 @@ class Target:
 
     @property
     def computes_in(self) -> torch.dtype:
-        """The dtype of a training step's products."""
+        """The dtype of the matrix products in a training step."""
         return fast_dtype(self.dtype, self.device)
 
     @property
@@ -57,7 +57,7 @@ class Target:
 
     @property
     def logit_scale(self) -> float:
-        """Return the factor that the model applies to its head's output (Cohere and Granite have one)."""
+        """Return the factor on the LM head's output, which Cohere and Granite have; else 1."""
         multiplier = getattr(self.config, "logit_scale", None) or 1.0
         divisor = getattr(self.config, "logits_scaling", None) or 1.0
         return float(multiplier / divisor)
@@ -68,8 +68,8 @@ class Target:
         return weight[token_ids].float() * self.logit_scale
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        """Return the model's own logits, float32, for final hidden states (those of layer `num_layers`) and
-        the tokens of these rows of `lm_head`.
+        """Return the model's logits, float32, from final hidden states (after layer `num_layers`) and these
+        rows of `lm_head`, each a token.
         """
         logits = nn.functional.linear(hidden.to(self.computes_in), lm_head.to(self.computes_in)).float()
         cap = getattr(self.config, "final_logit_softcapping", None)
@@ -93,8 +93,8 @@ class Target:
 class HeadOptions:
     """The user's choices of the heads' shape; None leaves a choice to the method.
 
-    `depth`: the number of tokens ahead that they are trained to draft. `num_layers`: layers of each head.
-    `draft_vocab_size`: only this many of the most frequent tokens can be drafted.
+    `depth`: number of tokens that the heads are trained to draft. `num_layers`: layers of each head.
+    `draft_vocab_size`: number of tokens that can be drafted, the most frequent ones.
     """
 
     depth: int | None = None
@@ -107,8 +107,8 @@ class TrainableHead(ABC):
 
     `module` holds the learned parameters, and no others, as float32 on the target's device: its `state_dict`
     is a training checkpoint. Buffers derived from the target should not be persistent. `hidden_layers` are
-    the layers whose hidden states `loss` and `draft` get, in Transformers' numbering; they may be more than
-    serving needs (the last one, for the target's own logits).
+    the layers whose hidden states `loss` and `draft` get, in Transformers' numbering; they may include layers
+    that serving does not need, such as the last one for the target's logits.
     """
 
     module: nn.Module
@@ -131,8 +131,8 @@ class TrainableHead(ABC):
         """
 
     def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:  # noqa: B027
-        """Measure what serving needs to know of the heads' quality. Called after the training for each
-        held-out text, before `save`.
+        """Measure the heads' quality as far as serving uses it. Called after the training for each held-out
+        text, before `save`.
 
         Arguments as for `draft`. From `places[0] + 1` on, the texts are the target's own answers.
         """
@@ -180,13 +180,13 @@ class HeadLearner:
         return loss.item()
 
     def updated(self) -> None:
-        """Do nothing: the optimizer steps the head's own parameters."""
+        """Do nothing: the optimizer changes the head's parameters directly."""
 
 
 @torch.no_grad()
 def acceptance(head: TrainableHead, held_out: Iterable[Recorded]) -> list[float]:
-    """Return, for each position of a greedy chain, how often the target agrees with it and with all
-    positions before it. The same texts calibrate the head. Raises `ConfigError` if all answers are too short.
+    """Return, for each position of a greedy chain, the share of chains accepted through it. The same texts
+    calibrate the head. Raises `ConfigError` if all answers are too short.
     """
     agreed: list[Tensor] = []
     for text in held_out:

@@ -16,16 +16,12 @@ from training.heads.unrolled import DEFAULT_DEPTH, UnrolledTraining
 
 DRAFT_VOCABULARY = 8192
 LARGEST_SHARE = 0.1
-"""The largest share of the target's parameters that a head may have: more would cost more time than it
-saves.
-"""
+"""The largest share of the target's parameters in a head. A larger head costs more time than it saves."""
 
 
 def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
-    """Build a head with a layer like the target's and an LM head of its own, each only if it is not too
-    large.
-
-    Raises `ConfigError` that names the option.
+    """Build a head with a layer like the target's, scaled down if too large, and an LM head of its own if
+    small enough. Raises `ConfigError` that names the option.
     """
     if options.num_layers not in (None, 1):
         raise ConfigError(f"--num-layers: an EAGLE-3 head has one, got {options.num_layers}")
@@ -38,8 +34,8 @@ def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
 
 
 def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
-    """Return the head's shape. `room` is how many parameters the layer and the mixing of hidden states may
-    have.
+    """Return the head's shape. `room`: the most parameters for the layer and the projection of the hidden
+    states.
     """
     config = target.model.config.get_text_config(decoder=True)
     width, heads = target.hidden_size, config.num_attention_heads
@@ -69,15 +65,15 @@ def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
 
 
 def _rope(theirs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the target's rope parameters, for whole heads; plain ones if it has none, or several kinds."""
+    """Return the target's rope parameters, for whole heads; plain rope if the target has none or several."""
     if not theirs or "rope_theta" not in theirs:
         return {"rope_type": "default", "rope_theta": 1e4}
     return {name: value for name, value in theirs.items() if name != "partial_rotary_factor"}
 
 
 def captured_layers(num_layers: int) -> tuple[int, ...]:
-    """Return a low, a middle and a high layer, as EAGLE-3's authors choose them. For a shallow model return
-    the layers just before the last, so that the last layer need not compute every row of a prompt.
+    """Return a low, a middle and a high layer, as EAGLE-3's authors choose them. For a shallow model, return
+    the layers just before the last one, so that the last layer need not compute all rows of a prompt.
     """
     if num_layers < 8:
         high = min(num_layers, max(2, num_layers - 1))
@@ -86,7 +82,7 @@ def captured_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Training(UnrolledTraining):
-    """An EAGLE-3 head in training. It starts without its layer's outputs."""
+    """An EAGLE-3 head in training. Initially its layer adds nothing."""
 
     def __init__(self, target: Target, shape: HeadShape, depth: int, own_lm_head: bool) -> None:
         assert shape.draft_vocab_size is not None

@@ -28,9 +28,8 @@ def build_medusa(target: Target, options: HeadOptions) -> MedusaTraining:
 class MedusaTraining(TrainableHead):
     """Medusa heads in training. Each head has its own residual layers; all share an LM head that starts as
     the rows of the target's for the `draft_vocab_size` most frequent tokens. A head learns the target's
-    distribution of its token given the earlier text (self-distillation, Cai et al. 2024, section 2.3.2), at
-    places where the target itself would say the tokens in between: a head does not see those, and only there
-    are its tokens verified.
+    distribution of its token (self-distillation, Cai et al. 2024, section 2.3.2) at places where the tokens
+    in between are the target's own argmax. A head does not see them, and its tokens are verified only there.
     """
 
     def __init__(self, target: Target, depth: int, num_layers: int, draft_vocab_size: int) -> None:
@@ -43,7 +42,7 @@ class MedusaTraining(TrainableHead):
         self._heads = ResidualHeads(depth, num_layers, self._rows)
         self.module: nn.Module = self._heads
         self._right: list[Tensor] = []
-        """Whether each rank of each head was right at places of held-out text, [places, heads, ranks]."""
+        """Whether each head's token of each rank was right on held-out text: [places, heads, ranks]."""
 
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self._target.computes_in)
@@ -69,7 +68,7 @@ class MedusaTraining(TrainableHead):
         return self._token_map[torch.stack(best, dim=2)]
 
     def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Note which ranks of each head are right; a static tree is chosen by that."""
+        """Record which ranks of each head are right. A static tree is chosen from that."""
         hidden = hidden[:, places].to(self._target.computes_in)
         ranked = self._ranked(hidden, min(NUM_RANKS, len(self._token_map)))
         ahead = places.unsqueeze(1) + 2 + torch.arange(self.depth, device=places.device)

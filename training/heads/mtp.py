@@ -22,7 +22,7 @@ from training.heads.eagle import DRAFT_VOCABULARY
 from training.heads.unrolled import DEFAULT_DEPTH, UnrolledTraining
 
 _QWEN = "qwen3_5", "qwen3_next"
-"""The families with a layout of their own, by their `model_type`. Others get the Speculators format."""
+"""The families with a layout of their own, by `model_type`. Others get the Speculators format."""
 
 
 def build_mtp(target: Target, options: HeadOptions) -> MtpTraining:
@@ -37,8 +37,8 @@ def build_mtp(target: Target, options: HeadOptions) -> MtpTraining:
 
 
 class MtpTraining(UnrolledTraining):
-    """An MTP head in training. It starts from the target's last layer of its kind. It learns to draft
-    `draft_vocab_size` tokens best, though it can draft all.
+    """An MTP head in training. Starts from the target's last layer of the same kind. Learns to draft the
+    `draft_vocab_size` tokens best, though it can draft all tokens.
     """
 
     def __init__(self, target: Target, depth: int, draft_vocab_size: int) -> None:
@@ -84,7 +84,7 @@ class MtpTraining(UnrolledTraining):
 
 
 def _start_as(target: Target, decoder: Any) -> None:
-    """Copy the target's last layer with the same tensors, if it has one, and its final norm."""
+    """Copy the target's last layer that has the same tensors, if any, and its final norm."""
     theirs: Any = target.model.get_decoder()
     names = decoder.layers[0].state_dict().keys()
     alike = [layer.state_dict() for layer in theirs.layers if layer.state_dict().keys() == names]

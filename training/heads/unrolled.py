@@ -1,9 +1,9 @@
 """Training of heads that draft one token after another, with a training-time test (Li et al. 2025, 3.2).
 
 In serving such a head reads its own hidden states, so training does too: the drafting of `depth` tokens is
-unrolled, with the text's tokens. The first token is drafted from every place of a window, each later one from
-every second place of the one before: later tokens are drafted more seldom, and cost as much. The head learns
-the target's distribution over the tokens that it can draft.
+unrolled, with the text's tokens. The first token is drafted from every place of a window. Each later step
+uses every second place of the step before: later tokens are drafted less often in serving, but cost as much.
+The head learns the target's distribution over the tokens that it can draft.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from training.heads.contract import Target, TrainableHead
 
 DEFAULT_DEPTH = 4
 _STEP_WEIGHT = 0.8
-"""The weight of a drafting step's loss relative to the step before."""
+"""The weight of a drafting step's loss relative to the step before it."""
 _STRIDE = 2
-"""Each drafting step of the training starts from one in so many places of the step before."""
+"""The stride: each drafting step starts from every second place of the step before it."""
 
 Describe = Callable[[nn.Module, nn.Module], ModelProgram]
-"""Describes a head with this embedding and this LM head."""
+"""A function that describes a head with this embedding and this LM head."""
 
 
 class UnrolledTraining(TrainableHead):
@@ -44,8 +44,8 @@ class UnrolledTraining(TrainableHead):
         draft_vocab_size: int,
         own_lm_head: bool,
     ) -> None:
-        """`captured` layers make the feature; without any, the last one does. Without an LM head of its own
-        the head uses the target's, limited to `draft_vocab_size`.
+        """Use the hidden states of `captured` layers as the feature; of the last layer if there are none.
+        Without its own LM head, the head uses the target's rows of the `draft_vocab_size` tokens.
         """
         self.depth = depth
         self.hidden_layers: tuple[int, ...] = (*captured, target.num_layers)
@@ -62,7 +62,7 @@ class UnrolledTraining(TrainableHead):
 
     def run_by(self, describe: Describe, combine: Callable[[Tensor], Tensor], positions: int) -> None:
         """Unroll the program that `describe` returns, for windows of up to `positions` tokens. `combine`
-        makes a row's hidden state of the target's.
+        turns the target's hidden states into a row's input.
         """
         embedding = self._target.model.get_input_embeddings()
         if embedding.weight.dtype is not self._target.computes_in:
@@ -77,8 +77,8 @@ class UnrolledTraining(TrainableHead):
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return the cross-entropy with the target's distribution over the draft vocabulary, in nats.
 
-        A drafting step learns only at places where the target itself would say the text's tokens before it,
-        since only there is the draft ever verified.
+        A drafting step learns only at places where the text's tokens before it are the target's own argmax,
+        since a draft is verified only there.
         """
         count = token_ids.shape[1] - 1
         with torch.no_grad():
@@ -125,9 +125,9 @@ class UnrolledTraining(TrainableHead):
         self, features: Tensor, choose: Callable[[Tensor, int, Tensor | None], Tensor], stride: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each drafting step's places and the LM head's input there, [windows, places, hidden_size].
-        The first step has all places of a window but the last, each later one every `stride`th of them.
+        The first step has all places of a window except the last, each later step every `stride`th of these.
 
-        `choose` returns a step's tokens, and may use the LM head's input of the step before.
+        `choose` returns a step's tokens; it may use the LM head's input of the step before.
         """
         places = torch.arange(features.shape[1] - 1, device=features.device)
         self._attention.begin(places, stride)
@@ -149,14 +149,14 @@ class UnrolledTraining(TrainableHead):
         return torch.autocast(self._target.device.type, self._target.dtype)
 
     def head_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the learned tensors of the head but for its LM head, in the target's dtype."""
+        """Return the head's learned tensors, except for its LM head, in the target's dtype."""
         state = self.module.get_submodule("head").state_dict()
         return [(name, value.detach().to(self._target.dtype)) for name, value in state.items()]
 
 
 class _UnrolledAttention:
-    """Attention of the unrolled drafting. Each call is one drafting step: a place's row sees the first step's
-    rows of all places up to its own, and the later steps' rows that started from its own place.
+    """Attention of the unrolled drafting. Each call is one drafting step. A row sees the first step's rows of
+    all places up to its own, and the later steps' rows of its own place.
     """
 
     def begin(self, places: Tensor, stride: int) -> None:
