@@ -2,7 +2,7 @@
 `--teacher` another model's whole distribution of it.
 
 The loss is then KL(teacher || model) at temperature 1 (Hinton et al., 2015). A draft has to predict the
-target, not the text, and a distribution carries more information per token than one next token does.
+target, not the text; and a distribution has more information per token than a single next token.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def next_token_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tenso
 
 
 def distillation_loss(model: PreTrainedModel, target_logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Mean KL divergence (nats) of the model from the target over `ids` `[windows, length]`."""
+    """Return the mean KL divergence (nats) of the model from the target over `ids` `[windows, length]`."""
     log_probs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
     target_log = target_logits.float().log_softmax(-1)
     return (target_log.exp() * (target_log - log_probs)).sum(-1).mean()
@@ -38,8 +38,8 @@ def distillation_loss(model: PreTrainedModel, target_logits: torch.Tensor, ids: 
 def begin(target: LlamaForCausalLM, hybrid: Qwen3_5ForCausalLM) -> None:
     """Copy the target's weights into `hybrid`, a model of the same width and depth.
 
-    New parameters are the gated delta nets, which add nothing to the hidden states at first, and the norms of
-    queries and keys and the gate of the hybrid's attention; the gate is half open at first.
+    New parameters are the gated delta nets, which initially add nothing to the hidden states, and in the
+    attention the query and key norms and the gate, which is initially half open.
     """
     hybrid.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
     hybrid.lm_head.weight.copy_(target.lm_head.weight)
