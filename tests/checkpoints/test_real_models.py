@@ -1,5 +1,5 @@
-"""SmolLM2 135M and Gemma 3 270M from GGUF files, compared with Transformers on the same file. SmolLM2 also
-quantized, and served by a split pair.
+"""SmolLM2 135M and Gemma 3 270M from GGUF files, compared with Transformers on the same file, SmolLM2 also
+quantized, and both served by a split pair.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TEXT = (Path(__file__).parents[2] / "LLM_SERVING.md").read_text()
 
 @pytest.mark.parametrize(
     ("dtype", "model"),
-    [("float32", SMOLLM2), ("bfloat16", SMOLLM2), ("bfloat16", GEMMA3)],
-    ids=["float32-smollm2", "bfloat16-smollm2", "bfloat16-gemma3"],
+    [("float32", SMOLLM2), ("bfloat16", SMOLLM2), ("float32", GEMMA3), ("bfloat16", GEMMA3)],
+    ids=["float32-smollm2", "bfloat16-smollm2", "float32-gemma3", "bfloat16-gemma3"],
 )
 @pytest.mark.timeout(300)
 def test_greedy_tokens_are_transformers(dtype: str, model: Packaged) -> None:
@@ -97,14 +97,18 @@ def served(serving: HttpServing, ids: list[int]) -> list[int]:
     return found
 
 
-def test_a_split_pair_with_drafts_and_a_killed_worker() -> None:
-    """In bfloat16 with KV in int8: the tokens are those of one engine that nothing happens to."""
-    prompts = dict([*prompts_of(SMOLLM2).items()][-6:])
-    alone = outputs_of(SMOLLM2, "bfloat16", "int8", tuple(prompts))
-    options: dict[str, Any] = {"dtype": "bfloat16", "compile": "auto", "kv_cache_dtype": "int8"}
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype"), [(SMOLLM2, "int8"), (GEMMA3, "auto")], ids=["smollm2-int8", "gemma3"]
+)
+@pytest.mark.timeout(300)
+def test_a_split_pair_with_drafts_and_a_killed_worker(model: Packaged, kv_cache_dtype: str) -> None:
+    """In bfloat16: the tokens are those of one engine that nothing happens to."""
+    prompts = dict([*prompts_of(model).items()][-6:])
+    alone = outputs_of(model, "bfloat16", kv_cache_dtype, tuple(prompts))
+    options: dict[str, Any] = {"dtype": "bfloat16", "compile": "auto", "kv_cache_dtype": kv_cache_dtype}
     options["speculative_config"] = speculative_config({"method": "suffix"}, "--speculative-config", "")
     workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:7", "decode-1": ""}
-    with HttpServing(gguf_file(SMOLLM2), workers, **(SIZES | options)) as serving:
+    with HttpServing(gguf_file(model), workers, **(SIZES | options)) as serving:
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = pool.map(lambda ids: served(serving, ids), prompts.values())
             serving.bury("decode-0")

@@ -251,10 +251,11 @@ def test_all_workers_are_killed_and_no_request_fails(server: ServerProcess) -> N
 @pytest.mark.parametrize(
     ("name", "number", "adopted"),
     [
+        ("gcs_server", signal.SIGKILL, 2),
         ("raylet", signal.SIGSTOP, 2),
         ("ray::WorkerActor", signal.SIGKILL, 1),
     ],
-    ids=["frozen raylet", "actor"],
+    ids=["gcs", "frozen raylet", "actor"],
 )
 def test_workers_continue_when_ray_does_not(
     server: ServerProcess, name: str, number: signal.Signals, adopted: int

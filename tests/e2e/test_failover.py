@@ -38,12 +38,17 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 DECODE_KILLED = {
+    "before it reserves": "KILL:before:_on_reserve:1",
+    "after it reserved": "KILL:after:_on_reserve:1",
     "at the first blocks": "KILL:before:on_transfer:1",
     "at later blocks": "KILL:after:on_transfer:2",
+    "at the manifest": "KILL:before:_on_handoff:1",
     "as it decodes": "KILL:after:after_step:7",
 }
 PREFILL_KILLED = {
+    "before the first token": "KILL:after:_reserve:1",
     "as it pushes": "KILL:after:_push:3",
+    "after the first token": "KILL:after:_on_first_token:1",
     "at the manifest": "KILL:before:_send_manifest:1",
     "after the manifest": "KILL:after:_send_manifest:1",
 }
@@ -126,10 +131,10 @@ def check_afterwards(serving: HttpServing, expected: list[dict[str, Any]]) -> No
 
 # With a second worker of the role, or without.
 KILLED = {
-    "decode-0-1": ("at the first blocks",),
-    "prefill-0-1": ("as it pushes", "at the manifest"),
-    "decode-0": ("as it decodes",),
-    "prefill-0": ("after the manifest",),
+    "decode-0-1": ("before it reserves", "at the first blocks", "at the manifest", "as it decodes"),
+    "prefill-0-1": ("as it pushes", "after the first token", "at the manifest"),
+    "decode-0": ("after it reserved", "as it decodes"),
+    "prefill-0": ("before the first token", "after the manifest"),
 }
 
 
@@ -196,6 +201,8 @@ def test_a_third_worker_fetches_the_prefix_from_a_peer(folder: Path, expected: l
     ("frozen", "point"),
     [
         ("decode-0", "STOP:before:_on_handoff:1"),
+        ("prefill-0", "STOP:after:_push:3"),
+        ("decode-0", "block:after:after_step:7"),
         ("prefill-0", "spin:after:_push:3"),
     ],
 )

@@ -23,7 +23,7 @@ from tests.worker.tiny_model import greedy
 
 PROMPT = "def main(): return 0"
 NUM_TOKENS = 24
-NUM_SCHEMA_CASES = int(os.environ.get("SCHEMA_CASES", "10"))
+NUM_SCHEMA_CASES = int(os.environ.get("SCHEMA_CASES", "20"))
 """Test cases for each operation of the API."""
 
 
@@ -171,7 +171,7 @@ def test_n_answers_differ_and_repeat_with_their_seed(client: openai.OpenAI) -> N
 async def test_random_aborts_and_disconnects_leak_nothing(serving: HttpServing) -> None:
     rng = random.Random(17)
     async with httpx.AsyncClient(base_url=serving.url, timeout=60) as client:
-        outcomes = await asyncio.gather(*(_one_random_request(client, rng, index) for index in range(80)))
+        outcomes = await asyncio.gather(*(_one_random_request(client, rng, index) for index in range(200)))
     assert set(outcomes) == {"finished", "left"}
     await asyncio.to_thread(serving.wait_empty)
     assert len(serving.worker_states()) == 2

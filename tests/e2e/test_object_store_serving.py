@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,29 @@ def test_tokens_equal_generate(server: ServerProcess, reference: PreTrainedModel
     assert set(pieces_sent(server)) == {"object_store"}
     used = {name for worker in server.workers().values() for name in worker["transports"].values()}
     assert used == {"object_store"}
+
+
+def test_a_killed_decode_worker_is_replaced(server: ServerProcess, reference: PreTrainedModel) -> None:
+    old = server.workers()["decode-0"]["incarnation"]
+    prompt = prompts(2)[2]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 600, "temperature": 0, "stream": True}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(server.worker_pid("decode-0"), signal.SIGKILL)
+        rest = [line for line in lines if line.startswith("data: {")]
+    assert '"error"' not in rest[-1], rest[-1]
+
+    def healed() -> bool:
+        worker = server.workers().get("decode-0")
+        return worker is not None and worker["incarnation"] != old and worker["lifecycle"] == "ready"
+
+    server.wait(healed, 60)
+    before = counter(server, "handoffs_total")
+    for prompt in prompts(3):
+        assert tokens(server, prompt) == greedy(reference, prompt, 12)
+    server.wait(lambda: counter(server, "handoffs_total") >= before + len(LENGTHS), 10)
 
 
 def test_the_workers_restart_under_another_ray(server: ServerProcess, reference: PreTrainedModel) -> None:
