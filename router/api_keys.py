@@ -84,7 +84,7 @@ class ApiKey:
         self._requests.fill(number, per_minute)
 
     def check_tokens(self) -> None:
-        """Raises `ApiError` 429 if the key may use no token now."""
+        """Raise `ApiError` 429 if the key may use no token now."""
         per_minute = self.entry.tokens_per_minute
         self._check_minute("key_tokens", self._tokens.wait_s(per_minute), per_minute, "tokens")
 

@@ -164,7 +164,7 @@ def decode_prompts(
 
 
 def refuse_unsupported(body: msgspec.Struct, at: str = "") -> None:
-    """Raises `InvalidRequestError` for the first field that asks for an unsupported feature."""
+    """Raise `InvalidRequestError` for the first field that asks for an unsupported feature."""
     for name in _unsupported(type(body)):
         raw = bytes(getattr(body, name))
         if raw and not _is_harmless(name, raw, body):

@@ -44,7 +44,7 @@ class RouterPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterServer:
-    """Binds the HTTP socket and the workers' socket at once; `run()` serves until `stop()` or a signal.
+    """A router with bound HTTP and worker sockets, which `run()` serves until `stop()` or a signal.
 
     Workers connect to `worker_endpoints`; `port` is the HTTP port in use. With `place`, as one of several
     routers, `port` is its own; it listens on the shared port once it is ready. Raises `ConfigError`.

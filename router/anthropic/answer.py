@@ -100,7 +100,7 @@ class ContentBlocks:
     """The content blocks of one answer. All `blocks` are complete, except the last one while it is open."""
 
     def __init__(self, signature: str) -> None:
-        """Initialize with the `signature` of thinking blocks: clients send back only signed ones."""
+        """Initialize with the `signature` of thinking blocks: clients return only signed ones."""
         self.blocks: list[Fields] = []
         self._signature = signature
         self._is_open = False

@@ -1,4 +1,4 @@
-"""Dispatches requests: sends them to workers, passes their tokens on, and moves them when workers fail."""
+"""The dispatch of requests: sends them to workers, passes tokens on, and moves requests when workers fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts and ends requests, passes the workers' tokens to them, and places them again when a worker fails."""
+"""The life of requests: their start and end, their tokens, and new placements when a worker fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REPLACEABLE = ("worker_lost", "transfer")
 
 
 class Dispatcher:
-    """Dispatches all requests. Runs on the event loop only."""
+    """The dispatcher of all requests. Runs on the event loop only."""
 
     def __init__(self, core: Core, placer: Placer) -> None:
         self._config, self._journal, self._registry, self._metrics, self._send = core

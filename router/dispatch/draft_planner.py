@@ -1,4 +1,4 @@
-"""Plans where each request's drafts are made, and plans again when load or draft workers change."""
+"""Plans of where each request's drafts are made, renewed when load or draft workers change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves all requests, with their KV, from workers that are about to leave to other workers.
+"""Moves of all requests, with their KV, from workers that are about to leave to other workers.
 
 A decoding request moves in two steps. While it still runs, its new worker fetches the KV of all full blocks
 into its prefix cache. Then the request is placed there, and only the tokens generated in the meantime are
@@ -73,7 +73,7 @@ async def _spare_any(worker_id: str, for_good: bool) -> str:
 
 
 class Drainer:
-    """Drains workers. Runs on the event loop only.
+    """The drains of workers. Runs on the event loop only.
 
     `let_go(worker_id, for_good)` asks the launcher, which knows all routers, and returns why the worker
     cannot be spared, or "". `for_good` is false if the worker only gets another role or a new process.

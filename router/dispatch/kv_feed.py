@@ -1,4 +1,4 @@
-"""Applies the workers' KV events to the index, each once and in order, and requests lost events again."""
+"""The workers' KV events, applied to the index each once and in order; lost events are requested again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Source:
 
 
 class KvFeed:
-    """Tracks the KV blocks that workers hold. Runs on the event loop only."""
+    """The index of workers' KV blocks and its updates. Runs on the event loop only."""
 
     def __init__(self, core: Core) -> None:
         _, _, self._registry, self._metrics, self._send = core

@@ -1,4 +1,4 @@
-"""Assigns requests to workers by the placement policy, and parks requests that wait for a worker."""
+"""Assignment of requests to workers by the placement policy; requests without a worker are parked."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ AHEAD_S = 60.0
 
 
 class Races:
-    """Starts and decides races. Runs on the event loop only.
+    """All races of requests with their copies. Runs on the event loop only.
 
     `place_again` moves a request that was not sent to a worker yet and needs no race.
     """

@@ -1,4 +1,4 @@
-"""Asks workers about requests without news, and has lost ones placed again.
+"""Questions to workers about requests without news; lost requests are placed again.
 
 A request is lost if a connection broke and took the message that brought the request to its worker, or the
 last message of its answer. The question uses the same connection as the former, and its reply the same as the
@@ -22,7 +22,7 @@ ASK_AFTER_S = 1.0
 
 
 class RollCall:
-    """Finds lost requests. Runs on the event loop only."""
+    """The search for lost requests. Runs on the event loop only."""
 
     def __init__(self, core: Core, loads: Loads, dispatcher: Dispatcher) -> None:
         _, self._journal, self._registry, self._metrics, self._send = core

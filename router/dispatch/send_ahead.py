@@ -1,4 +1,4 @@
-"""Sends requests to their workers, only as many as keep the workers busy.
+"""The sending of requests to their workers, only as many as keep the workers busy.
 
 A worker serves requests in the order of arrival, so none can overtake a request that was sent. The others
 wait here, where API keys take turns.
@@ -43,7 +43,7 @@ class _WorkerQueue:
 
 
 class SendAhead:
-    """Holds requests until their workers have room. Runs on the event loop only.
+    """Queues of requests that wait for room at their workers. Runs on the event loop only.
 
     `transmit` sends an assigned request to its first worker and returns whether that worker can be reached.
     `mean_output` returns the mean number of tokens of answers.

@@ -58,7 +58,7 @@ class WorkerLink:
             self._context.term()
 
     def send(self, worker: Worker, message: msgspec.Struct) -> bool:
-        """Queue a message. Returns False if the worker has no connection or its queue is full."""
+        """Queue a message. Return False if the worker has no connection or its queue is full."""
         return self.send_to(worker.key.worker_id, message)
 
     def send_to(self, worker_id: str, message: msgspec.Struct) -> bool:

@@ -58,7 +58,7 @@ def with_narrow_schemas(lark: str, field: str) -> str:
 
 
 class Spelling:
-    """Spells texts in a grammar. Added tokens are spelled by id, since text would match other tokens."""
+    """The spelling of texts in a grammar: added tokens by id, since their text would match other tokens."""
 
     def __init__(self, markers: Collection[str], token_id: Callable[[str], int | None]) -> None:
         found = {text: token_id(text) for text in sorted(markers, key=len, reverse=True)}

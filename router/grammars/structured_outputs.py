@@ -29,7 +29,7 @@ from router.openai_types import MAX_RAW_BYTES, GenerationBody, ResponseFormat, S
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """Constrains calls to `tools`, or to the tool with this `name`, and arguments to their schemas."""
+    """The constraint of calls to `tools`, or to the tool `name`, and of arguments to their schemas."""
 
     tools: list[Tool]
     must_call: bool

@@ -234,7 +234,7 @@ class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
 
 
 class WorkerCollector:
-    """Collects the workers' metrics at each scrape: of live workers, and of pairs of live workers."""
+    """A collector, at each scrape, of the metrics of live workers and of pairs of live workers."""
 
     def __init__(self, workers: Iterable[Worker], model_name: str) -> None:
         self._workers = workers
@@ -278,7 +278,7 @@ def _add_pair(families: _Families, pair: PairState, labels: list[str]) -> None:
 
 
 class ServerTotals(Collector):
-    """Sums the workers' loads at each scrape, with the `num_parked` requests that wait in the router."""
+    """The sums, at each scrape, of the workers' loads and the `num_parked` requests that wait here."""
 
     def __init__(
         self,

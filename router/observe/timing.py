@@ -177,7 +177,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Logs how each request ended, at level info if `on`, else at debug."""
+    """The log of how each request ended, at level info if `on`, else at debug."""
 
     def __init__(self, on: bool) -> None:
         self._level = logging.INFO if on else logging.DEBUG

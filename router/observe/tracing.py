@@ -35,7 +35,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """Creates and exports spans. Calls `dropped` with the reason for each lost span."""
+    """The creation and export of spans. Calls `dropped` with the reason for each lost span."""
 
     def __init__(self, endpoint: str, model: str, dropped: Callable[[str], None]) -> None:
         self.model = model

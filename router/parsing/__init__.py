@@ -1,1 +1,1 @@
-"""Splits an answer's text into reasoning, content and tool calls as it is generated."""
+"""Parsers that split an answer's text into reasoning, content and tool calls as it is generated."""

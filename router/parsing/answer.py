@@ -48,7 +48,7 @@ Part: TypeAlias = Content | Reasoning | Call | Arguments
 
 
 class _Trimmed:
-    """Removes white space at the start of a text, and at its end unless more text follows."""
+    """A filter of white space at the start of a text, and at its end unless more text follows."""
 
     def __init__(self, keeps_start: bool) -> None:
         self._has_begun = keeps_start

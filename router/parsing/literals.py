@@ -1,4 +1,4 @@
-"""Parses calls whose arguments are in Python's or Gemma's notation, and passes these on as JSON."""
+"""Parsers of calls with arguments in Python's or Gemma's notation, which become JSON as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicts a placement's cost from the workers' measured step costs, and whether it meets its SLO."""
+"""Predictions, from measured step costs, of a placement's cost and of whether it meets its SLO."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class CrashError(TandemError):
 
 
 class Preprocessor:
-    """Runs tasks in a process that starts with the first task. `failed` counts tasks without an answer."""
+    """A process for tasks, which starts with the first one. `failed` counts tasks without an answer."""
 
     def __init__(
         self, config: ServeConfig, tokenizer: Tokenizer, failed: Callable[[Failure], None] = lambda _: None
@@ -229,7 +229,7 @@ Outcome = str | InvalidRequestError
 
 
 class GrammarCompiler:
-    """Compiles requested grammars once each. A grammar that reaches the CPU time limit is not remembered."""
+    """A cache of compiled grammars. A grammar that reaches the CPU time limit is not remembered."""
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor

@@ -1,4 +1,4 @@
-"""Builds generations from bodies: small bodies in the event loop, others in the preprocessor."""
+"""The way from bodies to generations: small bodies in the event loop, others in the preprocessor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _decode = msgspec.msgpack.Decoder(Prepared | EarlierResponse).decode
 
 
 class RequestPreparer:
-    """Prepares requests. Raises `ApiError` or `InvalidRequestError` that names the field.
+    """The reader and builder of requests. Raises `ApiError` or `InvalidRequestError` that names the field.
 
     `find` returns the adapter that a request's `model` names, like `AdapterTable.find`. `formats` returns the
     workers' formats of block identities, so that prompts are hashed here and not when they are placed.

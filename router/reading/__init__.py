@@ -1,1 +1,1 @@
-"""Reads request bodies into prepared requests and generations."""
+"""The reading of request bodies into prepared requests and generations."""

@@ -1,4 +1,4 @@
-"""Reads a chat's messages and tools: returns its prompt and the parts that its answer may have."""
+"""The reading of a chat's messages and tools: its prompt, and the parts that its answer may have."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Chat(NamedTuple):
 
 
 class Chats:
-    """Reads chats for the model, which has one format for tool calls and one for reasoning."""
+    """A reader of chats for the model, which has one format for tool calls and one for reasoning."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

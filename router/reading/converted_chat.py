@@ -20,9 +20,9 @@ class ConvertedMessages:
     """The `messages` of a chat, each with the field of the request that it was made from."""
 
     tool_names: ClassVar[Mapping[str, str]] = {}
-    """The request's field names by those of a tool message."""
+    """The request's names for fields of a tool message."""
     call_names: ClassVar[Mapping[str, str]] = {}
-    """The request's field names by those of a called function."""
+    """The request's names for fields of a called function."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []

@@ -1,4 +1,4 @@
-"""Reads request bodies: decodes them, checks all limits, and tokenizes prompts.
+"""The reading of request bodies: decoding, checks of all limits, and tokenizing of prompts.
 
 No code here waits or depends on workers. It runs in the router for small bodies, else in the preprocessor.
 """
@@ -42,7 +42,7 @@ MAX_PROMPT_LOGPROBS = 2**22
 
 
 class RequestReader:
-    """Reads the bodies of all endpoints. Raises `ApiError` or `InvalidRequestError` that names the field."""
+    """A reader of all bodies. Raises `ApiError` or `InvalidRequestError` that names the field."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
         self._config = config

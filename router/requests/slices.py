@@ -25,7 +25,7 @@ class Slices:
         self._turn = asyncio.Lock()
 
     async def of(self, pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-        """Yield the pieces, those of one slice joined."""
+        """Yield the pieces, joined by slice."""
         rest, is_over = iter(pieces), False
         while not is_over:
             async with self._turn:

@@ -1,1 +1,1 @@
-"""Changes the number of workers of each role, by request of an operator and automatically."""
+"""Changes of the number of workers of each role, by request of an operator or automatically."""

@@ -1,4 +1,4 @@
-"""Decides whether a role needs more or fewer workers, as a pure function, the same live and in a simulator.
+"""The decision whether a role needs more or fewer workers: a pure function, also used in a simulator.
 
 For each role the decision finds the least number of workers for the demand of the last minutes: few prompts
 wait longer than the SLO allows (Erlang's C formula, with Allen and Cunneen's correction for the spread of

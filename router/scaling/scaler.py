@@ -55,7 +55,7 @@ class ScaleReport(DrainReport):
 
 
 class Scaler:
-    """Changes the number of workers, on the event loop. `ask` reaches the launcher."""
+    """The changes of the number of workers, on the event loop. `ask` reaches the launcher."""
 
     def __init__(self, core: Core, drainer: Drainer, turns: Turns) -> None:
         self._config, _, self._registry, *_ = core

@@ -103,7 +103,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes by token id, filled on demand. Token ids that the tokenizer does not know have none."""
+    """Bytes by token id, filled on demand. Ids that the tokenizer does not know have no bytes."""
 
     def __init__(self, tokenizer: FastTokenizer, decoding: PieceDecoding, skip: frozenset[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Encodes texts with `fastokens`, which takes a tenth of the time of `tokenizers`.
+"""Encoding of texts with `fastokens`, which takes a tenth of the time of `tokenizers`.
 
 It serves the tokenizers whose ids were compared at every code point and by fuzzing: byte-level BPE with one
 of the patterns below (`tests/router/text/test_fast_encoder.py`). All others stay with `tokenizers`.

@@ -149,7 +149,7 @@ class Assignment:
 
 
 class Loads:
-    """Moves assignments from stage to stage, and counts each assignment once in the load of its workers."""
+    """The loads of workers: each assignment, which moves from stage to stage here, counts once."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

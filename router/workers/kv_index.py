@@ -52,7 +52,7 @@ def hash_blocks(parent: BlockIdentity, token_ids: Sequence[int], block_size: int
 
 
 class KvIndex(Generic[Name]):
-    """Maps blocks to their holders, for one thread. A holder has a slot, a small number, and a `Name`."""
+    """A map of blocks to their holders, for one thread. A holder has a slot (a small number) and a `Name`."""
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]

@@ -26,7 +26,7 @@ export function drawDiagram(seen) {
   if (left) picture.append(svg("text", { class: "small", x: 0, y: height - 4 }, `${count(left)} more in the table`));
 }
 
-/** Return a column for each role; without room for more than two, further roles stand below decode. */
+/** Return a column of workers for each role; roles without room for a column are appended to the last one. */
 function columnsOf(workers, width) {
   const roles = [...new Set(workers.map((worker) => worker.role))];
   const room = Math.floor((width - 60) / (NODE.narrow + 24));
@@ -44,7 +44,7 @@ const busiest = (members) =>
   members.length <= MAX_IN_COLUMN ? members
     : [...members].sort((one, other) => (other.running ?? 0) - (one.running ?? 0)).slice(0, MAX_IN_COLUMN);
 
-/** Fill `nodes` and return the height. */
+/** Set the positions in `nodes` and return the height of the diagram. */
 function layOut({ stages }, columns, width) {
   const most = Math.max(1, ...columns.map((column) => column.length));
   const body = most * (NODE.height + NODE.gap) - NODE.gap;
@@ -131,7 +131,7 @@ function curve(begin, end) {
   return `M${begin} C${begin[0] + bend},${begin[1]} ${end[0] - bend},${end[1]} ${end}`;
 }
 
-/** Return labels for the lines if these are few and long enough; the list below the diagram has all. */
+/** Return labels for the lines if these are few and long enough; the list below the diagram has all labels. */
 function labels(links) {
   const shown = links.filter(({ from, to }) => nodes.has(from) && nodes.has(to));
   if (shown.length > MAX_LABELS) return [];

@@ -1,5 +1,5 @@
 // Makes elements from plain values, and formats figures for people.
-// Strings only become text, so a server's strings never become markup.
+// Strings become text nodes, so that a string from the server is never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -11,7 +11,7 @@ const REMEMBERED_MS = 10_000;
 
 const roleOf = (id) => id.replace(/-\d+$/, "");
 
-/** Compares the server's successive answers: lost workers, workers' speeds, new placements. */
+/** The differences between successive answers of the server: lost workers, workers' speeds, new placements. */
 class Watch {
   #known = new Map();
   #decided = null;
@@ -44,7 +44,7 @@ class Watch {
     return { ...worker, costs, state: worker.lifecycle, speed, running };
   }
 
-  /** Return workers that are being started, and workers that were there a moment ago. */
+  /** Return workers that are starting, and workers that left within `REMEMBERED_MS`. */
   #away(present, awaited, now) {
     const found = awaited.filter((id) => !present.has(id)).map((id) => ({ id, state: "returning" }));
     for (const [id, { at }] of this.#known) {
@@ -101,7 +101,7 @@ let failures = 0;
 let isLooking = false;
 let hasSeen = false;
 
-/** Poll now, and from now on repeatedly. */
+/** Poll now, then repeatedly. */
 async function look() {
   clearTimeout(timer);
   if (isLooking) return;

@@ -69,7 +69,7 @@ function clear() {
   tell(byId("problem"), "");
 }
 
-/** Send the form's request, with `further` fields that the form does not have. */
+/** Send the form's request, with the `further` fields in addition. */
 async function ask(onNoKey, further = {}) {
   const text = prompt.value;
   const talk = isChat();
@@ -144,7 +144,7 @@ function parameters() {
   return fields;
 }
 
-/** Return the element for the answer's text. A completion follows its prompt, a chat's turns stand below each other. */
+/** Append the prompt and an empty answer to the output, as text or as a chat's turns. Return the answer's element. */
 function newAnswer(talk, text) {
   const answer = html("span", { class: "answer" });
   const given = html("span", { class: "given" }, text);
@@ -238,7 +238,7 @@ function rowsOf(timing) {
   return rows;
 }
 
-/** Return a row whose bar is no time but the share of the answer's tokens that were drafted. */
+/** Return a row whose bar shows the share of the answer's tokens that are accepted drafts, not a time. */
 function draftsRow({ accepted_tokens: accepted, drafted_tokens: drafted, tokens, total_s: total }) {
   if (!drafted) return { name: "Drafts", bars: [], told: "none" };
   const bars = [[0, (accepted / Math.max(tokens, 1)) * total]];

@@ -1,4 +1,4 @@
-// The sample buttons' requests: a prompt worth splitting, an edit that drafts well, JSON of a schema.
+// The sample buttons' requests: a long prompt for two workers, an edit that drafts well, JSON with a schema.
 
 const LONG = `"""A store of readings, each of a sensor at a time, kept in a file of lines."""
 

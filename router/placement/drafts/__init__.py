@@ -1,1 +1,1 @@
-"""Decides where a request's drafts are made: `prospects` by pure functions, `kinds` by what was observed."""
+"""Decisions where a request's drafts are made: `prospects` by pure functions, `kinds` by observation."""

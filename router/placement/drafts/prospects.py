@@ -295,7 +295,7 @@ LEAST_S = 0.25
 LEAST_RATIO = 0.01
 """Least correction, for a worker that stood still: predictions are divided by it."""
 MOST_ROWS = 2.0**20
-"""Largest load that is told apart; larger and infinite loads count as this one."""
+"""Largest load with a class of its own; larger and infinite loads count as this one."""
 
 
 class _Sums(NamedTuple):
