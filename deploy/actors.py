@@ -32,8 +32,8 @@ PATIENCE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class ActorState:
-    """The state of an actor: its process, what the start of its worker `waits_for`, why the worker is
-    `stuck` (if it is stopped), and why templates were `replaced` since the actor began.
+    """An actor's state: its process id, what the start of its worker `waits_for`, why the worker is `stuck`
+    (if it is stopped), and why templates were `replaced` since the actor began.
     """
 
     pid: int

@@ -93,7 +93,7 @@ def load_config(
     for field, parse in _PARSERS.items():
         if values.get(field) is not None:
             values[field] = parse(values[field], sources[field])
-    use_download_dir(values.get("download_dir"))  # before a draft's config.json is looked for
+    use_download_dir(values.get("download_dir"))  # before a draft's config.json is searched
     if values.get("speculative_config") is not None:
         flag = sources["speculative_config"]
         values["speculative_config"] = speculative_config(values["speculative_config"], flag, model)

@@ -105,7 +105,7 @@ LAUNCHER_GRACE_S = 20.0
 """Seconds that Ray and the workers get to end before they are killed."""
 
 START_GRACE_S = 0.5
-"""The same seconds if the server was not ready yet."""
+"""Seconds that Ray and the workers get if the server was not ready yet."""
 
 DESCENDANTS_GRACE_S = 2.0
 

@@ -103,7 +103,7 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
 
 
 def _tell_ports_of_no_agents(node: Any) -> None:
-    """Write -1 as the agents' ports, which the raylet waits for: there are no agents."""
+    """Write -1, for no agents, as the agents' ports: the raylet waits for these."""
     from ray import _raylet
 
     for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT"):

@@ -148,9 +148,9 @@ class RayCluster:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if self._config.log_format == "json":
-            os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # else lines would not be JSON
+            os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # lines would not be JSON
         if self.is_local:
-            # Makes Ray use loopback as the node's address, as on other systems, and listen only there.
+            # Makes Ray use loopback as the node's address, like on other systems, and listen only there.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -211,7 +211,7 @@ class RayCluster:
         """
         import ray
 
-        self.has_died = True  # the server's end need not wait for it
+        self.has_died = True  # a server that ends now need not wait
         for process in self._processes.values():
             process.end(_KILL_S)
         ray.shutdown()

@@ -116,7 +116,7 @@ def _places(slots: Sequence[Slot]) -> Counter[str]:
 
 
 def most_of(role: str, nodes: Sequence[Node], wanted: Mapping[str, int], config: ServeConfig) -> int:
-    """Return how many workers of a role fit on these nodes next to the `wanted` ones of other roles."""
+    """Return how many workers of a role fit on these nodes in addition to other roles' `wanted` workers."""
     places = Counter[str]()
     for node in nodes:
         places.update(node.roles)

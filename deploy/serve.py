@@ -19,7 +19,7 @@ from worker.cores import host_cores
 
 
 def serve(config: ServeConfig) -> int:
-    """Run the server until it is told to end. Returns the process' exit code."""
+    """Run the server until a signal or a failure. Returns the process' exit code."""
     log_to_stderr(config.log_level, config.log_format)
     os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no child process needs it
     patience = Patience(config)

@@ -69,7 +69,7 @@ def choose(
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""After a worker has run this long, its earlier failures are forgotten."""
+"""Seconds of running after which a worker's earlier failures are forgotten."""
 
 FRAIL_S = 5.0
 """A worker whose process vanishes this soon after it became ready is itself at fault."""

@@ -57,7 +57,7 @@ class StartWatch:
         self._ask(slot, now)
 
     def take(self, slot: Slot) -> None:
-        """Store the answer of the slot's actor, if there is one."""
+        """Store the answer of the slot's actor, if it has come."""
         if slot.look is None or not ray.wait([slot.look], timeout=0)[0]:
             return
         answer, slot.look = slot.look, None

@@ -303,7 +303,7 @@ class Supervisor:
             self._end_start(slot, fault, now)
 
     def _end_start(self, slot: Slot, fault: StartFault, now: float) -> None:
-        """End a worker that does not become ready; also end its actor if that may still be waiting."""
+        """End a worker that does not become ready, and its actor if that may still be waiting."""
         if fault.by_actor:
             self._router.replaced("actor")
             slot.ping = slot.look
@@ -369,7 +369,7 @@ class Supervisor:
         log.error("worker %s ended: %s; it is restarted in %.1f s", slot.worker_id, reason, delay)
 
     def _end_unready(self) -> None:
-        """End workers that are to leave but do not serve, so they have nothing to drain."""
+        """End leaving workers that do not serve yet, so they have nothing to drain."""
         for slot in [slot for slot in self._slots if slot.leaves and slot.ready_since is None]:
             if slot.ended is not None:
                 self._kill(slot)

@@ -68,9 +68,9 @@ class FinishedStep:
 
 
 class Trainer:
-    """Trains in place and writes a checkpoint every `save_every_s` seconds.
+    """A run that trains in place, with a checkpoint every `save_every_s` seconds.
 
-    A run resumes from `checkpoint` if it exists and has the same `settings`.
+    It resumes from `checkpoint` if that exists and has the same `settings`.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class Recording:
         row_bytes = 4, 2 * self.width
         with parts[0].open("ab") as tokens, parts[1].open("ab") as hidden, self._index.open("a") as index:
             for file, size in zip((tokens, hidden), row_bytes, strict=True):
-                file.truncate(self.num_tokens * size)  # a text that was cut off
+                file.truncate(self.num_tokens * size)  # cuts off an incomplete text
             while not self.is_full and (entry := next(texts, None)) is not None:
                 number, text = entry
                 tokens.write(text.token_ids.int().numpy().tobytes())

@@ -31,7 +31,7 @@ class WorkerDied(msgspec.Struct, frozen=True, tag="died"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """The workers to expect: ids with roles, and the `room` for more workers of each role."""
+    """The workers to expect, as ids with roles, and the `room` for more workers of each role."""
 
     roles: dict[str, str]
     room: dict[str, int]

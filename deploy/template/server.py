@@ -288,7 +288,7 @@ def _run_worker(
         watched = [told] if keeper is None else [told, keeper]
         while select.select(watched, [], [])[0] == [told] and control.recv(16):
             stop.stop()
-        os._exit(1)  # the launcher has ended, or both actor and template
+        os._exit(1)  # the launcher has ended, or both the actor and the template have
 
     threading.Thread(target=listen, name="control", daemon=True).start()
     control.sendall((run_launch(launch, stop, place=place, leader=leader) + REPORT_END).encode())
@@ -306,7 +306,7 @@ def _set_name(name: str) -> None:
 
 
 def main(name: str, keeper: int) -> None:
-    """Become the template of this name, in the background, unless there is one."""
+    """Become the template of this name, in the background, unless one exists."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(f"\0{name}")

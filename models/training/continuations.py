@@ -15,7 +15,7 @@ from tqdm import tqdm
 from models.training.corpus import encode_documents, training_texts
 from training.recording import Piece, answer
 
-SHORTEST, LONGEST, CONTINUATION = 32, 160, 160  # tokens
+SHORTEST, LONGEST, CONTINUATION = 32, 160, 160  # in tokens
 
 
 def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[int]]:

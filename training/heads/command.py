@@ -207,7 +207,7 @@ def _recording_folder(options: TrainOptions) -> Path:
 
 
 def _record(options: TrainOptions, name: str, pieces: list[Piece], console: Console) -> Recording:
-    """Return the recording of these pieces; record the missing ones."""
+    """Return the recording of the pieces, after recording the missing ones."""
     config, folder = _text_config(options), _recording_folder(options) / name
     layers = (*METHODS[options.method].captured(config.num_hidden_layers), config.num_hidden_layers)
     width, most_bytes = len(layers) * config.hidden_size, int(options.recording_gib * 2**30)

@@ -150,7 +150,7 @@ def write_head(folder: Path, config: Mapping[str, object], tensors: Mapping[str,
 
 
 class HeadLearner:
-    """Implements `training.loop.Learner`: AdamW on the head, fed with the target's recorded hidden states."""
+    """The `training.loop.Learner` of a head: AdamW, fed with the target's recorded hidden states."""
 
     def __init__(
         self,
