@@ -1,1 +1,1 @@
-"""Transport of messages between processes: encrypted ZeroMQ sockets, and certificates of TLS connections."""
+"""Transport of messages between processes: encrypted ZeroMQ sockets, and certificates for TLS connections."""

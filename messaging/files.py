@@ -1,6 +1,6 @@
 """Files that flags name: secrets, and certificates of workers and of HTTPS.
 
-A file that others can change, or a secret that they can read, is refused by its flag at the start.
+A file that others can change, or a secret that they can read, is refused at the start.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from protocol.server_options import ApiOptions, TransferOptions
 
 
 def read_private(path: str, flag: str) -> bytes:
-    """The file's bytes. Raises `ConfigError` where it cannot be read, or others may read or write it."""
+    """Return the file's bytes. Raises `ConfigError` if it is unreadable, or others may read or write it."""
     return _read(path, flag, private=True)
 
 
 def read_trusted(path: str, flag: str) -> bytes:
-    """The file's bytes. Raises `ConfigError` where it cannot be read, or others may write it."""
+    """Return the file's bytes. Raises `ConfigError` if it is unreadable, or others may write it."""
     return _read(path, flag, private=False)
 
 
@@ -34,17 +34,17 @@ def _read(path: str, flag: str, private: bool) -> bytes:
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """PEM files, the same on every host: the workers' certificate chain, its key, and the authority's."""
+    """PEM files, the same on every host: the workers' certificate chain, its key, the CA's certificate."""
 
     cert: str
     key: str
     ca: str
 
     def context(self, *, server_side: bool) -> ssl.SSLContext:
-        """Return a context for mutual TLS 1.3 with peers whose certificate the authority signed. Host names
-        are not checked.
+        """Return a context for mutual TLS 1.3 with peers whose certificate the authority signed.
 
-        Raises ConfigError for files that cannot be read or do not match each other.
+        Host names are not checked. Raises ConfigError for files that are unreadable or do not belong
+        together.
         """
         read_trusted(self.cert, "--kv-tls-cert")
         read_trusted(self.ca, "--kv-tls-ca")
@@ -61,14 +61,14 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
         return context
 
     def check(self) -> None:
-        """Do a handshake of both sides in memory. Raises ConfigError if it fails."""
+        """Do a handshake between both sides in memory. Raises ConfigError if it fails."""
         refusal = _meet(self.context(server_side=False), self.context(server_side=True))
         if refusal is not None:
             raise ConfigError(f"--kv-tls-cert: {self.cert} does not pass --kv-tls-ca {self.ca}: {refusal}")
 
 
 def http_tls(config: ApiOptions) -> ssl.SSLContext | None:
-    """Return the context for HTTPS, if configured. Raises ConfigError, also for an expired certificate."""
+    """Return the context for HTTPS, or None if unset. Raises ConfigError, also for expired certificates."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     read_trusted(config.tls_cert, "--tls-cert")
@@ -86,7 +86,7 @@ def http_tls(config: ApiOptions) -> ssl.SSLContext | None:
 
 
 def _meet(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> str | None:
-    """Do a handshake of two contexts in memory; return the reason if it fails."""
+    """Do a handshake between two contexts in memory. Return the reason if it fails."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server)
     server = server_context.wrap_bio(to_server, to_client, server_side=True)

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets of a cluster: encrypted and authenticated with CURVE; no call waits without a limit.
+"""ZeroMQ sockets of a cluster, encrypted and authenticated with CURVE. Every wait has a limit.
 
 The package's `__init__` does not import this module, so the engine needs no ZeroMQ.
 """
@@ -103,14 +103,14 @@ def connect_dealer(
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on the route to `host`, at which that host can reach it."""
+    """Return this host's address on the route to `host`, which can reach this host there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # UDP's connect sends nothing: it only looks the route up
         return str(probe.getsockname()[0])
 
 
 def give_way() -> None:
-    """Yield the core after an urgent send: ZeroMQ's I/O thread may need it before the next forward."""
+    """Yield the core after an urgent send: ZeroMQ's I/O thread may need it before the next step."""
     os.sched_yield()
 
 

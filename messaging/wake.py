@@ -11,7 +11,7 @@ class StoppedError(Exception):
 
 
 class Wake:
-    """Readable from `set` until `clear`, or for good after `stop`. For any thread, even after `close`."""
+    """A wake-up, readable from `set` to `clear`, or for good after `stop`. For any thread, even if closed."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,3 +1,3 @@
-"""Predicts a cluster's behaviour under a recorded load: `tandem profile` measures a server, `tandem plan`
+"""Predictions for a cluster under a recorded load: `tandem profile` measures a server, `tandem plan`
 simulates.
 """

@@ -1,7 +1,7 @@
-"""Measures a running server: sends bursts of requests of every size, then reads what its workers report.
+"""Measurement of a running server: bursts of requests of every size, then the workers' reports.
 
-The workers fit their steps' times and their wires' speed to the load, including the influence of everything
-else on the same machine: the router, and the client here.
+Workers fit their step times and wire speeds under this load, which includes the influence of the router and
+of this client on the same machine.
 """
 
 from __future__ import annotations
@@ -29,41 +29,39 @@ from protocol.speculation import MethodState, SpeculationState
 from router.placement.interface import LinkSpeed
 
 BURSTS = (1, 2, 4, 8, 16, 32)
-"""Sizes of bursts: requests that come at about the same time. As a burst ends, it passes through all smaller
-batch sizes.
+"""Sizes of bursts: requests that come at about the same time. While a burst ends, its batch passes through
+all smaller sizes.
 """
 ROUNDS = 4
-"""Rounds; the first one warms up."""
+"""Number of rounds; the first round warms up."""
 NUM_BURSTS = len(BURSTS) * ROUNDS
 SPREAD_S = 0.4
-"""Seconds over which a burst's requests come."""
+"""Seconds over which a burst's requests are spread."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 96
 LONE_REQUESTS = 3
-"""Requests of each length, alone, and as many while another one decodes. Medians count."""
+"""Number of lone requests of each length, and of as many while another request decodes. Medians count."""
 LONE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Prompt lengths as shares of the longest chunk."""
 LONE_PAUSE_S = 0.05
-"""Seconds until the other request decodes."""
+"""Seconds after which the other request decodes."""
 PACED_REQUESTS = 4
-"""Requests that decode alone, and as many while prompts are computed."""
+"""Number of requests that decode alone, and of as many while prompts are computed."""
 DRAFT_BURSTS = (1, 2, 4, 8, 16)
-"""Sizes of bursts of requests that continue text, if the server drafts: random tokens say nothing about
-drafts.
-"""
+"""Sizes of bursts of requests that continue text, if the server drafts. (Random tokens cannot be drafted.)"""
 DRAFT_ROUNDS = 3
 REPORTED_S = 0.5
-"""Seconds within which a heartbeat has brought the workers' measurements."""
+"""Seconds after which a heartbeat has brought the workers' measurements."""
 TEXT_LENGTH, TEXT_OUTPUT = 1000, 64
 """[characters], [tokens]"""
 ALWAYS_SPLIT = ("--placement", "least_loaded")
-"""Options that the server must run with, so that its wires are used and each role does its own work."""
+"""Options that the server needs for calibration, so that wires are used and each role does its own work."""
 _VOCAB = range(16, 256)
 """Token ids that every model has."""
 _TIMEOUT_S = 300.0
 
 
 class CalibrationError(TandemError):
-    """The server did not do what was asked."""
+    """The server did not do what the calibration requires."""
 
 
 def calibrate(
@@ -79,7 +77,7 @@ def calibrate(
 
 
 class Pace(NamedTuple):
-    """Seconds to an answer's first token, from there to its second, and on average to each further one."""
+    """Seconds to an answer's first token, from the first to the second, and per further token on average."""
 
     first_s: float
     second_s: float = 0.0
@@ -124,8 +122,8 @@ class _Calibration:
         )
 
     def _drafts(self) -> SpeculationState | None:
-        """Return what drafts bring to requests that continue the source of Python's library, some of them
-        greedy; None if the server does not draft.
+        """Return the statistics of drafts for requests that continue source code of Python's library, some of
+        them greedy; None if the server does not draft.
         """
         if not any(_speculation(worker).max_tokens for worker in self._get("/workers")["workers"]):
             return None
@@ -153,7 +151,7 @@ class _Calibration:
                 group.create_task(one())
 
     async def _prompts(self, ask: Callable[[int], Awaitable[Pace]], longest: int) -> dict[int, Pace]:
-        """Return the pace that `ask` measures by prompt length, for requests that run alone."""
+        """Return the pace measured by `ask` for each prompt length, for requests that run alone."""
         return {
             tokens: _median([await ask(tokens) for _ in range(LONE_REQUESTS)])
             for tokens in sorted({max(int(share * longest), 1) for share in LONE_SHARES})
@@ -169,7 +167,7 @@ class _Calibration:
             return await self._alone(tokens)
 
     async def _decode_beside(self, longest: int) -> float:
-        """Return how many times as long decode steps take while the prefill worker works."""
+        """Return the ratio of decode step times while the prefill worker works to those while it is idle."""
         alone = [await self._long_answer() for _ in range(PACED_REQUESTS)]
         async with asyncio.TaskGroup() as group:
             prompts = group.create_task(self._keep_busy(longest))
@@ -230,13 +228,13 @@ def _median(paces: Sequence[Pace]) -> Pace:
 
 
 def times_as_long(beside: Iterable[float], alone: Iterable[float]) -> float:
-    """Return the ratio of times measured while another worker works to times measured alone; at least 1."""
+    """Return the ratio of times measured while another worker works to times measured alone, at least 1."""
     beside_s, alone_s = sum(beside), sum(alone)
     return max(beside_s / alone_s, 1.0) if alone_s > 0 else 1.0
 
 
 def measured_handoff_s(costs: StepCosts, link: LinkProfile, alone: Mapping[int, Pace]) -> float:
-    """Return the seconds from a lone prompt's first token to its second, without the wire and a step."""
+    """Return the seconds from a lone prompt's first token to its second, less the wire's and a step's."""
     wire = LinkSpeed(link.latency_s, link.bytes_per_s)
     rest = [
         pace.second_s - wire.seconds(tokens * costs.kv_bytes) - costs.decode_s(1, tokens)
@@ -246,7 +244,7 @@ def measured_handoff_s(costs: StepCosts, link: LinkProfile, alone: Mapping[int, 
 
 
 def decode_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
-    """Return the costs of decoding from several reports of decode workers."""
+    """Return the decoding costs from several reports of decode workers."""
     names = ("step_s", "row_s", "context_s", "tokens_per_row")
     costs = [worker["costs"] for worker in told if worker["role"] == "decode"]
     return msgspec.convert(
@@ -255,10 +253,10 @@ def decode_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
 
 
 def with_prompts(costs: StepCosts, took: Mapping[int, float]) -> tuple[StepCosts, float]:
-    """Return `costs` with those of prompts, and the seconds of a request outside of workers, from the times
-    to the first token of lone requests, each of one chunk.
+    """Return `costs` with the weights of prompts, and the seconds that a request spends outside of workers,
+    both fitted to the times to the first token of lone requests with one prefill chunk.
 
-    Workers fit prompts, too, but from steps that other programs disturb, most of all the long ones.
+    Workers fit prompts, too, but to steps that other programs disturb, above all the long ones.
     """
     seconds = np.array(list(took.values()))
     features = np.array([(1.0, tokens, tokens * tokens / 2) for tokens in took])
@@ -274,7 +272,7 @@ def _speculation(worker: dict[str, Any]) -> SpeculationState:
 
 
 def drafts_of(told: Sequence[SpeculationState]) -> SpeculationState | None:
-    """Return the report with the most statistics of the methods that have drafted; None if none has."""
+    """Return the report with the most statistics of methods that have drafted, or None if none has."""
 
     def known(state: SpeculationState) -> list[MethodState]:
         return [method for method in state.methods if method.acceptance]

@@ -1,4 +1,4 @@
-"""A simulated cluster: the router's registry, loads, index and policies with engines on a virtual clock."""
+"""A simulated cluster: the router's registry, loads, index and policies, with engines on a virtual clock."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from router.workers.kv_index import KvIndex, block_keys, hash_blocks
 from router.workers.registry import Registry, Worker
 
 REPORT_INTERVAL_S = 0.25
-"""Seconds between two reports of a worker's KV usage, like heartbeats."""
+"""Seconds between a worker's reports of its KV usage, like heartbeats."""
 _PROMPT_IDS, _OWN_IDS = 2**30, 2**31
-"""The ids of shared prompt tokens are below the first, those of a request's own ones from there on."""
+"""Bounds of token ids: shared prompt tokens are below the first, a request's own from the second on."""
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
     """A request of a trace. Its `hash_ids` name the contents of its prompt's blocks of `block_tokens` tokens.
-    Times are seconds of the simulation; it `ended` with its last token, or when it was refused. `workers` has
-    the names of the workers it was placed on.
+    Times are simulated seconds. `ended` is the time of the last token, or of the refusal. `workers` has the
+    names of the workers that it was placed on.
     """
 
     trace: TraceRequest
@@ -69,7 +69,7 @@ class SimulatedRequest:
 
     @property
     def tpot_s(self) -> float:
-        """Return the mean time of the tokens after the first one; 0 if there are none."""
+        """Return the mean time of the tokens after the first; 0 without any."""
         return (
             (self.ended - self.first_token) / (self.trace.output_len - 1)
             if self.trace.output_len > 1
@@ -77,7 +77,7 @@ class SimulatedRequest:
         )
 
     def engine_request(self) -> EngineRequest:
-        """Return the request with token ids that are equal where the trace's blocks are."""
+        """Return the request with token ids that are equal where the trace's block ids are equal."""
         token_ids: list[int] = []
         for hash_id in self.trace.hash_ids:
             token_ids += [hash(hash_id) % _PROMPT_IDS] * self.block_tokens
@@ -93,8 +93,8 @@ class SimulatedRequest:
 class SimulatedWorker:
     """An engine, the wire on which its blocks leave, and the router's view of both.
 
-    `reserving` are the hand-offs that wait for room here, in strict order. `slot` is its place in the prefix
-    index.
+    `reserving` holds the hand-offs that wait for room here, in strict order. `slot` is the worker's index in
+    the prefix index.
     """
 
     def __init__(self, known: Worker, engine: TimedEngine, profile: Profile, slot: int) -> None:
@@ -104,7 +104,7 @@ class SimulatedWorker:
         self._wire_free_at = 0.0
 
     def send(self, tokens: float, begin: float) -> float:
-        """Queue the KV of `tokens` tokens, in all tables, on the wire. Return the time of their arrival."""
+        """Queue the KV of `tokens` tokens, in all tables, on the wire. Return the time of arrival."""
         begin = max(begin, self._wire_free_at)
         self._wire_free_at = begin + self._wire.seconds(tokens * self._kv_bytes)
         return self._wire_free_at
@@ -112,23 +112,21 @@ class SimulatedWorker:
 
 @dataclass(eq=False)
 class SimulatedHandoff:
-    """A hand-off. Its receiver reserves room when its sender begins with the prompt; each chunk moves while
-    the next one is computed. `reserved` is that room, once there is some.
+    """A hand-off. The receiver reserves room (`reserved`) when the sender begins with the prompt. Each chunk
+    is sent while the next one is computed.
     """
 
     request: EngineRequest
     sender: SimulatedWorker
     receiver: SimulatedWorker
     prompt: SequenceState | None = None
-    """The sender's sequence, once a part of it is computed."""
+    """The sender's sequence, once a part of its prompt is computed."""
     reserved: SequenceBlocks | None = None
     num_sent: int = 0
     arrives_at: float = 0.0
 
     def reserve(self) -> bool:
-        """Return whether the receiver has room for the prompt, and reserve it. Blocks cached there are not
-        sent.
-        """
+        """Reserve room on the receiver. Return False if it has none. Blocks cached there are not sent."""
         engine = self.receiver.engine
         engine.interrupt()
         root = engine.root(self.request)
@@ -180,7 +178,7 @@ class SimulatedCluster:
         self._mean_output = FIRST_OUTPUT
         self._reported_at = -inf
         self._requests: dict[str, SimulatedRequest] = {}
-        """The requests that run, by their ids."""
+        """The running requests, by id."""
         self._handoffs: dict[str, SimulatedHandoff] = {}
         names = [f"{role}-{number}" for number, role in enumerate(layout.roles)]
         self.workers = {
@@ -274,9 +272,7 @@ class SimulatedCluster:
     # --- a request's way ------------------------------------------------------------------------------
 
     def _fetch(self, asked: EngineRequest, first: SimulatedWorker, holder: SimulatedWorker) -> float:
-        """Send the blocks that `first` lacks, after the holder's current step. Return the time of their
-        arrival.
-        """
+        """Send the blocks that `first` lacks, after the holder's current step. Return the time of arrival."""
         first.engine.interrupt()
         room = find_room(first.engine.blocks, asked.prompt_token_ids, first.engine.root(asked))
         if room is None:
@@ -348,7 +344,7 @@ class SimulatedCluster:
         self.num_ended += 1
 
     def _withdraw(self, handoff: SimulatedHandoff) -> None:
-        """Release the reservation, since the prompt's first token was its last."""
+        """Release the reservation, because the prompt's first token was the request's last."""
         if handoff.reserved is not None:
             handoff.reserved.free()
         else:

@@ -33,7 +33,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options; field names are the flags."""
+    """The options of `tandem plan`. Field names are the flags."""
 
     trace: str
     slo_ttft: _Seconds
@@ -105,7 +105,7 @@ def _write(document: Mapping[str, object], outcomes: list[PlanOutcome], slo: Slo
 
 
 def _number(text: str | None) -> object:
-    """Return the number; other text is returned unchanged, to be refused by the type check."""
+    """Return the number, or other text unchanged, which the type check then refuses."""
     for kind in (int, float):
         try:
             return kind(text)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def _print_plan(console: Console, outcomes: Sequence[PlanOutcome], slo: Slo) -> 
 
 
 def _print_drafts(console: Console, choices: Sequence[DraftChoice], method: str, chosen: PlanOutcome) -> None:
-    """Print whether to speculate at the load of the chosen layout."""
+    """Print whether speculation pays at the load of the chosen layout."""
     mean = max(round(chosen.mean_rows), 1)
     here = min(choices, key=lambda choice: abs(choice.rows - mean))
     end = last_paying(choices)
@@ -178,7 +178,7 @@ def _name(scenario: Scenario) -> str:
 
 
 def _plot(outcomes: Sequence[PlanOutcome], slo: Slo, path: Path) -> None:
-    """Write an SVG file: a line for each mode over the number of prefill workers; colocated as a level."""
+    """Write an SVG file with a line per mode over the number of prefill workers; colocated is level."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -216,7 +216,7 @@ def _finish_plot(axes: Any, title: str, limit: float | None = None) -> None:
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
-    """For batches of `rows` requests: the best number of drafted tokens, 0 for none, and its speedup."""
+    """The best number of draft tokens for batches of `rows` requests, 0 for none, and its speedup."""
 
     rows: int
     num_tokens: int

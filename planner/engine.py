@@ -1,7 +1,7 @@
-"""A worker's engine on a virtual clock: the real scheduler and block manager, with steps that take what the
-profile says instead of being computed.
+"""A worker's engine on a virtual clock: the real scheduler and block manager. Steps are not computed, but
+take the time that the profile predicts.
 
-While nothing comes or ends, many steps that only decode are committed at once.
+While no request arrives or ends, many decode steps are committed at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from protocol.kv_events import Window
 from protocol.requests import EngineRequest
 
 OUTPUT_TOKEN = 2**32 - 1
-"""The id of every token that is generated. No prompt contains it."""
+"""The id of every generated token. No prompt contains it."""
 _ANY = 2**31
 """More tokens than any sequence has."""
 
 
 class Clock:
-    """Simulated time: a queue of events. Events of the same time happen in the order of their planning."""
+    """The simulated time, with a queue of events. Events of the same time happen in the order of planning."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,7 +50,7 @@ class Clock:
 
 @dataclass(eq=False)
 class _NoBytes:
-    """A KV pool without bytes. The block manager asks it for numbers of blocks alone."""
+    """A KV pool without bytes. The block manager only asks for its numbers of blocks."""
 
     block_size: int
     num_blocks: int
@@ -73,7 +73,7 @@ def block_manager(profile: Profile) -> BlockManager:
 
 
 def longest_sequence(profile: Profile) -> int:
-    """Return the tokens of the longest sequence that a worker has room for."""
+    """Return the tokens of the longest sequence that fits on a worker."""
     low, high, blocks = 0, _ANY, SequenceBlocks(block_manager(profile), b"")
     while high - low > 1:
         middle = (low + high) // 2
@@ -83,9 +83,9 @@ def longest_sequence(profile: Profile) -> int:
 
 
 class TimedEngine:
-    """Calls `on_scheduled(request)` when a request first runs, `on_computed(sequence)` after a step that
-    computed a part of a prompt that is to be handed over, `on_first_token(sequence)` and
-    `on_finished(sequence)` for tokens, and `on_room()` when there may be more room for KV.
+    """An engine that calls `on_scheduled(request)` when a request first runs, `on_computed(sequence)` after a
+    step with a chunk of a prompt to hand over, `on_first_token(sequence)` and `on_finished(sequence)` for
+    tokens, and `on_room()` when there may be more room for KV.
     """
 
     on_scheduled: Callable[[EngineRequest], None]
@@ -111,20 +111,20 @@ class TimedEngine:
         self._order = itertools.count()
         self._step: ScheduledStep | None = None
         self._rows: list[SequenceState] = []
-        """The sequences of the step that decode."""
+        """The sequences that decode in the current step."""
         self._ends: list[float] = []
-        """The ends of the planned steps: several only if they decode the same rows."""
+        """The ends of the planned steps. Only steps that decode the same rows are planned together."""
         self._version = 0
-        """The version of the planned end."""
+        """The version of the planned end; events of older versions are ignored."""
         self._credit = 0.0
-        """The tokens of a row that its steps have brought in part."""
+        """The fraction of a token per row that is carried over from earlier steps."""
         self.neighbours: Sequence[TimedEngine] = ()
-        """Engines of the same host, which slow this one while they work."""
+        """Engines of the same host, which slow this one down while they work."""
         self._began = 0.0
         self.decode_s = self.row_seconds = 0.0
-        """Seconds in which something was decoded; the same, times the rows."""
+        """Seconds during which something was decoded, and the same seconds times the rows."""
 
-    # --- what comes and goes --------------------------------------------------------------------------
+    # --- arrivals and departures ----------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
@@ -142,7 +142,7 @@ class TimedEngine:
         self._add(SequenceState(request, next(self._order), prefill_only))
 
     def join(self, request: EngineRequest, blocks: SequenceBlocks) -> None:
-        """Let a sequence whose prompt is in its blocks decode once there is a row for it."""
+        """Add a sequence whose prompt's KV is in `blocks`. It decodes as soon as a row is free."""
         sequence = SequenceState(request, next(self._order))
         sequence.sequence_blocks, sequence.num_computed = blocks, len(sequence.token_ids)
         blocks.publish(sequence.token_ids, sequence.num_computed)
@@ -166,18 +166,18 @@ class TimedEngine:
         return self._ends[self._current()] if self.is_busy else self._clock.now
 
     def interrupt(self) -> None:
-        """End with the current step, since something has come. Take the room up to its end."""
+        """Drop the planned steps after the current one, since work has come. Take the room up to its end."""
         if len(self._ends) > 1:
             self._ends = self._ends[: self._current() + 1]
             self._grow(len(self._ends))
             self._plan_end()
 
     def _current(self) -> int:
-        """Return the index of the step that runs now."""
+        """Return the index of the current step."""
         return min(bisect.bisect_left(self._ends, self._clock.now - 1e-12), len(self._ends) - 1)
 
     def _wake(self) -> None:
-        """Begin a step, or end the current ones early, since something new has come."""
+        """Begin a step, or end the planned ones early, because something new has come."""
         if self._step is None:
             self._begin()
         else:
@@ -202,7 +202,7 @@ class TimedEngine:
                 other.interrupt()
 
     def _seconds(self, step: ScheduledStep) -> tuple[float, float, int]:
-        """Return the seconds of the step, how many more each following one takes, and how many of them
+        """Return the seconds of the step, the additional seconds of each following step, and how many steps
         decode the same rows.
         """
         costs, work = self._costs, work_of(step.sequences, step.num_tokens)
@@ -215,7 +215,7 @@ class TimedEngine:
         return first_s, growth_s, self._count(step)
 
     def _count(self, step: ScheduledStep) -> int:
-        """Return after how many such steps a row ends or room may run out."""
+        """Return the number of like steps after which a row ends or room may run out."""
         if not len(self._rows) == len(step.sequences) == len(self.scheduler.running):
             return 1
         left = min(map(_left, self._rows))
@@ -233,11 +233,11 @@ class TimedEngine:
         return sum(needed) <= self.blocks.available
 
     def _new_tokens(self, steps: int) -> int:
-        """Return the tokens of a row in so many steps."""
+        """Return the tokens that a row gets in `steps` steps."""
         return max(floor(self._credit + steps * self._costs.tokens_per_row + 1e-9), 1)
 
     def _slower(self, beside: float) -> float:
-        """Return how many times as long work takes while the neighbours work."""
+        """Return the factor by which work takes longer while the neighbours work."""
         if not self.neighbours:
             return 1.0
         working = sum(other.is_busy for other in self.neighbours) / len(self.neighbours)
@@ -249,7 +249,7 @@ class TimedEngine:
         self._clock.at(self._ends[-1], lambda: self._end(version))
 
     def _grow(self, steps: int) -> int:
-        """Take the room of the rows' tokens in so many steps. Returns how many tokens each gets: one where
+        """Take the room for the rows' tokens in `steps` steps. Return how many tokens each row gets: one if
         there is no room for more.
         """
         new = self._new_tokens(steps)
@@ -260,21 +260,21 @@ class TimedEngine:
 
     def _end(self, version: int) -> None:
         if version != self._version:
-            return  # the end was planned anew
+            return  # the end was planned again
         step, steps = self._step, len(self._ends)
         assert step is not None
         new, passed = self._grow(steps), self._clock.now - self._began
         self.decode_s += passed if self._rows else 0.0
         self.row_seconds += passed * len(self._rows)
         self._credit = max(self._credit + steps * self._costs.tokens_per_row - new, 0.0)
-        self._ends = []  # whoever comes meanwhile waits for the next step
+        self._ends = []  # requests that arrive meanwhile wait for the next step
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             self._commit(sequence, count, new)
         self._begin()
 
     def _commit(self, sequence: SequenceState, count: int, new: int) -> None:
-        """Commit `count` computed tokens and, if they are the last ones, what follows: `new` tokens if the
-        sequence was decoding.
+        """Commit `count` computed tokens. If they complete the sequence's KV, commit what follows: `new`
+        tokens if the sequence was decoding.
         """
         tokens, output, held = sequence.token_ids, sequence.output_token_ids, sequence.held
         left, gets = _left(sequence), 0

@@ -22,21 +22,22 @@ _Slower = Annotated[float, Meta(ge=1)]
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A wire between two workers: seconds of each piece, bytes per second."""
+    """A wire between two workers: seconds per piece, bytes per second."""
 
     latency_s: _Seconds
     bytes_per_s: Annotated[float, Meta(gt=0)]
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`costs` are a worker's, whatever its role, and `link` is the wire between any two workers.
+    """The speed of workers and wires. `costs` are any worker's, whatever its role; `link` is the wire between
+    any two.
 
-    A worker has room for the KV of `kv_tokens` tokens in all tables of its pool (`costs.kv_windows`) and
-    runs up to `max_num_seqs` sequences in a step. A request spends `request_s` outside of workers before its
-    first token, and a hand-off `handoff_s` in addition to its bytes on the wire. While all other workers
-    work, decoding takes `decode_beside` times as long and prompts `prefill_beside` times: workers of one
-    host share its memory and cores. `speculation` has the acceptance and cost of drafts of its first method,
-    `sources` the origin of the figures.
+    A worker has room for the KV of `kv_tokens` tokens in all tables of its pool (`costs.kv_windows`) and runs
+    up to `max_num_seqs` sequences in a step. A request spends `request_s` outside of workers before its first
+    token, and a hand-off `handoff_s` in addition to its bytes on the wire. While all other workers work,
+    decoding takes `decode_beside` times as long and prefill `prefill_beside` times, since workers of one host
+    share its memory and cores. `speculation` has the acceptance and cost of drafts by its first method.
+    `sources` names the origin of the figures.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def num_blocks(self) -> int:
-        """Return the blocks of a worker's pool; a token has a block in each table."""
+        """Return the number of blocks in a worker's pool; a token has a block in each table."""
         return self.kv_tokens // self.block_size * len(self.costs.kv_windows)
 
     @property
@@ -63,9 +64,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_profile(name: str) -> Profile:
-    """Read a file, or a bundled profile by its name. Raises `ConfigError` that names the file and the
-    field.
-    """
+    """Read a file, or a bundled profile by name. Raises `ConfigError` that names the file and the field."""
     path = Path(name)
     if not path.is_file():
         path = BUNDLED / f"{name}.json"

@@ -24,13 +24,13 @@ from router.placement import placement_policy
 Mode = Literal["colocated", "disaggregated", "conditional"]
 
 FEW = 1000
-"""Requests that are simulated in a second, which is the time that starting further processes takes."""
+"""Number of requests that are simulated in a second, about as long as starting more processes takes."""
 LEAST_GAIN = 0.01
-"""The share of goodput below which layouts count as equal."""
+"""Share of goodput below which layouts count as equal."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Seconds to the first token, and between two tokens."""
+    """The SLO: seconds to the first token, and between two tokens."""
 
     ttft_s: float
     tpot_s: float
@@ -65,7 +65,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Percentiles, in seconds."""
+    """Percentiles of a time, in seconds."""
 
     p50: float
     p90: float
@@ -149,7 +149,7 @@ class Study:
         requests = [SimulatedRequest(request, self.block_tokens) for request in self.requests]
         cluster = SimulatedCluster(layout, self.profile)
         collects = gc.isenabled()
-        gc.disable()  # it would look through all simulated blocks again and again, a third of the time
+        gc.disable()  # its scans of all simulated blocks would take a third of the time
         try:
             cluster.run(requests)
         finally:
@@ -161,7 +161,7 @@ class Study:
         return request.ttft_s <= self.slo.ttft_s and request.tpot_s <= self.slo.tpot_s
 
     def outcomes(self, chosen: Sequence[Scenario]) -> Iterator[PlanOutcome]:
-        """Yield the outcome of each scenario as it is done; on all cores if that takes long."""
+        """Yield the outcome of each scenario when it is done. Use all cores if the simulation is long."""
         cores = min(len(os.sched_getaffinity(0)), len(chosen))
         if cores == 1 or len(self.requests) * len(chosen) < FEW:
             yield from map(self.outcome, chosen)
@@ -172,15 +172,13 @@ class Study:
 
 
 def best(outcomes: Sequence[PlanOutcome]) -> PlanOutcome:
-    """Return the outcome with the highest goodput; among equal ones, with the shortest wait for first
-    tokens.
-    """
+    """Return the outcome with the highest goodput; among equals, with the shortest times to first tokens."""
     least = (1 - LEAST_GAIN) * max(outcome.good for outcome in outcomes)
     return min((each for each in outcomes if each.good >= least), key=lambda each: each.ttft.p90)
 
 
 _study: Study
-"""The study of a process of the pool."""
+"""The study that a process of the pool simulates."""
 
 
 def _begin(study: Study) -> None:

@@ -62,7 +62,7 @@ class TraceFit:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request to send: `arrival` in seconds after the first one, lengths in tokens."""
+    """A request to send: `arrival` is in seconds after the first request's, lengths are in tokens."""
 
     arrival: float
     input_len: int
@@ -103,7 +103,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
 
 
 def fitted(lines: Sequence[TraceLine], fit: TraceFit) -> list[TraceRequest]:
-    """Return the trace's requests in order of arrival. The first one comes at 0."""
+    """Return the trace's requests in order of arrival. The first arrives at 0."""
     start = min(line.timestamp for line in lines)
     return [
         TraceRequest(

@@ -1,4 +1,4 @@
-"""Encodes messages and decodes them with bounds."""
+"""Encoding of messages, and bounded decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class BoundedDecoder(Generic[T]):
-    """Decodes one channel's messages; anything that is not one of them raises `ProtocolError`."""
+    """A decoder of one channel's messages. It raises `ProtocolError` for anything else."""
 
     def __init__(self, message_type: object) -> None:
         self._decoder = msgspec.msgpack.Decoder(message_type)

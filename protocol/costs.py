@@ -1,4 +1,4 @@
-"""The measured cost of a worker's steps. Workers fit the weights, the router predicts with them."""
+"""The measured costs of a worker's steps. Workers fit the weights, the router predicts with them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from protocol.ids import Count
 
 Coefficient = Annotated[float, Meta(ge=0)]
 SLO_SHARE = 0.8
-"""The share of an SLO that a step may take: some steps take longer than they are meant to."""
+"""Share of an SLO that a step may take, because some steps take longer than predicted."""
 _ANY = 2**31
 """More tokens than any prompt has."""
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A linear model of a worker's step: its time is the sum of these weights, each times the number of its
-    items.
+    """A linear model of a worker's step. Its time is the sum of these weights times their counts.
 
-    `step_s` counts once, `row_s` for each decoding sequence, `context_s` for each token that these attend
-    to; `chunk_s` once if the step computes part of a prompt, `token_s` for each of that part's tokens,
-    `attention_s` for each pair of such a token and a token before it. A step computes at most `chunk_tokens`
-    prompt tokens, and a decoding sequence gets `tokens_per_row` tokens on average. `error` is the mean
-    relative error of the latest predictions. A token's KV takes `kv_bytes`, spread evenly over as many block
-    tables as `kv_windows` has entries: an entry is the number of last tokens whose KV the table keeps, 0 for
-    all. `itl_budget_s` bounds the prompt chunks of steps that also decode; 0: no bound.
+    `step_s` counts once, `row_s` per decoding sequence, `context_s` per token that decoding sequences attend
+    to; `chunk_s` once if the step has a prefill chunk, `token_s` per token of the chunk, `attention_s` per
+    pair of a chunk's token and an earlier token. A step computes at most `chunk_tokens` prompt tokens, and a
+    decoding sequence gets `tokens_per_row` tokens on average. `error` is the mean relative error of the
+    latest predictions. A token's KV takes `kv_bytes`, spread evenly over the block tables. `kv_windows` has
+    an entry per table: the number of latest tokens whose KV the table keeps, 0 for all. `itl_budget_s` bounds
+    the prefill chunks of steps that also decode; 0: no bound.
 
     All weights are for the worker's own cores. On c times as many, lent by idle workers, decoding takes c **
     -`decode_scaling` as long, and prompts c ** -`prefill_scaling`; 0: it borrows no cores.
@@ -50,7 +49,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_scaling: Coefficient = 0.0
 
     def kept_tokens(self, num_tokens: float, sequences: float = 1) -> float:
-        """Return the tokens whose KV `sequences` sequences of `num_tokens` tokens in all keep."""
+        """Return how many tokens' KV is kept for `sequences` sequences with `num_tokens` tokens in total."""
         kept = [min(num_tokens, window * sequences) if window else num_tokens for window in self.kv_windows]
         return sum(kept) / len(kept)
 
@@ -78,31 +77,31 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def decode_s(self, rows: float, context: float) -> float:
-        """Return the seconds of a step of `rows` sequences that attend to `context` tokens in all."""
+        """Return the seconds of a step of `rows` sequences that attend to `context` tokens in total."""
         return self.step_s + self.row_s * rows + self.context_s * context
 
     def chunks_s(self, tokens: float, before: float, chunk_tokens: float) -> float:
-        """Return the seconds that `tokens` of a prompt, after `before`, add to their steps."""
+        """Return the seconds that `tokens` of a prompt, after `before` tokens, add to their steps."""
         chunks = -(-tokens // max(chunk_tokens, 1))
         return chunks * self.chunk_s + tokens * (self.token_s + self.attention_s * (before + tokens / 2))
 
     def prompt_s(
         self, tokens: float, before: float, chunk_tokens: float, rows: float = 0, context: float = 0
     ) -> float:
-        """Return the seconds of a prompt's `tokens` after `before`, in steps that decode `rows`."""
+        """Return the seconds of a prompt's `tokens` after `before` tokens, in steps that decode `rows`."""
         tokens, chunk = max(tokens, 1), max(chunk_tokens, 1)
         return -(-tokens // chunk) * self.decode_s(rows, context) + self.chunks_s(tokens, before, chunk)
 
     def chunk_seconds(self, rows: float, context: float, itl_budget_s: float) -> float:
-        """Return the seconds that a prompt may add to a decoding step: the rest of the budget. If decoding
-        alone takes more than half of the budget, return the decoding time, so that prompts still make
+        """Return the seconds that a prefill chunk may add to a decode step: the rest of the budget. If
+        decoding takes more than half of the budget, return the decoding time, so that prompts still make
         progress.
         """
         decode_s = self.decode_s(rows, context)
         return max(itl_budget_s - decode_s, decode_s)
 
     def fitting_tokens(self, seconds: float, before: float) -> int:
-        """Return how many tokens of a prompt, after `before` others, add at most `seconds` to a step."""
+        """Return how many tokens of a prompt, after `before` tokens, add at most `seconds` to a step."""
         left = seconds - self.chunk_s
         linear, square = self.token_s + self.attention_s * before, self.attention_s / 2
         if left <= 0:
@@ -113,9 +112,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def itl_bound(itl_budget_s: float, slo_tpot_s: float) -> float:
-    """Return the bound in seconds on a step that computes part of a prompt and decodes; 0: no bound.
+    """Return the bound in seconds on a step with a prefill chunk and decoding; 0: no bound.
 
-    The bound is below the SLO by `SLO_SHARE`, so that requests meet it even if all of their steps are full.
+    The bound is at most `SLO_SHARE` of the SLO, so that requests meet it even if all their steps are full.
     """
     return min(itl_budget_s, SLO_SHARE * slo_tpot_s)
 

@@ -10,13 +10,13 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError):
-    """A flag, environment variable or file entry is not acceptable; the message names it."""
+    """A flag, environment variable or file entry is invalid; the message names it."""
 
     exit_status = 2
 
 
 class InvalidRequestError(TandemError):
-    """A request's field, called `field` by the client, is not acceptable."""
+    """A request's field, called `field` by the client, is invalid."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -25,8 +25,8 @@ class InvalidRequestError(TandemError):
 
 
 class ProtocolError(TandemError):
-    """A peer's message does not decode or breaks a bound. It is counted and dropped."""
+    """A peer's message does not decode or exceeds a bound. It is counted and dropped."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model asks for something the engine would compute wrongly; the message names it."""
+    """The model asks for something that the engine would compute wrongly; the message names it."""

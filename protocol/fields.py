@@ -1,4 +1,4 @@
-"""Describes fields, and converts untrusted mappings to structs: errors name the field and its limit."""
+"""Descriptions of fields, and conversion of untrusted mappings to structs. Errors name field and limit."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def doc(text: str) -> Meta:
 
 
 def listed(text: str | None) -> tuple[str, ...]:
-    """Return what a comma-separated option names."""
+    """Return the names in a comma-separated option."""
     return tuple(each.strip() for each in (text or "").split(",") if each.strip())
 
 
 class FieldError(InvalidRequestError):
-    """`field` is not acceptable, for the reason that `message` gives."""
+    """`field` is invalid, for the reason in `message`."""
 
 
 def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
-    """Convert strictly; None counts as not given. Raises `FieldError` for unknown, missing and bad fields."""
+    """Convert strictly; None counts as absent. Raises `FieldError` for unknown, missing and bad fields."""
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     for name, value in fields.items():
         if name not in known:
@@ -58,7 +58,7 @@ def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
 
 
 def json_object(value: object, flag: str, example: str, kind: str) -> Mapping[Any, Any]:
-    """Return the mapping that is given or that a JSON text has. Raises `ConfigError` that names `flag`."""
+    """Return the given mapping, or the mapping in a JSON text. Raises `ConfigError` that names `flag`."""
     try:
         fields = msgspec.json.decode(value) if isinstance(value, str) else value
     except msgspec.DecodeError as error:
@@ -85,7 +85,7 @@ def _check(name: str, value: Any, kind: Any) -> None:
 
 
 def described(kind: Any) -> str:
-    """Return what a value of this type must be, with its limits."""
+    """Return a description of valid values of this type, with their limits."""
     return _expected(inspect.type_info(kind))
 
 

@@ -13,7 +13,7 @@ from protocol.speculation import CUSTOM, METHODS
 MANIFEST_VERSION = 2
 
 MAX_HANDOFF_S = 86400.0
-"""The longest hand-off wait, a day. Clocks of other hosts cannot be checked more closely."""
+"""Longest wait for a hand-off: a day. Other hosts' clocks cannot be checked more closely."""
 
 ROW_QUANTIZATIONS = {"int8": "int8_row_scales", "fp8": "fp8_row_scales"}
 """`SegmentInfo.quantization` by `--kv-cache-dtype`. Each head's key or value of a token has a scale of its
@@ -30,7 +30,7 @@ BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one table of a sequence, in order. On the wire each table is a block pool of its own."""
+    """The blocks of one table of a sequence, in order. On the wire each table is a block pool of its own."""
 
     block_pool: BlockPoolIndex
     blocks: BlockIds
@@ -40,21 +40,20 @@ Extents = Annotated[list[Extent], Meta(max_length=16)]
 
 
 MAX_SEGMENTS = 32
-"""The most segments of a pool: one or two for each KV shape of layers, and for each further model."""
+"""Most segments of a pool: one or two for each KV shape of layers, and for each further model."""
 
 
 PAGED, WINDOWED, STATE = "paged", "windowed", "state"
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One segment of the blocks of a block pool: `shape` is that of a single block, without the block
-    dimension.
+    """One segment of the blocks of a block pool. `shape` is the shape within a single block.
 
-    `kind` is the content of a block. "paged": the KV of as many tokens as `shape` says. "windowed": the
-    same, of layers that attend within a sliding window, so that blocks before the window are missing.
-    "state": the state of recurrent layers at a grid point; its `shape` is the grid and the bytes, which lie
-    in whole blocks after those of the prompt's tokens. `dtype` is that of the values; `quantization` says
-    how they are stored, if not as they are.
+    `kind` is the content. "paged": the KV of the number of tokens in `shape`. "windowed": KV of layers with a
+    sliding window, so that blocks before the window are missing. "state": the state of recurrent layers at a
+    grid point, with the grid and the bytes as `shape`; states take whole blocks after the blocks of the
+    prompt's tokens. `dtype` is the dtype of the values; `quantization` says how they are stored, "none" if as
+    `dtype`.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -66,7 +65,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingState(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampler's state. Noise is keyed by position, so there is no generator state."""
+    """The sampler's state. Noise is keyed by position, so no generator state is needed."""
 
     seed: int
     num_output_tokens: Annotated[int, Meta(ge=0)]
@@ -75,9 +74,9 @@ class SamplingState(msgspec.Struct, frozen=True, kw_only=True):
 class DraftState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """State of the drafter of this `method`.
 
-    `rebuild`: none came along; the decode worker derives it from the token ids, or does without. `carried`:
+    `rebuild`: no state is sent; the decode worker derives it from the token ids, or works without. `carried`:
     the first `num_tokens` places of the blocks hold the draft's KV, and `feature` is the target's hidden
-    state of the last of them, in the model's dtype, for methods that draft from it.
+    state at the last of these places, in the model's dtype, for methods that draft from it.
     """
 
     kind: Literal["rebuild", "carried"] = "rebuild"
@@ -90,12 +89,12 @@ REBUILD = DraftState()
 
 
 class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a prompt's blocks in the decode worker's pool.
+    """A description of a prompt's blocks in the decode worker's pool.
 
-    `num_tokens` counts the tokens whose KV is described; `first_token` is the one sampled from them, at
-    absolute position `first_token_position` (equal to `num_tokens`). The decode worker computes the tokens
-    between `state_position` and the first token again. `segments` and `pushed_blocks` (of all tables) are
-    the prefill worker's, `extents` the decode worker's, for which the prefill worker waited `reserve_s`.
+    `num_tokens` counts the tokens with KV; `first_token` is the token sampled after them, at absolute
+    position `first_token_position` (equal to `num_tokens`). The decode worker computes the tokens between
+    `state_position` and the first token again. `segments` and `pushed_blocks` (of all tables) are the prefill
+    worker's, `extents` the decode worker's, for which the prefill worker waited `reserve_s`.
     """
 
     version: int = MANIFEST_VERSION
@@ -118,7 +117,7 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManifestMismatchError(Exception):
-    """A manifest does not fit what the decode worker reserved; `field` says where."""
+    """A manifest differs from what the decode worker reserved; `field` names the difference."""
 
     def __init__(self, field: str, expected: object, got: object) -> None:
         super().__init__(
@@ -130,11 +129,11 @@ class ManifestMismatchError(Exception):
 def check_manifest(
     manifest: HandoffManifest, expected: HandoffManifest, vocab_size: int, feature_size: int
 ) -> None:
-    """Raise `ManifestMismatchError` at the first field that differs from the decode worker's expectation.
+    """Raise `ManifestMismatchError` at the first field that differs from `expected`.
 
-    `expected` takes `first_token`, `draft` and `reserve_s` from the manifest, since the decode worker cannot
-    know them: these are checked for their bounds. `feature_size` counts the values in the hidden state that
-    its drafter reads.
+    The decode worker cannot know `first_token`, `draft` and `reserve_s`; `expected` has them from the
+    manifest, and only their bounds are checked. `feature_size` counts the values in the hidden state that its
+    drafter reads.
     """
     _check_equal(manifest, expected)
     if manifest.first_token >= vocab_size:
@@ -154,7 +153,7 @@ def _check_equal(got: msgspec.Struct, expected: msgspec.Struct, prefix: str = ""
 
 
 def _check_draft(draft: DraftState, num_tokens: int, feature_size: int) -> None:
-    """Check a draft state's bounds. Another method or dtype is no mismatch: the draft is rebuilt."""
+    """Check a draft state's bounds. A different method or dtype is no mismatch: the draft is rebuilt."""
     if draft.kind == "rebuild":
         _check_equal(draft, REBUILD, "draft.")
         return

@@ -27,17 +27,17 @@ _TOKEN_BYTES = 4
 
 
 def new_incarnation() -> str:
-    """Return an id that no earlier start of any process has had."""
+    """Return an id that no process has had before."""
     return secrets.token_hex(8)
 
 
 def peer_identity(worker_id: str, incarnation: str) -> str:
-    """Return the name by which a worker that sends requests to another one is known there."""
+    """Return the identity that a worker uses in requests to another worker."""
     return f"{worker_id}:{incarnation}"
 
 
 def new_request_id(router: str) -> str:
-    """Return an id for a request of the router with this incarnation; workers find the router by the id."""
+    """Return a new request id, from which workers know the router with this incarnation."""
     return f"{router}.{secrets.token_hex(12)}"
 
 
@@ -49,8 +49,8 @@ def router_of(request_id: str) -> str:
 def root_identity(model: str, kv_format: str, cache_salt: str = "", adapter: str = "") -> BlockIdentity:
     """Return the parent identity of a sequence's first block.
 
-    It binds the chain to the model, to the format of its KV, to the tenant's salt and to the adapter's
-    digest, so that blocks which must not be shared never collide.
+    The chain depends on the model, the format of its KV, the tenant's salt and the adapter's digest, so that
+    blocks that must not be shared never collide.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in (model, kv_format, cache_salt, *([adapter] if adapter else [])):
@@ -68,7 +68,7 @@ def child_identity(parent: BlockIdentity, token_ids: Sequence[int]) -> BlockIden
 def block_identities(
     root: BlockIdentity, token_ids: Sequence[int], block_size: int
 ) -> Iterator[BlockIdentity]:
-    """Yield the identities of the full blocks of `token_ids`, in order; a partial last block has none."""
+    """Yield the identities of the full blocks of `token_ids`, in order. A partial last block has none."""
     packed = _packed(token_ids)
     identity, width = root, block_size * _TOKEN_BYTES
     for end in range(width, len(packed) + 1, width):
@@ -82,7 +82,7 @@ def state_identities(block: BlockIdentity, count: int) -> list[BlockIdentity]:
 
 
 def table_identity(block: BlockIdentity, table: int) -> BlockIdentity:
-    """Return the identity of another table's block for the same tokens."""
+    """Return the identity of the block with the same tokens in another table."""
     return child_identity(b"table" + block, [table]) if table else block
 
 
@@ -107,7 +107,7 @@ class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):
     host_id: Id
     address: ShortText
     same_host: bool = False
-    """Whether only peers on this host can use it."""
+    """Whether only peers on the worker's host can use it."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):

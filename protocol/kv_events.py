@@ -15,16 +15,16 @@ from protocol.ids import BlockIdentity, root_identity
 
 IDENTITY_BYTES = 16
 MAX_BLOCKS_PER_BATCH = 8192
-"""The most blocks in a batch: a router handles this many in a few milliseconds."""
+"""Most blocks in a batch: a router handles this many in a few milliseconds."""
 
 REPLAY_BATCHES = 10_000
-"""Batches that a worker keeps for replays."""
+"""Number of batches that a worker keeps for replays."""
 
 EventKind = Literal["stored", "removed", "cleared"]
 
 
 class Medium(enum.IntEnum):
-    """The tiers that a block may be in, by vLLM's names: the pool on any device, host memory, disk."""
+    """The tiers of blocks, by vLLM's names: the pool on any device, host memory, disk."""
 
     GPU = 0
     CPU = 1
@@ -32,10 +32,10 @@ class Medium(enum.IntEnum):
 
 
 class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a worker's block identities depend on, apart from tokens, salt and adapter.
+    """The properties that a worker's block identities depend on, in addition to tokens, salt and adapter.
 
-    With `has_states` the worker reports only blocks after which it keeps a state of recurrent layers, and
-    has every block before such a block. With a `window`, layers attend to that many last tokens only.
+    With `has_states` the worker reports only blocks after which it keeps a state of recurrent layers; it has
+    all blocks before such a block. With a `window`, layers attend only to that many latest tokens.
     """
 
     model: Annotated[str, Meta(max_length=4096)]
@@ -49,7 +49,7 @@ class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
-    """A change to several blocks: their identities, concatenated. "cleared" has none."""
+    """A change to several blocks, given by their concatenated identities. "cleared" has none."""
 
     kind: EventKind
     medium: Medium = Medium.GPU
@@ -107,22 +107,22 @@ def _check_endpoint(name: str, endpoint: str | None) -> None:
 
 
 TILE = 64
-"""Tokens in a tile: kernels read keys in whole tiles, also some before the window."""
+"""Tokens in a tile: kernels read keys in whole tiles, also some keys before the window."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A sliding window of `size` tokens, the row's own among them."""
+    """A sliding window of `size` tokens, including the row's own token."""
 
     size: int
     block_size: int
 
     def first_place(self, position: int) -> int:
-        """Return the place of the first block that rows from this position on read."""
+        """Return the index of the first block that rows from `position` on read."""
         return max(position + 1 - self.size, 0) // TILE * TILE // self.block_size
 
     def span(self, num_rows: int = 0) -> int:
-        """Return the tokens read from the window's start, plus `num_rows`, rounded up to whole blocks."""
+        """Return the tokens read for a window and `num_rows` more rows, rounded up to whole blocks."""
         return (-(-(self.size + TILE + num_rows) // self.block_size) + 1) * self.block_size
 
 

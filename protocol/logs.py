@@ -1,4 +1,4 @@
-"""Logs of all processes: plain text, or one JSON object a line; strangers can cause few lines only.
+"""Logs of all processes: plain text, or one JSON object per line. Strangers can cause only a few lines.
 
 Fields such as `extra={"request_id": ...}` appear in JSON only.
 """
@@ -32,7 +32,7 @@ def log_to_stderr(level: str, log_format: LogFormat, process: str = "") -> None:
 
 
 def say(log_format: LogFormat, text: str, **fields: Any) -> None:
-    """Print a message for the user on standard output, or log it with `fields` if logs are structured."""
+    """Print a message for the user on standard output, or log it with `fields` if logs are JSON."""
     if log_format == "json":
         logging.getLogger("tandem").info("%s", text, extra=fields)
     else:
@@ -40,12 +40,12 @@ def say(log_format: LogFormat, text: str, **fields: Any) -> None:
 
 
 def _is_standard(name: str) -> bool:
-    """Tell a log record's own attribute, or one that Ray adds, from a field of ours."""
+    """Return whether a log record's attribute is standard, or Ray's, rather than a field of ours."""
     return name in _STANDARD or name.startswith("_")
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON: `time` in UTC, `exception` with the traceback, the extra fields."""
+    """A formatter of records as JSON: `time` in UTC, `exception` with the traceback, the extra fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ INTERVAL_S = 10.0
 
 
 class RareLog:
-    """Logs at most one warning per `INTERVAL_S`, with the number of suppressed ones. Thread-safe."""
+    """A logger of at most one warning per `INTERVAL_S`, with the number of suppressed ones. Thread-safe."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

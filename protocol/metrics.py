@@ -1,9 +1,9 @@
-"""Declares every metric once: `/metrics` exposes these, and `docs/metrics.md` lists them, written
-by `python -m protocol.metrics`.
+"""The only declaration of each metric. `/metrics` exposes them, and `python -m protocol.metrics` writes
+`docs/metrics.md`.
 
-Names follow vLLM's where vLLM has the metric, and get the prefix `tandem_` on `/metrics`. The unit is in the
-name: seconds or bytes. Workers report theirs with each heartbeat, as `name` or `name{label="value"}`;
-undeclared ones are dropped.
+Names follow vLLM's where vLLM has the metric, and get the prefix `tandem_` on `/metrics`. Names contain the
+unit: seconds or bytes. Workers report metrics with each heartbeat, as `name` or `name{label="value"}`;
+undeclared metrics are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LABEL = re.compile(r'\s*([a-z][a-z0-9_]*)="?([^",]*)"?\s*\Z')
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """A metric. `labels` come in addition to the labels that all metrics of its group have."""
+    """A metric. Its `labels` are in addition to the labels of all metrics of its group."""
 
     name: str
     help: str
@@ -168,7 +168,7 @@ WORKER = (
     _counter("num_preemptions_total", "Requests preempted."),
     _counter("engine_steps_total", "Steps run."),
 )
-"""Metrics of each worker's load, with the labels `worker`, `role` and `model_name`."""
+"""Metrics of each worker's load, with labels `worker`, `role` and `model_name`."""
 
 WORKER_COUNTERS = (
     _counter("handoffs_total", "Hand-offs acknowledged (prefill) or taken over (decode)."),
@@ -291,7 +291,7 @@ REPORTED = (
         "origin",
     ),
 )
-"""Everything that workers report, with the same labels."""
+"""All metrics that workers report, with the same labels."""
 
 PAIR_STATE = (
     _gauge("kv_transport", "1 for the transport over which a worker sends to its peer."),
@@ -319,7 +319,7 @@ PAIR_COUNTERS = (
     _counter("kv_receive_pieces_total", "Pieces received from the peer."),
     _counter("kv_receive_seconds_total", "From each piece's announcement to its place in the pool, summed."),
 )
-"""Counters of each worker's transfers with a peer; they have the labels `peer` and `transport`, too."""
+"""Counters of each worker's transfers with a peer, with the additional labels `peer` and `transport`."""
 
 
 VLLM = (
@@ -331,8 +331,9 @@ VLLM = (
     *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
     *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 )
-"""Metrics that vLLM has under the same names, with the prefix `vllm:`. Gauges of the load are not among them:
-`router/observe/metrics.py` tells the whole server's."""
+"""Metrics that vLLM has under the same names, with the prefix `vllm:`. For load gauges see
+`router/observe/metrics.py`.
+"""
 
 
 def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] | None:

@@ -15,10 +15,10 @@ ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at one position: the token's own and rank, then the likeliest, best first.
+    """Log-probabilities at one position: the token's own, its rank, then the likeliest tokens', best first.
 
-    The garbage collector passes it by: an answer has tens of thousands, and visiting them stops a router's
-    event loop for 100 ms.
+    Without `gc=False` the garbage collector would visit the tens of thousands in an answer, and stop a
+    router's event loop for 100 ms.
     """
 
     logprob: float
@@ -33,7 +33,7 @@ _decode = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
 
 
 def logprobs_pages(entries: Sequence[TokenLogprobs | None]) -> list[bytes]:
-    """Pack log-probabilities, of which a prompt has millions, into pages that are unpacked one by one."""
+    """Pack log-probabilities (a prompt may have millions) into pages that are unpacked one by one."""
     starts = range(0, len(entries), PAGE_POSITIONS)
     return [_encode(entries[start : start + PAGE_POSITIONS]) for start in starts]
 
@@ -47,11 +47,11 @@ def paged_logprobs(pages: Iterable[bytes]) -> Iterator[TokenLogprobs | None]:
 class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Timing of a prompt's transfer from its prefill worker to its decode worker, in seconds and bytes.
 
-    reserve_s: from asking the decode worker for blocks to having them. transfer_s: from the first push until
-    all blocks were in place; exposed_s is the part of it after the prompt was computed. wait_s: time that
-    pieces waited for their turn on the wire, summed. handoff_s: from the last block's arrival to the first
-    decode step. Nothing is pushed if the decode worker has all blocks: then `transport` is empty, and
-    handoff_s counts from the manifest.
+    reserve_s: from the request for blocks to their grant. transfer_s: from the first push until all blocks
+    were in place; exposed_s is its part after the prompt was computed. wait_s: time that pieces waited for
+    their turn on the wire, summed. handoff_s: from the last block's arrival to the first decode step. Nothing
+    is pushed if the decode worker has all blocks: then `transport` is empty, and handoff_s counts from the
+    manifest.
     """
 
     transport: Annotated[str, Meta(max_length=128)] = ""
@@ -79,10 +79,10 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step's result for one request.
 
-    `position` tokens of the answer come before this output's. `cached_tokens` comes with a sequence's first
-    token. Of the `drafted_tokens` that the step verified, `accepted_tokens` are among its tokens, and the
-    first `predicted_tokens` came from the client's prediction. `prompt_logprobs` are pages.
-    `embedding` is the prompt's, float32 in little-endian order.
+    `position` counts the answer's tokens before this output. `cached_tokens` comes with a sequence's first
+    token. The step verified `drafted_tokens` draft tokens and accepted `accepted_tokens`; the first
+    `predicted_tokens` draft tokens came from the client's prediction. `prompt_logprobs` are pages.
+    `embedding` is the prompt's, little-endian float32.
     """
 
     request_id: Id

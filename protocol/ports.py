@@ -1,4 +1,4 @@
-"""Addresses and ports that processes listen on, and how one of several ports is bound."""
+"""Addresses and ports that processes listen on, and the choice of one among several ports."""
 
 from __future__ import annotations
 
@@ -66,11 +66,10 @@ Bound = TypeVar("Bound")
 
 
 def bind_one(ports: Sequence[int], bind: Callable[[int], Bound]) -> Bound:
-    """Call `bind` with one port after the other until a port is free; return its result. Port 0 means any
-    free port.
+    """Call `bind` with one port after another until a port is free. Return the result of `bind`. Port 0: any.
 
-    The order is random: a restarted worker seldom gets its old port, to which others still try to connect.
-    `bind` raises OSError for a taken port. Raises `ConfigError` if all ports are taken.
+    The order is random, so that a restarted worker seldom gets its old port, to which others still try to
+    connect. `bind` has to raise OSError for a taken port. Raises `ConfigError` if all ports are taken.
     """
     for port in random.sample(ports, len(ports)):
         try:

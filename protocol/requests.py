@@ -1,4 +1,4 @@
-"""Requests and adapters, as the router names them to workers and workers to each other."""
+"""Requests and adapters, in messages from the router to workers and between workers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 AdapterPath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 MAX_ADAPTERS = 4096
-"""The most adapters that a deployment has at one time."""
+"""Most adapters of a deployment at one time."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter: `name` is its name in requests, `path` its folder on each worker's host, `digest`
     identifies its content.
 
-    KV belongs to the content: adapters with the same content share KV, whatever their names.
+    KV depends on the content: adapters with the same content share KV, whatever their names.
     """
 
     name: AdapterName
@@ -35,7 +35,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_lora_modules(value: object, flag: str) -> dict[str, str]:
-    """Return absolute folders by name, from `sql=/adapters/sql,...`, a list of these, or a mapping."""
+    """Return absolute folders by name, from `sql=/adapters/sql,...`, a list of such texts, or a mapping."""
     if isinstance(value, Mapping):
         pairs = [(str(name), str(path)) for name, path in value.items()]
     else:
@@ -73,11 +73,11 @@ class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. A worker that is gone emitted `output_token_ids` before.
+    """One sequence to generate. A lost worker has emitted `output_token_ids` already.
 
-    Without a `draft_plan` the decode worker drafts as the deployment and the request say, by `suffix` also
-    from the client's `prediction`. Steps that compute prompts in the same batch keep within `slo_tpot_s`,
-    the time per output token that its client asked for.
+    Without a `draft_plan` the decode worker drafts as deployment and request say; the method `suffix` also
+    drafts from the client's `prediction`. Steps with prefill chunks keep within `slo_tpot_s`, the time per
+    output token that the client asked for.
     """
 
     request_id: Id
@@ -95,5 +95,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tenant(self) -> tuple[str, str]:
-        """Return the salt and the adapter: only requests with the same ones share KV."""
+        """Return salt and adapter: only requests that agree in both share KV."""
         return self.cache_salt, self.adapter.digest if self.adapter is not None else ""

@@ -38,12 +38,12 @@ class RoleOptions:
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One role. Pure data: the launcher sends it to each worker's process.
+    """One role, as data that the launcher sends to each worker's process.
 
     `loop` names the class of its engine loop, as "module:class". `replicas` is the option for the number of
-    its workers, `ranks` the option for the number of processes of each, by default 1. A worker may be asked
-    for any of `tasks`; the first is its purpose, the others serve when no worker with that purpose is left.
-    It pushes blocks to workers of the roles in `pushes_to`, and connects to them before the first request.
+    its workers, `ranks` the option for the number of processes of each, by default 1. The first of `tasks` is
+    a worker's purpose; it does the others when no worker with that purpose is left. A worker pushes blocks to
+    workers of the roles in `pushes_to`, and connects to them before the first request.
     """
 
     name: str
@@ -54,7 +54,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     pushes_to: tuple[str, ...] = ()
     needs_disaggregation: bool = False
     holds_draft: bool = False
-    """Whether its engine runs the draft model of --speculative-config."""
+    """Whether the role's engine runs the draft model of --speculative-config."""
 
     @property
     def purpose(self) -> Task:
@@ -91,7 +91,7 @@ ROLES: dict[str, RoleSpec] = {spec.name: spec for spec in _SPECS}
 
 
 MAX_WORKERS = 4096
-"""The most workers of one role."""
+"""Most workers of one role."""
 _RANGE = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*\Z")
 
 _Workers = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]

@@ -33,15 +33,15 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Unregistered(msgspec.Struct, frozen=True, kw_only=True, tag="unregistered"):
-    """A message came from an incarnation that the router does not know. It answers by `Register`."""
+    """The sender of a message is an incarnation that the router does not know. Answer by `Register`."""
 
     incarnation: Id
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Run a request. With `decode`, prefill it and hand it over to that worker; without, run all of it here.
+    """Run a request. With `decode`, prefill it and hand it over to that worker; without, run it here.
 
-    `prefix` is a worker that may hold more of the prompt's KV than this one; ask it first.
+    `prefix` is a worker that may hold more of the prompt's KV: fetch that first.
     """
 
     incarnation: Id
@@ -51,26 +51,26 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class Peers(msgspec.Struct, frozen=True, kw_only=True, tag="peers"):
-    """Workers that this one will hand prompts over to; it connects to them now."""
+    """The workers that this one will hand prompts over to. It connects to them now."""
 
     peers: Annotated[list[PeerAddress], Meta(max_length=2**12)]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    """Drop these requests, whatever their stage. Unknown ids are ignored; no answer is sent."""
+    """Drop these requests, in any stage. Ignore unknown ids; send no answer."""
 
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]
 
 
 class CallRoll(msgspec.Struct, frozen=True, kw_only=True, tag="call_roll"):
-    """Report by `Absent` which of these requests, all sent before, are not running here."""
+    """Report by `Absent` which of these requests, all sent earlier, are not running here."""
 
     incarnation: Id
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]
 
 
 class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
-    """Hand the request over to `decode` instead, or, if None, decode it where its prompt is."""
+    """Hand the request over to `decode` instead. If None, decode it on the worker that prefilled it."""
 
     incarnation: Id
     request_id: Id
@@ -78,7 +78,7 @@ class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
 
 
 class Replan(msgspec.Struct, frozen=True, kw_only=True, tag="replan"):
-    """From now on make the request's drafts as `plan` says; None: as the worker decides."""
+    """Draft for the request as `plan` says from now on; None: as the worker decides."""
 
     incarnation: Id
     request_id: Id
@@ -94,14 +94,14 @@ class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
 
 
 class ReplayKvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="replay_kv_events"):
-    """Send the batches of KV events again, from number `first` on, or everything held if that is too old."""
+    """Send the KV event batches from number `first` on again, or the whole cache if some were dropped."""
 
     incarnation: Id
     first: Count
 
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
-    """Bring the KV of a request that `prefix` runs into the prefix cache. Answered by `Prefetched`."""
+    """Bring the KV of a request that `prefix` runs into the prefix cache. Answer by `Prefetched`."""
 
     incarnation: Id
     request: EngineRequest
@@ -109,7 +109,7 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
 
 
 class PrepareToLeave(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_to_leave"):
-    """End, or continue in another role, once nothing runs on the worker, which tells all routers."""
+    """Tell all routers that the worker leaves. Once nothing runs on it, end, or continue in another role."""
 
     incarnation: Id
     role: Role | None = None
@@ -117,13 +117,13 @@ class PrepareToLeave(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_to_
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """The router is done with the worker, which leaves when all routers have sent this."""
+    """The router is done with the worker, which leaves once all routers have sent this."""
 
     incarnation: Id
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
-    """Load the folder's adapter, of this `digest` if given, under this name; see `AdapterLoaded`."""
+    """Load the folder's adapter, with this `digest` if given, under this name. Answer by `AdapterLoaded`."""
 
     incarnation: Id
     name: AdapterName
@@ -132,7 +132,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter")
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
-    """Drop the adapter of this name once no request here uses it. Unknown names are ignored."""
+    """Drop the adapter of this name once no request here uses it. Ignore unknown names."""
 
     incarnation: Id
     name: AdapterName

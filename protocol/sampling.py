@@ -1,4 +1,4 @@
-"""Sampling parameters in the engine's form: with defaults, a seed, and checked."""
+"""Sampling parameters in the engine's form: checked, with defaults and a seed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY = 1e-3
-"""The smallest penalty: below it a logit divided by the penalty may exceed what float32 can hold."""
+"""Smallest penalty: a logit divided by a smaller one may exceed float32."""
 
 
 class Asked(NamedTuple):
     """A sampling field that requests may set under its own name: its description, and its limits.
 
     `is_open`: the value must be greater than `low`. `max_length` limits lists and mappings. `is_models`: the
-    default may come from the model's `generation_config.json`. `is_echoed`: answers of `/v1/responses` repeat
-    it.
+    model's `generation_config.json` may set the default. `is_echoed`: answers of `/v1/responses` repeat it.
     """
 
     doc: str
@@ -113,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def end(
         self, token_id: int, num_tokens: int, eos: Collection[int]
     ) -> tuple[FinishReason | None, int | None]:
-        """Return why an answer of `num_tokens` tokens ends with `token_id`, and the stop token."""
+        """Return why an answer of `num_tokens` tokens ends with `token_id`, and the matching stop token."""
         if token_id in self.stop_token_ids:
             return "stop", token_id
         if token_id in eos and not self.ignore_eos:
@@ -142,7 +141,7 @@ def body_fields() -> list[tuple[str, Any, None]]:
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    """Raise `InvalidRequestError`, naming the field and its limit, when a value is out of range."""
+    """Raise `InvalidRequestError` that names the field and its limit if a value is out of range."""
     for name, (_, asked) in SAMPLING_FIELDS.items():
         asked.check(name, getattr(params, name))
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
@@ -158,7 +157,7 @@ def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs:
 
 
 def check_grammar(params: SamplingParams) -> None:
-    """Raise `InvalidRequestError` where it is too large, or other parameters contradict it."""
+    """Raise `InvalidRequestError` if the grammar is too large, or other parameters contradict it."""
     if params.grammar is None:
         return
     size = len(params.grammar.encode())

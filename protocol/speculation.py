@@ -25,30 +25,30 @@ Method = Literal[
     "custom",
 ]
 CUSTOM: Literal["custom"] = "custom"
-"""The method of a drafter of the deployment's own."""
+"""The method of a deployment's own drafter."""
 METHODS: tuple[Method, ...] = tuple(method for method in get_args(Method) if method != CUSTOM)
-"""The methods that come with Tandem."""
+"""The methods that are part of Tandem."""
 SELF: Literal["self_speculative"] = "self_speculative"
 """The method that drafts with the model's own layers."""
 WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
-"""Methods that need no weights: a request may choose them whatever the deployment's method is."""
+"""Methods without weights. A request may choose them whatever the deployment's method is."""
 
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 """Formats that weights are rounded to at load: `engine.quantization.weight.CodeFormat`."""
 CheckpointFormat = Literal["awq", "gptq", "compressed-tensors"]
-"""Formats of checkpoints alone, by their `quant_method`."""
+"""Formats of quantized checkpoints, by their `quant_method`."""
 
 Verification = Literal["coupled", "standard", "block"]
 RequestClass = Literal["greedy", "sampled"]
-"""Classes of requests by acceptance: sampled ones follow the draft's likeliest tokens less often."""
+"""Classes of requests by acceptance: sampled requests follow the draft's likeliest tokens less often."""
 
 MAX_DRAFT_TOKENS = 32
 MAX_TREE_NODES = 63
-"""The most nodes of a tree: with the sequence's last token as root, each has one bit of a 64-bit mask."""
+"""Most nodes of a tree: with the sequence's last token as root, each node has one bit of a 64-bit mask."""
 
 REMOTE: Literal["remote"] = "remote"
 Source = Method | Literal["remote"]
-"""Sources of drafts, by which statistics are kept: a method of the decode worker's own, or a draft worker."""
+"""Sources of drafts with statistics of their own: a method of the decode worker, or a draft worker."""
 
 REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
 """Methods that a draft worker can draft with."""
@@ -110,12 +110,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def lookahead_rows(self) -> int:
-        """Return the rows of a step that the lookahead window and the guesses take."""
+        """Return the number of a step's rows for the lookahead window and the guesses."""
         return (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
 
     @property
     def fixed_tokens(self) -> int | None:
-        """Return the number of tokens to draft, or None for as many as pay."""
+        """Return the number of draft tokens, or None for as many as pay."""
         return self.num_speculative_tokens if isinstance(self.num_speculative_tokens, int) else None
 
 
@@ -130,13 +130,13 @@ class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Statistics of a source of drafts on a worker, of its latest step and averaged over the latest drafts.
+    """Statistics of a source of drafts on a worker: of its latest step, and averages of the latest drafts.
 
-    `num_requests` decode with it, and were to draft `num_tokens` in all. `acceptance` are conditional rates
-    by position: of a draft's token i, given that those before it are accepted; `by_class` are those of each
-    class of requests that has drafted. Drafting for a batch takes `start_s`, `level_s` for each token of the
-    longest draft and `token_s` for each token of all drafts. Before a request's first draft its text is
-    read, in `read_s` for each token. `found` is the share of requested tokens that were drafted.
+    `num_requests` requests decode with it, and asked for `num_tokens` draft tokens in total. `acceptance` has
+    the acceptance rate at each draft position, given that all earlier positions are accepted; `by_class` has
+    these rates for each class of requests that has drafted. Drafting for a batch takes `start_s`, `level_s`
+    for each token of the longest draft and `token_s` for each token of all drafts. Before a request's first
+    draft its text is read, in `read_s` per token. `found` is the drafted share of the requested tokens.
     """
 
     method: Source
@@ -152,8 +152,8 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Times of a worker's steps without drafting: `seconds[i][j]` for steps in which `sequences[i]` requests
-    decode and each verifies `drafted[j]` tokens (both rising, linear in between).
+    """Times of a worker's steps without drafting. `seconds[i][j]`: `sequences[i]` requests decode, and each
+    verifies `drafted[j]` tokens (both ascending, linear in between).
     """
 
     sequences: Annotated[list[Count], Meta(max_length=16)] = []
@@ -164,9 +164,9 @@ class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's speculation, as reported to its router.
 
-    `max_tokens` is the most that one request drafts in a step, 0 if the deployment does not speculate. The
-    current K of a method is `num_tokens / num_requests`. A draft worker's answer arrives `draft_answers`
-    seconds after a message to it, as measured; both sides look between two steps.
+    A request drafts at most `max_tokens` tokens in a step; 0: the deployment does not speculate. A method's
+    current K is `num_tokens / num_requests`. A draft worker answers a message after `draft_answers` measured
+    seconds, since both sides read messages only between steps.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = 0
@@ -260,7 +260,7 @@ def check_request_speculation(asked: RequestSpeculation | None, deployed: Specul
 
 
 def describe(config: SpeculativeConfig | None) -> str:
-    """Return the method and, in brackets, its changed options, for the start's report."""
+    """Return the method and, in brackets, its non-default options, for the report at the start."""
     if config is None:
         return f"none (a request may ask for {', '.join(WEIGHTLESS)})"
     defaults = SpeculativeConfig(method=config.method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 PROTOCOL = 4
-"""The messages' version. Raise it when releases before and after a change could not work together."""
+"""The messages' version. Raise it when releases before and after a change cannot work together."""
 
 
 def version() -> str:
@@ -17,7 +17,7 @@ def version() -> str:
 
 
 def protocol_problem(protocol: int, release: str, us: str, them: str) -> str:
-    """Return why `us` cannot talk to `them`, of another `protocol` and `release`, or ""."""
+    """Return why `us` cannot talk to `them`, whose `protocol` and `release` are given, or ""."""
     if protocol == PROTOCOL:
         return ""
     return f"{us} (Tandem {version()}) speaks protocol {PROTOCOL}, {them} (Tandem {release}) {protocol}"

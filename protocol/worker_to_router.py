@@ -21,12 +21,11 @@ HEARTBEAT_INTERVAL_S = 0.25
 
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Transfers between a worker and one peer over one transport, and whether that transport serves the
-    pair.
+    """Transfers between a worker and one peer over one transport, and whether that transport serves the pair.
 
-    `refused` is the kind of reason why not, `reason` the reason in words. Without a peer the transport
-    serves no peer; without a transport the counters are those of the pair as a whole. A piece takes
-    `latency_s`, and its bytes move at `bytes_per_s`, both measured; 0 bytes a second: not measured yet.
+    If not, `refused` is the kind of reason, `reason` the reason in words. Without a peer, the transport
+    serves no peer; without a transport, the counters are of the whole pair. A piece takes `latency_s`, and
+    its bytes move at `bytes_per_s`, both measured; 0 bytes a second: not measured yet.
     """
 
     peer: Annotated[str, Meta(max_length=128)]
@@ -40,10 +39,10 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """A worker's load and the cost of its steps.
+    """A worker's load and the cost of its steps: the heartbeat, sent at a steady pace from its own thread.
 
-    Sent at a steady pace from a thread of its own, as the heartbeat. `stalled_s` says for how long the
-    worker's loop has been stuck. Counters are totals since the incarnation began.
+    `stalled_s` is the time for which the worker's loop has been stuck. Counters are totals since the
+    incarnation began.
     """
 
     worker_id: Id
@@ -61,7 +60,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     prefix_hit_tokens: Count = 0
     steps: Count = 0
     num_kv_events: Count = 0
-    """Batches of `KvEvents` sent so far."""
+    """Number of `KvEvents` batches sent so far."""
     counters: dict[Id, float] = {}
     transports: dict[Id, Id] = {}
     pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
@@ -70,7 +69,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV pool that requests hold."""
+        """The share of the KV pool that requests hold."""
         free = self.free_blocks + self.cached_blocks
         return 1 - free / self.total_blocks if self.total_blocks else 0.0
 
@@ -78,7 +77,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     """A worker is ready to serve, as process `pid` on the machine named `host`.
 
-    `weights` identifies its model's weights, `cache` its block identities; it is absent without a prefix
+    `weights` identifies its model's weights. `cache` describes its block identities; None without a prefix
     cache. `protocol` and `release` are as in `Registered`.
     """
 
@@ -116,7 +115,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):
-    """Numbered changes of a worker's prefix cache, in order. "cleared" needs no earlier batch."""
+    """Numbered changes of a worker's prefix cache, in order. "cleared" makes earlier batches needless."""
 
     worker_id: Id
     incarnation: Id
@@ -141,7 +140,7 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
-    """These requests of a `CallRoll` are not running here. Everything about them was sent before."""
+    """These requests of a `CallRoll` are not running here. All their outputs were sent earlier."""
 
     worker_id: Id
     incarnation: Id
@@ -149,7 +148,7 @@ class Absent(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
 
 
 class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
-    """A `Prefetch` is over; `complete`: all full blocks that the request had are in the prefix cache."""
+    """A `Prefetch` is over. `complete`: all full blocks of the request are in the prefix cache."""
 
     worker_id: Id
     incarnation: Id
@@ -158,7 +157,7 @@ class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="adapter_loaded"):
-    """A `LoadAdapter` is done, or failed with an `error` of this kind."""
+    """A `LoadAdapter` succeeded, or failed with an `error` of this kind."""
 
     worker_id: Id
     incarnation: Id
@@ -169,7 +168,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="adapter_load
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
-    """The worker is to end or to change its role. The router moves its requests, then sends `Leave`."""
+    """The worker has to end or to change its role. The router moves its requests, then sends `Leave`."""
 
     worker_id: Id
     incarnation: Id

@@ -15,17 +15,17 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES
 
 MAX_GIVEN_TOKENS = 2**14
-"""The most tokens in one `Given`: longer texts come in several messages."""
+"""Most tokens in one `Given`. Longer texts come in several messages."""
 MAX_TOLD = 4096
-"""The most requests of each kind in one message."""
+"""Most requests of each kind in one message."""
 DRAFT_LEASE_S = 30.0
-"""Seconds for which a draft worker keeps a request after its latest update: the decode worker may be gone,
-and the router's message about that lost. Otherwise the next update opens the request again.
+"""Seconds for which a draft worker keeps a request after its latest update, since the decode worker may be
+gone and the router's message about this lost. If it is not gone, its next update opens the request again.
 """
 
 
 class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to sample a request, and that the first `num_prompt` of its tokens are the prompt."""
+    """The sampling parameters of a request, and the number of its first tokens that are the prompt."""
 
     sampling: SamplingParams
     num_prompt: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -33,8 +33,8 @@ class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tokens that a request's target has committed from position `start` on, and how many more drafted
-    tokens it can use.
+    """The tokens that a request's target has committed from position `start` on, and how many draft tokens it
+    can use.
 
     Each time a decode worker opens the request again, `epoch` is higher. `opening` comes with the first
     tokens. While the decode worker can use no drafts, more committed tokens may follow.
@@ -49,7 +49,7 @@ class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DraftKey(msgspec.Struct, frozen=True, array_like=True):
-    """A request in one of its epochs."""
+    """The key of a request in one epoch."""
 
     request_id: Id
     epoch: Count
@@ -59,8 +59,8 @@ class DraftFor(msgspec.Struct, frozen=True, kw_only=True, tag="draft_for"):
     """Updates of the requests that a decode worker wants drafts for, and the ids of requests that no longer
     need drafts.
 
-    Each message has a higher `number` than those before it, and is answered at the latest after one step. A
-    message that arrives after a later one is ignored. Ends are repeated until a message with them is
+    Each message has a higher `number` than earlier ones, and is answered after at most one step. A message
+    that arrives after a later one is ignored. Ended requests are repeated until a message with them is
     answered.
     """
 
@@ -71,7 +71,7 @@ class DraftFor(msgspec.Struct, frozen=True, kw_only=True, tag="draft_for"):
 
 
 class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
-    """A request's draft: all known tokens after its first `start` ones."""
+    """A request's draft: all known tokens from position `start` on."""
 
     request_id: Id
     epoch: Count
@@ -80,7 +80,7 @@ class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
-    """The draft worker lacks the committed tokens from position `num_tokens` on; 0: it has none."""
+    """The draft worker lacks the committed tokens from position `num_tokens` on; 0: it has no tokens."""
 
     request_id: Id
     epoch: Count
@@ -88,7 +88,7 @@ class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
-    """A draft worker's drafts, after message `number`. It drafts no more for the `refused` requests."""
+    """A draft worker's drafts after message `number`. It will not draft for the `refused` requests."""
 
     incarnation: Id
     number: Count
@@ -100,7 +100,7 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     """Ask the decode worker for blocks. `ttl_s`: the lease's life without progress.
 
-    `segments` are those of the prefill worker's pool; `wire_dtype` is the dtype of values on the wire.
+    `segments`: of the prefill worker's pool. `wire_dtype`: the dtype of values on the wire.
     """
 
     incarnation: Id
@@ -119,7 +119,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
 
 
 ANY_LEASE = "*"
-"""In a `Release`: any lease that this prefill worker has for the request, or its place in the queue."""
+"""In a `Release`: any lease of this prefill worker for the request, or its place in the queue."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -131,9 +131,9 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Push the cached ones of these consecutive blocks, which start at position `first_block` of a prompt.
+    """Push those of these consecutive blocks, from a prompt's block `first_block` on, that are cached.
 
-    They go to `receiver`, under its lease; with the lease's last piece the holder says that it has no more.
+    They go to `receiver`, under its lease. The lease's final piece means that the holder has no more.
     """
 
     incarnation: Id
@@ -145,10 +145,9 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
-    """A request's reserved blocks on the decode worker, of `block_size` tokens; blocks before `covered` are
-    already there.
+    """A request's reserved blocks on the decode worker, of `block_size` tokens.
 
-    `num_running` requests decode there.
+    Blocks before `covered` are already there. `num_running` requests decode there.
     """
 
     request_id: Id
@@ -167,7 +166,7 @@ class ReserveRefused(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_ref
 
 
 class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
-    """The decode worker has taken the request over, or refuses it (and the manifest's `field`)."""
+    """The decode worker has taken the request over, or refuses it and names the manifest's bad `field`."""
 
     request_id: Id
     lease_id: Id
@@ -176,7 +175,7 @@ class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
 
 
 class Lent(msgspec.Struct, frozen=True, kw_only=True, tag="lent"):
-    """The first `num_found` blocks, less those before a window, come; `num_drafted` have the draft's KV."""
+    """The first `num_found` blocks come, except those before a window; `num_drafted` have the draft's KV."""
 
     request_id: Id
     lease_id: Id
