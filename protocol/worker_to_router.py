@@ -140,7 +140,7 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
-    """These requests of a `CallRoll` are not running here. All their outputs were sent earlier."""
+    """The requests of a `CallRoll` that are not running here. All their outputs were sent earlier."""
 
     worker_id: Id
     incarnation: Id

@@ -87,7 +87,7 @@ class Results:
     steps: dict[int, float]
     eager_s: list[float]
     sampled_steps: dict[int, float] = field(default_factory=dict)
-    """As `steps`, with top-k and top-p."""
+    """Like `steps`, with top-k and top-p."""
     mixed: Measured | None = None
     """The largest batch, one of whose sequences is long."""
     cut_s: dict[int, float] = field(default_factory=dict)
