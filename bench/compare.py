@@ -1,7 +1,7 @@
 """`tandem bench compare`: several systems under the same loads, as medians and ratios.
 
 Within a round all systems get the same prompts; rounds get different prompts, so no prefix cache answers from
-an earlier round. A system warms up at the measured concurrency, so that nothing compiles during the
+an earlier round. A system warms up at the measured concurrency, so that it compiles nothing during the
 measurement.
 """
 
@@ -34,7 +34,7 @@ WARMUP_OUTPUT_LEN = 32
 
 
 class SystemMeasurement(msgspec.Struct, frozen=True):
-    """One system under one load in one round. `load_average` (1 minute) tells how busy the machine was."""
+    """One system under one load in one round. `load_average` is the machine's, over 1 minute."""
 
     system: str
     round: int
@@ -65,7 +65,7 @@ class ComparedLoads:
     seed: int
 
     def requests(self, number: int, concurrency: int) -> list[LoadRequest]:
-        """Return the load of one round: `waves` times the concurrency, but at least 4 requests."""
+        """Return the load of one round: `waves` times the concurrency, and at least 4 requests."""
         seed = self.seed + 1000 * number + concurrency
         count = max(4, self.waves * concurrency)
         return synthetic(count, self.input_len, self.output_len, self.vocab_size, seed)

@@ -1,4 +1,4 @@
-"""The cost of a token: the price of the workers' time divided by the tokens that they make in it.
+"""The cost of a token: the price of the workers' time divided by the tokens made in this time.
 
     cost of a million tokens = price of a worker-hour x workers / 3600 s / (tokens a second) x 1,000,000
 

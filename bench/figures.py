@@ -1,6 +1,6 @@
-"""`tandem bench figures`: draws the figures of LLM_SERVING.md from the results in `bench/results`.
+"""`tandem bench figures`: the figures of LLM_SERVING.md, drawn from the results in `bench/results`.
 
-Lines and letters have colours that can be read on white and on black.
+The colours of lines and letters are legible on white and on black.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _results(name: str) -> dict[str, Any]:
 
 
 def _cases(name: str) -> list[dict[str, Any]]:
-    """Return a sweep's figures, with the fields of their block beside them."""
+    """Return a sweep's figures, each with the fields of its block added."""
     return [
         {**each, **each["case"]["block"], "K": each["case"]["num_tokens"]}
         for each in _results(name)["figures"]
@@ -126,7 +126,7 @@ def _effects(axes: Sequence[Axes]) -> None:
 def _points(
     cases: Sequence[dict[str, Any]], x: str, y: str = "speedup", **wanted: object
 ) -> tuple[list[float], list[float]]:
-    """Return x and y of the cases with these fields. Where x is K, only numbers count."""
+    """Return x and y of the cases with these fields. If x is K, only numeric K count."""
     mine = [case for case in cases if all(case[name] == value for name, value in wanted.items())]
     pairs = sorted({case[x]: case[y] for case in mine if isinstance(case[x], int) and case[x] > 0}.items())
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]

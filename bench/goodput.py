@@ -1,10 +1,10 @@
 """`tandem bench goodput`: requests per second that systems answer within the SLO as a trace speeds up.
 
-In its turn a system replays a few seconds of the trace unmeasured, then the first `--seconds` of it at each
-speed. Each replay has different tokens, which share prefixes as the trace's do, so no cache answers from an
-earlier replay. Goodput is the number of requests that met both objectives, divided by the seconds in which
-requests came. "Kept" is the goodput at the highest speed of at least twice the best speed, divided by the
-best goodput.
+In its turn a system replays a few seconds of the trace unmeasured, then the trace's first `--seconds` at each
+speed. Each replay has different tokens, which share prefixes like the trace's, so no cache answers from an
+earlier replay. Goodput is the number of requests that met both objectives, divided by the seconds during
+which requests arrived. "Kept" is the goodput at the highest speed of at least twice the best speed, divided
+by the best goodput.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from planner.trace import TraceFit, TraceLine, read_trace
 
 WARMUP_SECONDS = 4.0
 COLLAPSE = 0.25
-"""A system whose goodput falls below this share of its best one gets no higher speed in that turn."""
+"""Share of its best goodput below which a system gets no higher speed in that turn."""
 REFUSALS = ("HTTP 429", "HTTP 503")
 
 
@@ -56,7 +56,7 @@ def first_seconds(requests: Sequence[LoadRequest], seconds: float) -> list[LoadR
 
 
 def judge(records: Sequence[Record], seconds: float, slo_ttft: float, slo_tpot: float) -> dict[str, float]:
-    """Return the rates of requests that came within `seconds`. A request that is refused or fails meets no
+    """Return the rates of requests that arrived within `seconds`. Refused and failed requests meet no
     objective.
     """
     answered = [latencies(record) for record in records if not record.error]

@@ -40,13 +40,13 @@ HELPERS = {
     "gcs": "/gcs_server",
     "raylet": "/raylet/raylet",
 }
-"""A part of each helper's command line."""
+"""A part of each helper's command line, by the helper's name."""
 HELPERS_SHARE = 0.3
 LEAST_PAUSE_S = 0.1
 RESTART_S = 60.0
 CONCURRENCY = 32
 STALE_S = 2.0
-"""For this long after a router's death a client may still use its connection to it."""
+"""[s] Time after a router's death in which a client may still use its connection to it."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Fault:
 
 @dataclass
 class WatchedAnswer:
-    """`events` are the times of the request and of each event; `router` is the index of the router that
+    """An answer. `events`: times of the request and of each event; `router` is the index of the router that
     served it, -1 if it went to the shared port. `broke_at` is the time at which its connection broke.
     """
 
@@ -142,7 +142,7 @@ class Storm:
         return answer
 
     def _takes_requests(self, router: int) -> bool:
-        """Return whether the router is ready. If it is starting, the shared port leads to another router."""
+        """Return whether the router is ready. (While it starts, the shared port leads to another router.)"""
         try:
             return len(self._urls) == 1 or self._http.get(f"{self._urls[router]}/ready").is_success
         except httpx.TransportError:
@@ -231,8 +231,8 @@ class Storm:
     # --- results ----------------------------------------------------------------------------------
 
     def _is_explained(self, answer: WatchedAnswer) -> bool:
-        """Return whether the request's router was killed during it or shortly before: clients keep
-        connections open.
+        """Return whether the request's router was killed during the request, or shortly before, since clients
+        keep connections.
         """
         routers = [f"router-{answer.router}"] if answer.router >= 0 else [f.victim for f in self._faults]
         deaths = [fault.at for fault in self._faults if fault.victim in routers and "router" in fault.victim]

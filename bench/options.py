@@ -1,4 +1,4 @@
-"""Parses options with several values, separated by commas. An error names the option."""
+"""Parsing of options with several comma-separated values. An error names the option."""
 
 from __future__ import annotations
 

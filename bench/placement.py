@@ -1,8 +1,8 @@
 """`tandem bench placement`: the cost of the router's index of the workers' prefix caches.
 
-For each number of workers a separate process fills an index with prompts that two random workers hold, a
-prefill and a decode worker, and a preamble that all workers hold. Then it looks up prompts that two workers
-hold, that none holds, or that share only the preamble. Each prompt is looked up for the first time, so that
+For each number of workers a separate process fills an index with prompts, each held by a random prefill and a
+random decode worker, and a preamble that all workers hold. Then it looks up prompts that two workers hold,
+prompts that no worker holds, and prompts that share only the preamble. Each prompt is looked up once, so that
 neither it nor its entries are in the processor's caches.
 """
 

@@ -67,7 +67,7 @@ def command_line(command: str, function: Callable[..., object], settings: Mappin
 
 
 def made_by(command: str) -> str:
-    """Return a sentence for reports that says how results were made."""
+    """Return a sentence for reports on how results were made."""
     host = machine()
     return (
         f"Made by `{command}`\nat {commit()}, on {host['cores']} cores of {host['cpu']}, "
@@ -83,7 +83,7 @@ def write_results(folder: Path, command: str, content: dict[str, Any]) -> None:
 
 
 def show(text: object) -> None:
-    """Print a line or a report as it is."""
+    """Print a line or a report unchanged."""
     Console().print(str(text), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Starts the processes of a serving system, waits until they answer, and ends them without leftovers."""
+"""The processes of a serving system: start them, wait until they answer, and end them without leftovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STOP_SECONDS = 20.0
 ORPHAN_SECONDS = 2.0
 
 _PORTS = range(20_000, 32_000)
-"""Below the ports that Linux gives to outgoing connections and to sockets bound to port 0."""
+"""Ports below those that Linux gives to outgoing connections and to sockets bound to port 0."""
 
 _held: dict[int, int] = {}
 

@@ -1,5 +1,5 @@
-"""`tandem bench soak`: checks that a server gives right answers without memory growth through an operator's
-day, compressed into minutes.
+"""`tandem bench soak`: checks for right answers without memory growth during an operator's day, compressed
+into minutes.
 
 The bundled model serves short completions at an even rate. Meanwhile a worker is killed, a decode worker
 changes its role and back, all workers restart in turn, and a decode worker is added and one removed, again

@@ -1,4 +1,4 @@
-"""Systems take turns, round by round, and ratios are taken within rounds: changes of the machine's speed
+"""Turns of systems, round by round. Ratios are taken within rounds, since changes of the machine's speed
 affect all systems alike.
 
 In its turn a system starts, is measured, and stops before the next one starts: an idle server that polls
@@ -39,8 +39,8 @@ def take_turns(
     measure: Callable[[System, int], Iterator[T]],
     start_timeout: float = 600.0,
 ) -> list[T]:
-    """Measure all systems, round by round. A system that fails is reported and left out of its round. Keeps
-    the servers' logs. Exits if nothing could be measured.
+    """Measure all systems, round by round. A system that fails is reported and left out of its round. Keep
+    the servers' logs. Exit if nothing could be measured.
     """
     logs = RESULTS / "logs" / time.strftime("%Y%m%d-%H%M%S")
     measurements: list[T] = []
@@ -65,13 +65,13 @@ def file_name(label: str) -> str:
 
 
 def known_median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are known, or None."""
+    """Return the median of the known values, or None if there are none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def ratio_to(base: Mapping[int, T], ours: Mapping[int, T], value: Callable[[T], float]) -> float | None:
-    """Return the median ratio of a value over the rounds that both have; measurements are given by round."""
+    """Return the median ratio of a value over the rounds that both have. Both map rounds to measurements."""
     shared = [(value(ours[number]), value(base[number])) for number in ours if number in base]
     return known_median(mine / its for mine, its in shared if its > 0)
 

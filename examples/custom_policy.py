@@ -14,7 +14,7 @@ from router.placement.cluster import Cluster
 from router.placement.interface import PolicyState, RequestFacts, WorkerSnapshot
 
 LONG = 128
-"""The tokens to compute before the answer's first token."""
+"""Number of tokens to compute from which on a request counts as long."""
 
 
 def long_apart(

@@ -2,8 +2,8 @@
 
     python -m labs.decoding
 
-`Llama` is the model, `Cache` keeps the keys and values of earlier tokens, `attend` is attention as papers
-write it, and `attend_in_tiles` computes the same in one pass over the keys.
+`Llama` is the model, `Cache` keeps the keys and values of earlier tokens, `attend` is attention as in papers,
+and `attend_in_tiles` computes the same in one pass over the keys.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TARGET, DRAFT = MODELS / "tandem-code-10m", MODELS / "tandem-code-1m"
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of queries [rows, heads, size], keys and values [tokens, KV heads, size] that returns [rows,
-heads, size]. The rows are the last of the tokens; each sees itself and all before it.
+heads, size]. The rows belong to the last tokens; each row sees its own token and all earlier ones.
 """
 LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of a layer's new rows: it stores their keys and values and reads those of earlier tokens, too."""
+"""A function for a layer's new rows: it stores their keys and values, and attends to earlier tokens, too."""
 
 
 class Llama:
@@ -51,7 +51,7 @@ class Llama:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
-        """Return the logits [rows, vocabulary] of the token after each of the tokens."""
+        """Return the logits [rows, vocabulary] of the token after each of `tokens`."""
         x = self.weights["embed_tokens.weight"][tokens]
         angles = positions[:, None] * self._frequencies
         for layer in range(self.layers):
@@ -76,14 +76,14 @@ class Llama:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., 2021): pairs of numbers turn with the position."""
+    """Apply rotary position embedding (Su et al., 2021): pairs of numbers turn with the position."""
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
 def visible_scores(q: Tensor, keys: Tensor, first: int, last_row: int) -> Tensor:
-    """Scores [heads, rows, keys] of the keys from position `first` on; -inf where a key comes later."""
+    """Return the scores [heads, rows, keys] of keys from position `first` on; -inf for later keys."""
     keys = keys.repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
     scores = torch.einsum("rhd,thd->hrt", q, keys) / math.sqrt(q.shape[-1])
     rows = torch.arange(last_row - len(q) + 1, last_row + 1)
@@ -92,13 +92,13 @@ def visible_scores(q: Tensor, keys: Tensor, first: int, last_row: int) -> Tensor
 
 
 def weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Sums [heads, rows, size] of values by their weights [heads, rows, values]."""
+    """Return the sums [heads, rows, size] of `values` by `weights` [heads, rows, values]."""
     values = values.repeat_interleave(len(weights) // values.shape[1], dim=1)
     return torch.einsum("hrt,thd->hrd", weights, values)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Softmax over all keys at once. It holds heads x rows x tokens scores."""
+    """Compute the softmax over all keys at once, with heads x rows x tokens scores in memory."""
     scores = visible_scores(q, keys, 0, len(keys) - 1)
     return weighted(scores.softmax(-1), values).transpose(0, 1)
 
@@ -106,9 +106,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def attend_in_tiles(q: Tensor, keys: Tensor, values: Tensor, tile: int = 64) -> Tensor:
     """Compute softmax attention one tile of keys at a time, with only that tile's scores in memory.
 
-    The online softmax of FlashAttention (Dao et al., 2022, section 3.1): the highest score, which a softmax
-    subtracts, and the sum, by which it divides, are only known at the end. So sums are kept relative to the
-    highest score so far, and are scaled down when a higher one comes.
+    This is the online softmax of FlashAttention (Dao et al., 2022, section 3.1). A softmax subtracts the
+    highest score and divides by the sum, which are only known at the end. So sums are kept relative to the
+    highest score so far, and are scaled down when a higher score comes.
     """
     highest = torch.full((q.shape[1], len(q), 1), -math.inf)
     total, output = torch.zeros_like(highest), torch.zeros(q.shape[1], len(q), q.shape[2])

@@ -29,14 +29,12 @@ from torch import Tensor
 from labs.decoding import TARGET, Llama, ask_tandem, attend, read_prompt
 
 MAX_LENGTH = 512
-"""Tokens that a request may have, its answer included. A request reserves this many where memory is not
-paged.
-"""
+"""Most tokens of a request, including its answer. Without paging each request reserves this many."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A request: `computed` of its `tokens` have their keys and values in `blocks`."""
+    """A request. The keys and values of the first `computed` of its `tokens` are in `blocks`."""
 
     tokens: list[int]
     end: int
@@ -57,8 +55,8 @@ class Blocks:
         self._free = list(range(count))
 
     def extend(self, request: Request, tokens: int) -> bool:
-        """Give the request blocks for `tokens` tokens in all. Return False, and give none, if too few are
-        left.
+        """Give the request blocks for `tokens` tokens in all. If too few are left, give none and return
+        False.
         """
         missing = -(-tokens // self.size) - len(request.blocks)
         if missing > len(self._free):
@@ -76,7 +74,7 @@ class Blocks:
 
 
 class Scheduler:
-    """Chooses each step: at most `budget` tokens, one for each decoding request, the rest for prompts."""
+    """The choice of each step: at most `budget` tokens, one per decoding request, the rest for prompts."""
 
     def __init__(self, blocks: Blocks, policy: str, budget: int = 256) -> None:
         self.waiting: deque[Request] = deque()
@@ -110,9 +108,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Preempt the request that came last; it is computed again later. Return False if that is the
-        request itself.
-        """
+        """Preempt the latest request, to be computed again later. Return False if it is `request`."""
         while not self._blocks.extend(request, tokens):
             last = self.running.pop()
             self._blocks.take_back(last)
@@ -134,7 +130,7 @@ class PagedAttention:
         self._new_slots = torch.empty(0, dtype=torch.long)
 
     def begin(self, step: Sequence[tuple[Request, int]]) -> None:
-        """Look up the slots of each request's tokens, up to those that the step computes."""
+        """Look up the slots of each request's tokens, including the tokens that the step computes."""
         self._step = [(self._slots(request)[: request.computed + count], count) for request, count in step]
         self._new_slots = torch.cat([slots[-count:] for slots, count in self._step])
 

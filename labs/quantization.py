@@ -2,8 +2,8 @@
 
     python -m labs.quantization
 
-`round_to` is the whole of it: round to nearest, with one scale for each group of numbers. The table shows
-each format's size and its cost: in predicted bits, in probabilities that move, in tokens that change.
+`round_to` does all of it: round to nearest, with one scale for each group of numbers. The table shows each
+format's size and its cost: in predicted bits, changed probabilities and changed tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ KV = (Format("int8", 8), Format("int4", 4))
 
 
 def round_to(numbers: Tensor, to: Format) -> Tensor:
-    """Return the nearest numbers of that format, as a kernel has them after it has expanded the codes."""
+    """Return the nearest numbers of that format: the values that a kernel gets by expanding the codes."""
     groups = numbers.unflatten(-1, (-1, to.group or numbers.shape[-1]))
     steps = 2**to.bits - 1
     if to.zero_point:
@@ -91,7 +91,7 @@ def attend_rounded(to: Format) -> Attend:
 
 
 def read_windows(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Return parts of texts that the model has not seen."""
+    """Return windows of texts that the model has not seen."""
     with (MODELS / "heldout_prompts.jsonl").open() as lines:
         texts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
     return [ids[:WINDOW] for ids in texts if len(ids) >= WINDOW][:count]

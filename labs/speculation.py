@@ -4,8 +4,8 @@ changes.
     python -m labs.speculation
 
 `decode` is the loop, `verify` the rule that keeps the model's distribution (Leviathan et al., 2023; Chen et
-al., 2023). A sweep over the number of drafts K shows where it pays, next to the gain that the acceptance
-rate and the cost of a draft predict.
+al., 2023). A sweep over the number of drafts K shows where speculation pays, and the gain predicted from the
+acceptance rate and the cost of a draft.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def draw(weights: Tensor) -> int:
 
 
 class DraftModel:
-    """Draws drafts one by one from a smaller model, with a cache of its own."""
+    """A drafter that draws tokens one by one from a smaller model, with a cache of its own."""
 
     def __init__(self, model: Llama, temperature: float) -> None:
         self._model, self._temperature = model, temperature
@@ -59,8 +59,8 @@ class DraftModel:
 
 
 def look_up(text: list[int], count: int, suffix: int = 2) -> tuple[list[int], Tensor]:
-    """Draft the tokens that followed the last tokens where these occurred before (prompt lookup), at almost
-    no cost.
+    """Draft the tokens that followed an earlier occurrence of the text's last tokens (prompt lookup), at
+    almost no cost.
     """
     drafts: list[int] = []
     for start in range(len(text) - suffix - 1, -1, -1):
@@ -85,7 +85,7 @@ def verify(drafts: list[int], drawn_from: Tensor, target: Tensor) -> list[int]:
 
 @dataclass
 class Run:
-    """Counts of a run. `tried` are the drafts that the target looked at: the accepted ones and each step's
+    """Counts of a run. `tried` counts the drafts that the target judged: the accepted ones and each step's
     first rejected one.
     """
 

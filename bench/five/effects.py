@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """A ratio, and its 95 % confidence interval, or None if the error cannot be estimated. `factors` holds
+    """A ratio with its 95 % confidence interval, or None if the error cannot be estimated. `factors` holds
     one factor, or two that interact.
     """
 
@@ -98,7 +98,7 @@ def _logs(
 def _error(
     logs: NDArray[np.float64], means: NDArray[np.float64], contrasts: Sequence[NDArray[np.float64]]
 ) -> tuple[float, int]:
-    """Return the variance of a figure's logarithm and its degrees of freedom, 0 if it cannot be estimated."""
+    """Return the variance of a figure's logarithm and its degrees of freedom: 0 if it cannot be estimated."""
     count, repeats = logs.shape
     if repeats > 1:
         left = logs - means[:, None] - logs.mean(axis=0)[None, :] + logs.mean()

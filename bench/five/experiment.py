@@ -1,6 +1,4 @@
-"""Runs all cells in a random order and keeps finished cells, so that an experiment resumes where it
-stopped.
-"""
+"""The run of all cells in a random order. Finished cells are kept, so that an experiment can resume."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from bench.report import write_results
 
 
 class PlannedRun(msgspec.Struct, frozen=True):
-    """One measurement to make."""
+    """One planned measurement."""
 
     workload: str
     cell: TechniqueSet
@@ -43,10 +41,10 @@ def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed
 
 
 class Experiment:
-    """Outcomes of the finished cells, kept in `results.json` of a folder."""
+    """The outcomes of the finished cells, kept in `results.json` of a folder."""
 
     def __init__(self, folder: Path, setting: ExperimentSetting) -> None:
-        """Raises ValueError if the folder has other content, or cells of another setting."""
+        """Open the folder. Raises ValueError if it has other content, or cells of another setting."""
         self._folder, self._setting = folder, setting
         self.outcomes: list[CellOutcome] = []
         path = folder / "results.json"
@@ -71,9 +69,7 @@ class Experiment:
         return [run for run in runs if (run.workload, run.cell, run.repeat) not in done]
 
     def complete(self, workload: str, factors: Sequence[str]) -> list[CellOutcome]:
-        """Return the outcomes of the design's cells in all repeats before the first repeat that lacks a
-        cell.
-        """
+        """Return the outcomes of the design's cells in all repeats before the first incomplete repeat."""
         cells = set(cells_of(factors))
         mine = [each for each in self.outcomes if each.workload == workload and frozenset(each.cell) in cells]
         counts = Counter(each.repeat for each in mine)
@@ -83,8 +79,8 @@ class Experiment:
     def measure(
         self, runs: Sequence[PlannedRun], command: str, one: Callable[[PlannedRun], CellOutcome]
     ) -> Iterator[tuple[PlannedRun, CellOutcome | RuntimeError]]:
-        """Measure the missing runs. Each outcome is written to the folder at once; errors are yielded and
-        not kept.
+        """Measure the missing runs. Write each outcome to the folder at once; yield errors without keeping
+        them.
         """
         for run in self.missing(runs):
             try:

@@ -12,7 +12,7 @@ TechniqueSet = frozenset[str]
 FACTORS = ("disaggregation", "speculation", "paging", "sharing", "quantization")
 TITLES = {"paging": "paged KV", "sharing": "prefix sharing"}
 WORKERS = 2
-"""Workers of every cell: one prefill and one decode worker, or two that do both."""
+"""Number of workers of every cell: a prefill and a decode worker, or two that do both."""
 
 
 def serve_options(cell: TechniqueSet, speculative_config: str) -> list[str]:

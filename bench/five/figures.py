@@ -1,4 +1,4 @@
-"""Computes the effects of each technique from the outcomes of cells, for each workload."""
+"""The effects of each technique, computed from the outcomes of cells, for each workload."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FigureEffects(msgspec.Struct, frozen=True):
 
 
 class WorkloadFinding(msgspec.Struct, frozen=True):
-    """Effects on one workload. `floored` are cells in which no rate met the objective: they count with the
-    lowest rate that was tried, so techniques that would help them have at least the effect shown.
+    """Effects on one workload. `floored` holds cells in which no rate met the objective. These count with the
+    lowest rate tried, so techniques that would help them have at least the shown effect.
     """
 
     workload: str
@@ -36,7 +36,7 @@ class WorkloadFinding(msgspec.Struct, frozen=True):
 def finding(
     workload: str, factors: Sequence[str], outcomes: Sequence[CellOutcome], price: float
 ) -> WorkloadFinding:
-    """Compute the finding of a workload. Raises ValueError that names a cell which lacks a repeat."""
+    """Compute the finding of a workload. Raises ValueError that names a cell without a repeat."""
     mine = sorted((each for each in outcomes if each.workload == workload), key=lambda each: each.repeat)
     columns: list[tuple[str, str, Callable[[CellOutcome], float]]] = [
         ("goodput", "requests/s", lambda outcome: outcome.goodput),

@@ -1,4 +1,4 @@
-"""Measures one cell: starts a server, searches for its highest rate within the SLO, and stops it."""
+"""The measurement of one cell: start a server, search for its highest rate within the SLO, and stop it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bench.servers import running, tandem_command
 SERVED_NAME = "model"
 WARMUP_S = 2.0
 SLACK_S = 0.5
-"""Added to the latest time at which a request can still be within the SLO."""
+"""[s] Time added to the latest time at which a request can still be within the SLO."""
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A request is good if its first token comes within `ttft_s` and its later tokens take at most `tpot_s`
-    each on average. A rate is good if at least the share `attainment` of its requests is good.
+    """The objective: a request is good if its first token comes within `ttft_s` and its later tokens take at
+    most `tpot_s` each on average. A rate is good if at least the share `attainment` of its requests is good.
     """
 
     ttft_s: float
@@ -47,7 +47,7 @@ class ExperimentSetting(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One load at one rate. `goodput` is good requests per second; the medians are in seconds, 0 without
+    """One load at one rate. `goodput` counts good requests per second; medians are in seconds, 0 without
     answers.
     """
 
@@ -62,7 +62,7 @@ class Trial(msgspec.Struct, frozen=True):
 class CellOutcome(msgspec.Struct, frozen=True):
     """The outcome of one cell in one repeat.
 
-    `trials` are all trials of the search; `best` is None if none of them met the objective. `light` is the
+    `trials` holds all trials of the search; `best` is None if no trial met the objective. `light` is the
     trial at the workload's light rate, the same for all cells. `memory_bytes` is the memory of the server's
     processes after the search, with shared pages counted once.
     """
@@ -77,7 +77,7 @@ class CellOutcome(msgspec.Struct, frozen=True):
 
     @property
     def goodput(self) -> float:
-        """[requests/s] If no rate met the objective: the lowest rate that was tried, an upper bound."""
+        """Return the best trial's goodput [requests/s]; if none was good, the lowest rate: a bound."""
         return self.best.goodput if self.best is not None else min(trial.rate for trial in self.trials)
 
     def __str__(self) -> str:
@@ -91,11 +91,11 @@ class CellOutcome(msgspec.Struct, frozen=True):
 
 
 class _MissedError(Exception):
-    """Too many requests were late for the objective to be met."""
+    """Too many requests were late to meet the objective."""
 
 
 class MeasuredServer:
-    """A running server, driven by loads of one workload."""
+    """A running server that gets loads of one workload."""
 
     def __init__(
         self, base_url: str, setting: ExperimentSetting, workload: Traffic, prompts: Prompts
@@ -113,9 +113,7 @@ class MeasuredServer:
             raise RuntimeError(f"the server does not answer: {records[0].error}: {records[0].detail}")
 
     def search(self, rate: float) -> tuple[bool, Trial]:
-        """Return whether the rate meets the objective, and the trial, which ends as soon as it cannot meet
-        it.
-        """
+        """Return whether the rate meets the objective, and the trial, which ends as soon as it must fail."""
         load = self._prompts.load(rate, self._seconds)
         spare = (1 - self._objective.attainment) * len(load)
         ended: list[Record] = []
@@ -134,7 +132,7 @@ class MeasuredServer:
         return trial.attainment >= self._objective.attainment, trial
 
     def measure(self, rate: float) -> Trial:
-        """Measure a whole load, whether or not it meets the objective."""
+        """Measure a whole load, even if it cannot meet the objective."""
         load = self._prompts.load(rate, self._seconds)
         return self._judge(run_on_fast_loop(drive(self._client, load)), len(load), rate)
 

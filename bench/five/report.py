@@ -1,4 +1,4 @@
-"""Shows the findings as tables."""
+"""Tables of the findings."""
 
 from __future__ import annotations
 

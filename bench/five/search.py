@@ -1,4 +1,4 @@
-"""Searches for the highest rate that meets an objective: doubles or halves a first guess, then bisects."""
+"""The search for the highest rate that meets an objective: double or halve a first guess, then bisect."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ T = TypeVar("T")
 CLOSE = 1.1
 """The search ends once the bounds are within this ratio."""
 DOUBLINGS = 8
-"""The most doublings or halvings of the first guess."""
+"""Most doublings or halvings of the first guess."""
 
 
 class NoRateError(Exception):
-    """Even the lowest rate that was tried does not meet the objective."""
+    """The lowest rate that was tried does not meet the objective, either."""
 
 
 def highest(first: float, probes: int, trial: Callable[[float], tuple[bool, T]]) -> tuple[float, T]:
     """Return the highest rate whose trial passed, and the result of that trial.
 
-    `probes` bounds the trials after the first pass and the first failure; finding these two takes as many
-    trials as needed. Raises NoRateError if no trial passed.
+    `probes` limits the trials after the first pass and the first failure, which take as many trials as
+    needed. Raises NoRateError if no trial passed.
     """
     passed: tuple[float, T] | None = None
     failed: float | None = None

@@ -11,7 +11,7 @@ import numpy as np
 from bench.serve.workload import LoadRequest
 
 LEAST_REQUESTS = 16
-"""The fewest requests of a probe: a share of fewer requests says little."""
+"""Fewest requests of a probe: a share of fewer requests says little."""
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -42,10 +42,10 @@ WORKLOADS = {
 
 
 class Prompts:
-    """Windows of one long text, each at a different place: only the shared prefix is the same in all."""
+    """Windows of one long text at different places. Prompts have only the shared prefix in common."""
 
     def __init__(self, texts: Sequence[Sequence[int]], workload: Traffic, seed: int) -> None:
-        """Raises ValueError if the text is too short for different prompts."""
+        """Raise ValueError if the text is too short for different prompts."""
         self._tokens = list(chain.from_iterable(texts))
         self._workload = workload
         self._rng = np.random.default_rng(seed)
@@ -58,8 +58,8 @@ class Prompts:
 
     def load(self, rate: float, seconds: float) -> list[LoadRequest]:
         """Return the requests that arrive in `seconds` at `rate`: rate x seconds uniform arrival times in
-        order, a Poisson process with that number of arrivals. A low rate takes longer, so that there are
-        `LEAST_REQUESTS`.
+        order, a Poisson process with that number of arrivals. A low rate takes longer, to have
+        `LEAST_REQUESTS` requests.
         """
         count = max(round(rate * seconds), LEAST_REQUESTS)
         arrivals = np.sort(self._rng.uniform(0, count / rate, count)).tolist()

@@ -1,4 +1,4 @@
-"""Times work on a device, and the time that the host takes to launch it."""
+"""Times of work on a device, and of its launch by the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 _WARM_UPS, _LEAST_RUNS, _LEAST_S = 3, 5, 0.2
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
-"""Names of calls that launch work on the device; some calls have a suffix."""
+"""Names of calls that launch work on the device. Some calls have a suffix."""
 
 
 class Taken(NamedTuple):

@@ -1,4 +1,4 @@
-"""Times attention and products alone, beside those of torch."""
+"""Times of attention and matrix products alone, with torch's for comparison."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from engine.linear.quantized import round_to_nearest
 from engine.quantization.weight import CodeFormat
 
 _ATTENTION = ((1, 1, 1024), (64, 1, 1024), (1, 1, 65536), (8, 8, 1024), (1, 2048, 2048), (1, 2048, 8192))
-"""Sequences, rows of each, and context."""
+"""Shapes of attention: sequences, rows per sequence, context."""
 _PRODUCT_ROWS = (1, 16, 64, 2048)
 _GROUP = 128
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A kernel's time, and that of torch's SDPA or cuBLAS for the same."""
+    """A kernel's time, and the time of torch's SDPA or cuBLAS for the same work."""
 
     name: str
     ours_s: float
@@ -37,7 +37,7 @@ class Beside:
 
     @property
     def ratio(self) -> float:
-        """Return how many times as fast as torch's our kernel is."""
+        """Return the speed of our kernel as a multiple of torch's."""
         return self.torch_s / self.ours_s
 
 
@@ -90,7 +90,7 @@ def _attention(shape: DecoderShape, device: torch.device, sequences: int, rows: 
 
 
 def _products(shape: DecoderShape, device: torch.device) -> Iterator[Beside]:
-    """Measure the MLP's first product: by tiles as with --deterministic, and by 4-bit weights."""
+    """Measure the MLP's first product: in tiles, as with --deterministic, and with 4-bit weights."""
     from engine.devices.cuda.products import TiledWeight
 
     weight = torch.randn(2 * shape.mlp, shape.hidden, device=device).bfloat16()

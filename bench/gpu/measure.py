@@ -1,4 +1,4 @@
-"""Measures forwards and engine steps."""
+"""Measurements of forwards and engine steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GpuPlan:
     context: int
     acceptance: float
     long_context: int = 0
-    """The length of the one long sequence beside the largest batch; 0 for none."""
+    """Length of the one long sequence in the largest batch; 0 for none."""
     budget: int = 2048
     """Tokens of a prompt in a step."""
 
@@ -77,8 +77,8 @@ def forward(model: MadeUpModel, forwards: Forwards, contexts: Sequence[int], row
 
 @dataclass(frozen=True)
 class Results:
-    """`decode` and `prefill` are forwards; `steps` maps a number of sequences to the seconds of a whole
-    engine step; `eager_s` are the seconds of the forwards of `decode` without CUDA graphs.
+    """The measurements. `decode` and `prefill` are forwards; `steps` maps a number of sequences to the
+    seconds of an engine step; `eager_s` has the seconds of `decode`'s forwards without CUDA graphs.
     """
 
     choice: str
@@ -89,12 +89,12 @@ class Results:
     sampled_steps: dict[int, float] = field(default_factory=dict)
     """Like `steps`, with top-k and top-p."""
     mixed: Measured | None = None
-    """The largest batch, one of whose sequences is long."""
+    """The largest batch with one long sequence."""
     cut_s: dict[int, float] = field(default_factory=dict)
-    """Seconds of prompts in chunks of the budget, by tokens."""
+    """Seconds of prompts in chunks of the budget, by number of tokens."""
     kernels: list[Beside] = field(default_factory=list)
     compilations: dict[str, float] = field(default_factory=dict)
-    """Kernels compiled after the warm-up."""
+    """Counts of kernels compiled after the warm-up."""
 
 
 def measure(model: MadeUpModel, plan: GpuPlan) -> Results:
@@ -167,7 +167,7 @@ def _step_s(model: MadeUpModel, plan: GpuPlan, batch: int, how: Mapping[str, Any
 
 
 def speedup(results: Results, measured: Measured, acceptance: float) -> float:
-    """Return the speedup from drafts of this length that cost nothing, over plain steps of the same batch."""
+    """Return the speedup over plain steps of the same batch if drafts of this length cost nothing."""
     plain = next(
         each for each in results.decode if each.sequences == measured.sequences and each.rows_each == 1
     )

@@ -88,7 +88,7 @@ In chunks of {plan.budget} tokens:
 
 
 def checks(results: Results) -> dict[str, bool]:
-    """Return what a GPU must show, and whether this one did."""
+    """Return the requirements on a GPU, and whether this one met them."""
     compiled = int(results.compilations.get("kernel_compilations_total", 0))
     slower = [
         each.sequences

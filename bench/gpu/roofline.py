@@ -1,4 +1,4 @@
-"""The roofline of a step (Williams et al. 2009), and the tokens that drafts of a given acceptance bring."""
+"""The roofline of a step (Williams et al. 2009), and the tokens gained by drafts of a given acceptance."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bench.gpu.roofs import Roofs
 @dataclass(frozen=True)
 class Costs:
     """Costs of a dense model. A row is multiplied with `layer_weights` numbers, and with `head_weights` more
-    if its logits are needed. `kv_bytes` is the size of a token's KV; `attended` counts the products of a row
-    with one key and its value, in all layers.
+    if its logits are needed. `kv_bytes` is the size of a token's KV. `attended` counts a row's products with
+    one key and its value, in all layers.
     """
 
     layer_weights: int
@@ -36,7 +36,7 @@ class Costs:
         )
 
     def step(self, sequences: int, rows_each: int, context: int, logits_each: int) -> StepCost:
-        """Return the work of a step of `sequences` sequences, whose last row sees `context` keys."""
+        """Return the work of a step of `sequences` sequences. Each one's last row sees `context` keys."""
         rows, logits = sequences * rows_each, sequences * logits_each
         seen = rows * (2 * context - rows_each + 1) // 2
         products = rows * self.layer_weights + logits * self.head_weights + seen * self.attended
@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes that a step reads, weights and KV, and its operations."""
+    """The bytes of weights and KV that a step reads, and its operations."""
 
     nbytes: int
     operations: int
@@ -60,7 +60,7 @@ class StepCost:
 
 
 def tokens_of(num_drafted: int, acceptance: float) -> float:
-    """Return the tokens per request that a step brings if each drafted token is accepted with probability
-    `acceptance`, given that all before it were (Leviathan et al. 2023).
+    """Return the tokens per request and step if each draft token is accepted with probability `acceptance`,
+    given that all earlier ones are (Leviathan et al. 2023).
     """
     return sum(acceptance**place for place in range(num_drafted + 1))

@@ -1,4 +1,4 @@
-"""The most that a GPU can do: from its maker's data sheet, or measured if no data sheet is known here."""
+"""The limits of a GPU: from its maker's data sheet, or measured if no data sheet is known here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SHEETS = {
     "NVIDIA GeForce RTX 4090": (1008e9, 165.2e12, "NVIDIA Ada architecture paper"),
     "NVIDIA GeForce RTX 5090": (1792e9, 209.5e12, "NVIDIA Blackwell architecture paper"),
 }
-"""Keyed by torch's device name. The data sheets give twice these operations, with sparsity."""
+"""Limits by torch's device name. The data sheets give twice these operations, with sparsity."""
 
 
 def missing() -> str:

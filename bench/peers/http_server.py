@@ -1,4 +1,4 @@
-"""The few parts of an HTTP/1.1 server that the peers' front ends need. Standard library only."""
+"""The parts of an HTTP/1.1 server that the peers' front ends need, with the standard library only."""
 
 import asyncio
 from dataclasses import dataclass

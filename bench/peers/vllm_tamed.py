@@ -1,9 +1,9 @@
 """vLLM's API server for a machine with few cores: NIXL's progress thread sleeps, and nothing is pinned.
 
-vLLM leaves the thread's delay at 0, so it polls without a pause and takes a core from the model; and its
-connector pins the model's thread to the machine's last core, the same one as the other server's. Run this
-file with the peer's own Python and the arguments of vLLM's server. vLLM spawns its workers from this file,
-so the changes reach the process that owns the NIXL agent.
+vLLM leaves the thread's delay at 0, so the thread polls without a pause and takes a core from the model.
+vLLM's connector pins the model's thread to the machine's last core, in both servers to the same one. Run this
+file with the peer's own Python and the arguments of vLLM's server. vLLM spawns its workers from this file, so
+the changes reach the process that owns the NIXL agent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Lets vLLM's environment import torchvision: vLLM imports it for some text models, and calls none of its
-operators.
+"""A patch that lets vLLM's environment import torchvision, which vLLM imports for some text models without
+calling its operators.
 
-The library in torchvision's wheel is built for CUDA builds of torch. Without it the operators are not
-declared, and the import fails where torchvision registers more about them.
+The library in torchvision's wheel is built for CUDA builds of torch. Without the library the operators are
+not declared, and the import fails when torchvision registers more about them.
 """
 
 from __future__ import annotations

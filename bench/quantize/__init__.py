@@ -1,1 +1,1 @@
-"""Costs and gains of quantized weights: memory, speed, and how well the model still predicts."""
+"""Costs and gains of quantized weights: memory, speed, and quality of predictions."""

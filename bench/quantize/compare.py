@@ -1,4 +1,4 @@
-"""Compares engines of one model with weights and KV in each format: speed and quality of predictions."""
+"""The comparison of engines of one model with weights and KV in each format: speed and quality."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.bundled import BUNDLED_MODEL, is_bundled_model
 from protocol.config import ServeConfig
 
 _TEXT_TOKENS = 1024
-"""The most tokens of a held-out text."""
+"""Most tokens of a held-out text."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ def compare(
     lengths: speed.SpeedLoad,
     texts: int,
 ) -> list[Row]:
-    """Measure each pair, the plain one first. The bundled model predicts `texts` held-out texts."""
+    """Measure each pair of formats, plain first. The bundled model predicts `texts` held-out texts."""
     is_bundled = is_bundled_model(str(model))
     longest = max(lengths.longest, _TEXT_TOKENS if is_bundled else 0)
     config = _config(model, longest, lengths.tokens, max(lengths.concurrencies))

@@ -1,4 +1,4 @@
-"""Combinations of a weight format and a KV format to compare."""
+"""Pairs of a weight format and a KV format to compare."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from protocol.config import ServeConfig
 from protocol.speculation import Quantization
 
 PLAIN = "bf16"
-"""The format of weights or KV that are not quantized."""
+"""The format of unquantized weights or KV."""
 
 ROUNDED: tuple[str, ...] = get_args(Quantization)
 KV_FORMATS = (PLAIN, "int8", "fp8")
 HEAD = "+head"
-"""Suffix of a weight format: the output head is quantized, too."""
+"""Suffix of a weight format: the output head is quantized as well."""
 
 
 @dataclass(frozen=True)

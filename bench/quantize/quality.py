@@ -1,4 +1,4 @@
-"""Measures how well a model predicts held-out code with weights and KV in a format."""
+"""The quality of a model's predictions of held-out code, with weights and KV in a format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.engine import Engine
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 
 _CHUNK = 256
-"""Tokens of a text that one forward computes, like a chunk of a long prompt."""
+"""Tokens of a text per forward, like a prefill chunk."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Token ids of each text, and the number of predicted bytes: all but the first tokens' bytes."""
+    """Token ids of each text, and the number of predicted bytes: all bytes except the first tokens'."""
 
     token_ids: Sequence[list[int]]
     num_bytes: int
@@ -56,8 +56,8 @@ def measure(engines: Mapping[str, Engine], plain: str, text: TokenizedTexts) -> 
 
 @torch.inference_mode()
 def _log_probabilities(engine: Engine, token_ids: list[int]) -> Tensor:
-    """Return the log probabilities of a text's tokens but the first, float32 [length - 1, vocabulary]. They
-    are computed through the pool, so that reads of KV are in its format.
+    """Return the log probabilities of a text's tokens except the first, float32 [length - 1, vocabulary]. KV
+    is read from the pool, in the pool's format.
     """
     blocks = list(range(-(-len(token_ids) // engine.pool.block_size)))
     parts = []

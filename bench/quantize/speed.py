@@ -1,4 +1,4 @@
-"""Measures a model's speed with its weights in several formats: engines in this process take turns."""
+"""A model's speed with weights in several formats. The engines run in this process, in turns."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def measure(engines: Mapping[str, Engine], lengths: SpeedLoad) -> dict[str, Spee
 
 
 def answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> float:
-    """Return the seconds from the first token of the last of `count` requests until all have ended."""
+    """Return the seconds from the last of `count` requests' first token until all have ended."""
     begin(engine, name, count, prompt, output)
     started = time.perf_counter()
     while engine.has_work():
@@ -97,7 +97,7 @@ def answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> f
 
 
 def begin(engine: Engine, name: str, count: int, prompt: int, output: int) -> None:
-    """Add `count` requests and step until each has its first token."""
+    """Add `count` requests and step until each has a first token."""
     for index in range(count):
         token_ids = [3 + (index * 131 + place * 17) % (engine.vocab_size - 3) for place in range(prompt)]
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)

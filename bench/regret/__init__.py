@@ -1,1 +1,1 @@
-"""How much the placement policy loses to the best fixed mode, over twelve workloads."""
+"""The loss of the placement policy against the best fixed mode, over twelve workloads."""

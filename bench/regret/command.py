@@ -1,9 +1,9 @@
-"""`tandem bench regret`: what the first system loses to the best of the others, workload by workload.
+"""`tandem bench regret`: the first system's loss against the best other one, for each workload.
 
-A system's turn runs all workloads. Requests are good if they keep their TTFT objective, a multiple of the
-time that one request takes alone, and take at most `TPOT_FACTOR` times as long per token as that one. The
-regret is the ratio of the first system to the best other one on each figure, within rounds; below 1 the
-first system is worse.
+A system's turn runs all workloads. A request is good if it meets its TTFT objective, a multiple of the time
+of a lone request, and takes at most `TPOT_FACTOR` times the lone request's time per token. The regret is the
+ratio of the first system to the best other one on each figure, within rounds; below 1 the first system is
+worse.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FIGURES = ("goodput", "ttft_p50", "ttft_p99", "gap_p99")
 
 @dataclass
 class Turn:
-    """Runs the workloads on one system. The unit of time is measured once, on the first system."""
+    """A turn: the workloads on one system. The unit of time is measured once, on the first system."""
 
     workloads: Sequence[str]
     seconds: float
@@ -62,7 +62,7 @@ class Turn:
     vocab_size: int
     seed: int
     alone: tuple[float, float] | None = None
-    """Seconds of one request alone, and for each of its tokens after the first."""
+    """Seconds of a lone request, and seconds of each of its tokens after the first."""
 
     def measure(self, system: System, number: int) -> Iterator[Outcome]:
         client = Client(ServerTarget(system.base_url, system.model, ignore_eos=True))
@@ -79,7 +79,7 @@ class Turn:
             yield Outcome(system.label, name, number, **figures)
 
     async def _alone(self, client: Client) -> tuple[float, float]:
-        """Warm the system up, and return the medians of single requests."""
+        """Warm the system up. Return the medians of lone requests."""
         draw = Draw(np.random.default_rng(self.seed), self.vocab_size, 0.0, 1.0)
         taken = []
         for _ in range(ALONE_REQUESTS):

@@ -1,4 +1,4 @@
-"""Twelve loads, scaled to the machine: rates are requests in the time that one request takes alone."""
+"""Twelve loads, scaled to the machine: rates are requests per unit, the time that a lone request takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.serve.workload import LoadRequest, random_tokens
 from bench.speculate.workload import entries
 
 ALONE_INPUT_LEN, ALONE_OUTPUT_LEN = 256, 128
-"""The request whose time alone is the unit of rates and objectives."""
+"""The lone request whose time is the unit of rates and objectives."""
 GIANT_LEN = 3_900
 
 
@@ -32,7 +32,7 @@ class Chain:
 
 
 class Draw:
-    """Draws prompts and arrival times of a workload of `seconds`; one request alone takes `unit` [s]."""
+    """A source of prompts and arrival times of a workload of `seconds`; a lone request takes `unit` [s]."""
 
     def __init__(self, rng: np.random.Generator, vocab_size: int, seconds: float, unit: float) -> None:
         self._rng, self._vocab_size = rng, vocab_size
@@ -51,7 +51,7 @@ class Draw:
     def arriving(
         self, per_unit: float, make: Callable[[], LoadRequest], patience: float = 1.0, has_gaps: bool = True
     ) -> list[Chain]:
-        """Return single requests that arrive as a Poisson process, `per_unit` in the unit of time."""
+        """Return single requests that arrive as a Poisson process, `per_unit` of them per unit of time."""
         count = max(1, round(per_unit / self._unit * self.seconds))
         starts = np.sort(self._rng.uniform(0, self.seconds, count)).tolist()
         return [Chain(iter([make()]), start, patience, has_gaps=has_gaps) for start in starts]

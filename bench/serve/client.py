@@ -1,4 +1,4 @@
-"""Sends one completion request and records when each piece of its answer arrived."""
+"""A client that sends one completion request and records when each piece of its answer arrived."""
 
 import asyncio
 import ssl
@@ -23,7 +23,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
 
     def bears_tokens(self) -> bool:
-        """Return whether this piece stands for generated tokens.
+        """Return whether this piece has generated tokens.
 
         A completion's piece may have empty text if it ends within a character. A chat's first piece has only
         the role, and its last one may have only the finish reason.
@@ -50,7 +50,7 @@ class CompletionEvent(msgspec.Struct):
 class Record:
     """The outcome of one request. Times are seconds on the load generator's monotonic clock.
 
-    `error` is empty for a request that completed, else the kind of failure; `detail` says more.
+    `error` is empty for a completed request, else the kind of failure, with details in `detail`.
     """
 
     start: float = 0.0
@@ -101,7 +101,7 @@ class ServerTarget:
 
 
 class EventStream:
-    """Splits a body into server-sent events and records their contents."""
+    """A parser that splits a body into server-sent events and records their contents."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -137,7 +137,7 @@ class EventStream:
 
 
 class Client:
-    """Sends requests to one target."""
+    """A client of one target."""
 
     def __init__(self, target: ServerTarget) -> None:
         self._target = target
@@ -146,7 +146,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
 
     async def send(self, request: LoadRequest) -> Record:
-        """Send one request and wait for its end. Failures are in the record, none is raised."""
+        """Send one request and wait for its end. Failures are recorded, not raised."""
         record = Record(prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt))
         message = self._endpoint.request("POST", self._target.body(request), self._headers)
         stream = EventStream(record)

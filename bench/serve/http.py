@@ -54,10 +54,10 @@ class Endpoint:
 
 
 class Exchange(asyncio.Protocol):
-    """Sends one request and passes each piece of the response's body to `on_body` as it arrives.
+    """One request and its response, whose pieces are passed to `on_body` as they arrive.
 
     `done` resolves to the status once the body is complete; it fails with HttpError if the response is cut
-    short. The public methods below `connection_lost` are those that the parser calls.
+    short. The parser calls the public methods below `connection_lost`.
     """
 
     def __init__(self, request: bytes, on_body: BodyHandler) -> None:
@@ -125,8 +125,8 @@ async def exchange(
 ) -> int:
     """Send `request`, call `on_body` with each piece of the answer, and return the status at its end.
 
-    Raises OSError if the connection fails, HttpError if the response is cut short, and whatever `on_body`
-    raises.
+    Raises OSError if the connection fails, HttpError if the response is cut short, and the errors of
+    `on_body`.
     """
     loop = asyncio.get_running_loop()
     _, protocol = await loop.create_connection(

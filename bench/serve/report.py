@@ -1,4 +1,4 @@
-"""Shows a run's figures: a table for people, JSON for programs."""
+"""A run's figures: a table for people, JSON for programs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Drives a load against a target: arrivals, concurrency, warm-up, progress."""
+"""The run of a load against a target: arrivals, concurrency, warm-up, progress."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ class RunResult(msgspec.Struct, frozen=True):
     summary: Summary
     client_cpu: float
     samples: dict[str, str]
-    """One message for each kind of error."""
+    """A message for each kind of error."""
 
 
 async def drive(
@@ -32,7 +32,7 @@ async def drive(
 ) -> list[Record]:
     """Send `requests` at their arrival times, at most `max_concurrency` at once. Records come in order.
 
-    A request's clock starts when it is sent, so time spent waiting for room here is not counted.
+    A request's clock starts when it is sent, so time spent waiting for a free place is not counted.
     """
     records = [Record()] * len(requests)
     begin = time.perf_counter()
@@ -53,7 +53,7 @@ async def drive(
 
 
 def run_on_fast_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end on uvloop if it is installed: it costs a quarter less CPU for each token."""
+    """Run `work` to its end, on uvloop if installed, which takes a quarter less CPU time per token."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Computes the figures of a run from records of single requests. All times are in seconds.
+"""The figures of a run, computed from records of single requests. All times are in seconds.
 
 TTFT is the time from sending a request to its first token; ITL the gap between one piece of the stream and
 the next; TPOT the mean time per output token after the first; E2EL the time of the whole request.
@@ -14,7 +14,7 @@ from bench.serve.client import Record
 
 
 class LatencySummary(msgspec.Struct, frozen=True):
-    """Mean and percentiles of one latency, in seconds; all zero if there was nothing to measure."""
+    """Mean and percentiles of one latency, in seconds; all zero without any value."""
 
     mean: float = 0.0
     p50: float = 0.0

@@ -121,7 +121,7 @@ def with_arrivals(
 
 
 class _Blocks:
-    """The tokens for each hash id; the same id gives the same tokens in every run with the same seed."""
+    """The tokens of each hash id; an id has the same tokens in every run with the same seed."""
 
     def __init__(self, block_len: int, vocab_size: int, seed: int) -> None:
         self._block_len = block_len

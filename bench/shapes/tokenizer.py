@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of an exact vocabulary size, for models with random weights."""
+"""A byte-level BPE tokenizer with an exact vocabulary size, for models with random weights."""
 
 import functools
 from collections.abc import Iterator

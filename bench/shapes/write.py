@@ -1,6 +1,4 @@
-"""`tandem bench shapes`: writes models with random weights as local Transformers folders, which any engine
-can load.
-"""
+"""`tandem bench shapes`: models with random weights as Transformers folders, which any engine can load."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ class Engines:
 
 
 class EngineRun:
-    """Keeps as many requests running as the case says, on a clock that stops while other runs have their
-    turn.
+    """A run that keeps as many requests running as the case says, on a clock that stops during other runs'
+    turns.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[EngineRequest], case: Case) -> None:

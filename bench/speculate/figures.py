@@ -1,4 +1,4 @@
-"""Computes figures from measurements: medians over rounds, and ratios to the baseline within each round."""
+"""Figures computed from measurements: medians over rounds, and ratios to the baseline within each round."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one case. Times are in seconds; `speedup` is in output tokens per second, `decode_speedup`
     in TPOT.
 
-    `acceptance` is accepted / drafted, `by_position` the share of drafts whose token at each position was
-    accepted with all before it, `tau` is 1 + accepted / draft rounds; both are None if nothing was
-    drafted. `per_forward` is a request's tokens per forward after its first, forwards without a draft
-    included. `step_s` is the time of a step in which all requests decode. `predicted` is S = tau / (v + K c)
-    from the measured steps: per_forward * T(B, 0) / T(B, K). `same` says whether every round's tokens equal
-    the baseline's; `cost` is for a million output tokens.
+    `acceptance` is accepted / drafted, `by_position` the share of drafts accepted up to and including each
+    position, `tau` is 1 + accepted / draft rounds; both are None if nothing was drafted. `per_forward` is a
+    request's tokens per forward after its first, forwards without a draft included. `step_s` is the time of a
+    step in which all requests decode. `predicted` is S = tau / (v + K c) from the measured steps: per_forward
+    * T(B, 0) / T(B, K). `same` says whether every round's tokens equal the baseline's; `cost` is for a
+    million output tokens.
     """
 
     case: Case
@@ -101,10 +101,10 @@ def _predicted(mine: CaseMeasurement, base: CaseMeasurement) -> float | None:
 class SpeculationVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The best choice for one load and way to speculate.
 
-    `best` is the best K >= 1 at each concurrency, with its speedup. `crossover` is the concurrency from
-    which the best K of the lowest concurrency gains nothing any more, None if it always gains. `auto_worst`
-    is the least speedup of auto, `auto_of_best` its least share of the speedup of the best fixed K, K = 0
-    included; `tax` is the cost of K = 0.
+    `best` is the best K >= 1 at each concurrency, with its speedup. `crossover` is the concurrency from which
+    on the lowest concurrency's best K gains nothing, None if it always gains. `auto_worst` is the least
+    speedup of auto, `auto_of_best` its least share of the speedup of the best fixed K, K = 0 included; `tax`
+    is the cost of K = 0.
     """
 
     block: Block

@@ -16,8 +16,8 @@ from bench.speculate.plan import Case
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """The answer to one request. Times are seconds on one clock; `lengths` counts its drafts by how many
-    tokens were accepted.
+    """The answer to one request. Times are seconds on one clock; `lengths` counts its drafts by number of
+    accepted tokens.
     """
 
     start: float = 0.0
@@ -102,6 +102,6 @@ def summarize(
 
 
 def _digest(answers: Sequence[TimedAnswer]) -> str:
-    """Return a hash that is equal if all tokens are."""
+    """Return a hash of all tokens of all answers."""
     tokens = msgspec.json.encode([answer.token_ids for answer in answers])
     return hashlib.blake2b(tokens, digest_size=8).hexdigest()

@@ -73,7 +73,7 @@ class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: Sequence[NumTokens]
     rounds: int
     requests: int
-    """The fewest requests of a case; a higher concurrency raises it."""
+    """Fewest requests of a case; a higher concurrency raises the number."""
     output_len: int
 
     def blocks(self, drafting: Drafting) -> list[Block]:

@@ -1,5 +1,5 @@
 """Prompts with real text, never random tokens: held-out code to continue, edits of given code, where copying
-is right, and what people ask of a chat model.
+is right, and people's questions to a chat model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ HELD_OUT = BUNDLED_FOLDER / "heldout_prompts.jsonl"
 ASKED = Path(__file__).parent / "prompts.jsonl"
 
 EDITED_LINES = 24
-"""The code to edit is this many last lines of a held-out text."""
+"""Number of a held-out text's last lines that are the code to edit."""
 
 BEGUN = 3
-"""A prompt contains the first 1 / `BEGUN` of the edited version."""
+"""Divisor: a prompt contains the first 1 / `BEGUN` of the edited version."""
 
 
 class Prompt(NamedTuple):

@@ -1,4 +1,4 @@
-"""Quantization on the wire: how many bytes it saves, and how often greedy decoding continues as without it.
+"""Quantization on the wire: the bytes it saves, and how often greedy decoding continues the same.
 
 The bundled model's own KV of held-out Python code is converted to the wire format and back. A greedy
 continuation is a chain of decisions, and the decisions after the first different one say little. So three
@@ -130,7 +130,7 @@ class Handoffs:
 
 @dataclass
 class Agreement:
-    """Shares of equal whole continuations and of equal decisions; the margins of the different decisions."""
+    """Shares of equal whole continuations and of equal decisions; margins at the different decisions."""
 
     continuations: float
     decisions: float
@@ -150,7 +150,7 @@ def agreement(reference: list[Continuation], other: list[Continuation]) -> Agree
 
 
 def int8(repeats: int) -> Iterator[TransferRow]:
-    """Measure int8 on the wire once, because every run gives the same figures."""
+    """Measure int8 on the wire once, because every run has the same figures."""
     for dtype in ("bfloat16", "float32"):
         model = Handoffs(dtype)  # type: ignore[arg-type]
         if dtype == "bfloat16":

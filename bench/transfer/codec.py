@@ -1,7 +1,7 @@
-"""The lossless code of bf16 KV: bytes and speed on a model's own KV, and what it brings on this wire.
+"""The lossless code of bf16 KV: bytes and speed on a model's own KV, and the gain on this wire.
 
-Loopback shows that a fast wire stays plain. In a network namespace whose loopback is shaped
-(`unshare --net`, `tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 20ms`) the wire is slow.
+Loopback shows that a fast wire stays plain. In a network namespace whose loopback is shaped (`unshare --net`,
+`tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 20ms`) the wire is slow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtransfer.blocks.codec import SLICE_BYTES, Codec, slices
 from kvtransfer.transports.registry import TransportOptions
 
 PROMPTS = 8
-"""Held-out prompts, of some 2,500 tokens, whose KV is coded."""
+"""Number of held-out prompts, of some 2,500 tokens each, whose KV is coded."""
 
 
 def codec(repeats: int, model: str) -> Iterator[TransferRow]:
@@ -32,7 +32,7 @@ def codec(repeats: int, model: str) -> Iterator[TransferRow]:
 
 
 def _alone(kv: bytearray, block_bytes: int, repeats: int, model: str) -> Iterator[TransferRow]:
-    """Measure one thread's coding, and copies of the same slices to a buffer as large."""
+    """Measure one thread's coding, and copies of the same slices to a buffer of the same size."""
     coder, plain, back = Codec(block_bytes), memoryview(kv), memoryview(bytearray(len(kv)))
     copied = memoryview(bytearray(SLICE_BYTES))
     blocks, seconds, coded_bytes = np.arange(len(kv) // block_bytes), [], 0

@@ -1,4 +1,4 @@
-"""Measures the CPU time of a connected pair that has nothing to do."""
+"""The CPU time of a connected pair that has nothing to do."""
 
 from __future__ import annotations
 

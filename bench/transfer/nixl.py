@@ -1,6 +1,6 @@
 """`ucx` compared with NIXL itself: bare reads and writes of the same blocks, each as one request.
 
-All take turns in the same pair of processes, over several choices of UCX's transports.
+All take turns in the same pair of processes, with several choices of UCX's transports.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BareAgent:
         return int(self._agent.prepXferDlist(owner, self._nixl.DRAM_SEG, blocks, [self._backend]))
 
     def move(self, operation: str, here: Sequence[int], there: Sequence[int]) -> float:
-        """Move all blocks in one request. Return its seconds."""
+        """Move all blocks in one request. Return the seconds."""
         started = time.perf_counter()
         request = self._agent.makeXferReq(
             getattr(self._nixl, operation),

@@ -47,7 +47,7 @@ class SideActor(CarrierActor):
 
 
 class ActorObject(RemoteObject):
-    """An object in a Ray actor. `make` gets `TransportOptions` with the actor's carrier."""
+    """An object in a Ray actor. `make` receives `TransportOptions` with the actor's carrier."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._actor = start_actor(SideActor, "side")

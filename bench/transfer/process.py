@@ -44,7 +44,7 @@ class RemoteObject(ABC):
 class ProcessObject(RemoteObject):
     """The object that `make(*arguments)` returns in a new process.
 
-    `environment` is set there before. An exception there is raised here as RuntimeError.
+    `environment` is set before in that process. An exception there is raised here as RuntimeError.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def ratio_row(
     """Return our speed as a share of the baseline's; `rounds` are (its seconds, our seconds) for `nbytes`
     bytes.
 
-    It is the median of the ratios within each round, which cancels changes between rounds.
+    The result is the median of the ratios within rounds, which cancels changes between rounds.
     """
     ratios = [theirs / ours for theirs, ours in rounds]
     their_rate, our_rate = (

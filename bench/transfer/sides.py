@@ -33,7 +33,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Moved:
-    """The time and size of one transfer."""
+    """The duration and size of one transfer."""
 
     seconds: float
     nbytes: int
@@ -89,7 +89,7 @@ class ReceivingSide(Side):
         super().close()
 
     def meet(self, pid: int, fd: int) -> tuple[PeerAddress, str]:
-        """Map the sender's pool. Return our address, and the address that the raw stream connects to."""
+        """Map the sender's pool. Return our address, and the address of our raw stream."""
         descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         self.source = map_peer_pool(descriptor, os.fstat(descriptor).st_size)
         peer = PeerAddress(
@@ -146,7 +146,7 @@ class SendingSide(Side):
         pool[:] = np.resize(np.frombuffer(kv, np.uint8), len(pool))
 
     def whereabouts(self) -> tuple[int, int]:
-        """Return this process's id and the descriptor of the pool's file in it."""
+        """Return the id of this process and the descriptor of the pool's file in it."""
         assert self.memory.fd is not None
         return os.getpid(), self.memory.fd
 
@@ -235,7 +235,7 @@ class Pair:
 
 
 def scattered(num_blocks: int) -> list[int]:
-    """Return all blocks of a pool, in an order in which few follow each other."""
+    """Return all blocks of a pool in an order in which few are consecutive."""
     blocks = list(range(num_blocks))
     random.Random(0).shuffle(blocks)
     return blocks
