@@ -97,7 +97,7 @@ class DecodeLoop(WorkerLoop):
             self._drafts.send()  # report the requests that ended last
         super().close()
 
-    # --- what prefill workers ask for -------------------------------------------------------------
+    # --- requests of prefill workers --------------------------------------------------------------
 
     def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
         match request:

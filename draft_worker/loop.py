@@ -72,7 +72,7 @@ class DraftLoop(WorkerLoop):
         self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
         self._pace = DraftPace()
 
-    # --- what the router asks for -----------------------------------------------------------------
+    # --- messages of the router -------------------------------------------------------------------
 
     def start_request(self, message: Generate) -> None:
         raise InvalidRequestError("request", f"{self.parts.worker_id} is a draft worker, which only drafts")
@@ -119,7 +119,7 @@ class DraftLoop(WorkerLoop):
             self.counters.add("duplicate_messages_total")
             return
         self._newest[identity] = _Newest(request.number, time.monotonic())
-        self._answers[identity]  # create the answer; each message gets one
+        self._answers[identity]  # create the answer, since each message gets one
         for key in request.ended:
             ended = self.requests.get(name_of(identity, key.request_id))
             if ended is not None and ended.key.epoch <= key.epoch:

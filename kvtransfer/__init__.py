@@ -1,1 +1,1 @@
-"""Moves KV blocks between the pools of two workers over any of several transports."""
+"""Transfers of KV blocks between the pools of two workers, over any of several transports."""

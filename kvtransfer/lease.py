@@ -143,8 +143,7 @@ class Lease:
     """Blocks of one prompt, in order, in one or more block pools, and the record of which have arrived.
 
     Only blocks in the `spans` of their block pools are written, [first, end) counted from the prompt's start:
-    blocks before `first` are cached, and maybe shared, or not needed. *Position*: a block's index in the
-    prompt.
+    earlier blocks are cached, and maybe shared, or not needed. A *position* is a block's index in the prompt.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class Lease:
 
 
 REMEMBERED_LEASES = 4096
-"""Number of completed leases that are remembered: after a lost ack their pieces come again rightfully."""
+"""Number of completed leases whose ids are kept, since after a lost ack their pieces come again."""
 
 
 class LeaseTable:

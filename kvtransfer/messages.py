@@ -275,7 +275,7 @@ class Channel:
 
         Once this returns the peer can send nothing more, even if the owner closes the channel meanwhile.
         """
-        with self._ending, contextlib.suppress(OSError):  # it has ended already
+        with self._ending, contextlib.suppress(OSError):  # the connection has ended already
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

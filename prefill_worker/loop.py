@@ -80,7 +80,7 @@ class PrefillLoop(WorkerLoop):
 
     def start_request(self, message: Generate) -> None:
         peer = message.decode
-        self.abort(message.request.request_id)  # an earlier run of it may still be settling
+        self.abort(message.request.request_id)  # an earlier run of the request may still be settling
         rebuild = peer is not None and self._leaves_draft_to(peer)
         self.engine.add(message.request, prefill_only=peer is not None, drafts_elsewhere=rebuild)
         request = PrefillRequest(message.request, PrefillStage.ASSIGNED if peer else PrefillStage.WHOLE, peer)

@@ -50,18 +50,18 @@ class Asked(NamedTuple):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one sequence.
 
-    This is the table of sampling fields: request bodies, the model's defaults, `/openapi.json` and the checks
-    of router and workers are made from the fields with `Asked`.
+    The fields with `Asked` define request bodies, the model's defaults, `/openapi.json`, and the checks of
+    router and workers.
 
-    `logprobs` counts the alternatives wanted with each token (0: only the chosen token's own); None wants
-    none. `banned_token_sequences` are never completed. The tokens spell a text of `grammar`, in llguidance's
-    notation, and the sequence ends where that text is complete. `embeds`: the prompt's embedding is wanted,
-    with one token.
+    `logprobs` is the number of alternatives to report with each token (0: only the chosen token); None
+    reports no log-probabilities. `banned_token_sequences` are never completed. With a `grammar`, in
+    llguidance's notation, the tokens spell a text that matches it, and the sequence ends when the text is
+    complete. `embeds` asks for the prompt's embedding, with one token.
     """
 
     max_tokens: int
     seed: Annotated[int, Asked("Equal requests with equal seeds get equal answers.", -(2**63), MAX_SEED)] = 0
-    """Keys the noise together with the token's position, so that it alone fixes the answer."""
+    """Key of the noise, together with the token's position, so that the seed alone fixes the answer."""
     temperature: Annotated[
         float,
         Asked("0 (greedy) to 100; default: the model's, else 1.", 0, 100, is_models=True, is_echoed=True),

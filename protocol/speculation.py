@@ -67,19 +67,18 @@ Rates = Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)]
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `--speculative-config`.
 
-    `num_speculative_tokens` is the number of tokens to draft in a step, or "auto" for as many as pay, up to
-    `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
-    methods that can (`TREE_METHODS`) draft a tree: "auto" is then up to `tree_nodes`
-    tokens, of which up to `max_speculative_tokens` follow one another. Suffix decoding keeps the outputs of
-    `suffix_decoding_max_cached_requests` requests, of all tenants together, and at most 1,048,576 tokens of
-    them in up to 40 MiB; 0 keeps none. `prefill` chooses the worker that computes a prompt's draft KV:
-    "carry" the prefill worker, "rebuild" the decode worker. Without `decode_workers_draft` only draft
-    workers load the draft, for one that doesn't fit next to the model. `quantization` rounds the weights of
-    a draft model at load, as `--quantization` does the model's, or those of heads, their own LM heads too,
-    or of the copy that `self_speculative` drafts with. That copy has the model's layers (0 is the first)
-    without `skip_layers`, or the first `exit_layer` alone. `drafter` names the class of the method `custom`
-    as `module:name`, to be made from this config, the server's and the model: a
-    `speculation.drafter.Drafter`.
+    `num_speculative_tokens` is the number of draft tokens in a step, or "auto" for as many as pay, up to
+    `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. With `tree`, the
+    methods in `TREE_METHODS` draft a tree: "auto" then means up to `tree_nodes` tokens on paths of up to
+    `max_speculative_tokens`. Suffix decoding keeps the outputs of `suffix_decoding_max_cached_requests`
+    requests of all tenants, at most 1,048,576 tokens in up to 40 MiB; 0 keeps none. `prefill` chooses the
+    worker that computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker. Without
+    `decode_workers_draft` only draft workers load the draft model, for one that does not fit next to the
+    target. `quantization` is the format to which weights are rounded at load, like `--quantization`: a draft
+    model's, the heads' with their own LM heads, or the copy's that `self_speculative` drafts with. This copy
+    has the model's layers (0 is the first) without `skip_layers`, or only the first `exit_layer`. `drafter`
+    names a `speculation.drafter.Drafter` as `module:name`, for the method `custom`; its arguments are this
+    config, the server's and the model.
     """
 
     method: Method

@@ -131,7 +131,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Push those of these consecutive blocks, from a prompt's block `first_block` on, that are cached.
+    """Push the cached blocks among `identities`, consecutive from a prompt's block `first_block` on.
 
     They go to `receiver`, under its lease. The lease's final piece means that the holder has no more.
     """

@@ -1,4 +1,4 @@
-"""Runs a frozen model once over texts, and keeps their tokens and hidden states on disk for training.
+"""Recordings of a frozen model's tokens and hidden states on disk, from one run over texts, for training.
 
 The engine computes them with its own kernels, and appends the model's greedy answers to prompts.
 """

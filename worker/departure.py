@@ -86,7 +86,7 @@ class Departure:
                 link.send(leaving)
 
     def _end_if_free(self, leaving: Leaving) -> None:
-        """End the loop if all connected routers have let go."""
+        """End the loop if all routers have let go, except lost ones."""
         has_let_go = [link.has_let_go for link in self._links if link.has_let_go or link.stands]
         if not has_let_go or not all(has_let_go):
             return

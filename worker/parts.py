@@ -70,7 +70,7 @@ class LoopProgress:
         """Return the CPU time that the loop's thread has used; 0 while no loop runs."""
         try:
             return time.clock_gettime(self._clock) if self.thread is not None else 0.0
-        except OSError:  # the thread has ended just now
+        except OSError:  # the thread has just ended
             return 0.0
 
 

@@ -55,7 +55,7 @@ class RouterMessages:
             case messages.Unregistered():
                 self._links.register_again(link)
             case messages.Refused():
-                pass  # a refusal answers only a registration, and that is over
+                pass  # a refusal only answers a registration, which is over
             case messages.Generate():
                 self._on_generate(message)
             case _ if message.incarnation != self._parts.incarnation:
@@ -159,13 +159,13 @@ class RouterMessages:
         )
         self._links.send(request.request_id, message)
 
-    # --- requests that are here -------------------------------------------------------------------
+    # --- requests on this worker ------------------------------------------------------------------
 
     def _on_roll_call(self, message: messages.CallRoll, link: RouterLink) -> None:
         absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
         if not absent:
             return
-        if self._role.outbox:  # send first how they ended
+        if self._role.outbox:  # the ends of the absent requests go first
             self._role.flush()
         link.send(
             Absent(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation, request_ids=absent)

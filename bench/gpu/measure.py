@@ -94,7 +94,7 @@ class Results:
     """Seconds of prompts in chunks of the budget, by number of tokens."""
     kernels: list[Beside] = field(default_factory=list)
     compilations: dict[str, float] = field(default_factory=dict)
-    """Counts of kernels compiled after the warm-up."""
+    """Kernels compiled after the warm-up: their number, and the seconds that this took."""
 
 
 def measure(model: MadeUpModel, plan: GpuPlan) -> Results:

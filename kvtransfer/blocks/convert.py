@@ -1,4 +1,4 @@
-"""Converts blocks between a pool's values and the wire's: quantizes, dequantizes and casts.
+"""Conversion of blocks between a pool's values and the wire's: quantization, dequantization and casts.
 
 On a quantized wire a value is one byte, with a scale for each (block, layer, plane, kv head). Symmetric: the
 scale is the largest magnitude of its group over the largest code (127 for int8, 448 for fp8), so nothing is

@@ -133,7 +133,7 @@ class Link(threading.Thread):
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
         if ack.error:
             self._failed(failure_kind(ack.error), stream.transport_name)
-        with self.state:  # in one step: an abort finds the piece in flight or in the queue
+        with self.state:  # under one lock, so that an abort finds the piece either in flight or queued
             stream.in_flight.remove((ack.sequence, piece))
             refusals = self._settle(stream, [piece], ack.error, ack.again)
             self._count_busy(stream)
@@ -333,7 +333,7 @@ class Link(threading.Thread):
             level = logging.WARNING
             counters.add("fallbacks")
             self._core.pairs.add(self.peer.worker_id, name, {"kv_transfer_fallbacks_total": 1})
-        for other in self._candidates[rank(candidate) :]:  # worse ones are not needed
+        for other in self._candidates[rank(candidate) :]:  # worse transports are not needed now
             self._core.pairs.accept(self.peer.worker_id, other.transport.name)
         why = f": {self._reason}" if level == logging.WARNING else ""
         logger.log(level, "link to %s over %s, %d streams%s", self.peer.worker_id, name, streams, why)

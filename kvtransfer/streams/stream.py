@@ -227,7 +227,7 @@ class Stream(threading.Thread):
         """Take the next piece of the lease whose turn it is."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
-        with self._reading:  # an abort that finds the piece in flight waits until its blocks are read
+        with self._reading:  # an abort waits until the blocks of a piece in flight are read
             with self._owner.state:
                 queued = self._owner.take(self._transport.parts_at_once)
                 if queued is None:
@@ -285,7 +285,7 @@ class Stream(threading.Thread):
         logger.warning("lease %s: %s", queued.lease_id, reason)
         with self._owner.state:
             sequence, _ = self.in_flight[-1]
-            self._wake.set()  # there may be more to send
+            self._wake.set()  # the queue may have more pieces
         self._owner.acknowledged(self, queued, Ack(sequence, Refusal.NOT_QUANTIZABLE))
 
     def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:

@@ -54,7 +54,7 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
                 raise TransferError("it sends from one GPU's memory, and these blocks lie in several")
             return UcxTransport(pool, name, options.ports)
         case "tcp":
-            wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if that can't be
+            wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if the dtype is impossible
             if isinstance(pool.device, JoinedBlocks) and options.wire_dtype != "auto":
                 raise LayoutError("quantization", "blocks in the memory of several GPUs are sent as they are")
             chosen = options.tcp_streams, options.wire_dtype, options.wire_codec

@@ -85,7 +85,7 @@ def preload_nixl() -> None:
     with contextlib.suppress(TransferError):
         package = Path(bindings().__file__).parent
         for plugin in package.parent.glob(f"{package.name}.libs/**/libplugin_UCX.so"):
-            with contextlib.suppress(OSError):  # NIXL reports it
+            with contextlib.suppress(OSError):  # NIXL reports the problem later
                 ctypes.CDLL(str(plugin))
 
 
@@ -234,7 +234,7 @@ class Agent:
         with self._calling(f"cannot use the metadata of {name}") as agent:
             remote = self._remotes.get(name)
             if remote is not None and remote.lost:
-                if remote.in_flight:  # NIXL would report them as failed while their bytes still arrive
+                if remote.in_flight:  # NIXL would report reads as failed while their bytes still arrive
                     raise ConnectionResetError(f"earlier reads from {name} are not over yet")
                 agent.invalidateRemoteMD(name)
                 remote = None
