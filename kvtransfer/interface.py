@@ -119,9 +119,9 @@ class Sent:
 class Completed:
     """Sender: the peer has every piece of the lease.
 
-    The transfer took `seconds` since the lease's first push. During `busy_s` of it some piece was on its way,
-    and during `hidden_s` of `busy_s` the prompt was still being computed. `wait_s` is the time that pieces
-    waited for their turn, summed. `nbytes` and `num_extents` count the bytes and extents on the wire.
+    The transfer took `seconds` since the lease's first push. During `busy_s` of this some piece was in
+    flight, and during `hidden_s` of `busy_s` the prompt was still being computed. `wait_s` is the time that
+    pieces waited for their turn, summed. `nbytes` and `num_extents` count the bytes and extents on the wire.
     """
 
     lease_id: str

@@ -37,10 +37,10 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """`colocated`: every worker serves whole requests. `disaggregated`: every request is split.
-    `conditional`: the policy `cost` splits a request if that is predicted to cost less.
+    """A layout with the policy `placement`. `colocated`: workers serve whole requests. `disaggregated`: every
+    request is split. `conditional`: the policy `cost` splits a request if that is predicted to cost less.
 
-    `placement` is the policy; if all requests are split, `cost` chooses the prefill worker alone.
+    If all requests are split, the policy `cost` chooses only the prefill worker.
     """
 
     mode: Mode
@@ -75,9 +75,9 @@ class Spread(msgspec.Struct, frozen=True):
 class PlanOutcome(msgspec.Struct, frozen=True):
     """The outcome of a trace's requests.
 
-    `attainment` is the share of all that were within the SLO, and `goodput` those per second of the trace.
-    `worker_hours` are those for 1,000 requests within the SLO. `ttft` and `tpot` are of requests that were
-    not refused. `mean_rows` is the mean batch of a worker while it decodes.
+    `attainment` is the share of all requests that met the SLO, `goodput` the number per second of the trace,
+    `worker_hours` the time that 1,000 of them took. `ttft` and `tpot` are of requests that were not refused.
+    `mean_rows` is a worker's mean batch while it decodes.
     """
 
     scenario: Scenario

@@ -27,10 +27,10 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     an entry per table: the number of latest tokens whose KV the table keeps, 0 for all. `itl_budget_s` bounds
     the prefill chunks of steps that also decode; 0: no bound.
 
-    All weights are for the worker's own cores. On c times as many, lent by idle workers, decoding takes c **
-    -`decode_scaling` as long, and prompts c ** -`prefill_scaling`; 0: it borrows no cores.
+    All weights are for the worker's own cores. On c times as many, with cores lent by idle workers, decoding
+    takes c ** -`decode_scaling` times as long, and prefill c ** -`prefill_scaling`; 0: it borrows none.
 
-    The defaults are those of a small model on one core, for a worker that has not reported yet.
+    The defaults are a small model's on one core, for a worker that has not reported yet.
     """
 
     step_s: Coefficient = 2e-3

@@ -61,10 +61,10 @@ def _pair(text: str, flag: str) -> tuple[str, str]:
 
 
 class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The place where a request's drafts are made, and the most tokens of one draft. Without a method none
-    are made.
+    """The place where a request's drafts are made, and the most tokens of one draft.
 
-    Without `at` the decode worker drafts, else the draft worker with that id.
+    Without a method no drafts are made. Without `at` the decode worker drafts, otherwise the draft worker
+    `at`.
     """
 
     method: Method | None = None

@@ -150,10 +150,10 @@ def _verdict(figures: Sequence[CaseFigures]) -> SpeculationVerdict:
 
 
 def crossover(speedups: dict[int, float]) -> float | None:
-    """Return the concurrency from which there is no gain, interpolated between two measured ones on a log
+    """Return the concurrency from which on nothing is gained, interpolated between two measurements on a log
     scale.
 
-    None if the highest concurrency still gains.
+    Return None if the highest concurrency still gains.
     """
     points = sorted(speedups.items())
     if points[-1][1] >= 1:

@@ -5,9 +5,9 @@ own descriptor lists from these, since NIXL would serialize lists with pickle. N
 found without importing the Python package around them, which configures logging for the whole process and
 closes all existing handlers.
 
-Two properties of NIXL shape this module. The first call that finds a peer lost forgets the peer, and with it
+Two properties of NIXL shape this module. First, the call that finds a peer lost forgets the peer, and with it
 the remote keys that prepared lists point to: using such a list afterwards crashes the process. So every call
-is made under one lock, and a lost `Remote` stays lost. The second: a running transfer cannot be cancelled.
+is made under one lock, and a lost `Remote` stays lost. Second, a running transfer cannot be cancelled.
 Releasing it only forgets it, and its bytes are still written. So it is polled until it is over.
 """
 
