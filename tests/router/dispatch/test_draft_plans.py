@@ -15,6 +15,7 @@ from protocol.roles import ROLES
 from protocol.speculation import SpeculativeConfig
 from router.dispatch import Core, draft_planner
 from router.dispatch.draft_planner import DraftPlanner
+from router.observe.metrics import Metrics
 from router.placement.drafts import kinds, prospects
 from router.placement.interface import WorkerSnapshot
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
@@ -272,7 +273,8 @@ def test_a_request_without_a_token_is_not_planned_again(make, pool):
 
 
 def test_the_batch_size_limits_the_counted_requests():
-    planner = DraftPlanner(Core(ServeConfig(model="m", max_num_seqs=4), *[None] * 4), None)
+    config = ServeConfig(model="m", max_num_seqs=4)
+    planner = DraftPlanner(Core(config, None, None, Metrics("m", []), None), None)
 
     def rows(decoded: float) -> float:
         load = WorkerSnapshot("decode-0", ROLES["decode"].tasks, requests=9, rows=decoded)
@@ -337,7 +339,7 @@ def test_a_long_sweep_resumes_where_it_stopped(monkeypatch):
 
     journal = [(name, None) for name in "abcde"]
     source = SimpleNamespace(assigned=lambda: journal)
-    planner = Slow(Core(ServeConfig(model="m"), source, None, None, None), None)
+    planner = Slow(Core(ServeConfig(model="m"), source, None, Metrics("m", []), None), None)
     for _ in range(4):
         planner.sweep()
     assert "".join(looked_at) == "abcdeab"
