@@ -24,7 +24,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""Types of errors that differ from the default of their hundred of statuses."""
+"""Types by status, where they differ from the type of the other 4xx or 5xx statuses."""
 
 _KIND_STATUS: dict[ErrorKind, int] = {
     "invalid": 400,

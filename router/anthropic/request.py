@@ -249,7 +249,7 @@ def _response_format(wanted: OutputFormat) -> ResponseFormat:
 
 
 def _variables(body: MessageBody) -> Raw:
-    """Return the template's variables that turn thinking on; each family of models has another one."""
+    """Return the template's variables, which turn thinking on or off by the names that models use."""
     thinking = body.thinking
     if thinking is None or thinking.type == "adaptive":
         return body.chat_template_kwargs

@@ -1,4 +1,4 @@
-"""The dispatch of requests: sends them to workers, passes tokens on, and moves requests when workers fail."""
+"""The dispatch of requests to workers, the passing on of their tokens, and moves when workers fail."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def check_references(schema: Mapping[str, Any], field: str) -> None:
 class _Narrowed:
     """A schema that llguidance enforces exactly.
 
-    With `one_spelling` no string may contain `\\u`. Otherwise an additional property could spell a name of
-    the schema differently and so evade that property's schema.
+    With `one_spelling` no string may contain a `\\u` escape. Otherwise an additional property could spell a
+    name of the schema differently and so evade that property's schema.
     """
 
     def __init__(self, schema: Mapping[str, Any], field: str, lenient: bool) -> None:

@@ -1,7 +1,8 @@
 """Grammars of answers that call functions in the model's own format, after their thinking.
 
-Tagged parameters are narrower than the schema where the text between two tags is ambiguous: they come in the
-schema's order, and no string begins like a value of another type of its parameter.
+Where the text between two tags would be ambiguous, grammars of tagged parameters are narrower than the
+schema: parameters come in the schema's order, and no string begins like a value of another type of its
+parameter.
 """
 
 from __future__ import annotations

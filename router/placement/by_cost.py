@@ -37,7 +37,7 @@ from router.placement.rules import Chosen, holders, is_overloaded
 Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 
 CANDIDATES = 2
-"""Candidates for each task: the least loaded workers, and as many with the longest cached prefix."""
+"""Number of candidates for a task: of the least loaded workers, and of those with the longest prefix."""
 MARGIN = 0.03
 """[share of the best cost] Differences to ignore, since predictions are no more precise. Among equals the
 worker whose latest placement is oldest wins; otherwise equal workers would get nothing.

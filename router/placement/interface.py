@@ -62,11 +62,11 @@ class WorkerSnapshot:
     """The load of a live worker; policies only read it.
 
     `tasks`: the tasks of its role, its purpose first. `rows` of its `requests` decode or will decode there,
-    with `context_tokens` in all; it computes the prompts of `computed_tokens` of these itself. `prompts`:
-    requests whose first token it still has to send, with `prefill_tokens` uncached tokens in all. `kv_usage`:
-    share of its KV pool of `kv_tokens` that requests hold. `max_rows`: most rows of a batch. 0 for these
-    sizes: unknown. `last_placed`: number of the latest placement there, counted over all workers, so the
-    smallest one has waited longest. `links`: its links to peers. `on_host`: all workers of its host,
+    with `context_tokens` in all; it computes `computed_tokens` of these itself. `prompts`: requests whose
+    first token is due from there, with `prefill_tokens` uncached tokens in all. `kv_usage`: share of its KV
+    pool of `kv_tokens` that requests hold. `max_rows`: most rows of a batch. 0 for either size: unknown.
+    `last_placed`: number of the latest placement there, counted over all workers; the worker with the
+    smallest number has waited longest. `links`: its links to peers. `on_host`: all workers of its host,
     including itself; idle ones lend their cores.
     """
 
