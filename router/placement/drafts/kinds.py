@@ -42,7 +42,10 @@ class ExpectedTokens(NamedTuple):
 
 
 class DraftKind:
-    """The requests of one decode worker and class with equal settings. All use one `maker` if that pays."""
+    """The requests of one decode worker and class with equal settings. All use one `maker` if that pays.
+
+    `tried` is called when a trial begins. Time counts only while the worker decodes. The first trial is free.
+    """
 
     def __init__(self, tried: Callable[[DraftSite], None] = lambda where: None) -> None:
         self._tried = tried
