@@ -226,7 +226,7 @@ class Miss(NamedTuple):
 
     @property
     def retry_after_s(self) -> float:
-        """The seconds after which to retry: the expected time is assumed to fall linearly until then."""
+        """Seconds to wait: the expected time is assumed to fall linearly until the worker is idle."""
         spread_s = self.expected_s - self.alone_s
         share = min((self.expected_s - self.asked_s) / spread_s, 1.0) if spread_s > 0 else 1.0
         seconds = share * self.idle_in_s

@@ -122,7 +122,7 @@ class LiveRequest:
 
     @property
     def current(self) -> Assignment | None:
-        """The assignment of a request that workers have or will get; None before its placement."""
+        """The assignment to workers that have or will get the request; None if it has no placement."""
         return None if self.stage is Stage.UNPLACED else self.assignment
 
     @property
