@@ -222,8 +222,8 @@ def test_every_code_becomes_its_value(format: CodeFormat) -> None:
 def test_some_outputs_of_a_layer(kind: str) -> None:
     _, whole = layer(kind, 128, 200, bias=True)
     x = torch.randn(3, 128).bfloat16()
-    for rows in (range(64, 192), range(30, 101)):
-        assert torch.equal(whole.rows(rows)(x), whole(x)[:, rows.start : rows.stop])
+    for rows in ([range(64, 192)], [range(30, 101)], [range(64), range(100, 140)]):
+        assert torch.equal(whole.rows(rows)(x), whole(x)[:, [row for each in rows for row in each]])
 
 
 def test_inputs_of_any_layout_and_batch_shape() -> None:
