@@ -78,7 +78,7 @@ def test_the_worked_example_equals_the_codes_results() -> None:
     text = " ".join(DOCUMENT.read_text().split())
     assert f"{PROMPT / prefill * 1e3:.1f} ms, {prefill:,.0f} tokens a second" in text
     assert f"{cost_per_million(PRICE, 1, prefill):.3f} for a million" in text
-    quoted = re.search(r"step_s = ([\d.]+) ms, row_s = (\d+) us and context_s = (\d+) ns", text)
+    quoted = re.search(r"step_s = ([\d.]+) ms, row_s = (\d+) us, context_s = (\d+) ns", text)
     assert quoted is not None
     assert [float(part) for part in quoted.groups()] == pytest.approx(
         [costs.step_s * 1e3, costs.row_s * 1e6, costs.context_s * 1e9]
