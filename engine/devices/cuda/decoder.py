@@ -60,7 +60,7 @@ class SeveralWeights(NamedTuple):
 Weight = PlainWeight | TiledWeight | SeveralWeights
 
 
-class PackedProduct(NamedTuple):
+class JoinedProduct(NamedTuple):
     """A weight, the adapters' products that are added to its output, and the sum's factors, if any."""
 
     weight: Weight
@@ -238,12 +238,12 @@ def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None
     return None
 
 
-def _packed(product: Product, adapters: Adapters | None) -> PackedProduct:
+def _packed(product: Product, adapters: Adapters | None) -> JoinedProduct:
     adapted = None if adapters is None else AdaptedProduct.of(list(product.paths), adapters)
     multipliers = product.multipliers
     if multipliers is not None:
         multipliers = multipliers.to(product.linears[0].weight.device)
-    return PackedProduct(_joined(product.linears), adapted, multipliers)
+    return JoinedProduct(_joined(product.linears), adapted, multipliers)
 
 
 def _joined(linears: tuple[nn.Module, ...]) -> Weight:
