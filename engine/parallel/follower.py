@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import socket
 
 import torch
@@ -84,14 +83,9 @@ def _keep(loaded: LoadedModel, message: KeepAdapter) -> AdapterKept:
 
 def _map_pool(link: socket.socket) -> mmap.mmap | None:
     """Map the pool whose file `Leader.lend` sends. Returns None if rank 0 is gone."""
-    _, fds, _, _ = socket.recv_fds(link, 1, 1)
-    if not fds:
-        return None
-    try:
-        memory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size)
-    finally:
-        os.close(fds[0])
-    link.sendall(READY)
+    memory = messages.receive_mapping(link)
+    if memory is not None:
+        link.sendall(READY)
     return memory
 
 

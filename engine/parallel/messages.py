@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
 import struct
 from typing import Any, TypeVar
@@ -100,6 +102,17 @@ def receive(link: socket.socket, decoder: Decoder[_Message]) -> _Message | None:
     head = _read(link, _LENGTH.size)
     body = _read(link, *_LENGTH.unpack(head)) if head else b""
     return decoder.decode(body) if body else None
+
+
+def receive_mapping(link: socket.socket) -> mmap.mmap | None:
+    """Map the whole of a file whose descriptor comes next; None if the other side is gone."""
+    _, fds, _, _ = socket.recv_fds(link, 1, 1)
+    if not fds:
+        return None
+    try:
+        return mmap.mmap(fds[0], os.fstat(fds[0]).st_size)
+    finally:
+        os.close(fds[0])
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -111,13 +111,8 @@ def borrow_pool(
             return None
         storage = torch.UntypedStorage._new_shared_cuda(*message.handle)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, shape)
-    _, fds, _, _ = socket.recv_fds(link, 1, 1)
-    if not fds:
-        return None
-    try:
-        return torch.frombuffer(_mapped(fds[0], shape[0] * shape[1]), dtype=torch.uint8).view(shape)
-    finally:
-        os.close(fds[0])
+    memory = messages.receive_mapping(link)
+    return None if memory is None else torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
 
 def _mapped(fd: int, nbytes: int) -> memoryview:
