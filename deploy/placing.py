@@ -76,7 +76,7 @@ class Placing:
         without GPUs, and without ranks, since workers then share GPUs.
         """
         config = self._config
-        if not node.gpus or config.device == "cpu" or config.total_ranks == config.num_workers:
+        if not node.gpus or config.device == "cpu" or not config.has_ranks:
             return True
         taken = sum(config.num_ranks(other.role) for other in self.on(node) if other is not slot)
         return node.gpus - taken >= config.num_ranks(slot.role)

@@ -83,7 +83,7 @@ def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) ->
     if config.worker_threads is not None:
         return config.worker_threads, "--worker-threads"
     ranks = ranks or config.total_ranks
-    kind = "workers" if config.total_ranks == config.num_workers else "ranks"
+    kind = "ranks" if config.has_ranks else "workers"
     return max(1, cores // ranks), f"{cores} cores for {ranks} {kind}"
 
 
@@ -122,7 +122,7 @@ def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
         if config.device == "cuda":
             raise ConfigError("--device: cuda was asked for, but Ray finds no GPU")
         return 0.0
-    if config.total_ranks > config.num_workers:
+    if config.has_ranks:
         return 1.0
     sharing = math.ceil(workers / num_gpus)
     return math.floor(_RAY_UNITS / sharing) / _RAY_UNITS

@@ -74,8 +74,7 @@ class Supervisor:
         """The workers' configuration, without API keys since Ray transports it."""
         self._forks = config.forks_workers
         # Ranks wait for each other at every product, so they must not lend cores.
-        has_ranks = config.total_ranks > config.num_workers
-        self._shares_cores = config.worker_threads is None and not has_ranks
+        self._shares_cores = config.worker_threads is None and not config.has_ranks
         self._reminded = 0.0
         self._began = time.monotonic()
         self._stop = stop

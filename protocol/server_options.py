@@ -153,6 +153,11 @@ class WorkerOptions(RoleOptions):
         """Return the number of processes of all deployed workers."""
         return sum(self.num_replicas(role) * self.num_ranks(role) for role in ROLES.values())
 
+    @property
+    def has_ranks(self) -> bool:
+        """Return whether a deployed worker is several processes, its tensor-parallel ranks."""
+        return self.total_ranks > self.num_workers
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions:
