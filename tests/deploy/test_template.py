@@ -278,6 +278,7 @@ def test_fuzz_a_client(host: Host, tiny_folder: Path) -> None:
                 client.send(b"\xc1")
         other = host.spawn("fuzzed-1", tiny_config(tiny_folder))
         host.wait_ready("fuzzed-1")
+    assert [each.replaced for each in host.clients if each.replaced] == []
     assert host.tokens("fuzzed-1") == before and host.template() == template
     host.cluster.wait(lambda: template.num_fds() <= num_fds + 2, 10)  # its connection and control socket
     assert not SECONDS or template.memory_info().rss - rss < GROWTH_BYTES
