@@ -322,3 +322,4 @@ def recover(
             TILES,
             PADDED,
         )
+        tl.store(arrivals + first_row, 0)

@@ -69,7 +69,7 @@ These run as CUDA graphs:
 - Each step in which a draft model or an EAGLE head drafts a chain.
 
 A step whose bucket was not captured, for lack of time or memory, is padded to the next larger one that was.
-Sampling and verification take two or three more launches.
+Sampling and verification take one to three more launches.
 
 These run eagerly:
 
@@ -180,8 +180,9 @@ _SAMPLER_HEAD = """
 ## Sampling
 
 For four rows with Qwen3's vocabulary of 151,936 tokens, in bfloat16. A batch launches one kernel for the
-top logits and one for the choice; the last program of a row to list its candidates makes the choice.
-Decisive sums and logarithms are in float64.
+top logits, whose last program of a row finds its likeliest token and bounds its filters, and unless all rows
+are greedy one for the choice, which the last program of a row to list its candidates makes. Decisive sums
+and logarithms are in float64.
 
 {columns}"""
 
@@ -288,7 +289,6 @@ DECODER_KERNELS = {
 SAMPLER_KERNELS = {
     "top logits": ("scan", False),
     "top logits, with edits": ("scan", True),
-    "greedy choice": ("settle", False),
     "filters and choice": ("sift", False),
     "draft probabilities": ("weigh", False),
 }
@@ -402,7 +402,7 @@ def compiled_sampling(name: str, capability: int) -> Code:
             meta(3, count, dtype=torch.int64),
             edits,
             chosen,
-            is_greedy=kernel_name == "settle",
+            is_greedy=False,
             keeps=False,
         )
         TritonSampler.shares(chosen)

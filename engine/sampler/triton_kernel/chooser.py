@@ -1,4 +1,6 @@
-"""The sampler of a CUDA device: two kernels choose a batch's tokens, a third writes their distributions."""
+"""The sampler of a CUDA device: a kernel finds the likeliest tokens, a second draws, a third writes
+distributions.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
 from engine.sampler.noise import Purpose, round_seeds
 from engine.sampler.triton_kernel.scan import scan
-from engine.sampler.triton_kernel.settle import settle, weigh
+from engine.sampler.triton_kernel.settle import weigh
 from engine.sampler.triton_kernel.sift import sift
 from engine.triton_support import ceil_div
 
@@ -50,7 +52,7 @@ class Chosen(NamedTuple):
     the sum of exp over all that can. A value is (logit - greatest) / temperature.
     """
     arrivals: Tensor
-    """int32 [n], zeros: `sift` counts a row's finished programs here; the last one chooses the token."""
+    """int32 [n], zeros: kernels count a row's finished programs here, and the last one leaves zero again."""
 
 
 class TritonSampler:
@@ -60,6 +62,7 @@ class TritonSampler:
 
     def __init__(self, device: torch.device) -> None:
         self._upload, self._download = upload_to(device), Downloader(device)
+        self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
 
     def begin(self, batch: Batch) -> TokenChoice:
         """Launch the kernels and the download of the tokens; `wait` waits for that download only."""
@@ -129,7 +132,11 @@ class TritonSampler:
         edited = None
         if edits is not None:
             edited = kept(torch.float32, count if keeps else min(count, together), logits.shape[1])
-        tokens, arrivals = kept(torch.int64, count), kept(torch.int32, count)
+        if len(self._arrivals) < count:
+            self._arrivals = torch.zeros(
+                triton.next_power_of_2(count), dtype=torch.int32, device=logits.device
+            )
+        tokens, arrivals = kept(torch.int64, count), self._arrivals[:count]
         scales = kept(torch.float64, count, 3)
         for first in range(0, count, together):
             rows = slice(first, first + together)
@@ -156,32 +163,34 @@ def choose(
     def kept(dtype: torch.dtype, *each: int) -> Tensor:
         return torch.empty((count, tiles, *each), dtype=dtype, device=logits.device)
 
-    tops, firsts = kept(torch.float32), kept(torch.int32)
-    peaks = kept(torch.float32, TILE // _GROUP)
+    limits = torch.empty((count, 3), dtype=torch.float32, device=logits.device)
     scan[(tiles, count)](
         logits,
         None if edits is None else chosen.logits,
         *(edits or (None,) * 6),
-        tops,
-        firsts,
-        peaks,
+        integers,
+        chosen.numbers,
+        kept(torch.float32),
+        kept(torch.int32),
+        kept(torch.float32, TILE // _GROUP),
         chosen.arrivals,
+        chosen.tokens,
+        limits,
         logits.stride(0),
+        integers.stride(0),
         SIZE=size,
         WORDS=0 if edits is None else edits.masks.shape[1],
         GROUP=_GROUP,
         TILES=tiles,
         TILE=TILE,
+        PADDED=padded,
         **_OPTIONS,
     )
     if is_greedy:
-        settle[(count,)](tops, firsts, chosen.tokens, TILES=tiles, PADDED=padded, **_OPTIONS)
         return
     sift[(tiles, count)](
         chosen.logits,
-        tops,
-        firsts,
-        peaks,
+        limits,
         integers,
         chosen.numbers,
         kept(torch.int32),
@@ -194,7 +203,6 @@ def choose(
         chosen.logits.stride(0),
         integers.stride(0),
         SIZE=size,
-        GROUP=_GROUP,
         TILES=tiles,
         TILE=TILE,
         PADDED=padded,

@@ -12,6 +12,8 @@ _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
 _SLACK = tl.constexpr(1e-6)
 """The greatest error of bounds computed in float32."""
+ROUNDING = tl.constexpr(1e-4)
+"""More than the rounding of a value + noise."""
 SPAN = tl.constexpr(NOISE_SPAN)
 LEAST = tl.constexpr(-0x7F800001)
 """The `order` of -inf."""

@@ -1,11 +1,17 @@
-"""The pass over the logits: it edits them if asked to and finds the peaks of tiles and of token groups."""
+"""The pass over the logits: it edits them if asked to, and finds each row's likeliest token and a bound of
+what its filters leave.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from engine.sampler.triton_kernel.noise import LEAST, at_order, gumbel, noise_bits
+from engine.sampler.triton_kernel.settle import read_row
+
 _TOGETHER = tl.constexpr(256)
+_SLACK = tl.constexpr(1e-3)
 
 
 @triton.jit
@@ -77,6 +83,57 @@ def _ours(edit_tokens, first, end, least, last):
 
 
 @triton.jit
+def _kth(values, k):
+    """Return the k-th greatest value, or the least finite number if there are fewer than k."""
+    low, high = tl.full([], LEAST, tl.int32), tl.full([], 0, tl.int32)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        is_above = tl.sum((values > at_order(middle)).to(tl.int32), 0) >= k
+        low, high = tl.where(is_above, middle, low), tl.where(is_above, high, middle)
+    return at_order(high)
+
+
+@triton.jit
+def _likeliest(tops, firsts, row, TILES: tl.constexpr, PADDED: tl.constexpr):
+    """Return a row's greatest value and its first token, or -1 if no value is finite or any is NaN."""
+    tiles = tl.arange(0, PADDED)
+    of_tiles = tl.load(tops + row * TILES + tiles, mask=tiles < TILES, other=float("-inf"))
+    fails = tl.max((of_tiles != of_tiles).to(tl.int32), 0) > 0
+    top = tl.max(of_tiles, 0)
+    fails = fails | (tl.abs(top) == float("inf"))
+    first = tl.load(firsts + row * TILES + tiles, mask=(tiles < TILES) & (of_tiles == top), other=2147483647)
+    return top, tl.where(fails, -1, tl.min(first, 0))
+
+
+@triton.jit
+def _low(
+    peaks,
+    row,
+    top,
+    top_k,
+    temperature,
+    min_p_floor,
+    top_p,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Return a lower bound of the floors of all filters."""
+    groups = tl.arange(0, PADDED)
+    of_groups = tl.load(peaks + row * GROUPS + groups, mask=groups < GROUPS, other=float("-inf"))
+    of_groups = tl.div_rn(of_groups - top, temperature)
+    low = min_p_floor
+    if top_k > 0:  # the k-th greatest value of the row is at least the k-th greatest of the groups' peaks
+        low = tl.maximum(low, _kth(of_groups, top_k))
+    elif (top_p < 1) & (low == float("-inf")):
+        # Tokens that are each lighter than this weigh less than 1 - top_p together, so the nucleus is above
+        # it.
+        mass = tl.sum(tl.exp(of_groups), 0)
+        low = tl.log(tl.maximum((1 - top_p).to(tl.float32) * mass / SIZE, 1e-37)) - _SLACK
+    return low
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def scan(
     logits,
     edited,
@@ -86,21 +143,30 @@ def scan(
     factors,
     masked,
     masks,
+    integers,
+    numbers,
     tops,
     firsts,
     peaks,
     arrivals,
+    chosen,
+    limits,
     stride,
+    num_rows,
     SIZE: tl.constexpr,
     WORDS: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Grid: (tiles, rows). Write a tile's greatest value (NaN if any value is) and the first token that has
     it to `tops` and `firsts` [rows, TILES], and each group's greatest value to `peaks` [rows, TILES * TILE /
-    GROUP]. Write the float32 logits with all edits, if any, to `edited` [rows, SIZE], and zeros to `arrivals`
-    [rows].
+    GROUP]. Write the float32 logits with all edits, if any, to `edited` [rows, SIZE].
+
+    A row's last program writes the likeliest token to `chosen` [rows], -1 if no token has a finite score,
+    and, unless the row is greedy, its logit, a lower bound of the filters' floors and its noise to `limits`
+    [rows, 3].
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = tile * TILE + tl.arange(0, TILE)
@@ -129,17 +195,26 @@ def scan(
     tl.store(tops + row * TILES + tile, tl.where(has_nan, float("nan"), top))
     groups: tl.constexpr = TILE // GROUP
     peak = tl.max(tl.reshape(values, [groups, GROUP]), 1)
-    tl.store(arrivals + row, 0, mask=tile == 0)
     tl.store(peaks + (row * TILES + tile) * groups + tl.arange(0, groups), peak)
-
-
-@triton.jit
-def likeliest(tops, firsts, row, TILES: tl.constexpr, PADDED: tl.constexpr):
-    """Return a row's greatest value and its first token, or -1 if no value is finite or any is NaN."""
-    tiles = tl.arange(0, PADDED)
-    of_tiles = tl.load(tops + row * TILES + tiles, mask=tiles < TILES, other=float("-inf"))
-    fails = tl.max((of_tiles != of_tiles).to(tl.int32), 0) > 0
-    top = tl.max(of_tiles, 0)
-    fails = fails | (tl.abs(top) == float("inf"))
-    first = tl.load(firsts + row * TILES + tiles, mask=(tiles < TILES) & (of_tiles == top), other=2147483647)
-    return top, tl.where(fails, -1, tl.min(first, 0))
+    tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them
+    if tl.atomic_add(arrivals + row, 1) == TILES - 1:
+        top, best = _likeliest(tops, firsts, row, TILES, PADDED)
+        key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
+        tl.store(chosen + row, best.to(tl.int64))
+        if (best >= 0) & (temperature > 0):
+            low = _low(
+                peaks,
+                row,
+                top,
+                top_k,
+                temperature,
+                min_p_floor,
+                top_p,
+                SIZE,
+                TILES * groups,
+                PADDED * groups,
+            )
+            tl.store(limits + row * 3, top)
+            tl.store(limits + row * 3 + 1, low)
+            tl.store(limits + row * 3 + 2, gumbel(noise_bits(key, best)))
+        tl.store(arrivals + row, 0)

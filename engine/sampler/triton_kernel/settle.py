@@ -1,4 +1,4 @@
-"""Chooses each row's token: the filters' floor among those listed, then the race; or the likeliest.
+"""Chooses each row's token: the filters' floor among those listed, then the race.
 
 `weigh` writes down the distributions that rows' tokens are drawn from.
 """
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from engine.sampler.triton_kernel.noise import (
     LEAST,
+    ROUNDING,
     SPAN,
     at_order,
     gumbel,
@@ -18,9 +19,6 @@ from engine.sampler.triton_kernel.noise import (
     order,
     stream_key,
 )
-from engine.sampler.triton_kernel.scan import likeliest
-
-_ROUNDING = tl.constexpr(1e-4)
 
 
 @triton.jit
@@ -96,6 +94,7 @@ def _least(floor, values, lists, lengths, longest, PADDED: tl.constexpr, WIDTH: 
 def _race(
     key,
     best,
+    score,
     floor,
     values,
     places,
@@ -106,9 +105,10 @@ def _race(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the token with the greatest value + noise, the first of equal ones. `best` has the value 0."""
-    score = gumbel(noise_bits(key, best))
-    bar = score - _ROUNDING
+    """Return the token with the greatest value + noise, the first of equal ones. `best` has the value 0 and
+    the noise `score`.
+    """
+    bar = score - ROUNDING
     for first in range(0, longest, WIDTH):
         at = first + tl.arange(0, WIDTH)
         here = at[None, :] < lengths[:, None]
@@ -129,8 +129,8 @@ def _race(
 @triton.jit
 def settle_row(
     row,
-    tops,
-    firsts,
+    best,
+    limits,
     integers,
     numbers,
     counts,
@@ -148,7 +148,6 @@ def settle_row(
     the least value that can be chosen and the sum of exp of all that can be to `scales` [rows, 3], if given.
     """
     key, top_k, _, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
-    top, best = likeliest(tops, firsts, row, TILES, PADDED)
     tiles = tl.arange(0, PADDED)
     lists = (row * TILES + tiles) * TILE
     lengths = tl.load(counts + row * TILES + tiles, mask=tiles < TILES, other=0)
@@ -174,18 +173,11 @@ def settle_row(
             count, total = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
         else:
             total = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
-        tl.store(scales + row * 3, top)
+        tl.store(scales + row * 3, tl.load(limits + row * 3))
         tl.store(scales + row * 3 + 1, floor)
         tl.store(scales + row * 3 + 2, total)
-    return _race(key, best, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
-
-
-@triton.jit
-def settle(tops, firsts, chosen, TILES: tl.constexpr, PADDED: tl.constexpr):
-    """Grid: (greedy rows). Write a row's likeliest token to `chosen`, -1 if no token has a finite score."""
-    row = tl.program_id(0).to(tl.int64)
-    _, best = likeliest(tops, firsts, row, TILES, PADDED)
-    tl.store(chosen + row, best.to(tl.int64))
+    score = tl.load(limits + row * 3 + 2)
+    return _race(key, best, score, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
 
 
 @triton.jit

@@ -5,66 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.sampler.triton_kernel.noise import (
-    LEAST,
-    SPAN,
-    at_order,
-    gumbel,
-    may_reach,
-    noise_bits,
-)
-from engine.sampler.triton_kernel.scan import likeliest
+from engine.sampler.triton_kernel.noise import ROUNDING, SPAN, may_reach, noise_bits
 from engine.sampler.triton_kernel.settle import read_row, settle_row
-
-_SLACK = tl.constexpr(1e-3)
-_ROUNDING = tl.constexpr(1e-4)
-
-
-@triton.jit
-def _kth(values, k):
-    """Return the k-th greatest value, or the least finite number if there are fewer than k."""
-    low, high = tl.full([], LEAST, tl.int32), tl.full([], 0, tl.int32)
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        is_above = tl.sum((values > at_order(middle)).to(tl.int32), 0) >= k
-        low, high = tl.where(is_above, middle, low), tl.where(is_above, high, middle)
-    return at_order(high)
-
-
-@triton.jit
-def _low(
-    peaks,
-    row,
-    top,
-    top_k,
-    temperature,
-    min_p_floor,
-    top_p,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Return a lower bound of the floors of all filters."""
-    groups = tl.arange(0, PADDED)
-    of_groups = tl.load(peaks + row * GROUPS + groups, mask=groups < GROUPS, other=float("-inf"))
-    of_groups = tl.div_rn(of_groups - top, temperature)
-    low = min_p_floor
-    if top_k > 0:  # the k-th greatest value of the row is at least the k-th greatest of the groups' peaks
-        low = tl.maximum(low, _kth(of_groups, top_k))
-    elif (top_p < 1) & (low == float("-inf")):
-        # Tokens that are each lighter than this weigh less than 1 - top_p together, so the nucleus is above
-        # it.
-        mass = tl.sum(tl.exp(of_groups), 0)
-        low = tl.log(tl.maximum((1 - top_p).to(tl.float32) * mass / SIZE, 1e-37)) - _SLACK
-    return low
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sift(
     logits,
-    tops,
-    firsts,
-    peaks,
+    limits,
     integers,
     numbers,
     counts,
@@ -79,7 +27,6 @@ def sift(
     SIZE: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -91,20 +38,17 @@ def sift(
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
-    top, best = likeliest(tops, firsts, row, TILES, PADDED)
+    best = tl.load(chosen + row)
     if (best < 0) | (temperature == 0):
-        if tile == 0:
-            tl.store(chosen + row, best.to(tl.int64))
         return
-    groups: tl.constexpr = TILE // GROUP
-    low = _low(peaks, row, top, top_k, temperature, min_p_floor, top_p, SIZE, TILES * groups, PADDED * groups)
+    top, low = tl.load(limits + row * 3), tl.load(limits + row * 3 + 1)
     tokens = tile * TILE + tl.arange(0, TILE)
     inside = tokens < SIZE
     value = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     value = tl.div_rn(value - top, temperature)
     listed = (value > float("-inf")) & (value >= low)
     if (top_k <= 0) & (top_p >= 1):
-        bar = gumbel(noise_bits(key, best)) - _ROUNDING
+        bar = tl.load(limits + row * 3 + 2) - ROUNDING
         listed = listed & may_reach(value, noise_bits(key, tokens), bar)
         if scales is not None:
             least = tl.maximum(min_p_floor, -SPAN)
@@ -122,8 +66,8 @@ def sift(
     if tl.atomic_add(arrivals + row, 1) == TILES - 1:
         token = settle_row(
             row,
-            tops,
-            firsts,
+            best.to(tl.int32),
+            limits,
             integers,
             numbers,
             counts,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from engine.sampler import Sampler, SamplingRow, TorchSampler
-from engine.sampler.triton_kernel import chooser
+from engine.sampler.triton_kernel import chooser, scan
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
 from tests.engine.sampler.test_grammars import Fixed, masked_rows
@@ -151,6 +151,21 @@ def test_a_nucleus_ends_at_exactly_top_p() -> None:
         rows = [make_row(seed=seed, top_k=2, top_p=top_p) for top_p in bounds for seed in range(4)]
         found, _ = choose(logits.expand(len(rows), -1).contiguous(), rows)
         assert found[:4] == [0] * 4
+
+
+def test_a_rows_threshold_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiles share the k-th greatest peak, and greedy rows need none."""
+    searched: list[int] = []
+
+    def counted(values: Any, k: Any, found: Any = scan._kth) -> Any:
+        searched.append(int(k.handle.data.item()))
+        return found(values, k)
+
+    monkeypatch.setattr(scan, "_kth", counted)
+    rows = [make_row(str(k), seed=k, top_k=k) for k in (3, 9, 40)]
+    rows.append(make_row("greedy", temperature=0.0, top_k=5))
+    choose(torch.randn(4, 333), rows)
+    assert searched == [3, 9, 40]
 
 
 def test_distributions_and_drafts() -> None:
