@@ -118,10 +118,10 @@ def find_layouts(names: Collection[str], num_layers: int) -> list[Layout]:
         found = [layout.of(num_layers)]
         if not found[0].fits(names):
             continue
-        while (further := layout.of(num_layers, len(found))).block != found[-1].block:
-            if not further.fits(names) or not any(name.startswith(further.block) for name in names):
+        while (head := layout.of(num_layers, len(found))).block != found[-1].block:
+            if not head.fits(names) or not any(name.startswith(head.block) for name in names):
                 break
-            found.append(further)
+            found.append(head)
         return found
     looked = ", ".join(dict.fromkeys(f"{layout.of(num_layers).joint}.weight" for layout in LAYOUTS.values()))
     raise LookupError(f"its checkpoint has no MTP head: none of {looked}")

@@ -19,13 +19,13 @@ from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
     MAX_GIVEN_TOKENS,
     MAX_TOLD,
-    DraftBehind,
     DraftedChain,
     DraftFor,
     DraftKey,
     DraftOpening,
     Drafts,
     Given,
+    MissingTokens,
 )
 from speculation.remote import RemoteDrafter, RemoteRequest
 from worker.parts import Counters
@@ -207,8 +207,8 @@ class DraftClient:
             log.info("draft worker %s answers again", peer.worker_id)
         for chain in message.chains:
             self._on_chain(peer, chain)
-        for behind in message.behind:
-            self._on_behind(peer, behind)
+        for missing in message.behind:
+            self._on_missing(peer, missing)
         for refused in message.refused:
             self._on_refused(peer, refused)
 
@@ -238,11 +238,11 @@ class DraftClient:
         if use != "usable":
             self._counters.add(f"remote_drafts_{use}_total")
 
-    def _on_behind(self, peer: PeerAddress, behind: DraftBehind) -> None:
+    def _on_missing(self, peer: PeerAddress, missing: MissingTokens) -> None:
         """Send the request's tokens again from the first one that the draft worker lacks."""
-        order = self._order(peer, behind.request_id, behind.epoch)
+        order = self._order(peer, missing.request_id, missing.epoch)
         if order is not None:
-            order.num_sent = min(order.num_sent, behind.num_tokens)
+            order.num_sent = min(order.num_sent, missing.num_tokens)
 
     def _on_refused(self, peer: PeerAddress, key: DraftKey) -> None:
         order = self._order(peer, key.request_id, key.epoch)

@@ -52,9 +52,13 @@ class WorkerActor:
     process, and peers also call `deliver`; otherwise neither tokens nor blocks pass through these methods.
     """
 
-    def __init__(self, template: str, environment: dict[str, str], own_stderr: bool, keeper: int) -> None:
+    def __init__(
+        self, template: str, environment: dict[str, str], own_stderr: bool, launcher_pid: int
+    ) -> None:
         """Take the arguments of `TemplateClient`."""
-        self._template = TemplateClient(template, environment, own_stderr=own_stderr, keeper=keeper)
+        self._template = TemplateClient(
+            template, environment, own_stderr=own_stderr, launcher_pid=launcher_pid
+        )
         self._environment = environment
         self._worker: WorkerProcess | None = None
         self._watch: ProcessWatch | None = None

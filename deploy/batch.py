@@ -143,8 +143,8 @@ def run_batch(
             ended = group.exceptions[0]
     failed = [f"{name}: {error}" for name, error in answered.items() if error]
     left_over = max(0, total - len(answered))
-    told = f"{len(answered) - len(failed)} completed, {len(failed)} failed"
-    print(told + (f", {left_over} without an answer" if left_over else ""))
+    outcome = f"{len(answered) - len(failed)} completed, {len(failed)} failed"
+    print(outcome + (f", {left_over} without an answer" if left_over else ""))
     if ended is not None:
         raise ended
     if batch.unanswered:
@@ -222,8 +222,8 @@ def _message(error: Any) -> str:
     """Return the message of an answer's error, or "" if there is none."""
     if error is None:
         return ""
-    told = error.get("message") if isinstance(error, dict) else error
-    return str(told)[:500] or "failed"
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message)[:500] or "failed"
 
 
 def _answer(request: BatchRequest, response: httpx.Response) -> BatchAnswer:
@@ -234,8 +234,8 @@ def _answer(request: BatchRequest, response: httpx.Response) -> BatchAnswer:
         body = response.text
     error = None
     if not response.is_success:
-        told = body.get("error") if isinstance(body, dict) else None
-        error = told if isinstance(told, dict) else {"message": str(body)[:500]}
+        reported = body.get("error") if isinstance(body, dict) else None
+        error = reported if isinstance(reported, dict) else {"message": str(body)[:500]}
     raw = Raw(msgspec.json.encode(body))
     return BatchAnswer(
         id=f"batch_req_{request_id or os.urandom(8).hex()}",

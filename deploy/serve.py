@@ -29,7 +29,7 @@ def serve(config: ServeConfig) -> int:
     cluster = RayCluster(config)
     threads, _ = choose_threads(config, host_cores())
     template = TemplateClient(
-        cluster.namespace, thread_environment(threads), own_stderr=False, keeper=os.getpid()
+        cluster.namespace, thread_environment(threads), own_stderr=False, launcher_pid=os.getpid()
     )
     try:
         defaults = check_start(config)

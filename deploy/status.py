@@ -145,11 +145,11 @@ def _transports(worker: dict[str, Any]) -> str:
     for pair in worker["pairs"]:
         if "refused" in pair:
             refused.setdefault(pair["peer"], []).append(f"{pair['transport']}: {pair['reason']}")
-    told = []
+    parts = []
     for peer, name in worker["transports"].items():
         reasons = "; ".join(refused.get(peer, []) + refused.get("", []))
-        told.append(f"{peer}: {name}" + (f" ({reasons})" if reasons else ""))
-    return ", ".join(told)
+        parts.append(f"{peer}: {name}" + (f" ({reasons})" if reasons else ""))
+    return ", ".join(parts)
 
 
 def make_speculation_table(status: dict[str, Any]) -> FittedTable:

@@ -85,7 +85,7 @@ class Supervisor:
         self._starts = StartWatch(config, cluster.is_local, lambda: router.replaced("template"))
         self._no_room_until: dict[str, float] = {}
         """The time until which a role has no room for more workers, after one of its workers was given up."""
-        self._told: tuple[Mapping[str, str], Mapping[str, int]] | None = None
+        self._expected: tuple[Mapping[str, str], Mapping[str, int]] | None = None
         router.on_leave(self._let_go, self._renew)
         router.on_scale(self._scale)
 
@@ -385,10 +385,10 @@ class Supervisor:
         now = time.monotonic()
         for role in [role for role, until in self._no_room_until.items() if now < until]:
             found[role] = 0
-        told = roles, found
-        if told != self._told:
-            self._told = told
-            self._router.expect(*told)
+        expected = roles, found
+        if expected != self._expected:
+            self._expected = expected
+            self._router.expect(*expected)
 
     def _kill(self, slot: Slot) -> None:
         """Kill the worker, even if it is stopped and reads no message."""

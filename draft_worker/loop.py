@@ -24,12 +24,12 @@ from protocol.speculation import MAX_TREE_NODES
 from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
     MAX_TOLD,
-    DraftBehind,
     DraftedChain,
     DraftFor,
     DraftKey,
     Drafts,
     Given,
+    MissingTokens,
     PeerRequest,
 )
 from worker.link import RouterLinks
@@ -45,7 +45,7 @@ class _Answer:
     """The content of the next message to a decode worker."""
 
     chains: list[DraftedChain] = field(default_factory=list)
-    behind: list[DraftBehind] = field(default_factory=list)
+    behind: list[MissingTokens] = field(default_factory=list)
     refused: list[DraftKey] = field(default_factory=list)
 
 
@@ -137,8 +137,8 @@ class DraftLoop(WorkerLoop):
             known = None
         if known is None:
             if given.opening is None or given.start != 0:
-                behind = DraftBehind(given.request_id, given.epoch, 0)
-                self._answers[target].behind.append(behind)
+                missing = MissingTokens(given.request_id, given.epoch, 0)
+                self._answers[target].behind.append(missing)
                 return
             known = DraftRequest.open(target, given, given.opening)
             if len(self.requests) >= MAX_TOLD:
@@ -154,8 +154,8 @@ class DraftLoop(WorkerLoop):
     def _take(self, request: DraftRequest, given: Given) -> None:
         num_known = len(request.given)
         if given.start > num_known:
-            behind = DraftBehind(given.request_id, given.epoch, num_known)
-            self._answers[request.target].behind.append(behind)
+            missing = MissingTokens(given.request_id, given.epoch, num_known)
+            self._answers[request.target].behind.append(missing)
             return
         new = given.token_ids[num_known - given.start :]
         if given.start + len(given.token_ids) < num_known:

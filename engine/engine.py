@@ -276,7 +276,7 @@ class Engine:
             if not step.sequences:
                 return result
             launched = self._launcher.launch(step)
-        self._launcher.launch_behind(launched)
+        self._launcher.launch_ahead(launched)
         self._steps += 1
         packed = launched.packed
         work = work_of(step.sequences, step.num_tokens)

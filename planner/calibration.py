@@ -243,10 +243,10 @@ def measured_handoff_s(costs: StepCosts, link: LinkProfile, alone: Mapping[int, 
     return max(median(rest), 0.0)
 
 
-def decode_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
+def decode_costs(workers: Sequence[dict[str, Any]]) -> StepCosts:
     """Return the decoding costs from several reports of decode workers."""
     names = ("step_s", "row_s", "context_s", "tokens_per_row")
-    costs = [worker["costs"] for worker in told if worker["role"] == "decode"]
+    costs = [worker["costs"] for worker in workers if worker["role"] == "decode"]
     return msgspec.convert(
         costs[-1] | {name: fmean(each[name] for each in costs) for name in names}, StepCosts
     )
@@ -271,13 +271,13 @@ def _speculation(worker: dict[str, Any]) -> SpeculationState:
     return msgspec.convert(worker.get("speculation") or {}, SpeculationState)
 
 
-def drafts_of(told: Sequence[SpeculationState]) -> SpeculationState | None:
+def drafts_of(reports: Sequence[SpeculationState]) -> SpeculationState | None:
     """Return the report with the most statistics of methods that have drafted, or None if none has."""
 
     def known(state: SpeculationState) -> list[MethodState]:
         return [method for method in state.methods if method.acceptance]
 
-    best = max(told, key=lambda state: sum(len(method.acceptance) for method in known(state)))
+    best = max(reports, key=lambda state: sum(len(method.acceptance) for method in known(state)))
     methods = [msgspec.structs.replace(each, num_requests=0, num_tokens=0) for each in known(best)]
     return msgspec.structs.replace(best, methods=methods, draft_answers={}) if methods else None
 
@@ -288,8 +288,8 @@ def _texts(length: int) -> list[str]:
     return [text[at : at + length] for text in sources for at in range(0, len(text) - length, 20_000)]
 
 
-def _link(told: Sequence[dict[str, Any]]) -> LinkProfile:
-    measured = [link for link in told if link["bytes_per_s"] > 0]
+def _link(links: Sequence[dict[str, Any]]) -> LinkProfile:
+    measured = [link for link in links if link["bytes_per_s"] > 0]
     if not measured:
         raise CalibrationError("no wire between workers was used: at least one of each role is needed")
     return LinkProfile(

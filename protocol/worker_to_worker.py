@@ -79,7 +79,7 @@ class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Annotated[list[TokenId], Meta(max_length=2 * MAX_TREE_NODES + 1)]
 
 
-class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
+class MissingTokens(msgspec.Struct, frozen=True, array_like=True):
     """The draft worker lacks the committed tokens from position `num_tokens` on; 0: it has no tokens."""
 
     request_id: Id
@@ -93,7 +93,7 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
     incarnation: Id
     number: Count
     chains: Annotated[list[DraftedChain], Meta(max_length=MAX_TOLD)] = []
-    behind: Annotated[list[DraftBehind], Meta(max_length=MAX_TOLD)] = []
+    behind: Annotated[list[MissingTokens], Meta(max_length=MAX_TOLD)] = []
     refused: Annotated[list[DraftKey], Meta(max_length=MAX_TOLD)] = []
 
 

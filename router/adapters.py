@@ -34,7 +34,7 @@ class AdapterTable:
         self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None
         """Called with a name and the adapter that it means now; None: it means no adapter."""
         self._named: dict[str, Adapter] | None = None
-        self._told: dict[str, Adapter | None] = {}
+        self._early_changes: dict[str, Adapter | None] = {}
         """Changes that other routers reported before the first worker registered."""
         self._waiting: dict[tuple[Worker, str], asyncio.Future[AdapterLoaded]] = {}
         self._lock = asyncio.Lock()
@@ -80,7 +80,7 @@ class AdapterTable:
         at_start = self._config.lora_modules or {}
         is_alone = self._config.router_replicas == 1
         own = {each.name: each for each in worker.adapters if is_alone or each.name in at_start}
-        return {name: adapter for name, adapter in (own | self._told).items() if adapter is not None}
+        return {name: adapter for name, adapter in (own | self._early_changes).items() if adapter is not None}
 
     def answered(self, message: AdapterLoaded) -> None:
         worker = self._registry.current(message.worker_id, message.incarnation)
@@ -99,10 +99,10 @@ class AdapterTable:
 
     # --- operators' requests ----------------------------------------------------------------------
 
-    def told(self, name: str, adapter: Adapter | None) -> None:
+    def apply(self, name: str, adapter: Adapter | None) -> None:
         """Apply a change of the adapter that a name means, made here or reported by another router."""
         if self._named is None:
-            self._told[name] = adapter
+            self._early_changes[name] = adapter
         elif adapter is None:
             self._named.pop(name, None)
             self._forget(name)
@@ -139,7 +139,7 @@ class AdapterTable:
             self._change(name, None)
 
     def _change(self, name: str, adapter: Adapter | None) -> None:
-        self.told(name, adapter)
+        self.apply(name, adapter)
         self.tell(name, adapter)
 
     @asynccontextmanager

@@ -69,9 +69,11 @@ class Envelope:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Return the answer to a failed request in the format of its API."""
-    told = _as_api_error(error, request.scope)
+    api_error = _as_api_error(error, request.scope)
     is_anthropic = speaks_anthropic(request.scope["path"])
-    return told.response(anthropic_body(told, request.scope[REQUEST_ID_KEY]) if is_anthropic else None)
+    return api_error.response(
+        anthropic_body(api_error, request.scope[REQUEST_ID_KEY]) if is_anthropic else None
+    )
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

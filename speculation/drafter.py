@@ -102,7 +102,7 @@ class Drafter(ABC):
     kv_group: Group | None = None
     state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
-    further_features = 0
+    carried_features = 0
     """The number of hidden states in `feature` in addition to the target's."""
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:  # noqa: B027
@@ -125,7 +125,7 @@ class Drafter(ABC):
 
     def feature(self, request_id: str) -> Tensor | None:
         """Return the hidden states of the request's last computed token, [(captured layers +
-        `further_features`) * hidden_size], for methods that draft from them.
+        `carried_features`) * hidden_size], for methods that draft from them.
         """
         return None
 

@@ -74,7 +74,7 @@ class HeadDrafter(DraftKvDrafter):
         super().__init__()
         self._options, self._config, self._head = options, config, head
         self.kv_group, self.hidden_layers = head.kv_group, head.hidden_layers
-        self.further_features = head.num_heads - 1
+        self.carried_features = head.num_heads - 1
         self._combine = head.combine
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
@@ -91,7 +91,7 @@ class HeadDrafter(DraftKvDrafter):
             self._trees = TreeDrafting(*made, self._config.block_size, recurs=recurs)
         feature = torch.zeros((1, self._head.feature_size), dtype=dtype, device=device)
         self._no_feature = HiddenRows(feature, range(1))
-        self._nothing_carried = feature.new_zeros((self.further_features, loaded.hidden_size))
+        self._nothing_carried = feature.new_zeros((self.carried_features, loaded.hidden_size))
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -192,7 +192,7 @@ class HeadDrafter(DraftKvDrafter):
         if known is None or not known.features:
             return None
         newest = known.features[-1].cut()[-1]
-        if not self.further_features:
+        if not self.carried_features:
             return newest
         carried = self._nothing_carried if known.carried is None else known.carried
         return torch.cat([newest, carried.flatten()])

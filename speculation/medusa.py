@@ -99,9 +99,9 @@ class MedusaHeads(nn.Module):
         own = {"device": target.device, "dtype": target.dtype}
         self._biases = [None if bias is None else bias.to(**own).unsqueeze(1) for _, bias in weights.layers]
         each_for_its_own = _Stacked if format is None else _Each
-        first, further = weights.layers[:1], weights.layers[1:]
+        first, later = weights.layers[:1], weights.layers[1:]
         self._layers = nn.ModuleList([_FromOne(weight.to(**own)) for weight, _ in first])
-        self._layers.extend(each_for_its_own(weight.to(**own)) for weight, _ in further)
+        self._layers.extend(each_for_its_own(weight.to(**own)) for weight, _ in later)
         lm_heads = weights.lm_heads.to(**own)
         self._lm_head = linear_of(lm_heads[0]) if len(lm_heads) == 1 else each_for_its_own(lm_heads)
         if format is not None:

@@ -71,7 +71,7 @@ class BatchSpeculator(Speculator):
             self.kv_group, self.state_layout = own.kv_group, own.state_layout
             self.hidden_layers = own.hidden_layers
         self.most_drafted = default_drafted(self._options)
-        num_features = len(self.hidden_layers) + (own.further_features if own is not None else 0)
+        num_features = len(self.hidden_layers) + (own.carried_features if own is not None else 0)
         self._feature_bytes = num_features * loaded.hidden_size * loaded.dtype.itemsize
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:

@@ -163,8 +163,8 @@ def _config_of_transformers(file: GgufFile) -> dict[str, Any]:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
     if model_class is None:
         file.fail(f"general.architecture: {file.architecture} is no decoder")
-    told = {"architectures": [model_class], "dtype": _dtype(file), **_quantization(file)}
-    return config | told | {name: each for name, each in _special_tokens(file).items() if each is not None}
+    derived = {"architectures": [model_class], "dtype": _dtype(file), **_quantization(file)}
+    return config | derived | {name: each for name, each in _special_tokens(file).items() if each is not None}
 
 
 def _quantization(file: GgufFile) -> dict[str, Any]:

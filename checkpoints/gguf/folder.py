@@ -45,8 +45,8 @@ def _made_once(path: Path, cache: Path) -> Path:
 
 def _key(path: Path) -> str:
     stat = path.stat()
-    told = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
-    return f"{path.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    version = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return f"{path.stem}-{hashlib.sha256(version.encode()).hexdigest()[:16]}"
 
 
 def _write(file: GgufFile, folder: Path) -> None:

@@ -107,7 +107,7 @@ class _Control:
             case messages.Decided(event):
                 self._server.state.autoscaler.log.note(event)
             case messages.Serves(name, adapter):
-                self._server.state.adapters.told(name, adapter)
+                self._server.state.adapters.apply(name, adapter)
             case messages.GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)
             case messages.Replaced(process):

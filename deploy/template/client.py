@@ -137,15 +137,15 @@ class TemplateClient:
     """
 
     def __init__(
-        self, name: str, environment: Mapping[str, str], *, own_stderr: bool, keeper: int = 0
+        self, name: str, environment: Mapping[str, str], *, own_stderr: bool, launcher_pid: int = 0
     ) -> None:
         """Add `environment` to this process' own for a new template. With `own_stderr`, workers write to this
-        process' stderr instead of the template's. `keeper` is the launcher's process id on its own host.
+        process' stderr instead of the template's. `launcher_pid` is 0 if it runs on another host.
         """
         self._first_name, self._num_left = name, 0
         self._environment = environment
         self._own_stderr = own_stderr
-        self._keeper = keeper
+        self._launcher_pid = launcher_pid
         self._starting: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._watch: ProcessWatch | None = None
@@ -187,7 +187,7 @@ class TemplateClient:
     def begin(self) -> None:
         """Start a template. `connect` then waits until it accepts clients."""
         self._starting = subprocess.Popen(
-            [sys.executable, *_ARGUMENTS, self._name, str(self._keeper)],
+            [sys.executable, *_ARGUMENTS, self._name, str(self._launcher_pid)],
             env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
             process_group=0,  # no Ctrl-C, but our session: Linux divides busy cores among sessions

@@ -85,8 +85,8 @@ class _Worker:
 class Template:
     """The template. It runs until it has had no clients and no workers for `_IDLE_S`."""
 
-    def __init__(self, listener: socket.socket, keeper: int) -> None:
-        """Keep `keeper`, the launcher's process id; 0 if the launcher runs on another host."""
+    def __init__(self, listener: socket.socket, launcher_pid: int) -> None:
+        """Keep `launcher_pid`, the launcher's process id; 0 if the launcher runs on another host."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._wake, waker = socket.socketpair()
@@ -95,10 +95,10 @@ class Template:
         self._places = CorePlaces()
         self._workers: dict[int, _Worker] = {}
         """The workers that are not reaped yet, by process id."""
-        self._keeper: int | None = None
+        self._launcher_fd: int | None = None
         """The launcher's pidfd. While the launcher runs, workers outlive their actors."""
         with contextlib.suppress(OSError):  # no launcher here, it has ended, or the kernel has no pidfds
-            self._keeper = os.pidfd_open(keeper)
+            self._launcher_fd = os.pidfd_open(launcher_pid)
 
     def run(self) -> None:
         loops = (role.loop.partition(":")[0] for role in ROLES.values())
@@ -114,8 +114,8 @@ class Template:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        if self._keeper is not None:
-            self._selector.register(self._keeper, selectors.EVENT_READ)
+        if self._launcher_fd is not None:
+            self._selector.register(self._launcher_fd, selectors.EVENT_READ)
         while ready := self._selector.select(None if self._clients or self._workers else _IDLE_S):
             for key, _ in ready:
                 if key.fileobj is self._wake:
@@ -125,8 +125,8 @@ class Template:
                     self._accept()
                 elif key.fileobj in self._clients:
                     self._serve(key.fileobj)
-                elif key.fileobj == self._keeper:
-                    self._lose_keeper(self._keeper)
+                elif key.fileobj == self._launcher_fd:
+                    self._lose_launcher(self._launcher_fd)
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
@@ -173,17 +173,17 @@ class Template:
         for pid, worker in self._workers.items():
             if worker.client is client:
                 worker.client = None
-                if self._keeper is None:
+                if self._launcher_fd is None:
                     os.kill(pid, signal.SIGKILL)
         self._clients.remove(client)
         self._selector.unregister(client)
         client.close()
 
-    def _lose_keeper(self, keeper: int) -> None:
+    def _lose_launcher(self, fd: int) -> None:
         """Kill the workers that no actor watches. Actors end by themselves."""
-        self._keeper = None
-        self._selector.unregister(keeper)
-        os.close(keeper)
+        self._launcher_fd = None
+        self._selector.unregister(fd)
+        os.close(fd)
         for pid, worker in self._workers.items():
             if worker.client is None:
                 os.kill(pid, signal.SIGKILL)
@@ -253,7 +253,7 @@ class Template:
                 os.close(fd)
             os.environ.update(environment)
             _set_name(launch.worker_id)
-            _run_worker(launch, control, self._keeper, place, _fork_ranks(launch, control))
+            _run_worker(launch, control, self._launcher_fd, place, _fork_ranks(launch, control))
         except BaseException:
             log.exception("the worker failed")
             os._exit(1)
@@ -276,7 +276,7 @@ def _fork_ranks(launch: Launch, control: socket.socket) -> Leader | None:
 def _run_worker(
     launch: Launch,
     control: socket.socket,
-    keeper: int | None,
+    launcher_fd: int | None,
     place: CorePlace | None,
     leader: Leader | None,
 ) -> None:
@@ -284,9 +284,9 @@ def _run_worker(
     stop = StopHandle()
 
     def listen() -> None:
-        told = control.fileno()
-        watched = [told] if keeper is None else [told, keeper]
-        while select.select(watched, [], [])[0] == [told] and control.recv(16):
+        control_fd = control.fileno()
+        watched = [control_fd] if launcher_fd is None else [control_fd, launcher_fd]
+        while select.select(watched, [], [])[0] == [control_fd] and control.recv(16):
             stop.stop()
         os._exit(1)  # the launcher has ended, or both the actor and the template have
 
@@ -305,7 +305,7 @@ def _set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tandem:{name}".encode(), 0, 0, 0)
 
 
-def main(name: str, keeper: int) -> None:
+def main(name: str, launcher_pid: int) -> None:
     """Become the template of this name, in the background, unless one exists."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -314,17 +314,17 @@ def main(name: str, keeper: int) -> None:
         if error.errno == errno.EADDRINUSE:
             return
         raise
-    listens, told = os.pipe()
+    wait_end, started = os.pipe()
     if os.fork():
-        os.close(told)
-        os._exit(0 if os.read(listens, 1) else 1)
+        os.close(started)
+        os._exit(0 if os.read(wait_end, 1) else 1)
     listener.listen()  # called after the fork, since clients see the process id of the caller
-    os.write(told, b"x")
-    os.close(listens)
-    os.close(told)
+    os.write(started, b"x")
+    os.close(wait_end)
+    os.close(started)
     faulthandler.enable()
     log_to_stderr("warning", "text", name)
-    Template(listener, keeper).run()
+    Template(listener, launcher_pid).run()
 
 
 if __name__ == "__main__":

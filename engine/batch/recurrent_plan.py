@@ -159,8 +159,8 @@ def _chain_tiles(step: _Step, chains: np.ndarray) -> tuple[np.ndarray, np.ndarra
     point = step.base[owner] + grid * (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts))
     end = step.end[owner]
     places = point[:, None] + np.arange(tile_rows(grid))
-    behind = np.minimum(point + grid, end)[:, None]
-    sources = np.where(places < behind, step.sources(owner, places), NOTHING)
+    next_point = np.minimum(point + grid, end)[:, None]
+    sources = np.where(places < next_point, step.sources(owner, places), NOTHING)
     settled = step.settled[owner]
     is_certain = point + grid <= settled
     flags = np.where(point + grid < end, ADVANCE, 0) | np.where(is_certain, ADVANCE | CERTAIN, 0)

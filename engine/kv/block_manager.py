@@ -270,19 +270,19 @@ class BlockManager(BlockPool):
         )
         self.stores: list[Store] = [*self.tables, *([self.states] if self.states is not None else [])]
         self.has_windows = any(window is not None for window in windows)
-        self._told = self.states or self.tables[0]
+        self._logged_store = self.states or self.tables[0]
         """The store whose entries are logged: with recurrent layers, a usable prefix ends at a state."""
 
     def watch(self) -> CacheLog:
         """Return a log that begins with the prefix cache's contents and gets every change from now on."""
-        self._told.log = log = CacheLog(self.contents())
+        self._logged_store.log = log = CacheLog(self.contents())
         if self.tier is not None and len(self.stores) == 1:
             self.tier.watch(log)
         return log
 
     def contents(self) -> list[CacheEvent]:
         """Return events that rebuild the contents of the prefix cache from nothing."""
-        stored = [(Medium.GPU, identity) for identity in self._told.entries]
+        stored = [(Medium.GPU, identity) for identity in self._logged_store.entries]
         if self.tier is not None and len(self.stores) == 1:  # otherwise a block there is useless alone
             stored.extend(self.tier.contents())
         return [CacheEvent("cleared"), *(CacheEvent("stored", *block) for block in stored)]

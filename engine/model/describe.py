@@ -245,9 +245,9 @@ class _Describer:
         holder = layer.get_submodule(names.block)
         _check_experts(holder, self._family.is_gated)
         router = getattr(holder, names.router)
-        opener = None
-        if names.opener is not None:
-            opener = self._product(number, layer, [f"{names.block}.{names.opener}"])
+        shared_gate = None
+        if names.shared_gate is not None:
+            shared_gate = self._product(number, layer, [f"{names.block}.{names.shared_gate}"])
         return Experts(
             holder=holder,
             router=router.weight,
@@ -261,7 +261,7 @@ class _Describer:
             scaling=getattr(router, "routed_scaling_factor", 1.0),
             is_exact=names.is_exact,
             rounds=names.rounds,
-            opener=opener,
+            shared_gate=shared_gate,
             activation=self._activation,
             is_gated=self._family.is_gated,
         )

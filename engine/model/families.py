@@ -43,7 +43,7 @@ class RoutingNames:
     router: str = "gate"
     shared: str | None = None
     """The MLP next to the experts; its linear layers are named like other layers' MLPs."""
-    opener: str | None = None
+    shared_gate: str | None = None
     score: Score = Score.SOFTMAX
     preferences: str | None = None
     is_exact: bool = False
@@ -108,7 +108,7 @@ GRANITE = Family(
     logits_divisor="logits_scaling",
 )
 MAMBA = MixerNames(MixerKind.STATE_SPACE, "mamba", ("in_proj",), "out_proj")
-QWEN_ROUTING = RoutingNames(shared="mlp.shared_expert", opener="shared_expert_gate")
+QWEN_ROUTING = RoutingNames(shared="mlp.shared_expert", shared_gate="shared_expert_gate")
 DEEPSEEK_ROUTING = RoutingNames(
     shared="mlp.shared_experts",
     score=Score.SIGMOID,

@@ -202,7 +202,7 @@ class Experts:
     """Whether scores are computed in float32."""
     rounds: bool
     """Whether weights are rounded to the model's dtype."""
-    opener: Product | None
+    shared_gate: Product | None
     """The product that gates the MLP next to the experts."""
     activation: Activation
     is_gated: bool
@@ -233,8 +233,8 @@ class Layer:
         if self.mlp is not None:
             yield self.mlp.gate_up
             yield self.mlp.down
-        if self.experts is not None and self.experts.opener is not None:
-            yield self.experts.opener
+        if self.experts is not None and self.experts.shared_gate is not None:
+            yield self.experts.shared_gate
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -100,13 +100,15 @@ class Leader:
         model. Raises LostRankError.
         """
         for link in self._links:
-            with _told(link, patience_s):
+            with _link_timeout(link, patience_s):
                 socket.send_fds(link, [READY], [fd])
         self._await(patience_s)
 
     def pool(self, layout: PoolLayout, num_blocks: int, device: torch.device) -> LeadingPool:
         """Make rank 0's pool, for ranks with pools of their own."""
-        return LeadingPool(layout, num_blocks, device, self.ranks.size, lambda told: self.tell(encode(told)))
+        return LeadingPool(
+            layout, num_blocks, device, self.ranks.size, lambda message: self.tell(encode(message))
+        )
 
     def runner(
         self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
@@ -130,7 +132,7 @@ class Leader:
         size = self.ranks.size
         self.held = [held_pool(pool.memory, pool.whole, size, 0)]
         for rank, link in enumerate(self._links, start=1):
-            with _told(link, patience_s):
+            with _link_timeout(link, patience_s):
                 blocks = borrow_pool(rank_layout(pool.whole, size, rank), pool.num_blocks, device, link)
             if blocks is None:
                 raise _lost_at_start()
@@ -143,7 +145,7 @@ class Leader:
     def tell(self, message: bytes) -> None:
         """Send a message to all other ranks. Raises LostRankError."""
         for link in self._links:
-            with _told(link, GATHER_TIMEOUT_S):
+            with _link_timeout(link, GATHER_TIMEOUT_S):
                 send(link, message)
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
@@ -151,7 +153,7 @@ class Leader:
         self.tell(encode(KeepAdapter(slot, path, raw)))
         errors = []
         for link in self._links:
-            with _told(link, _BUILD_S):
+            with _link_timeout(link, _BUILD_S):
                 answer = receive(link, messages.answers)
             if answer is None:
                 raise LostRankError("a rank has ended while it loaded an adapter; see its log")
@@ -166,7 +168,7 @@ class Leader:
 
     def _await(self, patience_s: float) -> None:
         for link in self._links:
-            with _told(link, patience_s):
+            with _link_timeout(link, patience_s):
                 if not link.recv(len(READY)):
                     raise _lost_at_start()
 
@@ -222,7 +224,7 @@ def _lost_at_start() -> LostRankError:
 
 
 @contextlib.contextmanager
-def _told(link: socket.socket, timeout_s: float) -> Iterator[None]:
+def _link_timeout(link: socket.socket, timeout_s: float) -> Iterator[None]:
     link.settimeout(timeout_s)
     try:
         yield

@@ -92,7 +92,8 @@ class _Divider:
         experts = whole.holder.experts
         divides = are_experts(experts) and experts.num_experts >= self._ranks.size
         share = ExpertsShare(experts, self._ranks) if divides else copy.deepcopy(experts)
-        tensors = {name: self.share(getattr(whole, name)) for name in ("router", "preferences", "opener")}
+        names = ("router", "preferences", "shared_gate")
+        tensors = {name: self.share(getattr(whole, name)) for name in names}
         return replace(whole, holder=SimpleNamespace(experts=share.to(self._device)), **tensors)
 
     def _rows(self, whole: Product, rows: Sequence[range]) -> Product:

@@ -140,8 +140,8 @@ class _Reader:
         for kind, count in self._dequantized.most_common():
             if kind in _FLOATS:
                 continue
-            told = self._file.path, count, kind, dtype_name(self._dtype)
-            logger.info("%s: %d matrices of type %s are dequantized to %s", *told)
+            fields = self._file.path, count, kind, dtype_name(self._dtype)
+            logger.info("%s: %d matrices of type %s are dequantized to %s", *fields)
 
     def _stays_quantized(self, tensor: GgufTensor, name: str, into: dict[str, QuantizedWeight]) -> bool:
         weight = quantized_weight(tensor, self._device)

@@ -73,9 +73,9 @@ class Grammars:
         matcher = self._matcher_of(row)
         assert self._tokenizer is not None
         ends = token_ids[-1] in self._tokenizer.eos_tokens
-        output, behind = row.output_token_ids, [*row.drafted, *(token_ids[:-1] if ends else token_ids)]
-        is_behind = matcher.follow(output, behind) == len(output) + len(behind)
-        return is_behind and (not ends or matcher.may_end())
+        output, drafted = row.output_token_ids, [*row.drafted, *(token_ids[:-1] if ends else token_ids)]
+        is_allowed = matcher.follow(output, drafted) == len(output) + len(drafted)
+        return is_allowed and (not ends or matcher.may_end())
 
     def forced(self, row: SamplingRow) -> list[int]:
         """Return the tokens that must follow the row: the text that the grammar forces, as the tokenizer
@@ -83,7 +83,7 @@ class Grammars:
         """
         self._mask_thread.wait()
         matcher = self._matcher_of(row)
-        return matcher.forced() if matcher.is_behind(row) else []
+        return matcher.forced() if matcher.follow_row(row) else []
 
     def problem(self, request_id: str) -> str:
         """Return llguidance's error if no token may follow because one of its limits was reached."""
@@ -170,11 +170,11 @@ class Matcher:
         self._free_at = -1
         """The last place at which no text was forced."""
 
-    def follow(self, output: list[int], behind: Sequence[int] = ()) -> int:
-        """Advance the matcher past the output and the draft tokens `behind`, up to the first forbidden token.
+    def follow(self, output: list[int], drafted: Sequence[int] = ()) -> int:
+        """Advance the matcher past the output and the tokens in `drafted`, up to the first forbidden one.
         Return the number of tokens before it. Tokens that were consumed earlier are not read again.
         """
-        if not behind and not self._ahead and output is self._output:
+        if not drafted and not self._ahead and output is self._output:
             if self._place == len(output) - 1:
                 self._consume(output[-1])
             if self._place == len(output):
@@ -184,7 +184,7 @@ class Matcher:
             self._output = output
         start = self._place - len(self._ahead)
         wanted = output[start:]
-        wanted += behind
+        wanted += drafted
         self._back_to(start + common_prefix(self._ahead, wanted))
         for token in wanted[self._place - start :]:
             if not self._consume(token):
@@ -192,7 +192,7 @@ class Matcher:
         self._ahead = wanted[len(output) - start : self._place - start]
         return self._place
 
-    def is_behind(self, row: SamplingRow) -> bool:
+    def follow_row(self, row: SamplingRow) -> bool:
         """Advance the matcher to the row's token; return whether the grammar allows the tokens before it."""
         return self.follow(row.output_token_ids, row.drafted) == len(row.output_token_ids) + len(row.drafted)
 
@@ -218,7 +218,7 @@ class Matcher:
         """Set the bits of the tokens that the row may get: all bits after a forbidden draft, which will not
         be accepted; no bits if the grammar cannot continue.
         """
-        if not self.is_behind(row):
+        if not self.follow_row(row):
             words.fill(-1 if self._place >= len(row.output_token_ids) else 0)
         elif self._is_in_run and (tokens := self.forced()):
             _allow(words, tokens[0])

@@ -118,14 +118,14 @@ class Sampler:
         """Begin `choose`. If kernels choose, do not wait for the device."""
         return self._row_sampler.begin(self._batch(logits, rows))
 
-    def tokens(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Tensor:
+    def tokens(self, logits: Tensor, rows: Sequence[SamplingRow], offsets: Tensor | None = None) -> Tensor:
         """Return the tokens of `choose`, on the logits' device. A failed row's token is undefined and may be
-        negative. With kernels, `further`, int64 [n], is added to the rows' positions.
+        negative. With kernels, `offsets`, int64 [n], is added to the rows' positions.
         """
         if not self._row_sampler.on_device:
-            assert further is None
+            assert offsets is None
             return self.begin(logits, rows).token_ids
-        return self._kernels.tokens(self._batch(logits, rows), further)
+        return self._kernels.tokens(self._batch(logits, rows), offsets)
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Return the distributions that `sample` draws from, float32 [n, vocab]; zeros in rows that fail.
@@ -134,9 +134,9 @@ class Sampler:
         """
         return self._row_sampler.probabilities(self._batch(logits, rows))
 
-    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Chosen:
+    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow], offsets: Tensor | None = None) -> Chosen:
         """Return the kernels' tokens, with the data to compute probabilities; valid until the next call."""
-        return self._kernels.chosen(self._batch(logits, rows), further)
+        return self._kernels.chosen(self._batch(logits, rows), offsets)
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]

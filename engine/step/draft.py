@@ -179,9 +179,9 @@ class LateTokens:
 
     def bring(self, wanted: Tensor, download: Downloader) -> list[int]:
         """Return the values of `wanted`, int64 [n], and download the late tokens in the same copy."""
-        told: list[int] = download(torch.cat([wanted, self._on_device])).tolist()
-        self._values = told[len(wanted) :]
-        return told[: len(wanted)]
+        values: list[int] = download(torch.cat([wanted, self._on_device])).tolist()
+        self._values = values[len(wanted) :]
+        return values[: len(wanted)]
 
     @property
     def values(self) -> list[int]:
@@ -219,7 +219,7 @@ class LateTrees(LateTokens):
         names, visible = inputs.token_ids, inputs.attention.visible
         assert visible is not None
         visible.copy_(taken(self._masks, names, visible))
-        inputs.positions.add_(self.further(names))
+        inputs.positions.add_(self.depth_offsets(names))
         super().fill(inputs)
 
     def fill_nodes(self, nodes: Tensor) -> None:
@@ -227,7 +227,7 @@ class LateTrees(LateTokens):
         parents.copy_(taken(self._rows_before - 1, names, parents))
         super().fill_nodes(nodes)
 
-    def further(self, names: Tensor) -> Tensor:
+    def depth_offsets(self, names: Tensor) -> Tensor:
         """Return int64 [n]: the depth below the root's children for each placeholder, 0 for other ids."""
         return taken(self._deeper, names, torch.zeros_like(names))
 

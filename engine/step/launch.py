@@ -118,7 +118,7 @@ class StepLauncher:
         fill = packed.late.fill if packed.late is not None else None
         return self._runner.run(packed.step(wants_hidden=wants_hidden), fill)
 
-    def launch_behind(self, launched: Launched) -> None:
+    def launch_ahead(self, launched: Launched) -> None:
         """Launch the next step if it is one more token for each continuing sequence, whatever the tokens."""
         if not self._runs_ahead or launched.choice is None:
             return

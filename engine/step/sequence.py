@@ -112,9 +112,9 @@ class SequenceState:
         """Return the rows for the next token and for the token after each of the `drafted` ones."""
         if needs_history(self.params):
             return [self.sampling_row(drafted[:end]) for end in range(len(drafted) + 1)]
-        return [self._row_behind(count) for count in range(len(drafted) + 1)]
+        return [self._row_after(count) for count in range(len(drafted) + 1)]
 
-    def _row_behind(self, count: int) -> SamplingRow:
+    def _row_after(self, count: int) -> SamplingRow:
         """Return the row for the token after `count` draft tokens, for parameters that need no history."""
         position = self.position + count
         return SamplingRow(
@@ -133,7 +133,7 @@ class SequenceState:
         if needs_history(self.params):
             rows = [self.sampling_row(), *map(self.sampling_row, draft.paths())]
         else:
-            rows = [self._row_behind(depth) for depth in (0, *draft.depths())]
+            rows = [self._row_after(depth) for depth in (0, *draft.depths())]
         probe = SamplingRow(_LIKELIEST, [], [], self.position, self.request_id)
         return rows + [probe] * len(draft.probes)
 

@@ -51,8 +51,8 @@ def reaches_other_hosts() -> bool:
 
     Otherwise the transport would be tried with each remote peer, and log UCX errors, before it is refused.
     """
-    told = os.environ.get("UCX_PROTO_EMULATION_ENABLE", "n").lower() in ("y", "yes", "1", "on", "try")
-    return told or any(folder.is_dir() and any(folder.iterdir()) for folder in _FABRICS)
+    is_forced = os.environ.get("UCX_PROTO_EMULATION_ENABLE", "n").lower() in ("y", "yes", "1", "on", "try")
+    return is_forced or any(folder.is_dir() and any(folder.iterdir()) for folder in _FABRICS)
 
 
 def _device(pool: RegisteredPool) -> torch.device:

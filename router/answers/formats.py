@@ -78,13 +78,13 @@ def completion_logprobs(
 def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dict[str, Any]:
     """Return the `logprobs` of a chat choice."""
 
-    def told(token_id: int, entry: TokenLogprobs | None) -> dict[str, Any]:
+    def describe(token_id: int, entry: TokenLogprobs | None) -> dict[str, Any]:
         assert entry is not None
         item = _chat_token(tokenizer, token_id, entry.logprob)
         top = [_chat_token(tokenizer, other, logprob) for other, logprob in _top(entry, num_top)]
         return {**item, "top_logprobs": top}
 
-    return {"content": map(told, delta.token_ids, delta.all_logprobs()), "refusal": None}
+    return {"content": map(describe, delta.token_ids, delta.all_logprobs()), "refusal": None}
 
 
 def prompt_logprobs(

@@ -128,5 +128,5 @@ def _model_card(state: RouterState) -> dict[str, Any]:
 
 def _deterministic(state: RouterState) -> bool | None:
     """Return whether all workers give a request the same bits in every batch; None without workers."""
-    told = [worker.start_up.get("deterministic") == "yes" for worker in state.registry]
-    return all(told) if told else None
+    answers = [worker.start_up.get("deterministic") == "yes" for worker in state.registry]
+    return all(answers) if answers else None

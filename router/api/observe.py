@@ -225,23 +225,23 @@ def _totals(state: RouterState) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _worker_sample(state: RouterState, worker: Worker) -> WorkerSample:
-    load, told = worker.load, worker.state
-    speculation = told.speculation
+    load, reported = worker.load, worker.state
+    speculation = reported.speculation
     return WorkerSample(
         id=worker.key.worker_id,
         tasks=worker.role.tasks,
-        running=told.num_running,
-        waiting=told.num_waiting,
+        running=reported.num_running,
+        waiting=reported.num_waiting,
         rows=load.rows,
         prompts=load.prompts,
         held=state.placer.ahead.num_held(worker),
         context_tokens=load.context_tokens,
-        kv_usage=told.kv_usage,
+        kv_usage=reported.kv_usage,
         kv_tokens=load.kv_tokens,
-        steps=told.steps,
-        preemptions=told.num_preemptions,
-        counters=told.counters,
-        costs=told.costs,
+        steps=reported.steps,
+        preemptions=reported.num_preemptions,
+        counters=reported.counters,
+        costs=reported.costs,
         step_time=speculation.step_time if speculation is not None else StepTimeState(),
-        pairs=told.pairs,
+        pairs=reported.pairs,
     )

@@ -149,8 +149,8 @@ class Dispatcher:
                 self._place_again_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
 
     def lost(self, request: LiveRequest, at: Assignment, reason: str) -> None:
-        """Place a request again that its keeper (`Assignment.keeper`) turned out not to have."""
-        self._place_again_or_fail(request, "worker_lost", reason, counts=at.keeper is not at.answered_by)
+        """Place a request again that its worker (`Assignment.current`) turned out not to have."""
+        self._place_again_or_fail(request, "worker_lost", reason, counts=at.current is not at.answered_by)
 
     def handover_failed(self, message: HandoverFailed) -> None:
         """Handle a prefill worker's report that the decode worker did not take over a prompt."""
@@ -317,7 +317,7 @@ class Dispatcher:
         if at is None or end is None:
             return False
         self._placer.abort([request])
-        self._handle(request, at.keeper, end, now)
+        self._handle(request, at.current, end, now)
         return True
 
     def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:

@@ -86,17 +86,17 @@ class _Rules:
                 continue
             start = quoted(self._key(key, is_call))
             members.append((f"{start} {self.value(value, f'{path}properties.{key}.')}", key in required))
-        further = ""
+        other_member = ""
         if additional is not False:
-            further = self._further(properties, additional, f"{path}additionalProperties.", is_call)
-        return self._in_turn(members, further)
+            other_member = self._other_member(properties, additional, f"{path}additionalProperties.", is_call)
+        return self._in_turn(members, other_member)
 
     def _key(self, key: str, is_call: bool) -> str:
         if is_call:
             return f"{key}{self._assign}"
         return f"{json.dumps(key, ensure_ascii=False)}: " if self._is_python else f"{key}:"
 
-    def _further(self, known: Iterable[str], value: Any, path: str, is_call: bool) -> str:
+    def _other_member(self, known: Iterable[str], value: Any, path: str, is_call: bool) -> str:
         """Return a rule for a member whose name is not among `known`."""
         before, name, after = "", _ANY_NAME, self._assign
         if self._is_python and not is_call:
@@ -105,10 +105,10 @@ class _Rules:
         terminal = self._rule(f"{name} & ~({others})" if others else name, is_terminal=True)
         return self._rule(f"{before}{terminal} {quoted(after)} {self.value(value, path)}")
 
-    def _in_turn(self, members: Sequence[tuple[str, bool]], further: str) -> str:
-        """Return a rule for members in order, each with whether it is required, then `further` ones."""
-        first = f"({further} ({self._comma} {further})*)?" if further else '""'
-        rest = f"({self._comma} {further})*" if further else '""'
+    def _in_turn(self, members: Sequence[tuple[str, bool]], other_member: str) -> str:
+        """Return a rule for members in order, each with whether it is required, then `other_member` ones."""
+        first = f"({other_member} ({self._comma} {other_member})*)?" if other_member else '""'
+        rest = f"({self._comma} {other_member})*" if other_member else '""'
         for member, is_required in reversed(members):
             after = self._rule(rest)
             first = f"{member} {after}" if is_required else f"{member} {after} | {self._rule(first)}"
@@ -173,8 +173,8 @@ class _Rules:
         least, most = node.get("minItems") or 0, node.get("maxItems")
         if most is not None and (most < least or most == 0):
             return '"[]"' if least == 0 else self._unsatisfiable(path)
-        further = f"({self._comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f"{item} {further}" if least else f"({item} {further})?"
+        rest = f"({self._comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        items = f"{item} {rest}" if least else f"({item} {rest})?"
         return self._rule(f'"[" {items} "]"')
 
     def _raw_string(self, node: Mapping[str, Any]) -> str:
@@ -192,7 +192,7 @@ class _Rules:
             name = self._made["any"] = self._new()
             string = self._typed({}, "string", "")
             number = self._typed({}, "number", "")
-            key = f"{self._further((), {}, '', False)}"
+            key = f"{self._other_member((), {}, '', False)}"
             constants = " | ".join(map(quoted, self._constants))
             items, members = (f"({each} ({self._comma} {each})*)?" for each in (name, key))
             self.lines.append(

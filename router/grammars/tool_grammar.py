@@ -134,7 +134,7 @@ class TaggedArguments:
         tags, types = self._tags, types_of(schema, self._root)
         for number, (text, conditions) in enumerate(self._strings(schema, path, set())):
             if text is not None:
-                if self._is_told(text, types, path):
+                if self._reads_as_string(text, types, path):
                     yield self._spelling(text + tags.pad + tags.value_end)
                 continue
             words: list[str] = []
@@ -175,7 +175,7 @@ class TaggedArguments:
         else:
             yield None, list(self._conditions(schema, path))
 
-    def _is_told(self, text: str, types: Sequence[str], path: str) -> bool:
+    def _reads_as_string(self, text: str, types: Sequence[str], path: str) -> bool:
         """Return whether the parser reads `text` as a string. Raises if it contains the end tag."""
         if self._tags.value_end in text:
             raise InvalidRequestError("tools", f"{path}enum: {text!r} ends the parameter")
@@ -248,8 +248,8 @@ def tool_grammar(
 ) -> str:
     """Return the grammar of calls alone if they are `demanded`, else of text that may contain calls."""
     numbers = range(len(offers))
-    further = MAX_CALLS - 1 if several else 0
-    again = "" if form.separator is None else _up_to(further, spelling(form.separator), "call")
+    more_calls = MAX_CALLS - 1 if several else 0
+    again = "" if form.separator is None else _up_to(more_calls, spelling(form.separator), "call")
     rules = [
         f"block: {spelling(form.open)} call {again} {spelling(form.close)}",
         "call: " + " | ".join(f"call{number}" for number in numbers),
@@ -281,14 +281,14 @@ def tool_grammar(
     if demanded:
         start = f"{trigger} block"
         if form.between is not None:
-            start += _up_to(further, spelling(form.between), trigger, "block")
+            start += _up_to(more_calls, spelling(form.between), trigger, "block")
     elif form.trigger:
         rules += [
             spelling.rule_up_to("head", [form.trigger], "PLAIN"),
             f"PLAIN: TEXT {'& ~(TEXT CALL TEXT)' if form.elsewhere else ''}",
             f"REST: PLAIN & ~(TEXT {quoted(form.trigger)} TEXT)",
         ]
-        start = _up_to(further + 1, "head", "block")
+        start = _up_to(more_calls + 1, "head", "block")
         if marks is not None and marks.lead.startswith(form.trigger):
             start += f" (head {spelling(marks.lead.removeprefix(form.trigger))})?"
         start += " REST"

@@ -56,24 +56,24 @@ def function_schema(root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of all types in a schema; `string` if it has none."""
-    return tuple(sorted(_told(schema, root, set()))) or STRING
+    return tuple(sorted(_type_names(schema, root, set()))) or STRING
 
 
-def _told(schema: Any, root: Mapping[str, Any], seen: set[int]) -> set[str]:
+def _type_names(schema: Any, root: Mapping[str, Any], seen: set[int]) -> set[str]:
     schema = resolved(schema, root)
     if id(schema) in seen:
         return set()
     if not isinstance(schema, dict):
         return {"string"}
     seen.add(id(schema))
-    told, values = schema.get("type"), schema.get("enum")
-    found = {each for each in (told if isinstance(told, list) else [told]) if isinstance(each, str)}
+    types, values = schema.get("type"), schema.get("enum")
+    found = {each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)}
     values = [*values] if isinstance(values, list) else []
     found.update(type_name(value) for value in [*values, *([schema["const"]] if "const" in schema else [])])
     for key in COMBINED:
         choices = schema.get(key)
         for choice in choices if isinstance(choices, list) else ():
-            found |= _told(choice, root, seen)
+            found |= _type_names(choice, root, seen)
     return found or {"string"}
 
 

@@ -38,9 +38,9 @@ def _own_tokens(rows: DraftedRows, logits: Tensor, sampler: Sampler) -> tuple[li
     if rows.late is None:
         chosen, failed_rows = sampler.choose(logits, rows.sampling)
         return chosen.tolist(), failed_rows
-    tokens = sampler.tokens(logits, rows.sampling, rows.further(sampler.upload))
-    told = rows.bring(tokens, sampler.download)
-    return [max(token, 0) for token in told], [row for row, token in enumerate(told) if token < 0]
+    tokens = sampler.tokens(logits, rows.sampling, rows.position_offsets(sampler.upload))
+    token_ids = rows.bring(tokens, sampler.download)
+    return [max(token, 0) for token in token_ids], [row for row, token in enumerate(token_ids) if token < 0]
 
 
 def _decide(draft: Draft | None, tokens: list[int]) -> Decision:

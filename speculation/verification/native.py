@@ -74,22 +74,22 @@ def verify(
     drawn = [None if is_coupled else distributions_of(draft, logits) for draft in drafts]
     addresses = [0 if each is None else each.data_ptr() for each in drawn]
     positions = [sequence.position for sequence in sequences]
-    told = np.array([*positions, *map(len, token_ids), *addresses, *tokens], np.int64)
+    inputs = np.array([*positions, *map(len, token_ids), *addresses, *tokens], np.int64)
     outcomes = np.empty((2, count), np.int64)
     masks = None
     if any(sequence.params.grammar is not None for sequence in sequences):
         masks = sampler.masks([row for sequence in sequences for row in sequence.step_rows()])
-    told_at, outcomes_at, column = told.ctypes.data, outcomes.ctypes.data, told.itemsize * count
+    inputs_at, outcomes_at, column = inputs.ctypes.data, outcomes.ctypes.data, inputs.itemsize * count
     fields = Chains(
         logits.data_ptr(),
         logits.stride(0),
         vocab_size,
         count,
         requests.table_address,
-        told_at,
-        told_at + column,
-        told_at + 2 * column,
-        told_at + 3 * column,
+        inputs_at,
+        inputs_at + column,
+        inputs_at + 2 * column,
+        inputs_at + 3 * column,
         outcomes_at,
         outcomes_at + column,
         None if masks is None else masks.addresses.ctypes.data,

@@ -58,7 +58,7 @@ def verify(
     get the target's own tokens.
     """
     rows, as_blocks = DraftedRows(sequences, takes_late=True), rule == "block"
-    chosen = sampler.chosen(logits, rows.sampling, rows.further(sampler.upload))
+    chosen = sampler.chosen(logits, rows.sampling, rows.position_offsets(sampler.upload))
     drawn = [distributions_of(sequence.draft, chosen.logits) for sequence in sequences]
     asked = _spans(rows, drawn, as_blocks)
     spans, nodes = sampler.upload([asked, _nodes(sequences)])
@@ -67,16 +67,16 @@ def verify(
     stops = stops_of(spans, nodes, chosen, 1 + int(asked[:, 2].max()) if as_blocks else 0)
     has_probes = any(sequence.draft is not None and sequence.draft.probes for sequence in sequences)
     wanted = torch.cat([stops.flatten(), chosen.tokens]) if has_probes else stops.flatten()
-    told = rows.bring(wanted, sampler.download)
+    downloaded = rows.bring(wanted, sampler.download)
     count = len(sequences)
     decisions, failed_rows = [], []
     for number, (sequence, span) in enumerate(zip(sequences, rows.spans, strict=True)):
-        bits, last_token = told[number], told[count + number]
+        bits, last_token = downloaded[number], downloaded[count + number]
         num_nodes = sequence.draft.num_nodes if sequence.draft is not None else 0
         accepted = [node for node in range(num_nodes) if bits >> node & 1]
         if last_token < 0:
             failed_rows.append(span.start + 1 + (accepted[-1] if accepted else -1))
-        probed = told[2 * count :][span][1 + num_nodes :] if has_probes else []
+        probed = downloaded[2 * count :][span][1 + num_nodes :] if has_probes else []
         decisions.append(Decision(accepted, max(last_token, 0), probed))
     return rows.conclude(decisions, logits, failed_rows, sampler)
 

@@ -208,13 +208,13 @@ def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[Odds]
     p = target[torch.tensor(parents, device=target.device), tokens]
     q = _drawn_with(drafts, tokens)
     drawn = torch.stack([p.double(), q.double(), uniform_noise(keys, tokens)], dim=1)
-    told = torch.cat([drawn.flatten(), failed.double()]).tolist()
-    nodes = iter([told[first : first + 3] for first in range(0, drawn.numel(), 3)])
+    downloaded = torch.cat([drawn.flatten(), failed.double()]).tolist()
+    nodes = iter([downloaded[first : first + 3] for first in range(0, drawn.numel(), 3)])
     odds = [
         Odds(draft, target[span], list(islice(nodes, draft.num_nodes)))
         for draft, span in zip(drafts, rows.spans, strict=True)
     ]
-    return odds, [row for row, fails in enumerate(told[drawn.numel() :]) if fails]
+    return odds, [row for row, fails in enumerate(downloaded[drawn.numel() :]) if fails]
 
 
 def _drawn_with(drafts: list[Draft], tokens: Tensor) -> Tensor:

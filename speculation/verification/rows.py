@@ -49,7 +49,7 @@ class DraftedRows:
             self.sampling += sequence.step_rows()
             self.spans.append(slice(first, len(self.sampling)))
 
-    def further(self, upload: Upload) -> Tensor | None:
+    def position_offsets(self, upload: Upload) -> Tensor | None:
         """Return how much further than in `sampling` late trees' rows are: int64 [rows], on the device."""
         if not isinstance(self.late, LateTrees):
             return None
@@ -58,18 +58,18 @@ class DraftedRows:
             names.append(0)
             if draft is not None:
                 names += draft.ids if draft.late is not None else [0] * len(draft.ids)
-        return self.late.further(upload([np.array(names, np.int64)])[0])
+        return self.late.depth_offsets(upload([np.array(names, np.int64)])[0])
 
     def bring(self, wanted: Tensor, download: Downloader) -> list[int]:
         """Return the values of `wanted`, int64 [n]. Also fetch late draft tokens, and settle the drafts."""
         if self.late is None:
-            told: list[int] = download(wanted).tolist()
-            return told
-        told = self.late.bring(wanted, download)
+            values: list[int] = download(wanted).tolist()
+            return values
+        values = self.late.bring(wanted, download)
         for sequence in self.sequences:
             if sequence.draft is not None:
                 sequence.draft.settle()
-        return told
+        return values
 
     def conclude(
         self, decisions: Sequence[Decision], logits: Tensor, failed_rows: Sequence[int], sampler: Sampler

@@ -71,11 +71,11 @@ class TextBatch(ctypes.Structure):
         size, stride = len(texts), max(counts, default=0)
         addresses = [text.address for text in texts]
         lengths = [text.length for text in texts]
-        self._told = (ctypes.c_int64 * (3 * size))(*addresses, *lengths, *counts)
+        self._inputs = (ctypes.c_int64 * (3 * size))(*addresses, *lengths, *counts)
         self._drafts = (ctypes.c_int32 * (size * stride))()
         self._found = (ctypes.c_int64 * size)()
-        told, column = ctypes.addressof(self._told), ctypes.sizeof(self._found)
-        columns = told, told + column, told + 2 * column
+        inputs, column = ctypes.addressof(self._inputs), ctypes.sizeof(self._found)
+        columns = inputs, inputs + column, inputs + 2 * column
         drafts, found = ctypes.addressof(self._drafts), ctypes.addressof(self._found)
         super().__init__(*columns, drafts, found, size, stride)
 

@@ -81,7 +81,7 @@ def supervisor_of_two(expected: list[list[str]]) -> Any:
     supervisor: Any = object.__new__(Supervisor)
     supervisor._config, supervisor._slots = config, make_slots(config)
     supervisor._cluster = SimpleNamespace(is_local=False, may_grow=False)
-    supervisor._placing, supervisor._told = SimpleNamespace(nodes=[]), None
+    supervisor._placing, supervisor._expected = SimpleNamespace(nodes=[]), None
     supervisor._no_room_until = {}
     supervisor._starts = StartWatch(config, False, lambda: None)
     supervisor._stop, supervisor._began = threading.Event(), time.monotonic()

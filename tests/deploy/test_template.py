@@ -43,8 +43,8 @@ class Host:
         self.clients: list[TemplateClient] = []
         self.num_requests = 0
 
-    def client(self, keeper: int = 0) -> TemplateClient:
-        client = TemplateClient(self.name, thread_environment(1), own_stderr=True, keeper=keeper)
+    def client(self, launcher_pid: int = 0) -> TemplateClient:
+        client = TemplateClient(self.name, thread_environment(1), own_stderr=True, launcher_pid=launcher_pid)
         self.clients.append(client)
         return client
 

@@ -35,7 +35,7 @@ class ScriptedDrafter:
     kv_group: Group | None = None
     state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
-    further_features = 0
+    carried_features = 0
 
     def __init__(self, script: Script) -> None:
         self.script = script

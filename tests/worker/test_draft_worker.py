@@ -16,13 +16,13 @@ from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
-    DraftBehind,
     DraftedChain,
     DraftFor,
     DraftKey,
     DraftOpening,
     Drafts,
     Given,
+    MissingTokens,
 )
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, Network, plain_tokens, remote_plan
@@ -341,11 +341,11 @@ def test_a_decode_worker_drops_impossible_messages_of_draft_workers(begin: Calla
         DraftedChain("b", epoch, length, [1, 2]),
         DraftedChain("a", epoch, length, []),
     ]
-    behind = [DraftBehind("a", epoch, 2**40), DraftBehind("a", epoch - 1, 0), DraftBehind("c", 1, 0)]
+    missing = [MissingTokens("a", epoch, 2**40), MissingTokens("a", epoch - 1, 0), MissingTokens("c", 1, 0)]
     stale, late = decode.counter("remote_drafts_stale_total"), decode.counter("remote_drafts_late_total")
     for incarnation in (DRAFTER.incarnation, "0" * 16):
         message = Drafts(
-            incarnation=incarnation, number=0, chains=chains, behind=behind, refused=[DraftKey("c", 1)]
+            incarnation=incarnation, number=0, chains=chains, behind=missing, refused=[DraftKey("c", 1)]
         )
         decode.loop.on_peer_reply(DRAFTER, message)
     decode.loop.on_peer_reply(OTHER, Drafts(incarnation=OTHER.incarnation, number=0, chains=chains))

@@ -125,8 +125,8 @@ class Operations(ABC, Generic[Rows]):
         )
         if beside is None:
             return out
-        if experts.opener is not None:
-            beside = beside * sigmoid(self.multiply(experts.opener, normed, rows))
+        if experts.shared_gate is not None:
+            beside = beside * sigmoid(self.multiply(experts.shared_gate, normed, rows))
         return beside + out
 
     def _convolve(self, mixer: Recurrent, rows: Tensor) -> Tensor:

@@ -85,13 +85,13 @@ class TorchOperators(StepOperators):
                 base = self._settle(state_slot, base, min(place, span.certain))
                 path = span.path(place, base)
                 left = len(path) % self._grid
-                ahead, behind = path[: len(path) - left], self._slot_places(path[len(path) - left :])
+                ahead, pending = path[: len(path) - left], self._slot_places(path[len(path) - left :])
                 if ahead != passed:
                     drafted, passed = self._ahead(state_slot, ahead), ahead
                 here = state_slot._replace(state=drafted)
                 strength = None if beta is None else beta[row]
                 rows = query[row], key[row], value[row], decay[row], strength
-                out[row] = _read_and_add(here, place % self._window, behind, *rows)
+                out[row] = _read_and_add(here, place % self._window, pending, *rows)
                 row += 1
             self._settle(state_slot, base, min(end, span.certain))
         return out
@@ -143,15 +143,15 @@ class TorchOperators(StepOperators):
 def _read_and_add(
     state_slot: LayerStateSlots,
     place: int,
-    behind: slice | list[int],
+    pending: slice | list[int],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     decay: Tensor,
     beta: Tensor | None,
 ) -> Tensor:
-    """Return a row's output, from the state and the later tokens `behind`. Store the row at `place`."""
-    decays, keys, deltas = state_slot.decays[behind], state_slot.keys[behind], state_slot.deltas[behind]
+    """Return a row's output, from the state and the later tokens `pending`. Store the row at `place`."""
+    decays, keys, deltas = state_slot.decays[pending], state_slot.keys[pending], state_slot.deltas[pending]
     total = decays[-1] + decay if len(decays) else decay
     weights = (total - decays).exp()
     group = len(value) // len(key)

@@ -83,15 +83,15 @@ class TritonSampler:
         chosen = self._chosen(batch, keys, None, keeps=True)
         return chosen.tokens, self.shares(chosen)
 
-    def tokens(self, batch: Batch, further: Tensor | None = None) -> Tensor:
-        """Return the tokens on the device, -1 where none has a finite score. `further`, int64 [n], is added
+    def tokens(self, batch: Batch, offsets: Tensor | None = None) -> Tensor:
+        """Return the tokens on the device, -1 where none has a finite score. `offsets`, int64 [n], is added
         to the rows' positions.
         """
-        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], further, keeps=False).tokens
+        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], offsets, keeps=False).tokens
 
-    def chosen(self, batch: Batch, further: Tensor | None = None) -> Chosen:
+    def chosen(self, batch: Batch, offsets: Tensor | None = None) -> Chosen:
         """Like `tokens`, but return all of `Chosen`, valid until the next call."""
-        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], further, keeps=True)
+        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], offsets, keeps=True)
 
     @staticmethod
     def shares(chosen: Chosen) -> Tensor:
@@ -111,17 +111,17 @@ class TritonSampler:
         )
         return shares
 
-    def _chosen(self, batch: Batch, seeds: np.ndarray, further: Tensor | None, *, keeps: bool) -> Chosen:
+    def _chosen(self, batch: Batch, seeds: np.ndarray, offsets: Tensor | None, *, keeps: bool) -> Chosen:
         """Choose with the noise of `seeds`. With `keeps`, fill logits and scales for `shares`, too."""
         logits, edits, count = batch.logits, batch.edits, len(batch.index)
         if len(logits) != count:
             raise ValueError(f"{count} rows of logits, got {tuple(logits.shape)}")
         if logits.stride(1) != 1 or logits.data_ptr() % ALIGNMENT:
             logits = logits.clone(memory_format=torch.contiguous_format)
-        told = batch.requests.device_rows(np.array(batch.index), batch.positions, seeds)
-        integers, numbers, *listed = self._upload([*told, *(edits or ())])
-        if further is not None:
-            integers[1] += further
+        request_rows = batch.requests.device_rows(np.array(batch.index), batch.positions, seeds)
+        integers, numbers, *listed = self._upload([*request_rows, *(edits or ())])
+        if offsets is not None:
+            integers[1] += offsets
         is_greedy = bool(batch.requests.greedy.all())
 
         def kept(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -374,7 +374,7 @@ def launches_behind(
     for _ in range(num_steps):  # the first run makes what is made once
         launched = launcher.take_ahead() or launcher.launch(scheduler.schedule())
         gpu.clear()
-        launcher.launch_behind(launched)
+        launcher.launch_ahead(launched)
         assert launcher.is_ahead
         launches.append({name: gpu.launches[name] for name in ("attend", "graph") if gpu.launches[name]})
         assert not gpu.waits, "\n".join(gpu.waits)

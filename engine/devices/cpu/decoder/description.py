@@ -156,8 +156,8 @@ class Description(NativeModel):
             rest = (layer.mlp.gate_up.paths, layer.mlp.down.paths, ())
         if layer.experts is not None:
             args.experts = self.keep_experts(self._experts_args(layer.experts))
-            opener = layer.experts.opener
-            rest = (*rest[:2], () if opener is None else opener.paths)
+            shared_gate = layer.experts.shared_gate
+            rest = (*rest[:2], () if shared_gate is None else shared_gate.paths)
         args.input_norm, args.mlp_norm = self._norm(layer.input_norm), self._norm(layer.mlp_norm)
         args.mixed_norm, args.made_norm = self._norm(layer.mixed_norm), self._norm(layer.made_norm)
         if not layer.mixers:
@@ -255,8 +255,8 @@ class Description(NativeModel):
             args.exact_router = self.keep_floats(experts.router)
         else:
             args.router = self.matrix(experts.router)
-        if experts.opener is not None:
-            args.opener = self._product(experts.opener)
+        if experts.shared_gate is not None:
+            args.shared_gate = self._product(experts.shared_gate)
         return args
 
     def _expert_weights(self, linear: RoutedLinear | RoutedQuantizedLinear) -> ExpertWeightsArgs:

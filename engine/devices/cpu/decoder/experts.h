@@ -27,15 +27,15 @@ class ExpertMlp {
         multiply(e, e.first, w.normed.data(), made.data(), rows, e.chosen);
         w.each_row(rows, [&](int64_t r) { w.activate(&made[r * e.first.out], inner, &active[r * inner]); });
         multiply(e, e.second, active.data(), outputs.data(), rows, 1);
-        if (e.opener) {
-            openers.resize(n);
-            w.project(l, OPENER, w.normed.data(), e.opener, openers.data(), n);
+        if (e.shared_gate) {
+            shared_gates.resize(n);
+            w.project(l, SHARED_GATE, w.normed.data(), e.shared_gate, shared_gates.data(), n);
         }
         const bool beside_mlp = bool(layer.down);
         w.each_row(n, [&](int64_t r) {
             Value* out = &w.product[r * m.hidden];
             if (!beside_mlp) std::fill_n(out, m.hidden, Value(0));
-            else if (e.opener) scale_row(out, rounded(1 / (1 + exp_of(-widen(openers[r])))), m.hidden);
+            else if (e.shared_gate) scale_row(out, rounded(1 / (1 + exp_of(-widen(shared_gates[r])))), m.hidden);
             add_outputs(e, r, out);
         });
     }
@@ -94,7 +94,7 @@ class ExpertMlp {
 
     Work& w;
     const Model& m;
-    std::vector<Value> logits, made, active, outputs, openers;
+    std::vector<Value> logits, made, active, outputs, shared_gates;
     std::vector<float> scores, weights;
     std::vector<int64_t> chosen;  // [rows, experts of a row]
 };

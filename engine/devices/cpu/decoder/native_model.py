@@ -61,7 +61,7 @@ class ExpertsArgs(Structure):
         *((name, c_float) for name in ("least_sum", "scaling")),
         ("rounds", c_int64),
         *((name, ExpertWeightsArgs) for name in ("first", "second")),
-        ("opener", WeightsArgs),
+        ("shared_gate", WeightsArgs),
     )
 
 

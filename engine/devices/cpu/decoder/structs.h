@@ -77,7 +77,7 @@ struct Experts {
     float least_sum, scaling;    // then scaled,
     int64_t rounds;              // and rounded to bfloat16
     ExpertWeights first, second;
-    Weights opener;              // makes the gate of the layer's MLP; null: not gated
+    Weights shared_gate;         // makes the gate of the layer's MLP; null: not gated
 };
 
 // A mixer, followed by an MLP, by experts or by both in parallel; or only a mixer, or only MLP and experts. Missing
@@ -139,7 +139,7 @@ struct Model {
 
 // The offsets of a layer's parts of an adapter, by product: the mixer's input, its gates, its output, the MLP's gate
 // and up product, its down product, and the gate of an MLP next to experts.
-enum Product : int64_t { QKV = 0, GATES = 3, OUTPUT = 5, GATE_UP = 6, DOWN = 8, OPENER = 9, PARTS = 10 };
+enum Product : int64_t { QKV = 0, GATES = 3, OUTPUT = 5, GATE_UP = 6, DOWN = 8, SHARED_GATE = 9, PARTS = 10 };
 
 struct Rows {
     const int64_t *token_ids, *positions;

@@ -26,10 +26,10 @@ def _inputs_at(
     is_row, is_recent = source >= 0, (source < 0) & (source >= -WINDOW)
     row = tl.where(is_row, source, 0).to(tl.int64)[:, None] * CHANNELS
     place = tl.where(is_recent, -1 - source, 0)[:, None] * CHANNELS
-    behind = tl.where(source < -WINDOW, TAPS - 1 + WINDOW + source, 0)[:, None] * CHANNELS
+    tail_row = tl.where(source < -WINDOW, TAPS - 1 + WINDOW + source, 0)[:, None] * CHANNELS
     from_row = tl.load(inputs + row + c, mask=known & is_row[:, None], other=0.0)
     from_recent = tl.load(recent + place + c, mask=known & is_recent[:, None], other=0.0)
-    from_tail = tl.load(tail + behind + c, mask=known & (source < -WINDOW)[:, None], other=0.0)
+    from_tail = tl.load(tail + tail_row + c, mask=known & (source < -WINDOW)[:, None], other=0.0)
     return tl.where(is_row[:, None], from_row, tl.where(is_recent[:, None], from_recent, from_tail))
 
 
