@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from protocol.ids import PeerAddress
 from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
-    MAX_GIVEN_TOKENS,
-    MAX_TOLD,
+    MAX_DRAFT_REQUESTS,
+    MAX_UPDATE_TOKENS,
     DraftedChain,
     DraftFor,
     DraftKey,
     DraftOpening,
     Drafts,
-    Given,
+    DraftUpdate,
     MissingTokens,
 )
 from speculation.remote import RemoteDrafter, RemoteRequest
@@ -61,13 +61,13 @@ class DraftOrder:
     def key(self) -> DraftKey:
         return DraftKey(self.remote.request_id, self.epoch)
 
-    def news(self, now: float) -> Given | None:
+    def news(self, now: float) -> DraftUpdate | None:
         """Return the next update for the draft worker, or None. A returned update counts as sent."""
         sequence, wanted = self.remote.sequence, self.remote.num_wanted
         if now < self.refused_until or not (wanted or self.num_wanted):
             return None  # the next update, once drafts are wanted again, has the missed tokens
         start = self.num_sent
-        end = min(len(sequence.token_ids), start + MAX_GIVEN_TOKENS)
+        end = min(len(sequence.token_ids), start + MAX_UPDATE_TOKENS)
         if end < len(sequence.token_ids):
             wanted = 0  # until the draft worker has all tokens
         if end == start and wanted == self.num_wanted:
@@ -81,7 +81,7 @@ class DraftOrder:
                 num_prompt=len(request.prompt_token_ids),
                 cache_salt=request.cache_salt,
             )
-        return Given(
+        return DraftUpdate(
             request_id=self.remote.request_id,
             epoch=self.epoch,
             start=start,
@@ -104,20 +104,20 @@ class _DraftConnection:
     awaited_since: float | None = None
     is_lost: bool = False
     ask_at: float = 0.0
-    given: list[Given] = field(default_factory=list)
+    updates: list[DraftUpdate] = field(default_factory=list)
     ended: dict[DraftKey, int] = field(default_factory=dict)
     num_tokens: int = 0
 
     @property
     def has_news(self) -> bool:
-        return bool(self.given) or 0 in self.ended.values()
+        return bool(self.updates) or 0 in self.ended.values()
 
     def message(self, number: int) -> DraftFor:
         """Return a message with all pending updates and the unconfirmed ends."""
-        ended = list(self.ended)[:MAX_TOLD]
+        ended = list(self.ended)[:MAX_DRAFT_REQUESTS]
         self.ended.update((key, self.ended[key] or number) for key in ended)
-        given, self.given, self.num_tokens = self.given, [], 0
-        return DraftFor(incarnation=self.address.incarnation, number=number, given=given, ended=ended)
+        updates, self.updates, self.num_tokens = self.updates, [], 0
+        return DraftFor(incarnation=self.address.incarnation, number=number, given=updates, ended=ended)
 
     def confirm(self, number: int) -> None:
         """Forget the ended requests that were reported up to message `number`."""
@@ -179,7 +179,7 @@ class DraftClient:
                 return
             order = self._orders[remote.request_id] = DraftOrder(remote, next(self._epochs))
         if (news := order.news(now)) is not None:
-            line.given.append(news)
+            line.updates.append(news)
             line.num_tokens += len(news.token_ids)
 
     def _tell(self, line: _DraftConnection, now: float) -> None:

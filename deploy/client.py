@@ -59,8 +59,8 @@ def stream_completion(
     """Print the completion as it comes. Raises `ServerError`."""
     with client(url, api_key) as http:
         name = model or checked(http.get("/v1/models")).json()["data"][0]["id"]
-        given = {key: value for key, value in parameters.items() if value is not None}
-        for text in _texts(http, {"model": name, "prompt": prompt, "stream": True, **given}):
+        chosen = {key: value for key, value in parameters.items() if value is not None}
+        for text in _texts(http, {"model": name, "prompt": prompt, "stream": True, **chosen}):
             print(text, end="", flush=True)
     print()
 

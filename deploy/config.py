@@ -263,11 +263,11 @@ def _check_draft_workers(config: ServeConfig) -> None:
 def draft_workers_refusal(config: ServeConfig) -> str:
     """Return why there can be no draft workers, or "" if there can."""
     speculative = config.speculative_config
-    given = f"the method {speculative.method}" if speculative is not None else "none"
+    method = f"the method {speculative.method}" if speculative is not None else "none"
     if speculative is None or speculative.method not in REMOTE_METHODS:
         methods = ", ".join(REMOTE_METHODS)
         can = f"a method that draft workers can draft with ({methods})"
-        return f"needs --speculative-config with {can}; got {given}"
+        return f"needs --speculative-config with {can}; got {method}"
     if speculative.verification != "coupled":
         return (
             "needs --speculative-config with the verification coupled, since drafts "

@@ -301,5 +301,5 @@ def fixed_types(path: Path) -> frozenset[str]:
 
 def _has_token() -> bool:
     """Return whether this user has a token for joining clusters. Clusters started with a token require it."""
-    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    return given or (Path.home() / ".ray" / "auth_token").is_file()
+    is_set = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    return is_set or (Path.home() / ".ray" / "auth_token").is_file()

@@ -32,8 +32,8 @@ def announcement(config: ServeConfig, server: Routers, url: str, defaults: Gener
     for worker_id, start_up in server.start_ups().items():
         where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
         lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
-    if given := defaults.shown():
-        listed = ", ".join(f"{name} {value}" for name, value in given.items())
+    if sampling := defaults.shown():
+        listed = ", ".join(f"{name} {value}" for name, value in sampling.items())
         lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
     lines.append(f"Try:  {curl_line(config, url)}")
     lines.append(f"Listening on {url}  (a playground at {url}/, API below /v1, its documentation at /docs)")

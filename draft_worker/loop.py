@@ -23,12 +23,12 @@ from protocol.router_to_worker import Generate
 from protocol.speculation import MAX_TREE_NODES
 from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
-    MAX_TOLD,
+    MAX_DRAFT_REQUESTS,
     DraftedChain,
     DraftFor,
     DraftKey,
     Drafts,
-    Given,
+    DraftUpdate,
     MissingTokens,
     PeerRequest,
 )
@@ -124,24 +124,24 @@ class DraftLoop(WorkerLoop):
             ended = self.requests.get(name_of(identity, key.request_id))
             if ended is not None and ended.key.epoch <= key.epoch:
                 self._end(ended)
-        for given in request.given:
-            self._on_given(identity, given)
+        for update in request.given:
+            self._on_update(identity, update)
 
-    def _on_given(self, target: bytes, given: Given) -> None:
-        known = self.requests.get(name_of(target, given.request_id))
-        if known is not None and known.key.epoch > given.epoch:
+    def _on_update(self, target: bytes, update: DraftUpdate) -> None:
+        known = self.requests.get(name_of(target, update.request_id))
+        if known is not None and known.key.epoch > update.epoch:
             self.counters.add("stale_messages_total")
             return
-        if known is not None and known.key.epoch < given.epoch:
+        if known is not None and known.key.epoch < update.epoch:
             self._end(known)
             known = None
         if known is None:
-            if given.opening is None or given.start != 0:
-                missing = MissingTokens(given.request_id, given.epoch, 0)
+            if update.opening is None or update.start != 0:
+                missing = MissingTokens(update.request_id, update.epoch, 0)
                 self._answers[target].behind.append(missing)
                 return
-            known = DraftRequest.open(target, given, given.opening)
-            if len(self.requests) >= MAX_TOLD:
+            known = DraftRequest.open(target, update, update.opening)
+            if len(self.requests) >= MAX_DRAFT_REQUESTS:
                 self._answers[target].refused.append(known.key)
                 self.counters.add("draft_requests_refused_total")
                 return
@@ -149,26 +149,26 @@ class DraftLoop(WorkerLoop):
             self.counters.add("draft_requests_opened_total")
             self.counters.add("draft_requests_open")
         known.renew(self._newest[target].at)
-        self._take(known, given)
+        self._take(known, update)
 
-    def _take(self, request: DraftRequest, given: Given) -> None:
-        num_known = len(request.given)
-        if given.start > num_known:
-            missing = MissingTokens(given.request_id, given.epoch, num_known)
+    def _take(self, request: DraftRequest, update: DraftUpdate) -> None:
+        num_known = len(request.committed)
+        if update.start > num_known:
+            missing = MissingTokens(update.request_id, update.epoch, num_known)
             self._answers[request.target].behind.append(missing)
             return
-        new = given.token_ids[num_known - given.start :]
-        if given.start + len(given.token_ids) < num_known:
+        new = update.token_ids[num_known - update.start :]
+        if update.start + len(update.token_ids) < num_known:
             self.counters.add("duplicate_messages_total")
             return
-        is_short = given.num_wanted > 0 and num_known + len(new) < request.opening.num_prompt
+        is_short = update.num_wanted > 0 and num_known + len(new) < request.opening.num_prompt
         is_long = num_known + len(new) >= self.engine.max_model_len
         if is_short or is_long or max(new, default=0) >= self.engine.vocab_size:
             self.counters.add("dropped_messages_total")
             self._refuse(request, "it was given tokens that no request can have")
             return
-        request.given += new
-        self._note_wanted(request, new, given.num_wanted)
+        request.committed += new
+        self._note_wanted(request, new, update.num_wanted)
 
     def _note_wanted(self, request: DraftRequest, new: list[int], num_wanted: int) -> None:
         """Note the new tokens, and that the target can use `num_wanted` draft tokens after them."""
@@ -235,7 +235,7 @@ class DraftLoop(WorkerLoop):
             drafted = self.engine.sequences[request.request_id].drafted
             self.counters.add("drafted_tokens_total", len(drafted) - request.num_drafted)
             request.num_drafted = len(drafted)
-            chain = DraftedChain(request.key.request_id, request.key.epoch, len(request.given), drafted)
+            chain = DraftedChain(request.key.request_id, request.key.epoch, len(request.committed), drafted)
             self._answers[request.target].chains.append(chain)
 
     def _note_read(self, request: DraftRequest) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from protocol.requests import EngineRequest
-from protocol.worker_to_worker import DRAFT_LEASE_S, DraftKey, DraftOpening, Given
+from protocol.worker_to_worker import DRAFT_LEASE_S, DraftKey, DraftOpening, DraftUpdate
 from worker.role_work import StagedRequest
 
 ENGINE_TIMEOUT_S = 1e9
@@ -32,14 +32,14 @@ class DraftRequest(StagedRequest[DraftStage]):
 
     | stage    | what happens                                                | next     |
     |----------|-------------------------------------------------------------|----------|
-    | (new)    | `Given` with an opening                                     | ARRIVING |
+    | (new)    | `DraftUpdate` with an opening                                     | ARRIVING |
     | ARRIVING | the last of its tokens: its target has use for drafts       | QUEUED   |
     | QUEUED   | no other text of its target is being read                   | DRAFTING |
     | DRAFTING | a commit: the agreeing drafts stay, the rest is dropped     |          |
     | any      | `DraftFor` ends it or opens it again, its lease runs out,   |          |
     |          | it is refused, its tokens are invalid, its target is lost   | ENDED    |
 
-    `given` holds the target's committed tokens that have arrived in order. In DRAFTING the engine's sequence
+    `committed` are the target's tokens that have arrived in order. In DRAFTING the engine's sequence
     has them too, and owns the blocks. The target can use `num_wanted` tokens after them; `num_drafted` are
     drafted already.
     """
@@ -54,7 +54,7 @@ class DraftRequest(StagedRequest[DraftStage]):
     target: bytes
     key: DraftKey
     opening: DraftOpening
-    given: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
     num_wanted: int = 0
     num_drafted: int = 0
     is_read: bool = False
@@ -63,11 +63,11 @@ class DraftRequest(StagedRequest[DraftStage]):
     deadline: float | None = None
 
     @classmethod
-    def open(cls, target: bytes, given: Given, opening: DraftOpening) -> DraftRequest:
-        name = name_of(target, given.request_id)
+    def open(cls, target: bytes, update: DraftUpdate, opening: DraftOpening) -> DraftRequest:
+        name = name_of(target, update.request_id)
         # The prompt and the final sampling parameters are set once all tokens have arrived.
         request = EngineRequest(request_id=name, prompt_token_ids=[], sampling=opening.sampling)
-        key = DraftKey(given.request_id, given.epoch)
+        key = DraftKey(update.request_id, update.epoch)
         return cls(request, DraftStage.ARRIVING, target, key, opening)
 
     def engine_request(self) -> EngineRequest:
@@ -75,8 +75,8 @@ class DraftRequest(StagedRequest[DraftStage]):
         opening = self.opening
         return EngineRequest(
             request_id=self.request_id,
-            prompt_token_ids=self.given[: opening.num_prompt],
-            output_token_ids=self.given[opening.num_prompt :],
+            prompt_token_ids=self.committed[: opening.num_prompt],
+            output_token_ids=self.committed[opening.num_prompt :],
             sampling=msgspec.structs.replace(opening.sampling, logprobs=None, prompt_logprobs=None),
             timeout_s=ENGINE_TIMEOUT_S,
             cache_salt=opening.cache_salt,
@@ -85,11 +85,11 @@ class DraftRequest(StagedRequest[DraftStage]):
     def hold_at(self, most_ahead: int) -> int:
         """Return the length up to which the request may grow if drafts run ahead `most_ahead` tokens."""
         longest = self.opening.num_prompt + self.opening.sampling.max_tokens
-        return min(len(self.given) + min(self.num_wanted, most_ahead), longest)
+        return min(len(self.committed) + min(self.num_wanted, most_ahead), longest)
 
     def wants_row(self, most_ahead: int) -> bool:
         """Return whether the request needs a row in the engine's batch."""
-        return len(self.given) + self.num_drafted < self.hold_at(most_ahead)
+        return len(self.committed) + self.num_drafted < self.hold_at(most_ahead)
 
     def renew(self, now: float) -> None:
         self.deadline = now + DRAFT_LEASE_S

@@ -90,8 +90,8 @@ def own_inductor_cache() -> None:
 
     Inductor loads libraries and pickles from there. Raises OSError.
     """
-    given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductors_default())
-    folder = cache_dir() / "inductor" if given == _inductors_default() else given
+    configured = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductors_default())
+    folder = cache_dir() / "inductor" if configured == _inductors_default() else configured
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder(folder))
 
 

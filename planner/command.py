@@ -48,10 +48,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: str = "plan"
 
 
-def parse(given: Mapping[str, str | None]) -> PlanOptions:
+def parse(flags: Mapping[str, str | None]) -> PlanOptions:
     """Parse the command line's text. Raises `ConfigError` that names the flag and its limits."""
     text = ("trace", "profile", "output")
-    fields = {name: value if name in text else _number(value) for name, value in given.items()}
+    fields = {name: value if name in text else _number(value) for name, value in flags.items()}
     try:
         return to_struct(fields, PlanOptions)
     except FieldError as error:

@@ -114,9 +114,9 @@ class ModelOptions:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The model's names in the API. Answers and metrics have the first."""
-        given = listed(self.served_model_name)
-        if given:
-            return given
+        names = listed(self.served_model_name)
+        if names:
+            return names
         name = Path(self.model).name if Path(self.model).exists() else self.model
         return (name.removesuffix(".gguf"),)
 

@@ -50,11 +50,11 @@ def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
             raise FieldError(str(name), _unknown(str(name), list(known)))
         if value is not None:
             _check(name, value, known[name].type)
-    given = {name: value for name, value in fields.items() if value is not None}
+    present = {name: value for name, value in fields.items() if value is not None}
     for name, field in known.items():
-        if field.required and name not in given:
+        if field.required and name not in present:
             raise FieldError(name, f"is required: {described(field.type)}")
-    return msgspec.convert(given, kind)
+    return msgspec.convert(present, kind)
 
 
 def json_object(value: object, flag: str, example: str, kind: str) -> Mapping[Any, Any]:

@@ -263,6 +263,6 @@ def describe(config: SpeculativeConfig | None) -> str:
     if config is None:
         return f"none (a request may ask for {', '.join(WEIGHTLESS)})"
     defaults = SpeculativeConfig(method=config.method)
-    given = {name: getattr(config, name) for name in config.__struct_fields__}
-    changed = [f"{name} {value}" for name, value in given.items() if value != getattr(defaults, name)]
+    values = {name: getattr(config, name) for name in config.__struct_fields__}
+    changed = [f"{name} {value}" for name, value in values.items() if value != getattr(defaults, name)]
     return f"{config.method} ({', '.join(changed)})" if changed else config.method

@@ -14,9 +14,9 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES
 
-MAX_GIVEN_TOKENS = 2**14
-"""Most tokens in one `Given`. Longer texts come in several messages."""
-MAX_TOLD = 4096
+MAX_UPDATE_TOKENS = 2**14
+"""Most tokens in one `DraftUpdate`. Longer texts come in several messages."""
+MAX_DRAFT_REQUESTS = 4096
 """Most requests of each kind in one message."""
 DRAFT_LEASE_S = 30.0
 """Seconds for which a draft worker keeps a request after its latest update, since the decode worker may be
@@ -32,7 +32,7 @@ class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
 
 
-class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DraftUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The tokens that a request's target has committed from position `start` on, and how many draft tokens it
     can use.
 
@@ -43,7 +43,7 @@ class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: Id
     epoch: Count
     start: Count
-    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_GIVEN_TOKENS)] = []
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_UPDATE_TOKENS)] = []
     num_wanted: Annotated[int, Meta(ge=0, le=2 * MAX_TREE_NODES + 1)] = 0
     opening: DraftOpening | None = None
 
@@ -66,8 +66,8 @@ class DraftFor(msgspec.Struct, frozen=True, kw_only=True, tag="draft_for"):
 
     incarnation: Id
     number: Count
-    given: Annotated[list[Given], Meta(max_length=MAX_TOLD)] = []
-    ended: Annotated[list[DraftKey], Meta(max_length=MAX_TOLD)] = []
+    given: Annotated[list[DraftUpdate], Meta(max_length=MAX_DRAFT_REQUESTS)] = []
+    ended: Annotated[list[DraftKey], Meta(max_length=MAX_DRAFT_REQUESTS)] = []
 
 
 class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
@@ -92,9 +92,9 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
 
     incarnation: Id
     number: Count
-    chains: Annotated[list[DraftedChain], Meta(max_length=MAX_TOLD)] = []
-    behind: Annotated[list[MissingTokens], Meta(max_length=MAX_TOLD)] = []
-    refused: Annotated[list[DraftKey], Meta(max_length=MAX_TOLD)] = []
+    chains: Annotated[list[DraftedChain], Meta(max_length=MAX_DRAFT_REQUESTS)] = []
+    behind: Annotated[list[MissingTokens], Meta(max_length=MAX_DRAFT_REQUESTS)] = []
+    refused: Annotated[list[DraftKey], Meta(max_length=MAX_DRAFT_REQUESTS)] = []
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):

@@ -154,9 +154,9 @@ class Calibration:
         inputs: dict[str, Tensor] = {}
         outputs: dict[str, Tensor] = {}
 
-        def note(module: nn.Module, given: tuple[Tensor, ...], output: Any) -> None:
+        def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
             if isinstance(module, nn.Linear):
-                inputs.setdefault(names[module], given[0])
+                inputs.setdefault(names[module], args[0])
             elif isinstance(output, Tensor) and _has_weight_per_channel(module, output):
                 outputs[names[module]] = output
 
@@ -179,7 +179,7 @@ class Calibration:
                 module = modules[group.linears[0]]
                 found[group] = Moments.of_width(module.in_features, module.weight.device)
                 hook = module.register_forward_pre_hook(
-                    lambda _, given, moments=found[group]: moments.add(given[0])
+                    lambda _, args, moments=found[group]: moments.add(args[0])
                 )
                 stack.callback(hook.remove)
             for hidden in self.hidden:
@@ -209,13 +209,13 @@ def _grouped(
     modules: dict[str, nn.Linear], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
 ) -> list[LinearGroup]:
     members: list[tuple[Tensor, list[str]]] = []
-    for name, given in inputs.items():
+    for name, read in inputs.items():
         for tensor, names in members:
-            if tensor is given:
+            if tensor is read:
                 names.append(name)
                 break
         else:
-            members.append((given, [name]))
+            members.append((read, [name]))
     norms = [
         next((name for name, output in outputs.items() if output is tensor), None) for tensor, _ in members
     ]
@@ -230,11 +230,11 @@ def _has_weight_per_channel(module: nn.Module, output: Tensor) -> bool:
 
 def _record(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) -> list[_Call]:
     """Run the whole model and return the call of each block."""
-    given: list[tuple[dict[str, Any], Tensor]] = []
+    calls: list[tuple[dict[str, Any], Tensor]] = []
     outputs: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.append(_split(args, kwargs))
+        calls.append(_split(args, kwargs))
 
     with ExitStack() as stack:
         for block in blocks:
@@ -243,7 +243,7 @@ def _record(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor)
                 block.register_forward_hook(lambda _, __, output: outputs.append(_first(output))).remove
             )
         model(input_ids=tokens, use_cache=False)
-    return [_Call(*call, output) for call, output in zip(given, outputs, strict=True)]
+    return [_Call(*call, output) for call, output in zip(calls, outputs, strict=True)]
 
 
 class _ReachedError(Exception):

@@ -228,7 +228,7 @@ def _before(unfinished: Unfinished, model: PreTrainedModel, text: HeldOut) -> Te
 
 
 def _command(options: QuantizeOptions, recipe: Recipe, windows: Tensor, text: HeldOut) -> str:
-    given = {
+    flags = {
         "--model": options.model,
         "--method": recipe.method,
         "--bits": recipe.bits,
@@ -240,7 +240,7 @@ def _command(options: QuantizeOptions, recipe: Recipe, windows: Tensor, text: He
         "--sequence-length": text.windows.shape[1],
         "--seed": options.seed,
     }
-    words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     return shlex.join(["tandem", "quantize", *words, *(["--desc-act"] if recipe.desc_act else [])])
 
 

@@ -93,12 +93,12 @@ def prepare(options: QuantizeOptions) -> PreparedRun:
     Raises `ConfigError` with a line for each fault.
     """
     faults: list[str] = []
-    layers = recipe = given = length = tokenizer = found = None
+    layers = recipe = data = length = tokenizer = found = None
     with _collected(faults):
         check_output(options.output)
     faults += _option_faults(options)
     with _collected(faults):
-        given = _read(options.data, options.held_out)
+        data = _read(options.data, options.held_out)
     with _collected(faults):
         source = Source.open(options.model)
         config = load(AutoConfig, str(source.folder))
@@ -108,10 +108,10 @@ def prepare(options: QuantizeOptions) -> PreparedRun:
             tokenizer = load(AutoTokenizer, str(source.folder))
         layers = _layers(source, config)
         recipe = _recipe(options, layers)
-    if given is not None and length is not None and tokenizer is not None:
+    if data is not None and length is not None and tokenizer is not None:
         samples = options.samples if calibrates(options.method) else 0
         with _collected(faults):
-            found = texts.cut(*given, samples, length, options.seed, tokenizer)
+            found = texts.cut(*data, samples, length, options.seed, tokenizer)
     if faults:
         raise ConfigError("\n".join(faults))
     assert layers is not None and recipe is not None and found is not None

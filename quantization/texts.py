@@ -82,17 +82,17 @@ def cut(
     texts are too short or the same.
     """
     stream = encode_texts(data, tokenizer)
-    given = len(stream)
+    total = len(stream)
     if held_out is not None:
         measured = encode_texts(held_out, tokenizer)
     else:
-        kept = max(0, given - max(length, int(given * HELD_OUT_SHARE)))
+        kept = max(0, total - max(length, int(total * HELD_OUT_SHARE)))
         stream, measured = stream[:kept], stream[kept:]
     windows = cut_windows(stream, length)
     least = _LEAST_SAMPLES if samples is None else samples
     if len(windows) < least:
         raise ConfigError(
-            f"--data: has {given:,} tokens, {len(stream):,} of them to calibrate with, and "
+            f"--data: has {total:,} tokens, {len(stream):,} of them to calibrate with, and "
             f"{least} samples of {length} are {least * length:,} (--samples, --sequence-length)"
         )
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))

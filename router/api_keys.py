@@ -161,12 +161,12 @@ class ApiKeys:
         self.are_needed = config.needs_api_key
         self.anonymous = self._made(KeyEntry(name=NO_KEY, sha256="", operator=True))
         """Key of all requests if the server needs no key."""
-        given = [
+        configured = [
             KeyEntry(name=str(index), sha256=hash_of(key), operator=True)
             for index, key in enumerate(config.api_keys)
         ]
-        self._given = {entry.sha256: self._made(entry) for entry in given}
-        self._keys = dict(self._given)
+        self._configured = {entry.sha256: self._made(entry) for entry in configured}
+        self._keys = dict(self._configured)
         self._version = self._file_version()
         self._looked_at = time.monotonic()
         self._check: threading.Thread | None = None
@@ -202,7 +202,7 @@ class ApiKeys:
             logger.error("the API keys stay as they were: %s", error)
             self._metrics.count("api_key_reloads_total", "failed")
         else:
-            logger.info("%d API keys were read from %s", len(self._keys) - len(self._given), self._path)
+            logger.info("%d API keys were read from %s", len(self._keys) - len(self._configured), self._path)
             self._metrics.count("api_key_reloads_total", "ok")
 
     def _made(self, entry: KeyEntry) -> ApiKey:
@@ -211,7 +211,7 @@ class ApiKeys:
     def _install(self, entries: Iterable[KeyEntry]) -> None:
         """Replace the file's keys. A key with a known name keeps its use."""
         known = {key.entry.name: key for key in self._keys.values()}
-        keys = dict(self._given)
+        keys = dict(self._configured)
         for entry in entries:
             key = known.get(entry.name) or self._made(entry)
             key.entry = entry
@@ -292,9 +292,9 @@ def _check_unique(values: Sequence[str], field: str, path: str) -> None:
 def add_key(path: str, **fields: str | int | bool | None) -> str:
     """Make a key, append its entry to the file and return it. Raises `ConfigError`, also for a known name."""
     key = PREFIX + secrets.token_urlsafe(32)
-    given = {name: value for name, value in fields.items() if value is not None}
+    present = {name: value for name, value in fields.items() if value is not None}
     try:
-        entry = to_struct({**given, "sha256": hash_of(key)}, KeyEntry)
+        entry = to_struct({**present, "sha256": hash_of(key)}, KeyEntry)
     except FieldError as error:
         where = "NAME" if error.field == "name" else flag_name(error.field)
         raise ConfigError(f"{where}: {error.message}") from None

@@ -86,8 +86,8 @@ def _as_api_error(error: Exception, scope: Scope) -> ApiError:
             return ApiError(400, str(error), param=error.field, code="invalid_value")
         case RequestValidationError():
             first = error.errors()[0]
-            field, given = first["loc"][-1], str(first["input"])[:20]
-            message = f"{field}: {first['msg']}, got {given!r}"
+            field, value = first["loc"][-1], str(first["input"])[:20]
+            message = f"{field}: {first['msg']}, got {value!r}"
             return ApiError(400, message, param=field, code="invalid_value")
         case HTTPException(status_code=404):
             return ApiError(404, f"there is no {scope['path']}")
@@ -101,8 +101,10 @@ def _as_api_error(error: Exception, scope: Scope) -> ApiError:
 
 def _request_id(scope: Scope) -> str:
     """Return the client's request id if it is short and printable, else a new one."""
-    given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
-    return given if _REQUEST_ID.match(given) else secrets.token_hex(16)
+    request_id = next(
+        (value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), ""
+    )
+    return request_id if _REQUEST_ID.match(request_id) else secrets.token_hex(16)
 
 
 _READS = ("GET", "HEAD", "OPTIONS")

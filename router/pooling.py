@@ -99,7 +99,7 @@ def read_embeddings(reader: RequestReader, raw: bytes, model: ServedModel) -> Pr
 def read_score(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
     """Read a request for scores. Raises `ApiError` or `InvalidRequestError`."""
     body = decode_body(raw, ScoreBody)
-    first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+    first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         limits = f"one text, or as many as text_2, {len(second)}; got {len(first)}"
         raise InvalidRequestError("text_1", limits)

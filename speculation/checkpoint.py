@@ -234,12 +234,14 @@ def rope(checkpoint: Checkpoint, layer: Mapping[str, Any], theirs: Any) -> dict[
     """Return the file's parameters of the rotation, from any of the three places where it may have them. If
     the file has no base, use the model's.
     """
-    given = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    given = dict(given.get("sliding_attention") or given)  # like speculators, with parameters by layer type
-    if (factor := given.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))) != 1:
+    parameters = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    parameters = dict(
+        parameters.get("sliding_attention") or parameters
+    )  # like speculators, with parameters by layer type
+    if (factor := parameters.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))) != 1:
         raise checkpoint.error("partial_rotary_factor", f"must be 1, got {factor}")
-    given["rope_type"] = given.pop("type", None) or given.get("rope_type") or "default"
-    base = given.get("rope_theta") or layer.get("rope_theta")
+    parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"
+    base = parameters.get("rope_theta") or layer.get("rope_theta")
     if base is None:
         base = (getattr(theirs, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
-    return {**given, "rope_theta": float(base)}
+    return {**parameters, "rope_theta": float(base)}

@@ -90,17 +90,17 @@ def load_dflash(model: str, target: LoadedModel) -> BlockDraft:
     checkpoint = Checkpoint(model)
     config = checkpoint.config
     layer = config.get("transformer_layer_config", config)
-    given = {**config, **(config.get("dflash_config") or {})}
+    fields = {**config, **(config.get("dflash_config") or {})}
     for name, only in _ONLY.items():
-        if given.get(name, only) != only:
-            raise checkpoint.error(name, f"must be {only}, got {given[name]!r}")
+        if fields.get(name, only) != only:
+            raise checkpoint.error(name, f"must be {only}, got {fields[name]!r}")
     theirs = target.model.config.get_text_config(decoder=True)
     width = theirs.hidden_size
     if number(checkpoint, layer, "hidden_size") != width:
         raise checkpoint.error("hidden_size", f"must be the model's {width}, got {layer['hidden_size']}")
-    hidden_layers = _hidden_layers(checkpoint, given, theirs.num_hidden_layers)
+    hidden_layers = _hidden_layers(checkpoint, fields, theirs.num_hidden_layers)
     windows = _windows(checkpoint, layer)
-    sights = _sights(checkpoint, given, windows)
+    sights = _sights(checkpoint, fields, windows)
     causal = [window if sight is None else 0 for window, sight in zip(windows, sights, strict=True)]
     own = _layer_config(checkpoint, layer, theirs, causal)
     layers, fc, norm = _read_layers(checkpoint, own, len(hidden_layers) * width, target)
@@ -110,29 +110,29 @@ def load_dflash(model: str, target: LoadedModel) -> BlockDraft:
         context=Context(fc, norm, layers.model.layers, own.rms_norm_eps),
         hidden_layers=hidden_layers,
         sights=sights,
-        block_size=number(checkpoint, given, "block_size", least=2),
-        mask_token_id=_mask(checkpoint, given, target),
+        block_size=number(checkpoint, fields, "block_size", least=2),
+        mask_token_id=_mask(checkpoint, fields, target),
         max_positions=max(layer.get("max_position_embeddings") or 0, target.max_model_len),
         lm_head=lm_head_of(checkpoint, width, draft_ids, target),
         draft_ids=draft_ids,
-        embedding_scale=float(given.get("input_embedding_scale") or 1.0),
-        logit_scale=float(given.get("output_multiplier") or given.get("logit_scale") or 1.0),
-        softcap=float(given.get("final_logit_softcapping") or 0.0),
+        embedding_scale=float(fields.get("input_embedding_scale") or 1.0),
+        logit_scale=float(fields.get("output_multiplier") or fields.get("logit_scale") or 1.0),
+        softcap=float(fields.get("final_logit_softcapping") or 0.0),
     )
 
 
-def _hidden_layers(checkpoint: Checkpoint, given: Mapping[str, Any], count: int) -> tuple[int, ...]:
+def _hidden_layers(checkpoint: Checkpoint, fields: Mapping[str, Any], count: int) -> tuple[int, ...]:
     """Return the target's hidden states of the context, as Transformers numbers them.
 
     Speculators uses the same numbers, but takes the last state before the final norm, which is not supported.
     The original layout has the numbers of the layers whose outputs they are.
     """
     name = "aux_hidden_state_layer_ids"
-    ids = given.get(name)
+    ids = fields.get(name)
     last = count - 1
     if ids is None:
         name = "target_layer_ids"
-        ids = given.get(name)
+        ids = fields.get(name)
     if (
         not isinstance(ids, list)
         or not ids
@@ -153,13 +153,13 @@ def _windows(checkpoint: Checkpoint, layer: Mapping[str, Any]) -> list[int]:
 
 
 def _sights(
-    checkpoint: Checkpoint, given: Mapping[str, Any], windows: Sequence[int]
+    checkpoint: Checkpoint, fields: Mapping[str, Any], windows: Sequence[int]
 ) -> tuple[int | None, ...]:
     """Return each layer's sight: layers with a window attend causally unless the config says otherwise."""
-    causal = given.get("is_causal", given.get("causal"))
+    causal = fields.get("is_causal", fields.get("causal"))
     if causal not in (None, True, False):
         raise checkpoint.error("is_causal", f"must be true or false, got {causal!r}")
-    if causal is None and given.get("sliding_window_non_causal"):
+    if causal is None and fields.get("sliding_window_non_causal"):
         causal = False
     return tuple(None if (window if causal is None else causal) else window for window in windows)
 
@@ -209,11 +209,11 @@ def _read_layers(
     return layers.eval(), parts["fc"], parts["hidden_norm"].weight
 
 
-def _mask(checkpoint: Checkpoint, given: Mapping[str, Any], target: LoadedModel) -> int:
+def _mask(checkpoint: Checkpoint, fields: Mapping[str, Any], target: LoadedModel) -> int:
     """Return the token whose embedding represents tokens to draft; it may be beyond the vocabulary."""
     rows, value = (
         len(target.model.get_input_embeddings().weight),
-        number(checkpoint, given, "mask_token_id", 0),
+        number(checkpoint, fields, "mask_token_id", 0),
     )
     if value >= rows:
         raise checkpoint.error(

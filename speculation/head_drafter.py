@@ -243,12 +243,12 @@ class SeveralHeads(Runner):
         logits, made = self._run_head(0, step.batch, step.logit_rows, read)
         after = []
         for number, before in enumerate(self.carried.unbind(1), start=1):
-            given = read if self._reads_target else made
-            ends = zip(before, given, strict=True)
+            inputs = read if self._reads_target else made
+            ends = zip(before, inputs, strict=True)
             after.append(torch.stack([states[-1] if len(states) else old for old, states in ends]))
             read = [
                 _shifted(rows, number, *states)
-                for rows, *states in zip(step.batch, before.split(1), given, strict=True)
+                for rows, *states in zip(step.batch, before.split(1), inputs, strict=True)
             ]
             _, made = self._run_head(number, step.batch, (), read)
         self.carried = torch.stack(after, dim=1)
@@ -300,8 +300,8 @@ class SeveralHeads(Runner):
         return ForwardOutput(logits, torch.cat(after, dim=1))
 
 
-def _shifted(rows: SequenceRows, number: int, before: Tensor, given: Tensor) -> Tensor:
-    """Return the hidden states of a further head's rows: `given` are the states after the previous head's
+def _shifted(rows: SequenceRows, number: int, before: Tensor, states: Tensor) -> Tensor:
+    """Return the hidden states of a further head's rows: `states` are those after the previous head's
     rows, `before` is the one before these. The head's first place is `number` places after the first head's.
     """
-    return given[:-1] if rows.start < rows.first_key + number else torch.cat([before, given[:-1]])
+    return states[:-1] if rows.start < rows.first_key + number else torch.cat([before, states[:-1]])

@@ -377,11 +377,11 @@ class _Reader:
         return weight[:rows] if token_map is None or chosen else weight[token_map]
 
     def _read_rank_acceptance(self, num_heads: int) -> list[list[float]] | None:
-        given = self._checkpoint.config.get("rank_acceptance")
-        if given is None:
+        rates = self._checkpoint.config.get("rank_acceptance")
+        if rates is None:
             return None
         try:
-            table = torch.tensor(given, dtype=torch.float64)
+            table = torch.tensor(rates, dtype=torch.float64)
         except (TypeError, ValueError):
             table = torch.empty(0)
         if table.ndim != 2 or len(table) != num_heads or not ((table >= 0) & (table <= 1)).all():

@@ -179,8 +179,8 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
 
 def _layer_types(config: Any, head: int, count: int) -> list[list[str]]:
     """Return the types that a head's layers may have, likeliest first."""
-    given = getattr(config, "mtp_layer_types", None) or getattr(config, "mtp_layers_block_type", None)
-    if given:
-        return [given[head * count :][:count]]
+    types = getattr(config, "mtp_layer_types", None) or getattr(config, "mtp_layers_block_type", None)
+    if types:
+        return [types[head * count :][:count]]
     kinds = dict.fromkeys(["full_attention", *(getattr(config, "layer_types", None) or ())])
     return [[kind] * count for kind in kinds if kind.endswith("attention") and kind != "linear_attention"]

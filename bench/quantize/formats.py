@@ -62,10 +62,10 @@ def parse_pairs(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[
     return list(dict.fromkeys(pairs))
 
 
-def parse_checkpoints(given: list[str]) -> dict[str, Path]:
+def parse_checkpoints(texts: list[str]) -> dict[str, Path]:
     """Parse NAME=FOLDER arguments. Raises ValueError."""
     checkpoints = {}
-    for each in given:
+    for each in texts:
         name, _, folder = each.partition("=")
         if not name or name in (PLAIN, *ROUNDED) or any(char in name for char in ",+"):
             raise ValueError(f"--checkpoint: {each!r} has no name of its own, as in awq=folder")

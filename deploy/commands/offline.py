@@ -53,13 +53,13 @@ def plan(
     ] = None,
 ) -> None:
     """Simulate a trace on a number of workers with every split into roles, and recommend a split."""
-    given = dict(locals())
+    options = dict(locals())
     from rich.console import Console
 
     from planner.command import parse
     from planner.command import plan as run
 
-    run(parse(given), Console())
+    run(parse(options), Console())
 
 
 speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=True)
@@ -208,10 +208,10 @@ def quantize(
 
     An interrupted run continues when you run the command again.
     """
-    given = dict(locals()) | {"model": _found(model)}
+    options = dict(locals()) | {"model": _found(model)}
     from rich.console import Console
 
     from quantization.command import quantize as run
     from quantization.preparation import QuantizeOptions
 
-    run(QuantizeOptions(**given), Console())
+    run(QuantizeOptions(**options), Console())

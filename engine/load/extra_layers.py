@@ -148,8 +148,8 @@ def layers_config(config: Any, layer_types: Sequence[str], *, has_experts: bool)
         "mlp_only_layers": [] if has_experts else [*range(count)],
     }
     if getattr(text, "is_heterogeneous", False):  # fields that differ between the target's layer types
-        given = text.to_dict()["per_layer_config"]
-        by_type = {text.layer_types[int(number)]: changed for number, changed in given.items()}
+        per_layer = text.to_dict()["per_layer_config"]
+        by_type = {text.layer_types[int(number)]: changed for number, changed in per_layer.items()}
         fields["per_layer_config"] = {
             number: by_type[kind] for number, kind in enumerate(layer_types) if kind in by_type
         }

@@ -148,8 +148,8 @@ class _Describer:
         factors = [torch.ones(linear.out_features) for linear in linears]  # type: ignore[arg-type]
         for values, path in zip(factors, paths, strict=True):
             if path in self._family.output_multipliers:
-                given = attrgetter(self._family.output_multipliers[path])(layer)
-                values *= torch.as_tensor(given).flatten().to(values.device)
+                multiplier = attrgetter(self._family.output_multipliers[path])(layer)
+                values *= torch.as_tensor(multiplier).flatten().to(values.device)
         names = tuple(f"model.layers.{number}.{path}" for path in paths)
         return Product(linears, names, _unless_ones(torch.cat(factors)))
 

@@ -257,8 +257,8 @@ def _variables(body: MessageBody) -> Raw:
         known = "'enabled', 'disabled' or 'adaptive'"
         raise InvalidRequestError("thinking.type", f"must be {known}, got {thinking.type!r}")
     thinks = _THINKS[thinking.type]
-    given: dict[str, Any] = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
-    return Raw(msgspec.json.encode({"enable_thinking": thinks, "thinking": thinks, **given}))
+    own: dict[str, Any] = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
+    return Raw(msgspec.json.encode({"enable_thinking": thinks, "thinking": thinks, **own}))
 
 
 _ROLES = ("user", "assistant", "system")
@@ -312,7 +312,7 @@ class MessageConversation(ConvertedMessages):
                 case "text":
                     texts.append(_part(block, place))
                 case "thinking":
-                    thoughts.append(_given(block.thinking, f"{place}.thinking"))
+                    thoughts.append(_required(block.thinking, f"{place}.thinking"))
                 case "redacted_thinking":
                     pass
                 case "tool_use":
@@ -355,17 +355,17 @@ def _result(block: Block) -> str | list[ContentPart]:
 
 
 def _part(block: Block, at: str) -> ContentPart:
-    return ContentPart(type="text", text=_given(block.text, f"{at}.text"))
+    return ContentPart(type="text", text=_required(block.text, f"{at}.text"))
 
 
 def _call(block: Block, at: str) -> ToolCall:
     function = CalledFunction(
-        name=_given(block.name, f"{at}.name"), arguments=bytes(block.input or b"{}").decode()
+        name=_required(block.name, f"{at}.name"), arguments=bytes(block.input or b"{}").decode()
     )
-    return ToolCall(id=_given(block.id, f"{at}.id"), function=function)
+    return ToolCall(id=_required(block.id, f"{at}.id"), function=function)
 
 
-def _given(value: str | None, field: str) -> str:
+def _required(value: str | None, field: str) -> str:
     if value is None:
         raise InvalidRequestError(field, "is required")
     return value

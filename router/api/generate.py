@@ -212,26 +212,26 @@ def _session(headers: Mapping[str, str]) -> str:
 
 
 def _wants_timing(headers: Mapping[str, str]) -> bool:
-    given = headers.get(TIMING_HEADER)
-    if given is None:
+    value = headers.get(TIMING_HEADER)
+    if value is None:
         return False
-    if given.lower() not in ("true", "false"):
-        message = f"{TIMING_HEADER}: must be true or false, got {given[:64]!r}"
+    if value.lower() not in ("true", "false"):
+        message = f"{TIMING_HEADER}: must be true or false, got {value[:64]!r}"
         raise ApiError(400, message, param=TIMING_HEADER, code="invalid_value")
-    return given.lower() == "true"
+    return value.lower() == "true"
 
 
 def _slo(headers: Mapping[str, str], header: str, default_s: float | None) -> float:
     """Return the SLO [s] that the client asks for, else the server's default, else infinity."""
-    given = headers.get(header)
-    if given is None:
+    value = headers.get(header)
+    if value is None:
         return inf if default_s is None else default_s
     try:
-        milliseconds = float(given)
+        milliseconds = float(value)
     except ValueError:
         milliseconds = 0.0
     if not 0 < milliseconds < inf:
-        message = f"{header}: must be a positive number of milliseconds, got {given[:64]!r}"
+        message = f"{header}: must be a positive number of milliseconds, got {value[:64]!r}"
         raise ApiError(400, message, param=header, code="invalid_value")
     return milliseconds / 1000
 

@@ -60,7 +60,7 @@ class GrammarRequest(msgspec.Struct, frozen=True):
         return "tools" if self.response_format is None else "response_format"
 
     def asked(self) -> AskedGrammar:
-        return AskedGrammar(self.field, msgspec.json.encode(_given(self)))
+        return AskedGrammar(self.field, msgspec.json.encode(_without_absent(self)))
 
 
 def grammar_request(
@@ -82,14 +82,16 @@ def asked_grammar(
     return None if request is None else request.asked()
 
 
-def _given(value: Any) -> Any:
+def _without_absent(value: Any) -> Any:
     """Drop absent fields: an empty `Raw` is not JSON."""
     if isinstance(value, list):
-        return [_given(each) for each in value]
+        return [_without_absent(each) for each in value]
     if not isinstance(value, msgspec.Struct):
         return value
     fields = {name: getattr(value, name) for name in value.__struct_fields__}
-    return {name: _given(each) for name, each in fields.items() if each is not None and each != Raw()}
+    return {
+        name: _without_absent(each) for name, each in fields.items() if each is not None and each != Raw()
+    }
 
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
@@ -137,11 +139,11 @@ def _from_response_format(wanted: ResponseFormat | None, tokens: Mapping[str, in
 def _from_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[str, int]) -> Grammar | None:
     if wanted is None:
         return None
-    given = [name for name in _KINDS if _is_given(getattr(wanted, name))]
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
+    present = [name for name in _KINDS if _is_present(getattr(wanted, name))]
+    if len(present) != 1:
+        found = " and ".join(present) or "none"
         raise InvalidRequestError("structured_outputs", f"one of {', '.join(_KINDS)}, got {found}")
-    (kind,) = given
+    (kind,) = present
     field = f"structured_outputs.{kind}"
     check_size(
         sum(map(len, wanted.choice or ())) + len((wanted.grammar or wanted.regex or "").encode()), field
@@ -165,7 +167,7 @@ def _from_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[s
     return Grammar(text, field)
 
 
-def _is_given(value: Any) -> bool:
+def _is_present(value: Any) -> bool:
     return bytes(value) not in (b"", b"null") if isinstance(value, Raw) else bool(value)
 
 

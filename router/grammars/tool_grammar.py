@@ -158,12 +158,12 @@ class TaggedArguments:
             return
         seen.add(id(schema))
         self._check(schema, ("not", "if"), path)
-        given = schema["enum"] if isinstance(schema.get("enum"), list) else None
-        given = [schema["const"]] if "const" in schema else given
+        allowed = schema["enum"] if isinstance(schema.get("enum"), list) else None
+        allowed = [schema["const"]] if "const" in schema else allowed
         combined = [key for key in COMBINED if isinstance(schema.get(key), list)]
-        if given is not None:
+        if allowed is not None:
             self._check(schema, (*_OF_STRINGS, *combined), path)
-            yield from ((value, []) for value in given if isinstance(value, str))
+            yield from ((value, []) for value in allowed if isinstance(value, str))
         elif combined:
             self._check(schema, (*_OF_STRINGS, *combined[1:]), path)
             (key, *_), choices = combined, schema[combined[0]]

@@ -100,13 +100,13 @@ def load_defaults(config: ServeConfig) -> GenerationDefaults:
 def _read(path: Path) -> GenerationDefaults:
     content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     names = [name for name, (_, asked) in SAMPLING_FIELDS.items() if asked.is_models]
-    given = {name: content[name] for name in names if content.get(name) is not None}
-    params = msgspec.convert({"max_tokens": 1, **given}, SamplingParams)
+    chosen = {name: content[name] for name in names if content.get(name) is not None}
+    params = msgspec.convert({"max_tokens": 1, **chosen}, SamplingParams)
     check_sampling_params(params, 1, 0)
     cap = msgspec.convert(content.get("max_new_tokens"), int | None)
     if cap is not None and cap < 1:
         raise InvalidRequestError("max_new_tokens", f"must be at least 1, got {cap}")
-    return GenerationDefaults({name: getattr(params, name) for name in given}, cap)
+    return GenerationDefaults({name: getattr(params, name) for name in chosen}, cap)
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):

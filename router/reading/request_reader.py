@@ -227,16 +227,16 @@ class RequestReader:
     ) -> SamplingParams:
         """Return all sampling parameters except `max_tokens`, the grammar and further choices' seeds."""
         allowed = body.allowed_token_ids
-        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-        if "seed" not in given:
-            given["seed"] = secrets.randbits(63) if self._config.seed is None else self._config.seed
+        chosen = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+        if "seed" not in chosen:
+            chosen["seed"] = secrets.randbits(63) if self._config.seed is None else self._config.seed
         params = SamplingParams(
             max_tokens=model.max_model_len,
             banned_token_sequences=self._bad_words(body.bad_words or []),
             allowed_token_ids=None if allowed is None else sorted(set(allowed)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            **model.defaults.sampling | given,
+            **model.defaults.sampling | chosen,
         )
         check_sampling_params(params, model.vocab_size, self._config.max_logprobs)
         return params

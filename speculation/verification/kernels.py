@@ -172,11 +172,11 @@ def _best(weights, tokens, noise, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _left(spans, nodes, target, sequence, last, rejected, share, tokens, inside, SIZE: tl.constexpr):
+def _residual(spans, nodes, target, sequence, last, rejected, share, tokens, inside, SIZE: tl.constexpr):
     """Return the target's probabilities of a tile's tokens after a node, and what rejections leave."""
     first_row, first_node, count, _, _, _, drawn = _read_span(spans, sequence)
-    given = tl.where(inside, share_of(target, first_row + 1 + last, tokens, inside), 0.0)
-    left = given * share.to(tl.float32)
+    probabilities = tl.where(inside, share_of(target, first_row + 1 + last, tokens, inside), 0.0)
+    left = probabilities * share.to(tl.float32)
     for node in range(last + 1, count):
         if (rejected >> node) & 1 != 0:
             if drawn != 0:
@@ -185,7 +185,7 @@ def _left(spans, nodes, target, sequence, last, rejected, share, tokens, inside,
             else:
                 token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
                 left = tl.where(tokens == token, 0.0, left)
-    return given, left
+    return probabilities, left
 
 
 @triton.jit
@@ -290,7 +290,7 @@ def recover(
             _, last, depth, rejected = _walk(spans, nodes, target, sequence, SIZE)
             share = tl.full([], 1.0, tl.float64)
         tokens = tile * TILE + tl.arange(0, TILE)
-        given, left = _left(
+        probabilities, left = _residual(
             spans, nodes, target, sequence, last, rejected, share, tokens, tokens < SIZE, SIZE
         )
         row = first_row + 1 + last
@@ -303,7 +303,7 @@ def recover(
             score, token = _best(left, tokens, noise, SIZE)
             tl.store(scores + place, score)
             tl.store(tokens_of + place, token.to(tl.int64))
-            score, token = _best(given, tokens, noise, SIZE)
+            score, token = _best(probabilities, tokens, noise, SIZE)
             tl.store(scores + place + TILES, score)
             tl.store(tokens_of + place + TILES, token.to(tl.int64))
     tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them

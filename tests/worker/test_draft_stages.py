@@ -28,7 +28,7 @@ from tests.worker.light_loop import address
 from tests.worker.stages import check_transition, walk
 
 PIECE = 24
-"""Tokens in one `Given`, so that longer prompts take several."""
+"""Tokens in one `DraftUpdate`, so that longer prompts take several."""
 REQUESTS = {
     "short": ask("short", prompt_of(12), 16, ignore_eos=True),
     "long": ask("long", prompt_of(60, 1), 12, temperature=0.8, seed=3, ignore_eos=True),
@@ -212,11 +212,11 @@ class DraftStages(RuleBasedStateMachine):
         for request in self.drafter.loop.requests:
             kind = self.kind_of(request.key.request_id)
             text = REQUESTS[kind].prompt_token_ids + self.expected[kind]
-            assert request.given == text[: len(request.given)]
+            assert request.committed == text[: len(request.committed)]
             if request.stage is DraftStage.DRAFTING:
                 sequence = sequences[request.request_id]
-                assert sequence.token_ids[: sequence.num_given] == request.given
-                assert len(sequence.token_ids) == len(request.given) + request.num_drafted
+                assert sequence.token_ids[: sequence.num_given] == request.committed
+                assert len(sequence.token_ids) == len(request.committed) + request.num_drafted
 
     @invariant()
     def the_stage_says_what_is_held(self) -> None:
@@ -229,7 +229,7 @@ class DraftStages(RuleBasedStateMachine):
         assert sum(not request.is_read for request in drafting) <= 1, "of one target one text is read"
         for request in loop.requests:
             is_arriving = request.stage is DraftStage.ARRIVING
-            assert is_arriving or len(request.given) >= request.opening.num_prompt
+            assert is_arriving or len(request.committed) >= request.opening.num_prompt
             assert not (is_arriving and request.num_wanted)
         assert loop.counters["draft_requests_open"] == len(loop.requests)
 
@@ -279,7 +279,7 @@ def stages(tmp_path: Path) -> Iterator[type[DraftStages]]:
     DraftStages.expected = plain_tokens(target, list(REQUESTS.values()))
     DraftStages.seen = Counter()
     with (
-        mock.patch.object(drafts, "MAX_GIVEN_TOKENS", PIECE),
+        mock.patch.object(drafts, "MAX_UPDATE_TOKENS", PIECE),
         mock.patch.object(drafts, "time", clock),
         mock.patch.object(draft_worker.loop, "time", clock),
     ):

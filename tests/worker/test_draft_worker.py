@@ -21,7 +21,7 @@ from protocol.worker_to_worker import (
     DraftKey,
     DraftOpening,
     Drafts,
-    Given,
+    DraftUpdate,
     MissingTokens,
 )
 from tests.speculation.small_engine import ask, prompt_of, write_pair
@@ -277,9 +277,9 @@ def opening(num_prompt: int = 20, **sampling: float) -> DraftOpening:
     return DraftOpening(sampling=params, num_prompt=num_prompt)
 
 
-def given(request_id: str = "a", **fields: Any) -> Given:
+def given(request_id: str = "a", **fields: Any) -> DraftUpdate:
     usual: dict[str, Any] = {"epoch": 1, "start": 0, "token_ids": prompt_of(20), "num_wanted": 5}
-    return Given(request_id=request_id, **({"opening": opening()} | usual | fields))
+    return DraftUpdate(request_id=request_id, **({"opening": opening()} | usual | fields))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,9 @@ def given(request_id: str = "a", **fields: Any) -> Given:
         (given(opening=None), "behind"),
     ],
 )
-def test_impossible_messages_of_targets_are_refused(drafter: DraftSide, message: Given, answer: str) -> None:
+def test_impossible_messages_of_targets_are_refused(
+    drafter: DraftSide, message: DraftUpdate, answer: str
+) -> None:
     drafter.loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, number=1, given=[message]))
     drafter.loop.handle({})
     for _ in range(3):

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.codec import encode
 from protocol.router_to_worker import PeerGone
-from protocol.worker_to_worker import ANY_LEASE, DraftFor, Fetch, Given, Handoff, Release
+from protocol.worker_to_worker import ANY_LEASE, DraftFor, DraftUpdate, Fetch, Handoff, Release
 from tests.fuzzing import GROWTH_BYTES, SECONDS, altered, damaged, fuzz, say, zmq_strangers
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import PrefillEnd
@@ -67,7 +67,7 @@ def test_a_member(cluster: Cluster, worker: RunningWorker, model_folder: Path) -
         DraftFor(
             incarnation=grant.incarnation,
             number=1,
-            given=[Given(request_id="asked", epoch=1, start=0, token_ids=PROMPT)],
+            given=[DraftUpdate(request_id="asked", epoch=1, start=0, token_ids=PROMPT)],
         ),
     ]
     raw = [encode(message) for message in whole]

@@ -152,8 +152,8 @@ def _refuse_unsupported(
         raise UnsupportedModelError(f"{name}: attention that is not causal is not supported")
     if dropout or kwargs.get("output_attentions"):
         raise UnsupportedModelError(f"{name}: attention dropout and output_attentions are not supported")
-    for argument, given in kwargs.items():
-        if given is not None and argument not in _HARMLESS:
+    for argument, value in kwargs.items():
+        if value is not None and argument not in _HARMLESS:
             raise UnsupportedModelError(f"{name}: attention argument {argument!r} is not supported")
 
 
