@@ -23,12 +23,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from native.ownership import cache_dir, check_own, open_own, own_folder
 
 logger = logging.getLogger("tandem.native")
 
+
+T = TypeVar("T")
 
 _FLAGS = [
     "-std=c++17",
@@ -206,6 +208,26 @@ def load_library(source: Path, *structs: type[ctypes.Structure], keep_gil: bool 
             names = ", ".join(struct.__name__ for struct in structs)
             raise BuildError(f"{source.name}: Python's {names} are not the {sizes} bytes of the sources")
     return library
+
+
+def optional(log: logging.Logger, fallback: str) -> Callable[[Callable[[], T]], Callable[[], T | None]]:
+    """Decorate a function that loads a library, so that it runs once. If the library cannot be built, log the
+    `fallback` with the reason, and return None.
+    """
+
+    def decorate(load: Callable[[], T]) -> Callable[[], T | None]:
+        @functools.cache
+        @functools.wraps(load)
+        def loaded() -> T | None:
+            try:
+                return load()
+            except BuildError as error:
+                log.warning("%s: %s", fallback, error)
+                return None
+
+        return loaded
+
+    return decorate
 
 
 def declare(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:

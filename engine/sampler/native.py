@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
 from engine.sampler.rows import SamplingArgs
-from native.build import BuildError, declare, load_library
+from native.build import declare, load_library, optional
 from native.threads import parallel
 
 logger = logging.getLogger("tandem.engine")
@@ -52,14 +51,9 @@ class DraftedArgs(ctypes.Structure):
     _fields_ = (("rows", LogitsArgs), ("starts", ctypes.c_void_p), ("distributions", ctypes.c_void_p))
 
 
-@functools.cache
-def compiled() -> NativeSampler | None:
-    """Return the compiled sampler, built at the first call; None if it cannot be built."""
-    try:
-        return NativeSampler()
-    except BuildError as error:
-        logger.warning("tokens are sampled by torch's operators: %s", error)
-        return None
+@optional(logger, "tokens are sampled by torch's operators")
+def compiled() -> NativeSampler:
+    return NativeSampler()
 
 
 class NativeSampler:

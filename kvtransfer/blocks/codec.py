@@ -7,7 +7,6 @@ format. A slice that the code would not shorten is copied.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtransfer.blocks.extents import BlockIndices, address
-from native.build import BuildError, declare, load_library
+from native.build import declare, load_library, optional
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
@@ -34,14 +33,9 @@ class UndecodableError(TandemError):
     """A coded piece was damaged on the way."""
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """Return the library, built at the first call, or None if it cannot be built."""
-    try:
-        library = load_library(Path(__file__).parent / "codec.cpp")
-    except BuildError as error:
-        logger.warning("KV is sent without lossless coding: %s", error)
-        return None
+@optional(logger, "KV is sent without lossless coding")
+def _library() -> ctypes.CDLL:
+    library = load_library(Path(__file__).parent / "codec.cpp")
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     where = (pointer, pointer, *[integer] * 3)
     declare(library, "tandem_encode", integer, pointer, *where)

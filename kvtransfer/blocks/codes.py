@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.blocks.layout import SegmentLayout
-from native.build import BuildError, declare, load_library
+from native.build import declare, load_library, optional
 
 logger = logging.getLogger("tandem.kvtransfer")
 
@@ -21,14 +20,9 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """Return the library, built at the first call, or None if it cannot be built."""
-    try:
-        library = load_library(Path(__file__).parent / "codes.cpp")
-    except BuildError as error:
-        logger.warning("KV is converted to and from int8 by torch, which is slower: %s", error)
-        return None
+@optional(logger, "KV is converted to and from int8 by torch, which is slower")
+def _library() -> ctypes.CDLL:
+    library = load_library(Path(__file__).parent / "codes.cpp")
     declare(
         library,
         "tandem_pack",

@@ -11,7 +11,6 @@ connection, so a copy of reused blocks never counts.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import mmap
 import os
@@ -29,7 +28,7 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import Channel, Hello
 from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
-from native.build import BuildError, load_library
+from native.build import declare, load_library, optional
 from protocol.errors import ProtocolError
 from protocol.ports import ANY_PORT
 
@@ -41,17 +40,11 @@ PAST_CACHES_BYTES = 2 * 1024 * 1024
 """Bytes from which on a copy bypasses the caches: a smaller piece may be read again while it is cached."""
 
 
-@functools.cache
-def compiled() -> Callable[..., None] | None:
-    """Return the compiled kernel, built at the first call, or None if it cannot be built."""
-    try:
-        function = load_library(Path(__file__).parent / "gather.cpp").tandem_gather
-    except BuildError as error:
-        logger.warning("blocks are copied one by one: %s", error)
-        return None
-    function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int32]
-    function.restype = None
-    return function
+@optional(logger, "blocks are copied one by one")
+def compiled() -> Callable[..., None]:
+    library = load_library(Path(__file__).parent / "gather.cpp")
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    return declare(library, "tandem_gather", None, *[pointer] * 4, *[integer] * 4, ctypes.c_int32)
 
 
 class Gather:

@@ -8,7 +8,6 @@ probes are left to the other implementations.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from engine.sampler.native import RowsFunction, readable
 from engine.sampler.rows import SamplingArgs, edits_logits
 from engine.step.draft import Verdict
 from engine.step.sequence import SequenceState
-from native.build import BuildError
+from native.build import optional
 from protocol.speculation import Verification
 from speculation.verification.rows import distributions_of
 
@@ -40,14 +39,9 @@ class Chains(ctypes.Structure):
     )
 
 
-@functools.cache
-def compiled() -> RowsFunction | None:
-    """Return the compiled rules, built at the first call; None if they can't be built."""
-    try:
-        return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", SamplingArgs, Chains)
-    except BuildError as error:
-        logger.warning("drafts are verified by torch's operators: %s", error)
-        return None
+@optional(logger, "drafts are verified by torch's operators")
+def compiled() -> RowsFunction:
+    return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", SamplingArgs, Chains)
 
 
 def can_verify(sequence: SequenceState) -> bool:

@@ -8,7 +8,6 @@ recent. A match that overlaps the end repeats with it: `abab` goes on `abab`.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from native.build import BuildError, declare, load_library
+from native.build import declare, load_library, optional
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Drafter
 
@@ -115,14 +114,9 @@ class TextDrafter(Drafter):
 logger = logging.getLogger("tandem.speculation")
 
 
-@functools.cache
-def compiled() -> Callable[..., None] | None:
-    """Return the compiled search, built at the first call; None if it can't be built."""
-    try:
-        library = load_library(Path(__file__).parent / "ngram.cpp", TextBatch, keep_gil=True)
-    except BuildError as error:
-        logger.warning("n-grams are looked up with numpy: %s", error)
-        return None
+@optional(logger, "n-grams are looked up with numpy")
+def compiled() -> Callable[..., None]:
+    library = load_library(Path(__file__).parent / "ngram.cpp", TextBatch, keep_gil=True)
     return declare(library, "tandem_ngram", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 

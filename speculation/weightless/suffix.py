@@ -12,7 +12,6 @@ Frequencies count the 64 most recent occurrences (see `suffix.cpp`). Earlier out
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from native.build import BuildError, declare, load_library
+from native.build import declare, load_library, optional
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.ngram import NOTHING, Text, TextBatch, TextDrafter
 
@@ -43,16 +42,10 @@ class SuffixArgs(ctypes.Structure):
     )
 
 
-@functools.cache
-def compiled() -> ctypes.CDLL | None:
-    """Return the compiled search, built at the first call; None if it can't be built."""
-    try:
-        library = load_library(
-            Path(__file__).parent / "suffix.cpp", TextBatch, SuffixArgs, Ring, keep_gil=True
-        )
-    except BuildError as error:
-        logger.warning("n-grams are looked up instead of suffixes, which need a C++ compiler: %s", error)
-        return None
+@optional(logger, "n-grams are looked up instead of suffixes, which need a C++ compiler")
+def compiled() -> ctypes.CDLL:
+    source = Path(__file__).parent / "suffix.cpp"
+    library = load_library(source, TextBatch, SuffixArgs, Ring, keep_gil=True)
     pointer = ctypes.c_void_p
     declare(library, "tandem_suffix_enter", None, pointer, ctypes.c_uint32, ctypes.c_int64)
     declare(library, "tandem_suffix_search", None, *[pointer] * 5)
