@@ -22,7 +22,7 @@ _HEAD, _LAYER = "{head}", "{layer}"
 
 
 @dataclass(frozen=True)
-class Layout:
+class HeadLayout:
     """The names of a head's parts. `block` is the prefix of its decoder layer's tensors; `renamed` maps some
     of them to the target layers' names. The input of `joint` is the token's half, then the hidden state's;
     the reverse with `hidden_first`. `lm_head` is None where the target's LM head scores.
@@ -41,7 +41,7 @@ class Layout:
     """Whether the head reads the target's hidden states from before the final norm."""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, num_layers: int, head: int = 0) -> Layout:
+    def of(self, num_layers: int, head: int = 0) -> HeadLayout:
         """Return the layout of head `head` of a target with `num_layers` layers."""
         filled = {
             name: value.replace(_HEAD, str(head)).replace(_LAYER, str(num_layers + head))
@@ -60,18 +60,18 @@ class Layout:
         return all(f"{part}.weight" in names for part in self.parts.values())
 
 
-def _beside(block: str, final_norm: str, **changed: str) -> Layout:
+def _beside(block: str, final_norm: str, **changed: str) -> HeadLayout:
     """Return a layout in which all parts have the decoder layer's prefix."""
     names = {"joint": "eh_proj", "token_norm": "enorm", "hidden_norm": "hnorm"} | changed
     joint, token_norm, hidden_norm = (block + names[part] for part in ("joint", "token_norm", "hidden_norm"))
-    return Layout(block, joint, token_norm, hidden_norm, block + final_norm)
+    return HeadLayout(block, joint, token_norm, hidden_norm, block + final_norm)
 
 
 _LONG_NAMES = {"joint": "input_proj", "token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm"}
 _BEHIND = "model.layers.{layer}."
 
 LAYOUTS = {
-    "Qwen3-Next, Qwen3.5": Layout(
+    "Qwen3-Next, Qwen3.5": HeadLayout(
         "mtp.layers.{head}.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
     ),
     "DeepSeek V3, GLM-4.5": _beside(_BEHIND, "shared_head.norm"),
@@ -91,14 +91,14 @@ LAYOUTS = {
             "self_attn.attention_sink_bias": "self_attn.sinks",
         },
     ),
-    "Ernie 4.5": Layout(
+    "Ernie 4.5": HeadLayout(
         "model.mtp_block.{head}.",
         "model.mtp_linear_proj.{head}",
         "model.mtp_emb_norm.{head}",
         "model.mtp_hidden_norm.{head}",
         final_norm=None,
     ),
-    "Nemotron 3": Layout(
+    "Nemotron 3": HeadLayout(
         "mtp.layers.{number}.",
         "mtp.layers.0.eh_proj",
         "mtp.layers.0.enorm",
@@ -110,7 +110,7 @@ LAYOUTS = {
 """The layouts by family. A checkpoint's layout is the first that fits its tensor names."""
 
 
-def find_layouts(names: Collection[str], num_layers: int) -> list[Layout]:
+def find_layouts(names: Collection[str], num_layers: int) -> list[HeadLayout]:
     """Return the layouts of a checkpoint's heads, found by its tensor `names`, in drafting order. Raises
     LookupError with the reason.
     """

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtransfer.blocks.device import PAST, Mark
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.interface import Arrival
-from kvtransfer.messages import Piece, Refusal
+from kvtransfer.messages import Piece, PieceRefusal
 from protocol.handoff import Extent
 
 
@@ -184,12 +184,12 @@ class Lease:
         if self.sender is None:
             self.sender = sender
         if sender != self.sender:
-            return Refusal.OTHER_SENDER
+            return PieceRefusal.OTHER_SENDER
         if block_pool not in self._received:
-            return Refusal.UNKNOWN_BLOCK_POOL
+            return PieceRefusal.UNKNOWN_BLOCK_POOL
         inside = positions - self.spans[block_pool][0]
         if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[block_pool])):
-            return Refusal.OUTSIDE_OF_LEASE
+            return PieceRefusal.OUTSIDE_OF_LEASE
         return ""
 
     def attempt(self, piece: Piece, deadline: float) -> tuple[WriteGate | None, str]:
@@ -205,14 +205,14 @@ class Lease:
         with self._attempts_lock:
             attempts = [self._attempts[index] for index in piece.part_indices]
             if any(other.number >= piece.attempt for other in attempts):
-                return None, Refusal.OVERTAKEN
+                return None, PieceRefusal.OVERTAKEN
             for other in attempts:
                 other.number = piece.attempt
                 writing = [each for each in other.gates if not each.close()]
                 other.gates = [*writing, gate]
                 earlier += writing
         is_alone = all(other.wait_empty(deadline) for other in earlier)
-        return (gate, "") if is_alone else (None, Refusal.STILL_WRITTEN)
+        return (gate, "") if is_alone else (None, PieceRefusal.STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
         """Record that a piece is in place. Return how many blocks are in place in all block pools."""
@@ -318,7 +318,7 @@ class LeaseTable:
                 return None, ""
             lease = self._leases.get(piece.lease_id)
             if lease is None or not lease.gate.is_open:
-                return None, Refusal.UNKNOWN_LEASE
+                return None, PieceRefusal.UNKNOWN_LEASE
             refusal = lease.refusal(piece.block_pool, positions, sender)
             return (None, refusal) if refusal else (lease, "")
 

@@ -34,7 +34,7 @@ SIZE_BYTES = 4
 """Bytes of the size before each slice of a coded piece. `SPOILED` instead of a size ends the piece."""
 
 
-class Refusal(enum.StrEnum):
+class PieceRefusal(enum.StrEnum):
     """The reasons to refuse a piece. A reason's counter is its name in lower case."""
 
     UNKNOWN_LEASE = "unknown lease"
@@ -49,13 +49,13 @@ class Refusal(enum.StrEnum):
     NOT_QUANTIZABLE = "a value that can't be quantized"
 
 
-TRANSIENT = {Refusal.STILL_WRITTEN, Refusal.CHECKSUM_MISMATCH}
+TRANSIENT = {PieceRefusal.STILL_WRITTEN, PieceRefusal.CHECKSUM_MISMATCH}
 """Refusals after which the piece may be sent once more."""
 
 
 def failure_kind(refusal: str) -> str:
     """Return the counter for a refusal. The set of counters is bounded, whatever a peer answers."""
-    return next((known.name.lower() for known in Refusal if known == refusal), "refused")
+    return next((known.name.lower() for known in PieceRefusal if known == refusal), "refused")
 
 
 def error_kind(error: Exception) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from engine.quantization.awq import Awq
-from engine.quantization.checkpoint import Layout, fp8_layout, int8_layout
+from engine.quantization.checkpoint import WeightLayout, fp8_layout, int8_layout
 from engine.quantization.gptq import Gptq
 from protocol.errors import ConfigError
 from quantization import texts
@@ -46,7 +46,7 @@ class Recipe:
         """Whether the method uses activations; the other methods round to nearest."""
         return calibrates(self.method)
 
-    def layout(self) -> Layout:
+    def layout(self) -> WeightLayout:
         """Return the layout in which the checkpoint stores the weights."""
         if self.group_size is None:
             return int8_layout() if self.method == "int8" else fp8_layout()

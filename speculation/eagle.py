@@ -25,7 +25,7 @@ from engine.kv.layout import DRAFT, Group, Segment
 from engine.load.select import runner_of_head
 from engine.model import program
 from engine.model.describe import activation_of, embedding_scale
-from engine.model.program import Attention, Entry, Layer, ModelProgram, Norm, Product, Rotation
+from engine.model.program import Attention, HeadInput, Layer, ModelProgram, Norm, Product, Rotation
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.speculation import Quantization
@@ -141,7 +141,7 @@ def head_program(
         return Norm(module.weight, shape.rms_norm_eps)
 
     if shape.is_eagle3:
-        entry = Entry(
+        entry = HeadInput(
             token_norm=norm(layer.input_layernorm),
             hidden_norm=norm(layer.hidden_norm),
             mixing=head.mixing,
@@ -150,7 +150,7 @@ def head_program(
             token_ids=draft_ids,
         )
     else:
-        entry = Entry(joint=head.fc, token_ids=draft_ids)
+        entry = HeadInput(joint=head.fc, token_ids=draft_ids)
     mixer = Attention(
         inputs=Product((attention.q_proj, attention.k_proj, attention.v_proj)),
         output=Product((attention.o_proj,)),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.mtp_layouts import NUMBER, Layout, find_layouts
+from checkpoints.mtp_layouts import NUMBER, HeadLayout, find_layouts
 from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.attention import AttentionBackend, LayerKv
@@ -18,7 +18,7 @@ from engine.kv.layout import DRAFT, Group
 from engine.load.extra_layers import final_norm, load_extra_layers
 from engine.load.select import modules_runner_of_head, runner_of_head
 from engine.model.describe import describe
-from engine.model.program import Entry, ModelProgram
+from engine.model.program import HeadInput, ModelProgram
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
@@ -32,7 +32,7 @@ _FLAG = "--speculative-config: method mtp"
 class MtpHeads(DraftHead):
     """The MTP heads. Each of `heads` has its decoder layers, the target's embedding and an LM head."""
 
-    def __init__(self, heads: Sequence[LoadedModel], layout: Layout, target: LoadedModel) -> None:
+    def __init__(self, heads: Sequence[LoadedModel], layout: HeadLayout, target: LoadedModel) -> None:
         self.heads, self.num_heads = heads, len(heads)
         self.hidden_layers = (target.num_layers,)
         self.feature_size = target.hidden_size
@@ -109,7 +109,7 @@ def mtp_program(layers: Any) -> ModelProgram:
     assert like is not None
     norms = entry.token_norm, entry.hidden_norm
     token_norm, hidden_norm = (replace(like, weight=norm.weight) for norm in norms)
-    parts = Entry(token_norm=token_norm, hidden_norm=hidden_norm, joint=entry.joint, feeds_normed=True)
+    parts = HeadInput(token_norm=token_norm, hidden_norm=hidden_norm, joint=entry.joint, feeds_normed=True)
     return replace(described, name="MTP head", entry=parts)
 
 
@@ -131,7 +131,7 @@ def load_mtp(checkpoint: Checkpoint, target: LoadedModel, options: SpeculativeCo
 
 
 def _load(
-    checkpoint: Checkpoint, target: LoadedModel, layout: Layout, number: int, format: CodeFormat | None
+    checkpoint: Checkpoint, target: LoadedModel, layout: HeadLayout, number: int, format: CodeFormat | None
 ) -> LoadedModel:
     tensors, count = _tensors(checkpoint, layout)
     method = checkpoint.config.get("quantization_config")
@@ -149,7 +149,7 @@ def _load(
     raise ConfigError(f"{_FLAG}: {checkpoint.folder}: {why}")
 
 
-def _tensors(checkpoint: Checkpoint, layout: Layout) -> tuple[dict[str, Tensor], int]:
+def _tensors(checkpoint: Checkpoint, layout: HeadLayout) -> tuple[dict[str, Tensor], int]:
     """Return the head's tensors as `load_extra_layers` names them, and the number of decoder layers."""
     found = {}
     block = re.compile(re.escape(layout.block).replace(re.escape(NUMBER), r"(\d+)"))

@@ -44,7 +44,7 @@ _LEAVES = 64
 _TILE = 512
 
 
-class State(NamedTuple):
+class GrowthState(NamedTuple):
     """The state of growing trees. The kernels do not read it before the first level."""
 
     nodes: Tensor
@@ -63,7 +63,7 @@ class State(NamedTuple):
     """int64 [trees, 2]: the number of nodes that were run, and of rows in the newest level."""
 
     @classmethod
-    def of(cls, trees: int, most: int, width: int, device: torch.device) -> State:
+    def of(cls, trees: int, most: int, width: int, device: torch.device) -> GrowthState:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -91,7 +91,7 @@ class Level:
     is valid until the next one.
     """
 
-    state: State
+    state: GrowthState
     num_rows: int
     num_before: int
     depth: int
@@ -178,7 +178,7 @@ class TreeGrowth:
         copies to where the trees grow, and nothing else uses it meanwhile.
         """
         (self._rooms,) = upload([np.array(max_nodes, np.int64)])
-        self._state = State.of(len(max_nodes), max(max_nodes), width, self._rooms.device)
+        self._state = GrowthState.of(len(max_nodes), max(max_nodes), width, self._rooms.device)
         self._block_size, self._by_kernels = block_size, by_kernels
         self._width, self._most = width, max(max_nodes)
         self._num_rows, self._depth = 1, 0
@@ -260,7 +260,7 @@ class TreeGrowth:
     def _candidates(self, scores: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the leaves and the newest rows' children, the likeliest first: scores [trees, n], -inf if
         there is no room; numbers, the children's from `_LEAVES` on; and facts [4, trees, n] like
-        `State.leaves`.
+        `GrowthState.leaves`.
         """
         state, children = self._state, scores.shape[1]
         num_run, count = state.runs.unsqueeze(2).unbind(1)

@@ -93,7 +93,8 @@ def grow(
     PADDED: tl.constexpr,
 ):
     """Grid: (trees,). Run `TreeGrowth.grow`. `values` float32 and `token_ids` int64 [rows, CHILDREN] are the
-    candidates of `num_rows` rows per tree. `rooms` int64 [trees] limits each tree's nodes; a `State` follows.
+    candidates of `num_rows` rows per tree. `rooms` int64 [trees] limits each tree's nodes. The other
+    pointers are a `GrowthState`.
     """
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     state = (nodes, leaves, leaf_scores, paths, runs)

@@ -34,7 +34,7 @@ LONGEST_PIECE = 1024
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourceText:
     """A text to record. The model continues it by up to `answer_tokens` tokens."""
 
     token_ids: list[int]
@@ -137,13 +137,13 @@ class Recording:
         return torch.bincount(drafted if len(drafted) else self.tokens.long(), minlength=vocab_size)
 
 
-def digest(pieces: Sequence[Piece]) -> str:
+def digest(pieces: Sequence[SourceText]) -> str:
     """Return a hash of the pieces to record."""
     content = json.dumps([[piece.token_ids, piece.answer_tokens, piece.ignores_end] for piece in pieces])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def check_room(folder: Path, pieces: Sequence[Piece], width: int, most_bytes: int) -> None:
+def check_room(folder: Path, pieces: Sequence[SourceText], width: int, most_bytes: int) -> None:
     """Raise `ConfigError` if the disk cannot hold the recording."""
     tokens = sum(len(piece.token_ids) + piece.answer_tokens for piece in pieces)
     needed = min(tokens * (4 + 2 * width), most_bytes)
@@ -157,14 +157,14 @@ def check_room(folder: Path, pieces: Sequence[Piece], width: int, most_bytes: in
 
 
 def answer(
-    model: str, device: Device, layers: tuple[int, ...], pieces: Sequence[tuple[int, Piece]]
+    model: str, device: Device, layers: tuple[int, ...], pieces: Sequence[tuple[int, SourceText]]
 ) -> Iterator[tuple[int, Recorded]]:
     """Yield each piece's number with its recording, which has the model's greedy answer and the hidden states
     of `layers`, as they finish. An answer's last token has no hidden state, so it is left out.
     """
     recorder = Recorder(layers)
     engine = Engine(_engine_config(model, device, pieces), speculate=lambda config, loaded: recorder)
-    running: dict[str, tuple[Piece, list[int]]] = {}
+    running: dict[str, tuple[SourceText, list[int]]] = {}
     waiting = iter(pieces)
     while True:
         while len(running) < AT_ONCE and (entry := next(waiting, None)):
@@ -184,7 +184,7 @@ def answer(
                 yield int(output.request_id), text
 
 
-def _engine_config(model: str, device: Device, pieces: Sequence[tuple[int, Piece]]) -> ServeConfig:
+def _engine_config(model: str, device: Device, pieces: Sequence[tuple[int, SourceText]]) -> ServeConfig:
     """Return a configuration without a prefix cache, since the hidden states of all tokens are recorded."""
     longest = max(len(piece.token_ids) + max(1, piece.answer_tokens) for _, piece in pieces)
     return ServeConfig(
@@ -196,7 +196,7 @@ def _engine_config(model: str, device: Device, pieces: Sequence[tuple[int, Piece
     )
 
 
-def _request(number: int, piece: Piece) -> EngineRequest:
+def _request(number: int, piece: SourceText) -> EngineRequest:
     sampling = SamplingParams(
         max_tokens=max(1, piece.answer_tokens), temperature=0.0, ignore_eos=piece.ignores_end
     )

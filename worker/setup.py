@@ -25,7 +25,7 @@ from engine.parallel.follower import follow
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader, join_by
 from kvtransfer.blocks.device import queue_of
-from kvtransfer.blocks.joined import JoinedBlocks, Part
+from kvtransfer.blocks.joined import JoinedBlocks
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
@@ -107,9 +107,7 @@ def build_engine(
     blocks: Tensor | JoinedBlocks = engine.pool.memory
     held = leader.held if leader is not None else []
     if held:
-        blocks = JoinedBlocks(
-            engine.pool.segments, [Part(each.blocks, each.segments, each.heads) for each in held]
-        )
+        blocks = JoinedBlocks(engine.pool.segments, held)
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
         block_bytes=blocks.shape[1],

@@ -37,7 +37,7 @@ MODES = ["cost=tandem", "whole=tandem-colocated", "split=tandem --placement leas
 Answers = list[tuple[Chain, list[Record]]]
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TurnFigures(msgspec.Struct, frozen=True):
     """One workload's figures in one turn. `goodput` is in requests per second, the others are seconds."""
 
     system: str
@@ -64,7 +64,7 @@ class Turn:
     alone: tuple[float, float] | None = None
     """Seconds of a lone request, and seconds of each of its tokens after the first."""
 
-    def measure(self, system: System, number: int) -> Iterator[Outcome]:
+    def measure(self, system: System, number: int) -> Iterator[TurnFigures]:
         client = Client(ServerTarget(system.base_url, system.model, ignore_eos=True))
         alone = run_on_fast_loop(self._alone(client))
         self.alone = self.alone or alone
@@ -76,7 +76,7 @@ class Turn:
             answers = run_on_fast_loop(_run(client, chains, self.seconds))
             seconds = max(self.seconds, time.perf_counter() - began)
             figures = judged(answers, seconds, unit, tpot_s * TPOT_FACTOR)
-            yield Outcome(system.label, name, number, **figures)
+            yield TurnFigures(system.label, name, number, **figures)
 
     async def _alone(self, client: Client) -> tuple[float, float]:
         """Warm the system up. Return the medians of lone requests."""
@@ -129,9 +129,9 @@ def judged(answers: Answers, seconds: float, unit: float, slo_tpot: float) -> di
     }
 
 
-def regrets(found: Sequence[Outcome], first: str, workload: str) -> dict[str, float | None]:
+def regrets(found: Sequence[TurnFigures], first: str, workload: str) -> dict[str, float | None]:
     """Return the ratio of the first system to the best other one by figure, as medians over the rounds."""
-    rounds: dict[int, list[Outcome]] = {}
+    rounds: dict[int, list[TurnFigures]] = {}
     for each in found:
         if each.workload == workload:
             rounds.setdefault(each.round, []).append(each)
@@ -150,7 +150,7 @@ def _ratio(name: str, ours: float, others: Sequence[float]) -> float | None:
     return min(others) / ours if ours else None
 
 
-def as_table(found: Sequence[Outcome], first: str) -> Table:
+def as_table(found: Sequence[TurnFigures], first: str) -> Table:
     rows = []
     for workload in dict.fromkeys(each.workload for each in found):
         regret = regrets(found, first, workload)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, Drafting, NumTokens
-from bench.speculate.workload import Prompt
+from bench.speculate.workload import WorkloadPrompt
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -44,7 +44,9 @@ class Engines:
     def max_prompt_len(self) -> int:
         return self._plain.max_model_len - self._output_len
 
-    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[Prompt]) -> list[CaseMeasurement]:
+    def run(
+        self, cases: Sequence[Case], number: int, prompts: Sequence[WorkloadPrompt]
+    ) -> list[CaseMeasurement]:
         """Run the cases in turns. Raises RuntimeError if a request fails."""
         runs = [EngineRun(self._engine(case), self._requests(case, prompts), case) for case in cases]
         gc.collect()
@@ -70,7 +72,7 @@ class Engines:
             self._drafting[key] = Engine(config, speculate=BatchSpeculator)
         return self._drafting[key]
 
-    def _requests(self, case: Case, prompts: Sequence[Prompt]) -> list[EngineRequest]:
+    def _requests(self, case: Case, prompts: Sequence[WorkloadPrompt]) -> list[EngineRequest]:
         """Make the requests of a case. Each run has a different cache salt, so that no run uses the cache of
         an earlier one.
         """

@@ -12,7 +12,7 @@ import msgspec
 
 from bench.cost import cost_per_million
 from bench.speculate.measurement import CaseMeasurement
-from bench.speculate.plan import Block, Case, NumTokens
+from bench.speculate.plan import Case, CaseGroup, NumTokens
 from bench.turns import known_median
 
 
@@ -107,7 +107,7 @@ class SpeculationVerdict(msgspec.Struct, frozen=True, kw_only=True):
     is the cost of K = 0.
     """
 
-    block: Block
+    block: CaseGroup
     best: dict[int, tuple[int, float]]
     crossover: float | None
     auto_worst: float | None

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from bench.speculate.workload import Prompt, WorkloadName
+from bench.speculate.workload import WorkloadName, WorkloadPrompt
 from bench.turns import in_round
 from deploy.config import speculative_config
 from models.bundled import bundled_draft
@@ -44,7 +44,7 @@ def parse_num_tokens(text: str) -> NumTokens:
     return "auto" if text == "auto" else int(text)
 
 
-class Block(msgspec.Struct, frozen=True):
+class CaseGroup(msgspec.Struct, frozen=True):
     """Cases to compare with each other: one load, one way to speculate."""
 
     workload: WorkloadName
@@ -56,7 +56,7 @@ class Block(msgspec.Struct, frozen=True):
 class Case(msgspec.Struct, frozen=True):
     """One measured case. `num_tokens` is K; None means an engine, or a request, without speculation."""
 
-    block: Block
+    block: CaseGroup
     num_tokens: NumTokens | None
 
     def __str__(self) -> str:
@@ -76,20 +76,22 @@ class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Fewest requests of a case; a higher concurrency raises the number."""
     output_len: int
 
-    def blocks(self, drafting: Drafting) -> list[Block]:
+    def blocks(self, drafting: Drafting) -> list[CaseGroup]:
         return [
-            Block(workload, temperature, concurrency, drafting.label)
+            CaseGroup(workload, temperature, concurrency, drafting.label)
             for workload in self.workloads
             for temperature in self.temperatures
             for concurrency in self.concurrencies
         ]
 
-    def cases(self, block: Block, number: int) -> Sequence[Case]:
+    def cases(self, block: CaseGroup, number: int) -> Sequence[Case]:
         """Return the baseline and every K, in reverse in every second round, so that a drift cancels out."""
         cases = [Case(block, None), *(Case(block, num_tokens) for num_tokens in self.num_tokens)]
         return in_round(cases, number)
 
-    def chosen(self, prompts: Sequence[Prompt], concurrency: int, number: int) -> list[Prompt]:
+    def chosen(
+        self, prompts: Sequence[WorkloadPrompt], concurrency: int, number: int
+    ) -> list[WorkloadPrompt]:
         """Return a round's prompts: the same for all cases of a concurrency, and no prompt twice."""
         count = min(len(prompts), max(self.requests, concurrency))
         first = number * count

@@ -28,7 +28,7 @@ BEGUN = 3
 """Divisor: a prompt contains the first 1 / `BEGUN` of the edited version."""
 
 
-class Prompt(NamedTuple):
+class WorkloadPrompt(NamedTuple):
     """A prompt, and the grammar of its answer. `ends`: the answer ends where the model ends it."""
 
     token_ids: list[int]
@@ -39,7 +39,9 @@ class Prompt(NamedTuple):
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 
 
-def load_prompts(workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Prompt]:
+def load_prompts(
+    workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> list[WorkloadPrompt]:
     """Return a workload's prompts. Raises ValueError if it needs a chat template and the model has none."""
     if workload in ("completion", "edit"):
         held_out = _lines(HELD_OUT)
@@ -47,21 +49,21 @@ def load_prompts(workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max
         if workload == "edit":
             texts = [edit_prompt(entry["prompt"] + entry["continuation"]) for entry in held_out]
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts if text)
-        return [Prompt(token_ids[-max_tokens:]) for token_ids in encoded]
+        return [WorkloadPrompt(token_ids[-max_tokens:]) for token_ids in encoded]
     if tokenizer.chat_template is None:
         raise ValueError(f"--workload {workload} asks a chat model, and this one has no chat template")
     asked = [_asked(entry, tokenizer) for entry in entries(workload)]
     return [prompt for prompt in asked if len(prompt.token_ids) <= max_tokens]
 
 
-def _asked(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def _asked(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> WorkloadPrompt:
     """Return a chat model's prompt for an entry."""
     from router.grammars.json_schemas import schema_grammar
 
     message = {"role": "user", "content": entry["prompt"]}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     grammar = schema_grammar(entry["schema"], "schema") if "schema" in entry else None
-    return Prompt(tokenizer.encode(str(text), add_special_tokens=False), True, grammar)
+    return WorkloadPrompt(tokenizer.encode(str(text), add_special_tokens=False), True, grammar)
 
 
 def entries(workload: WorkloadName) -> list[dict[str, Any]]:

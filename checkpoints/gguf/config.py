@@ -34,7 +34,7 @@ _EXPERT_FIELDS = {
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """Transformers' names for a GGUF architecture's model and fields."""
 
     model_type: str
@@ -104,14 +104,14 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 FAMILIES = {
-    "llama": Family("llama", "LlamaForCausalLM"),
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
-    "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERT_FIELDS, _experts),
-    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERT_FIELDS, _experts),
-    "gemma2": Family("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
-    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
-    "phi3": Family("phi3", "Phi3ForCausalLM", more=_phi3),
+    "llama": Architecture("llama", "LlamaForCausalLM"),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERT_FIELDS, _experts),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERT_FIELDS, _experts),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3),
 }
 """Architectures whose tensors are read as stored, by the name in `general.architecture`."""
 

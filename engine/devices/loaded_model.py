@@ -18,7 +18,7 @@ from engine.model.describe import UndescribedModelError, describe
 from engine.model.program import ModelProgram
 
 
-class Recurrent(NamedTuple):
+class RecurrentLayers(NamedTuple):
     """A model's recurrent layers: the hooks for our operators, and the layout of their states."""
 
     hooks: RecurrentHooks
@@ -50,7 +50,7 @@ class LoadedModel:
     weights: str
     """A fingerprint that tells them from others of the same name, taken before they are packed."""
     description: NativeModel | None = None
-    recurrent: Recurrent | None = None
+    recurrent: RecurrentLayers | None = None
     adapters: Adapters | None = None
     """The adapters that it can run; None without `--enable-lora`."""
     in_ranks: bool = False

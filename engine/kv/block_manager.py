@@ -27,7 +27,7 @@ Span = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CacheEntry:
     """Blocks of a store that are found and evicted together, and never written again."""
 
     store: Store
@@ -46,7 +46,7 @@ class BlockPool:
         self.drafted = [False] * num_blocks
         """Whether all places of a block also hold draft KV, for each block."""
         self._references = [0] * num_blocks
-        self._entry_of: list[Entry | None] = [None] * num_blocks
+        self._entry_of: list[CacheEntry | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
 
@@ -87,7 +87,7 @@ class BlockPool:
             self.drafted[block] = False
         return sorted(taken)
 
-    def cache(self, entry: Entry) -> bool:
+    def cache(self, entry: CacheEntry) -> bool:
         """Assign the blocks to `entry`, unless one of them has an entry; return whether it was done."""
         for block in entry.blocks:
             if self._entry_of[block] is not None:
@@ -96,7 +96,7 @@ class BlockPool:
             self._entry_of[block] = entry
         return True
 
-    def reference(self, entry: Entry) -> Sequence[int]:
+    def reference(self, entry: CacheEntry) -> Sequence[int]:
         """Add a reference to each block of an entry, and return the blocks."""
         entry.num_users += 1
         for block in entry.blocks:
@@ -115,7 +115,7 @@ class BlockPool:
                 else:
                     self._evictable[block] = None
 
-    def age(self, entry: Entry) -> None:
+    def age(self, entry: CacheEntry) -> None:
         """Make an unreferenced entry the next to be evicted."""
         for block in entry.blocks:
             if block in self._evictable:
@@ -146,7 +146,7 @@ class Store:
         self.sees_all = window is None
         self.log: CacheLog | None = None
         """The log of added and removed entries, if it is watched."""
-        self.entries: dict[BlockIdentity, Entry] = {}
+        self.entries: dict[BlockIdentity, CacheEntry] = {}
         self.num_saved = self.num_evicted = 0
 
     def names(self, identity: BlockIdentity) -> list[BlockIdentity]:
@@ -160,14 +160,14 @@ class Store:
         """Make an entry of the blocks, unless `identity` has one; return whether the entry is new."""
         if identity in self.entries:
             return False
-        entry = Entry(self, identity, blocks, num_users)
+        entry = CacheEntry(self, identity, blocks, num_users)
         if not self.pool.cache(entry):
             return False
         self.entries[identity] = entry
         self.num_saved += 1
         return True
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: CacheEntry) -> None:
         """Remove an evicted entry."""
         del self.entries[entry.identity]
         self.num_evicted += 1

@@ -90,7 +90,7 @@ class Table:
 
 
 @dataclass(eq=False)
-class State:
+class RecurrentState:
     """A recurrent state in `blocks`, or room for one, to continue from or to hand over."""
 
     store: StateStore
@@ -145,7 +145,7 @@ class SequenceBlocks:
     tables: list[Table] = field(init=False)
     blocks: list[list[int]] = field(init=False)
     """The blocks of each table, as forwards read them."""
-    state: State | None = field(init=False)
+    state: RecurrentState | None = field(init=False)
     """The sequence's recurrent state; None for models without recurrent layers."""
     identities: list[BlockIdentity] = field(default_factory=list)
     """The leading full blocks of committed tokens; `blocks` may hold more full blocks."""
@@ -157,7 +157,7 @@ class SequenceBlocks:
     def __post_init__(self) -> None:
         self.tables = [Table(store) for store in self.manager.tables]
         self.blocks = [table.blocks for table in self.tables]
-        self.state = State(self.manager.states) if self.manager.states is not None else None
+        self.state = RecurrentState(self.manager.states) if self.manager.states is not None else None
 
     def take_up(self, identities: Sequence[BlockIdentity], spans: Sequence[Span]) -> None:
         """Reference the entries of a prefix that are in the pool: in each store the entries in its span.

@@ -210,7 +210,7 @@ _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that Transformers' `use_experts_implementation` gives the expert modules that it supports."""
 
 
-class Experts(nn.Module):
+class ExpertsModule(nn.Module):
     """The weighted sum of each row's experts, computed like in the module that it replaces.
 
     `first` and `second` are lists of each expert's linear layers, or one module for all experts once packed.
@@ -242,9 +242,9 @@ class Experts(nn.Module):
         count: int = self.first.num_experts
         return count
 
-    def part(self, own: range) -> Experts:
+    def part(self, own: range) -> ExpertsModule:
         """Return only the experts `own`, numbered from 0."""
-        return Experts(self.first.part(own), self.second.part(own), self.rest)
+        return ExpertsModule(self.first.part(own), self.second.part(own), self.rest)
 
 
 def fused_experts(model: nn.Module, *, by_kernel: bool = True) -> dict[str, Any]:
@@ -259,12 +259,12 @@ def split_experts(model: nn.Module) -> None:
     """Give each expert its own linear layers, which share the fused tensors' memory where they can."""
     for path, experts in fused_experts(model).items():
         first, second = (_linears(experts, name) for name in _names(experts))
-        model.set_submodule(path, Experts(first, second, _rest(experts)))
+        model.set_submodule(path, ExpertsModule(first, second, _rest(experts)))
 
 
 def join_experts(model: nn.Module) -> None:
     """Pack the layers that `split_experts` made, after their quantization."""
-    for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+    for experts in [module for module in model.modules() if isinstance(module, ExpertsModule)]:
         for name in ("first", "second"):
             linears = getattr(experts, name)
             if isinstance(linears, nn.ModuleList):
@@ -277,7 +277,7 @@ def pack_experts(model: nn.Module) -> None:
         first, second = (
             RoutedLinear(_weights(experts, name), _biases(experts, name)) for name in _names(experts)
         )
-        model.set_submodule(path, Experts(first, second, _rest(experts)))
+        model.set_submodule(path, ExpertsModule(first, second, _rest(experts)))
 
 
 def _linears(experts: Any, name: str) -> nn.ModuleList:

@@ -16,7 +16,7 @@ from transformers.utils import is_accelerate_available
 
 from checkpoints.source import hf_source, use_download_dir
 from engine.devices.cuda.tiles import fault_of_options, fault_of_weights, tile_on_gpu
-from engine.devices.loaded_model import LoadedModel, Recurrent
+from engine.devices.loaded_model import LoadedModel, RecurrentLayers
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import absorb, expansion_reason
 from engine.devices.torch.recurrent_hooks import hook
@@ -102,7 +102,9 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
         max_model_len=longest,
         eos_token_ids=_eos_token_ids(config, model, text_config),
         weights=weights,
-        recurrent=Recurrent(hooks, kept.state) if hooks is not None and kept.state is not None else None,
+        recurrent=RecurrentLayers(hooks, kept.state)
+        if hooks is not None and kept.state is not None
+        else None,
         adapters=adapters,
         in_ranks=max(config.prefill_tensor_parallel_size, config.decode_tensor_parallel_size) > 1,
         expansion=expansion,

@@ -34,7 +34,7 @@ class LinearShape(NamedTuple):
     inputs: int
 
 
-class Product(NamedTuple):
+class LowRankProduct(NamedTuple):
     """A product added to a linear layer's outputs: `up` [out, rank] @ `down` [rank, in] @ x, in float32."""
 
     down: Tensor
@@ -57,7 +57,7 @@ class RawAdapter(msgspec.Struct, frozen=True, array_like=True):
 class AdapterFiles(NamedTuple):
     raw: RawAdapter
     digest: str
-    products: dict[str, Product]
+    products: dict[str, LowRankProduct]
     """The products by the linear layers' paths."""
 
 
@@ -125,9 +125,11 @@ def _check_tensor(name: str, tensor: Tensor, side: int, rank: int, shape: Linear
         )
 
 
-def _product(layer: str, downs: dict[str, Tensor], ups: dict[str, Tensor], config: AdapterConfig) -> Product:
+def _product(
+    layer: str, downs: dict[str, Tensor], ups: dict[str, Tensor], config: AdapterConfig
+) -> LowRankProduct:
     for letter, side in ("A", downs), ("B", ups):
         if layer not in side:
             raise AdapterError(f"{TENSORS}: {_PREFIX}{layer}.lora_{letter}.weight: is missing")
     down = downs[layer]
-    return Product(down, ups[layer] * config.scale(layer, len(down)))
+    return LowRankProduct(down, ups[layer] * config.scale(layer, len(down)))

@@ -27,7 +27,7 @@ from engine.lora.files import (
     AdapterError,
     AdapterFiles,
     LinearShape,
-    Product,
+    LowRankProduct,
     RawAdapter,
     parse_adapter,
     read_adapter,
@@ -69,7 +69,7 @@ class PackedProduct(NamedTuple):
         return PartArgs(self.down.data_ptr(), self.up.data_ptr(), rank, self.inputs, *own, first)
 
 
-def pack(products: Mapping[str, Product]) -> dict[str, PackedProduct]:
+def pack(products: Mapping[str, LowRankProduct]) -> dict[str, PackedProduct]:
     """Pack all products of an adapter into one allocation, in their order."""
     plain = {path: _packed(product) for path, product in products.items()}
     pages = HugePages(sum(each.down.nbytes + each.up.nbytes for each in plain.values()))
@@ -79,7 +79,7 @@ def pack(products: Mapping[str, Product]) -> dict[str, PackedProduct]:
     }
 
 
-def _packed(product: Product) -> PackedProduct:
+def _packed(product: LowRankProduct) -> PackedProduct:
     (rank, inputs), outputs = product.down.shape, len(product.up)
     missing = -rank % RANKS
     down = pad(product.down, (0, -inputs % INPUTS, 0, missing)).bfloat16()
@@ -92,24 +92,27 @@ def _packed(product: Product) -> PackedProduct:
     )
 
 
-def place(products: Mapping[str, Product], device: torch.device, dtype: torch.dtype) -> dict[str, Product]:
+def place(
+    products: Mapping[str, LowRankProduct], device: torch.device, dtype: torch.dtype
+) -> dict[str, LowRankProduct]:
     """Pad all products of an adapter and move them to the device."""
     return {
-        path: Product(*(side.to(device, dtype) for side in _padded(each))) for path, each in products.items()
+        path: LowRankProduct(*(side.to(device, dtype) for side in _padded(each)))
+        for path, each in products.items()
     }
 
 
-def _padded(product: Product) -> Product:
+def _padded(product: LowRankProduct) -> LowRankProduct:
     missing = -len(product.down) % _DEVICE_RANKS
-    return Product(pad(product.down, (0, 0, 0, missing)), pad(product.up, (0, missing)))
+    return LowRankProduct(pad(product.down, (0, 0, 0, missing)), pad(product.up, (0, missing)))
 
 
-def table_of(products: Mapping[str, Product], linears: Iterable[str], device: torch.device) -> Tensor:
+def table_of(products: Mapping[str, LowRankProduct], linears: Iterable[str], device: torch.device) -> Tensor:
     """Return `down`'s and `up`'s addresses and the rank, int64 [linear layers, 3]; zeros for no product."""
     return torch.tensor([_fields(products.get(path)) for path in linears], device=device)
 
 
-def _fields(product: Product | None) -> tuple[int, int, int]:
+def _fields(product: LowRankProduct | None) -> tuple[int, int, int]:
     if product is None:
         return 0, 0, 0
     return product.down.data_ptr(), product.up.data_ptr(), len(product.down)
@@ -142,7 +145,7 @@ class Weights:
     else in the model's dtype, with a `table` of them on the device (`engine.lora.table`).
     """
 
-    products: Mapping[str, Product | PackedProduct]
+    products: Mapping[str, LowRankProduct | PackedProduct]
     path: str
     digest: str
     table: Tensor | None = None
@@ -295,7 +298,7 @@ class Adapters:
         num_bytes = sum(product.down.nbytes + product.up.nbytes for product in weights.products.values())
         logger.info("adapter %s: %d layers, %.1f MB", path, len(ordered), num_bytes / 1e6)
 
-    def _prepared(self, products: Mapping[str, Product], path: str, digest: str) -> Weights:
+    def _prepared(self, products: Mapping[str, LowRankProduct], path: str, digest: str) -> Weights:
         if kernel_fault(self.device, self.dtype) is None:
             return Weights(pack(products), path, digest)
         placed = place(products, self.device, self.dtype)

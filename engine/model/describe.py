@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.linear.experts import Experts as OwnExperts
-from engine.linear.experts import fused_experts
+from engine.linear.experts import ExpertsModule, fused_experts
 from engine.model.families import FAMILIES, Family, MixerNames, RoutingNames
 from engine.model.program import (
     Activation,
@@ -277,8 +276,8 @@ def _check_experts(holder: Any, is_gated: bool) -> None:
     if not isinstance(getattr(holder, "fc1_latent_proj", nn.Identity()), nn.Identity):
         raise UndescribedModelError("its experts work on latents")
     experts = holder.experts
-    declared = experts.rest if isinstance(experts, OwnExperts) else experts
-    if not isinstance(experts, OwnExperts) and not fused_experts(experts, by_kernel=False):
+    declared = experts.rest if isinstance(experts, ExpertsModule) else experts
+    if not isinstance(experts, ExpertsModule) and not fused_experts(experts, by_kernel=False):
         raise UndescribedModelError("its experts are not one tensor")
     if declared.has_gate != is_gated or (is_gated and not declared.is_concatenated):
         raise UndescribedModelError("its experts have other gates")

@@ -238,7 +238,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Entry:
+class HeadInput:
     """The input of a draft head: a token's embedding and the previous position's hidden state.
 
     EAGLE-1 and 2 make one vector of both by `joint`, MTP heads after norming both. EAGLE-3 norms both and
@@ -270,7 +270,7 @@ class ModelProgram:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
-    entry: Entry | None = None
+    entry: HeadInput | None = None
 
     @property
     def hidden_size(self) -> int:

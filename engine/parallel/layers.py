@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.linear.experts import Experts
+from engine.linear.experts import ExpertsModule
 from engine.linear.packed import plain_weight
 from engine.parallel.division import LINEARS, LinearShare, columns_of
 from engine.parallel.group import Columns, Ranks
@@ -32,7 +32,7 @@ class ExpertsShare(nn.Module):
         parts = ranks.columns(whole.num_experts).parts
         self.own = parts[ranks.rank]
         # The part skips rows with place len(own): their experts are on other ranks.
-        self.part = whole.part(self.own) if isinstance(whole, Experts) else _experts(whole, self.own)
+        self.part = whole.part(self.own) if isinstance(whole, ExpertsModule) else _experts(whole, self.own)
         owners = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
         self.register_buffer("owners", owners, persistent=False)
 
@@ -69,7 +69,7 @@ def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
 def are_experts(module: nn.Module) -> bool:
     """Return whether a module holds experts' weights; the `rest` of packed experts does not."""
     fused = hasattr(module, "_is_expert_parallel") and any(True for _ in module.parameters(recurse=False))
-    return isinstance(module, Experts) or fused
+    return isinstance(module, ExpertsModule) or fused
 
 
 def _experts(whole: nn.Module, own: range) -> nn.Module:

@@ -39,7 +39,7 @@ def rank_layout(layout: PoolLayout, size: int, rank: int) -> PoolLayout:
     return replace(layout, groups=(own, *others) if rank == 0 else (own,))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HeldPool:
     """A rank's pool as rank 0 sees it: `blocks` is uint8 [num_blocks, block bytes of this rank]. `heads` has,
     by segment name, the rank's range of all heads.

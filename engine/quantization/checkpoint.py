@@ -17,7 +17,7 @@ from engine.quantization.weight import QuantizedWeight
 from protocol.errors import UnsupportedModelError
 
 
-class Layout(Protocol):
+class WeightLayout(Protocol):
     """The way in which a checkpoint stores its quantized linear layers."""
 
     def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Layout(Protocol):
         """Return the layer's tensors by suffix, without its bias."""
 
 
-_PARSE: dict[Any, Callable[[Mapping[str, Any]], Layout]] = {
+_PARSE: dict[Any, Callable[[Mapping[str, Any]], WeightLayout]] = {
     "awq": Awq.parse,
     "gptq": Gptq.parse,
     "compressed-tensors": CompressedTensors.parse,
@@ -44,7 +44,7 @@ _PARSE: dict[Any, Callable[[Mapping[str, Any]], Layout]] = {
 }
 
 
-def parse_layout(config: Mapping[str, Any]) -> Layout:
+def parse_layout(config: Mapping[str, Any]) -> WeightLayout:
     """Return the layout of a `quantization_config`. Raises UnsupportedModelError, naming the field."""
     method = config.get("quant_method")
     if method not in _PARSE:
@@ -53,11 +53,11 @@ def parse_layout(config: Mapping[str, Any]) -> Layout:
     return _PARSE[method](config)
 
 
-def int8_layout() -> Layout:
+def int8_layout() -> WeightLayout:
     """Return the layout of int8 weights with a scale for each output, multiplied by int8 inputs."""
     return CompressedTensors.of(Scheme("int-quantized", rounds_inputs=True))
 
 
-def fp8_layout() -> Layout:
+def fp8_layout() -> WeightLayout:
     """Return the layout of FP8 E4M3 weights with a scale for each output."""
     return CompressedTensors.of(Scheme("float-quantized"))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from engine.kv.block_manager import BlockManager
 from engine.kv.pool import KVPool
-from engine.kv.sequence_blocks import State
+from engine.kv.sequence_blocks import RecurrentState
 from engine.kv.state_slots import StateSlots
 from engine.step.sequence import SequenceState
 
@@ -132,6 +132,6 @@ class StateSlotAllocator:
         self._blocks.dereference(blocks)
 
 
-def _state(sequence: SequenceState) -> State:
+def _state(sequence: SequenceState) -> RecurrentState:
     assert sequence.held.state is not None
     return sequence.held.state

@@ -5,8 +5,8 @@ A part of a block has all layers and tokens, but only some heads. Peers see whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,15 +15,14 @@ from kvtransfer.blocks.layout import BlockLayout, SegmentLayout
 from protocol.handoff import SegmentInfo
 
 
-@dataclass(frozen=True)
-class Part:
+class PoolPart(Protocol):
     """One device's part of the blocks, uint8 [num_blocks, part_bytes], with its `heads` of each segment, by
     name.
     """
 
     blocks: Tensor
     segments: tuple[SegmentInfo, ...]
-    heads: Mapping[str, slice]
+    heads: dict[str, slice]
 
 
 class JoinedBlocks:
@@ -31,7 +30,7 @@ class JoinedBlocks:
 
     dtype = torch.uint8
 
-    def __init__(self, segments: Sequence[SegmentInfo], parts: Sequence[Part]) -> None:
+    def __init__(self, segments: Sequence[SegmentInfo], parts: Sequence[PoolPart]) -> None:
         self.parts = parts
         self._layout = BlockLayout(segments)
         self._parts = [(part, BlockLayout(part.segments)) for part in parts]

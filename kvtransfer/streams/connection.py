@@ -20,7 +20,7 @@ from kvtransfer.blocks.extents import BlockIndices, Blocks, blocks_per_part, fro
 from kvtransfer.blocks.layout import block_bytes, foreign_format
 from kvtransfer.interface import Progress, ReceiveEvent, RegisteredPool
 from kvtransfer.lease import Lease, LeaseTable, PieceArrival, WriteGate
-from kvtransfer.messages import TRANSIENT, Ack, Hello, Piece, Refusal, error_kind, failure_kind
+from kvtransfer.messages import TRANSIENT, Ack, Hello, Piece, PieceRefusal, error_kind, failure_kind
 from kvtransfer.pairs import Pairs, TransferCounters
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.transports.transport import PieceReader, Transport
@@ -209,7 +209,7 @@ class ReceiverConnection(threading.Thread):
         try:
             is_there = _read(reader, piece, sources, targets, gate)
         except UndecodableError:
-            return Refusal.CHECKSUM_MISMATCH if gate.is_open else Refusal.UNKNOWN_LEASE
+            return PieceRefusal.CHECKSUM_MISMATCH if gate.is_open else PieceRefusal.UNKNOWN_LEASE
         if is_there:
             target = inlet.target
             found = piece_checksum(
@@ -217,13 +217,13 @@ class ReceiverConnection(threading.Thread):
             )
             try:
                 if found != piece.checksum:
-                    return Refusal.CHECKSUM_MISMATCH if gate.is_open else Refusal.UNKNOWN_LEASE
+                    return PieceRefusal.CHECKSUM_MISMATCH if gate.is_open else PieceRefusal.UNKNOWN_LEASE
                 if inlet.place(positions, lease, piece.block_pool, gate):
                     return ""
             except RangeError as error:
                 logger.warning("lease %s: %s", lease.lease_id, error)
-                return Refusal.OUT_OF_RANGE
-        return Refusal.GIVEN_UP if gate.is_open else Refusal.UNKNOWN_LEASE
+                return PieceRefusal.OUT_OF_RANGE
+        return PieceRefusal.GIVEN_UP if gate.is_open else PieceRefusal.UNKNOWN_LEASE
 
     def _account(self, nbytes: int, seconds: float) -> None:
         self._core.pairs.add(

@@ -20,7 +20,7 @@ from kvtransfer.messages import (
     Ack,
     Channel,
     Piece,
-    Refusal,
+    PieceRefusal,
     decode,
     encode,
     error_kind,
@@ -286,7 +286,7 @@ class Stream(threading.Thread):
         with self._owner.state:
             sequence, _ = self.in_flight[-1]
             self._wake.set()  # the queue may have more pieces
-        self._owner.acknowledged(self, queued, Ack(sequence, Refusal.NOT_QUANTIZABLE))
+        self._owner.acknowledged(self, queued, Ack(sequence, PieceRefusal.NOT_QUANTIZABLE))
 
     def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
         """Write some of the piece; return False if the connection accepts nothing now."""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from models.training.corpus import encode_documents, training_texts
-from training.recording import Piece, answer
+from training.recording import SourceText, answer
 
 SHORTEST, LONGEST, CONTINUATION = 32, 160, 160  # in tokens
 
@@ -33,7 +33,7 @@ def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[
 
 def continued(model: Path, prompts: list[list[int]]) -> Iterator[list[int]]:
     """Yield each prompt followed by the model's continuation, in the order in which they finish."""
-    pieces = [Piece(prompt, CONTINUATION + 1, ignores_end=True) for prompt in prompts]
+    pieces = [SourceText(prompt, CONTINUATION + 1, ignores_end=True) for prompt in prompts]
     for _, text in answer(str(model), "auto", (0,), list(enumerate(pieces))):
         yield text.token_ids.tolist()
 

@@ -39,7 +39,7 @@ from router.reading.prepared import Prepared, ServedModel
 from router.reading.request_reader import RequestReader
 
 
-class Block(msgspec.Struct, kw_only=True):
+class ContentBlock(msgspec.Struct, kw_only=True):
     """A content block."""
 
     type: Annotated[
@@ -70,7 +70,7 @@ class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: Annotated[str, doc("`user`, `assistant` or `system`.")]
-    content: Annotated[str | list[Block], doc("The message's text, or blocks.")]
+    content: Annotated[str | list[ContentBlock], doc("The message's text, or blocks.")]
 
 
 class MessageTool(msgspec.Struct, kw_only=True):
@@ -303,7 +303,7 @@ class MessageConversation(ConvertedMessages):
         last = self.messages[-1] if self.messages else None
         return last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
-    def _add_answer(self, blocks: Sequence[Block], at: str) -> None:
+    def _add_answer(self, blocks: Sequence[ContentBlock], at: str) -> None:
         message = self._append(ChatMessage(role="assistant", content=None), at)
         texts, thoughts = [], []
         for index, block in enumerate(blocks):
@@ -324,7 +324,7 @@ class MessageConversation(ConvertedMessages):
         if thoughts:
             message.reasoning_content = "".join(thoughts)
 
-    def _add_blocks(self, role: str, blocks: Sequence[Block], at: str) -> None:
+    def _add_blocks(self, role: str, blocks: Sequence[ContentBlock], at: str) -> None:
         """Append the tool results, and the text before, between and after them."""
         texts: list[ContentPart] = []
         for index, block in enumerate(blocks):
@@ -343,7 +343,7 @@ class MessageConversation(ConvertedMessages):
             self._append(ChatMessage(role=role, content=texts), at)
 
 
-def _result(block: Block) -> str | list[ContentPart]:
+def _result(block: ContentBlock) -> str | list[ContentPart]:
     """Return the content of a tool result, with its error: chat templates have no other place for it."""
     content = block.content or ""
     if not block.is_error:
@@ -354,11 +354,11 @@ def _result(block: Block) -> str | list[ContentPart]:
     return [msgspec.structs.replace(first, text=f"Error: {first.text or ''}"), *others]
 
 
-def _part(block: Block, at: str) -> ContentPart:
+def _part(block: ContentBlock, at: str) -> ContentPart:
     return ContentPart(type="text", text=_required(block.text, f"{at}.text"))
 
 
-def _call(block: Block, at: str) -> ToolCall:
+def _call(block: ContentBlock, at: str) -> ToolCall:
     function = CalledFunction(
         name=_required(block.name, f"{at}.name"), arguments=bytes(block.input or b"{}").decode()
     )

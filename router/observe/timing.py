@@ -56,7 +56,7 @@ class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChoiceTiming]
 
 
-class Stage(NamedTuple):
+class TimedStage(NamedTuple):
     """A stage of one request, in monotonic seconds of the router."""
 
     name: str
@@ -65,9 +65,9 @@ class Stage(NamedTuple):
     attributes: dict[str, Any]
 
 
-def stages(generation: Generation) -> list[Stage]:
+def stages(generation: Generation) -> list[TimedStage]:
     """Return the stages reached so far. Durations measured by workers end when their tokens arrived."""
-    found = [Stage("prepare", generation.arrival, generation.started, {})]
+    found = [TimedStage("prepare", generation.arrival, generation.started, {})]
     for request in generation.requests:
         found += _stages(request)
     return found
@@ -96,36 +96,36 @@ def span_attributes(generation: Generation) -> dict[str, Any]:
     return found
 
 
-def _stages(request: LiveRequest) -> list[Stage]:
+def _stages(request: LiveRequest) -> list[TimedStage]:
     times, timing = request.times, request.timing
     about: dict[str, Any] = {"tandem.choice": request.choice.index}
-    found: list[Stage] = []
+    found: list[TimedStage] = []
     if times.earlier_s:
         started = request.generation.started
-        found.append(Stage("earlier", started, started + times.earlier_s, about))
+        found.append(TimedStage("earlier", started, started + times.earlier_s, about))
     placing = times.placed_at - times.placement_s
     if times.queue_s and times.placed_at:
-        found.append(Stage("queue", placing - times.queue_s, placing, about))
+        found.append(TimedStage("queue", placing - times.queue_s, placing, about))
     if times.placed_at:
         workers = {f"tandem.{task}_worker": worker for task, worker in request.worker_ids.items()}
         mode: dict[str, str] = {"tandem.mode": _mode(request)}
         if request.drafts.periods:
             mode["tandem.drafts"] = request.drafts.periods[-1].decision.place.where
-        found.append(Stage("placement", placing, times.placed_at, about | workers | mode))
+        found.append(TimedStage("placement", placing, times.placed_at, about | workers | mode))
     if not times.answered_at:
         return found
     prefilling = times.answered_at - timing.prefill_s
-    found.append(Stage("worker_queue", prefilling - timing.queue_s, prefilling, about))
-    found.append(Stage("prefill", prefilling, times.answered_at, about))
+    found.append(TimedStage("worker_queue", prefilling - timing.queue_s, prefilling, about))
+    found.append(TimedStage("prefill", prefilling, times.answered_at, about))
     decoding = times.taken_over_at or times.answered_at
     if timing.transfer is not None:
         transfer = timing.transfer
         moved = {f"tandem.transfer.{name}": value for name, value in msgspec.structs.asdict(transfer).items()}
         arrived = times.answered_at + transfer.exposed_s
         decoding = arrived + transfer.handoff_s
-        found.append(Stage("transfer", arrived - transfer.transfer_s, arrived, about | moved))
-        found.append(Stage("decode_queue", decoding - timing.decode_queue_s, decoding, about))
-    found.append(Stage("decode", decoding, max(decoding, request.last_token_time), about))
+        found.append(TimedStage("transfer", arrived - transfer.transfer_s, arrived, about | moved))
+        found.append(TimedStage("decode_queue", decoding - timing.decode_queue_s, decoding, about))
+    found.append(TimedStage("decode", decoding, max(decoding, request.last_token_time), about))
     return found
 
 

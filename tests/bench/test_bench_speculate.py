@@ -19,7 +19,7 @@ from bench.cli import app
 from bench.speculate.engines import EngineRun, Engines
 from bench.speculate.figures import crossover, figures_of, verdicts_of
 from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
-from bench.speculate.plan import Block, Case, NumTokens, SpeculationPlan, parse_drafting
+from bench.speculate.plan import Case, CaseGroup, NumTokens, SpeculationPlan, parse_drafting
 from bench.speculate.workload import edit_prompt, load_prompts
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.errors import ConfigError
@@ -27,7 +27,7 @@ from protocol.outputs import FinishReason, TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
-BLOCK = Block(workload="completion", temperature=0.0, concurrency=1, drafting="ngram")
+BLOCK = CaseGroup(workload="completion", temperature=0.0, concurrency=1, drafting="ngram")
 CASE = Case(msgspec.structs.replace(BLOCK, concurrency=2), 3)
 QUICK = ("--compile", "off", "--threads", "1", "--rounds", "1", "--requests", "2", "--output-len", "6")
 
@@ -177,7 +177,7 @@ def test_a_run_keeps_its_concurrency_and_measures_its_own_time(monkeypatch: pyte
 
 
 def measured(
-    num_tokens: NumTokens | None, seconds: float, number: int = 0, block: Block = BLOCK, **counts: Any
+    num_tokens: NumTokens | None, seconds: float, number: int = 0, block: CaseGroup = BLOCK, **counts: Any
 ) -> CaseMeasurement:
     """Return a measurement of one request with 100 tokens."""
     answer = TimedAnswer(start=1.0, first=1.0, last=1.0 + seconds, token_ids=[7] * 100, steps=100)
@@ -240,7 +240,7 @@ def test_verdicts_recommend_a_choice() -> None:
         16: {None: 1.0, 0: 1.01, 3: 1.25, 5: 2.0, "auto": 1.02},
     }
     measurements = [
-        measured(k, each, block=Block("completion", 0.0, concurrency, "ngram"))
+        measured(k, each, block=CaseGroup("completion", 0.0, concurrency, "ngram"))
         for concurrency, by_k in seconds.items()
         for k, each in by_k.items()
     ]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.peers.systems import System
-from bench.regret.command import Outcome, Turn, regrets
+from bench.regret.command import Turn, TurnFigures, regrets
 from bench.regret.workloads import WORKLOADS, Draw
 from tests.bench.test_bench_client import DONE, stream, token
 
@@ -55,12 +55,12 @@ async def test_a_request_that_fails_ends_the_measurement(start_server):
 
 def test_regret_is_the_ratio_to_the_best_other_system_within_rounds():
     found = [
-        Outcome("cost", "chat", 0, 4.0, 0.2, 0.4, 0.02),
-        Outcome("whole", "chat", 0, 5.0, 0.1, 0.8, 0.02),
-        Outcome("split", "chat", 0, 2.0, 0.4, 0.2, 0.01),
-        Outcome("cost", "chat", 1, 5.0, 0.2, 0.4, 0.02),
-        Outcome("whole", "chat", 1, 5.0, 0.2, 0.4, 0.02),
-        Outcome("cost", "bursts", 0, 1.0, 9.0, 9.0, 9.0),
+        TurnFigures("cost", "chat", 0, 4.0, 0.2, 0.4, 0.02),
+        TurnFigures("whole", "chat", 0, 5.0, 0.1, 0.8, 0.02),
+        TurnFigures("split", "chat", 0, 2.0, 0.4, 0.2, 0.01),
+        TurnFigures("cost", "chat", 1, 5.0, 0.2, 0.4, 0.02),
+        TurnFigures("whole", "chat", 1, 5.0, 0.2, 0.4, 0.02),
+        TurnFigures("cost", "bursts", 0, 1.0, 9.0, 9.0, 9.0),
     ]
     expected = {"goodput": 0.9, "ttft_p50": 0.75, "ttft_p99": 0.75, "gap_p99": 0.75}
     assert regrets(found, "cost", "chat") == pytest.approx(expected)

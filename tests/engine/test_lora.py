@@ -17,7 +17,7 @@ from engine.batch.runner import Step
 from engine.batch.step_inputs import SequenceRows
 from engine.engine import Engine
 from engine.lora.config import AdapterError
-from engine.lora.files import Product
+from engine.lora.files import LowRankProduct
 from engine.lora.layers import AdaptedRows, attach, begin_step
 from engine.lora.table import Adapters, Weights, pack
 from protocol.errors import ConfigError, InvalidRequestError
@@ -206,7 +206,7 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
         whole = torch.randn(1, 6, outputs + 16, generator=generator).to(dtype)
         out = whole[..., :outputs] if strides else whole[..., :outputs].contiguous()
         before, rows = out.clone(), torch.tensor([0, 2, 3, 4, 5])
-        products = {"path": Product(down, up.T)}
+        products = {"path": LowRankProduct(down, up.T)}
         of_kernel = pack(products) if dtype is torch.bfloat16 else products
         begin_step([AdaptedRows(Weights(of_kernel, "", ""), rows)])
         try:

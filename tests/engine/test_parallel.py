@@ -49,7 +49,7 @@ from engine.parallel.program_share import program_share
 from engine.parallel.runner import ShareRunner, share_of
 from engine.parallel.shared_ranks import SharedRanks
 from engine.quantization.weight import CodeFormat
-from kvtransfer.blocks.joined import JoinedBlocks, Part
+from kvtransfer.blocks.joined import JoinedBlocks
 from protocol.requests import Adapter, EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
@@ -181,10 +181,9 @@ def run_program(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
     with ThreadPoolExecutor(size) as threads:
         done = list(threads.map(work, range(size)))
     held = [held_pool(pool.memory, layout, size, rank) for rank, (_, pool) in enumerate(done)]
-    parts = [Part(each.blocks, each.segments, each.heads) for each in held]
     for logits, _ in done:
         assert all(map(torch.equal, logits, done[0][0])), "ranks agree"
-    return done[0][0], JoinedBlocks(layout.describe(), parts)[:]
+    return done[0][0], JoinedBlocks(layout.describe(), held)[:]
 
 
 PROGRAMS: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -215,7 +214,7 @@ def test_other_ranks_change_their_pools_alike() -> None:
     lead = LeadingPool(layout, 4, CPU, 2, lambda message: messages.send(ours, encode(message)))
     other, whole = KVPool(rank_layout(layout, 2, 1), 4, CPU, None), KVPool(layout, 4, CPU, None)
     held = [held_pool(pool.memory, layout, 2, rank) for rank, pool in enumerate((lead, other))]
-    joined = JoinedBlocks(layout.describe(), [Part(each.blocks, each.segments, each.heads) for each in held])
+    joined = JoinedBlocks(layout.describe(), held)
     for pool in (lead, other):
         pool.memory.copy_(torch.randint(256, pool.memory.shape, dtype=torch.uint8))
     whole.memory.copy_(joined[:])

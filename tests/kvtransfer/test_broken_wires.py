@@ -16,7 +16,7 @@ import kvtransfer.streams.connection
 from kvtransfer.blocks.extents import BlockIndices, Mode
 from kvtransfer.interface import Completed, Failed, Progress, RegisteredPool
 from kvtransfer.lease import WriteGate
-from kvtransfer.messages import GOOD, SPOILED, Ack, Channel, Piece, Refusal
+from kvtransfer.messages import GOOD, SPOILED, Ack, Channel, Piece, PieceRefusal
 from kvtransfer.streams.link import MAX_ATTEMPTS, Link
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.shm import ShmReader
@@ -230,7 +230,7 @@ def test_a_connection_that_always_damages_only_fails_the_lease(
     receiver.open("lease", range(NUM_BLOCKS))
     damage(MAX_ATTEMPTS)
     sender.push(receiver.peer, "lease", range(NUM_BLOCKS))
-    assert sender.wait_lease("lease") == Failed("lease", Refusal.CHECKSUM_MISMATCH)
+    assert sender.wait_lease("lease") == Failed("lease", PieceRefusal.CHECKSUM_MISMATCH)
     assert receiver.receiver.poll() == []
     receiver.open("next", [60])
     sender.push(receiver.peer, "next", [3])
@@ -274,7 +274,7 @@ def test_an_announced_checksum_must_come(closing: Closing) -> None:
     for sequence, checksum in enumerate((None, bytes(8)), 1):
         raw.send(Piece(sequence, "lease", 0, 1, runs((0, 0, 1)), True, checksum, attempt=sequence))
         raw.send_bytes(bytes(BLOCK) + GOOD)
-        assert raw.ack() == Ack(sequence, Refusal.CHECKSUM_MISMATCH, again=True)
+        assert raw.ack() == Ack(sequence, PieceRefusal.CHECKSUM_MISMATCH, again=True)
     assert receiver.receiver.poll() == []
 
 
@@ -292,7 +292,7 @@ def test_a_damaged_piece_of_a_closed_lease_does_not_count(
 
     monkeypatch.setattr(kvtransfer.streams.connection, "piece_checksum", closing_checksum)
     sender.push(receiver.peer, "lease", [5])
-    assert sender.wait_lease("lease") == Failed("lease", Refusal.UNKNOWN_LEASE)
+    assert sender.wait_lease("lease") == Failed("lease", PieceRefusal.UNKNOWN_LEASE)
     assert receiver.receiver.poll() == []
 
 
@@ -446,7 +446,7 @@ def test_a_piece_about_to_be_sent_again_is_dropped_by_an_abort(
         failed(link, kind, transport)
 
     monkeypatch.setattr(Link, "_failed", abort_first)
-    raw.send(Ack(piece.sequence, Refusal.CHECKSUM_MISMATCH, again=True))
+    raw.send(Ack(piece.sequence, PieceRefusal.CHECKSUM_MISMATCH, again=True))
     assert begun.wait(5)
     aborting.join(5)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvtransfer.blocks import codec
 from kvtransfer.blocks.codec import SLICE_BYTES, Codec, slices
 from kvtransfer.interface import Completed
-from kvtransfer.messages import GOOD, SPOILED, Ack, Piece, Refusal
+from kvtransfer.messages import GOOD, SPOILED, Ack, Piece, PieceRefusal
 from kvtransfer.streams import coding
 from kvtransfer.streams.coding import MEASURED_BYTES, WireCoding
 from kvtransfer.streams.pieces import QueuedPiece
@@ -260,7 +260,7 @@ def test_an_abort_ends_a_coded_piece_before_its_next_slice(
 @pytest.mark.parametrize(
     ("payload", "ack"),
     [
-        (b"\x64\0\0\0" + b"\x79" * 100 + GOOD, Ack(1, Refusal.CHECKSUM_MISMATCH, again=True)),
+        (b"\x64\0\0\0" + b"\x79" * 100 + GOOD, Ack(1, PieceRefusal.CHECKSUM_MISMATCH, again=True)),
         (bytes(4), None),
         ((3073).to_bytes(4, "little"), None),
         (b"\x64\0\0\0" + b"\x79" * 100 + b"more", None),

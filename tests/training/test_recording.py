@@ -19,7 +19,7 @@ from tests.speculation.tiny_trained import VOCAB_SIZE, write_tiny_model
 from tests.training.recorded import continued, hidden_states
 from training.data import read_prompts
 from training.heads.contract import Target
-from training.recording import Piece, Recorded, Recording, answer, check_room
+from training.recording import Recorded, Recording, SourceText, answer, check_room
 
 WIDTH = 4
 
@@ -35,7 +35,7 @@ def test_answers_and_hidden_states_are_the_models(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     target = Target("tiny", model, torch.zeros(VOCAB_SIZE))
     prompts = [[5, 6, 7], list(range(20, 60)), [9]]
-    pieces = [Piece(prompt, 12, ignores_end=True) for prompt in prompts] + [Piece([3, 4, 5])]
+    pieces = [SourceText(prompt, 12, ignores_end=True) for prompt in prompts] + [SourceText([3, 4, 5])]
     found = dict(answer(str(folder), "cpu", (1, 2), list(enumerate(pieces))))
     for number, prompt in enumerate(prompts):
         whole = continued(target, torch.tensor([prompt]), 12)
@@ -56,7 +56,7 @@ def texts(first: int = 0) -> Iterator[tuple[int, Recorded]]:
 def test_answers_may_take_any_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_year = time.monotonic() + 3e7
     monkeypatch.setattr(time, "monotonic", lambda: in_a_year)
-    ((_, text),) = answer(str(folder), "cpu", (1,), [(0, Piece([5, 6, 7], 4, ignores_end=True))])
+    ((_, text),) = answer(str(folder), "cpu", (1,), [(0, SourceText([5, 6, 7], 4, ignores_end=True))])
     assert len(text.token_ids) == 6
 
 
@@ -94,9 +94,9 @@ def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     recording.add(texts(), ignore)
     assert recording.numbers == {0, 1}
     assert recording.is_full
-    check_room(tmp_path, [Piece([1], 10**9)], 1000, most_bytes=1000)
+    check_room(tmp_path, [SourceText([1], 10**9)], 1000, most_bytes=1000)
     with pytest.raises(ConfigError, match=r"--recording: .* GiB free\. Give less data"):
-        check_room(tmp_path, [Piece([1], 10**9)], 10**6, most_bytes=2**60)
+        check_room(tmp_path, [SourceText([1], 10**9)], 10**6, most_bytes=2**60)
 
 
 @pytest.mark.parametrize(

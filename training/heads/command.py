@@ -34,7 +34,7 @@ from training.heads.eagle import build_eagle3, captured_layers
 from training.heads.medusa import build_medusa
 from training.heads.mtp import build_mtp
 from training.loop import FinishedStep, Schedule, Trainer
-from training.recording import LONGEST_PIECE, Device, Piece, Recording, answer, check_room, digest
+from training.recording import LONGEST_PIECE, Device, Recording, SourceText, answer, check_room, digest
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,9 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     return rates
 
 
-def _pieces(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
+def _pieces(
+    options: TrainOptions, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[SourceText], list[SourceText]]:
     """Return the pieces to train on and the pieces to measure on, from another file or a part of the same."""
     if (options.data is None) == (options.prompts is None):
         raise ConfigError("--data or --prompts: give one of them")
@@ -168,14 +170,14 @@ def _pieces(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[
     measured = spread_windows(held_out, options.length, options.held_out_windows, "held-out text")
     prompts = measured[:, : max(1, min(options.length, longest) - CONTINUED_TOKENS)].tolist()
     return (
-        [Piece(part.tolist()) for part in stream.split(longest)],
-        [Piece(prompt, CONTINUED_TOKENS, ignores_end=True) for prompt in prompts],
+        [SourceText(part.tolist()) for part in stream.split(longest)],
+        [SourceText(prompt, CONTINUED_TOKENS, ignores_end=True) for prompt in prompts],
     )
 
 
 def _answered(
     options: TrainOptions, path: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Piece], list[Piece]]:
+) -> tuple[list[SourceText], list[SourceText]]:
     prompts = read_prompts(path, "--prompts", tokenizer)
     most = options.held_out_windows
     if options.held_out is not None:
@@ -190,8 +192,8 @@ def _answered(
                 f"--prompts: a prompt of {len(prompt)} tokens and --answer-tokens {options.answer_tokens} "
                 f"exceed the model's {_positions(options)} tokens"
             )
-    training = [Piece(prompt, options.answer_tokens) for prompt in prompts]
-    return training, [Piece(prompt, options.answer_tokens) for prompt in held_out]
+    training = [SourceText(prompt, options.answer_tokens) for prompt in prompts]
+    return training, [SourceText(prompt, options.answer_tokens) for prompt in held_out]
 
 
 def _positions(options: TrainOptions) -> int:
@@ -206,7 +208,7 @@ def _recording_folder(options: TrainOptions) -> Path:
     return options.recording or options.output / "recording"
 
 
-def _record(options: TrainOptions, name: str, pieces: list[Piece], console: Console) -> Recording:
+def _record(options: TrainOptions, name: str, pieces: list[SourceText], console: Console) -> Recording:
     """Return the recording of the pieces, after recording the missing ones."""
     config, folder = _text_config(options), _recording_folder(options) / name
     layers = (*METHODS[options.method].captured(config.num_hidden_layers), config.num_hidden_layers)

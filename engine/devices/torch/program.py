@@ -15,7 +15,7 @@ from engine.devices.torch.runner import TorchForward
 from engine.devices.torch.transformers_hook import paged_attention
 from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import RecurrentLayer
-from engine.model.program import Attention, Entry, Layer, ModelProgram, Norm, Rotation
+from engine.model.program import Attention, HeadInput, Layer, ModelProgram, Norm, Rotation
 
 _Turns = tuple[Tensor, Tensor] | None
 """Cosines and sines of rows [rows, rotated dims]; None if heads are not rotated."""
@@ -142,7 +142,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         return self._attend_rows(query, key, value, layer, scale, window, 0.0)
 
 
-def _enter(entry: Entry, embeddings: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:
+def _enter(entry: HeadInput, embeddings: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return the mixers' input, or None if it is the norm of the residual, and the residual."""
     normed = before if entry.hidden_norm is None else apply_norm(entry.hidden_norm, before)
     token = embeddings if entry.token_norm is None else apply_norm(entry.token_norm, embeddings)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.devices.cuda import adapters as beside
 from engine.devices.cuda.adapters import AdaptedProduct
-from engine.lora.files import LinearShape, Product
+from engine.lora.files import LinearShape, LowRankProduct
 from engine.lora.table import Adapters, place, table_of
 
 CPU = torch.device("cpu")
@@ -60,9 +60,9 @@ class Side:
         return expected
 
 
-def random_product(shape: LinearShape, rank: int) -> Product:
+def random_product(shape: LinearShape, rank: int) -> LowRankProduct:
     down = torch.randn(rank, shape.inputs) / shape.inputs**0.5
-    return Product(down, torch.randn(shape.outputs, rank) / rank**0.5)
+    return LowRankProduct(down, torch.randn(shape.outputs, rank) / rank**0.5)
 
 
 RANKS = [{"q": 4, "k": 16, "v": 1}, {"q": 33, "v": 64}, {"other": 4}, dict.fromkeys(WIDE, 8)]

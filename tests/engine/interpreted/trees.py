@@ -18,7 +18,7 @@ from engine.copies import Downloader, upload_to
 from engine.step.draft import Draft, LateTrees
 from speculation import tree_growth
 from speculation.chains import DraftRows
-from speculation.tree_growth import Level, State, TreeGrowth
+from speculation.tree_growth import GrowthState, Level, TreeGrowth
 from tests.speculation.host_trees import Path, best_after, extend, grow_trees
 
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def late_drafts(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
 def test_rows_of_several_trees() -> None:
     """They follow one another, and so do the hidden states of their parents."""
     count, width = 150, 3
-    state, rng = State.of(count, 4, width, CPU), random.Random(3)
+    state, rng = GrowthState.of(count, 4, width, CPU), random.Random(3)
     counts = [rng.randrange(width + 1) for _ in range(count)]
     state.runs.copy_(torch.tensor([[each + 1, each] for each in counts]))
     state.nodes.copy_(torch.arange(state.nodes.numel()).view(state.nodes.shape))

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3MoeConfig
 
 from engine.linear.experts import (
-    Experts,
+    ExpertsModule,
     RoutedLinear,
     RoutedQuantizedLinear,
     join_experts,
@@ -50,7 +50,7 @@ def experts_of(model: PreTrainedModel) -> nn.Module:
     return model.model.layers[0].mlp.experts
 
 
-def packed(name: str, format: CodeFormat | None) -> tuple[nn.Module, Experts]:
+def packed(name: str, format: CodeFormat | None) -> tuple[nn.Module, ExpertsModule]:
     """Return the experts computed by Transformers in float32 with rounded weights, and ours."""
     plain, model = make_model(name), make_model(name)
     if format is None:
@@ -65,7 +65,7 @@ def packed(name: str, format: CodeFormat | None) -> tuple[nn.Module, Experts]:
         pack_quantized_linears(model)
         join_experts(model)
     ours = experts_of(model)
-    assert isinstance(ours, Experts)
+    assert isinstance(ours, ExpertsModule)
     return experts_of(plain).float(), ours
 
 

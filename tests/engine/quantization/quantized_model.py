@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.linear.experts import RoutedQuantizedLinear
 from engine.quantization.awq import Awq
-from engine.quantization.checkpoint import Layout, fp8_layout, int8_layout
+from engine.quantization.checkpoint import WeightLayout, fp8_layout, int8_layout
 from engine.quantization.compressed_tensors import CompressedTensors, Scheme
 from engine.quantization.fp8 import Fp8
 from engine.quantization.gptq import Gptq
@@ -23,7 +23,7 @@ from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, Quant
 GROUP = 32
 VOCAB_SIZE = 300
 
-LAYOUTS: dict[str, tuple[Layout, CodeFormat, int | None]] = {
+LAYOUTS: dict[str, tuple[WeightLayout, CodeFormat, int | None]] = {
     "awq": (Awq(GROUP), CodeFormat.INT4, GROUP),
     "gptq": (Gptq(4, GROUP, desc_act=True), CodeFormat.INT4, GROUP),
     "gptq_int8": (Gptq(8, -1), CodeFormat.INT8, None),

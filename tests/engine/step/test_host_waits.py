@@ -22,7 +22,7 @@ from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.runner import CudaRunner
-from engine.devices.loaded_model import LoadedModel, Recurrent
+from engine.devices.loaded_model import LoadedModel, RecurrentLayers
 from engine.devices.step_runner import Forward
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.recurrent_hooks import hook
@@ -163,7 +163,9 @@ def hybrid() -> LoadedModel:
     group = Group.uniform(TARGET, Segment(3, 2, 16, torch.bfloat16))
     hooks = hook(model)
     assert hooks is not None
-    return LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(hooks, state))
+    return LoadedModel(
+        model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=RecurrentLayers(hooks, state)
+    )
 
 
 def hybrid_pool(loaded: LoadedModel) -> KVPool:

@@ -195,7 +195,7 @@ class Decoder : Work {
     }
 
     // Fills `x` and `normed` for the head's layer, with room in `normed` for the rows with logits.
-    void enter(const Entry& entry, const Rows& rows) {
+    void enter(const HeadInput& entry, const Rows& rows) {
         const int64_t n = rows.count, hidden = m.hidden;
         normed.resize(std::max(2 * n, rows.num_logits) * hidden);
         each_row(n, [&](int64_t r) {
@@ -322,7 +322,7 @@ class Decoder : Work {
 extern "C" {
 
 extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Recurrent), sizeof(Latent), sizeof(ExpertWeights),
-                                       sizeof(Experts), sizeof(Layer),     sizeof(Entry),  sizeof(Model),
+                                       sizeof(Experts), sizeof(Layer),     sizeof(HeadInput), sizeof(Model),
                                        sizeof(Rows),    sizeof(Batch),     sizeof(Draft)};
 
 void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.devices.cpu.decoder.native_model import (
-    EntryArgs,
     ExpertsArgs,
     ExpertWeightsArgs,
+    HeadInputArgs,
     LatentArgs,
     LayerArgs,
     LayerPaths,
@@ -28,8 +28,8 @@ from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.model.program import (
     Activation,
     Attention,
-    Entry,
     Experts,
+    HeadInput,
     LatentAttention,
     Layer,
     Mixer,
@@ -272,9 +272,9 @@ class Description(NativeModel):
         address = self.keep_experts(first)
         return ExpertWeightsArgs(None, None, address, words, scales, first.in_features, outputs)
 
-    def _entry_args(self, entry: Entry) -> EntryArgs:
+    def _entry_args(self, entry: HeadInput) -> HeadInputArgs:
         token_ids = None if entry.token_ids is None else self.hold(entry.token_ids)
-        args = EntryArgs(
+        args = HeadInputArgs(
             token_norm=self._norm(entry.token_norm),
             hidden_norm=self._norm(entry.hidden_norm),
             normed_goes_on=entry.normed_goes_on,

@@ -78,7 +78,7 @@ class LayerArgs(Structure):
     )
 
 
-class EntryArgs(Structure):
+class HeadInputArgs(Structure):
     _fields_ = (
         ("token_norm", c_void_p),
         ("hidden_norm", c_void_p),

@@ -100,7 +100,7 @@ struct Layer {
 // The input of a one-layer draft head: a token's embedding and the previous hidden state, both normed except in
 // EAGLE-1. They are concatenated for the layer's products, and the hidden state is the residual (EAGLE-3); or the
 // product `joint` makes one vector of the two.
-struct Entry {
+struct HeadInput {
     const Value *token_norm, *hidden_norm;  // null: not normed
     Weights joint, mixing;             // `mixing` makes the head's hidden states from the target's; null: equal
     int64_t normed_goes_on, feeds_normed;  // whether the residual, and the next row's hidden state, is the normed one
@@ -128,8 +128,8 @@ struct Model {
     BeginAttention begin;
     Attend attend;
     Parallel parallel;
-    const Entry* entry;  // null for a whole model
-    Gather gather;       // for a rank; does nothing once a rank is lost
+    const HeadInput* entry;  // null for a whole model
+    Gather gather;           // for a rank; does nothing once a rank is lost
     void* ranks;
     Adapt<Value> adapt;
     const LayerStateSlots* state_slots;  // for each recurrent layer; null without any
