@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from engine.kv.block_manager import BlockManager
 from engine.kv.pool import KVPool
-from engine.kv.sequence_blocks import RecurrentState
 from engine.kv.state_slots import StateSlots
+from engine.kv.store_blocks import RecurrentState
 from engine.step.sequence import SequenceState
 
 
