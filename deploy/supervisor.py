@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +11,15 @@ from signal import SIGKILL
 from typing import Any
 
 import msgspec
-import psutil
 import ray
 from ray.exceptions import RayError
 
-from deploy.actors import CONCURRENCY, WorkerActor
 from deploy.placing import Placing
 from deploy.ray_cluster import RayCluster
-from deploy.resources import plan_workers, thread_environment
+from deploy.resources import plan_workers
 from deploy.routers.pool import Routers
 from deploy.scaling import rescale, room, wanted_bundles
+from deploy.slot_actors import STOP_GRACE_S, Actors
 from deploy.slots import Slot, let_go, make_slots, slot_of
 from deploy.starts import REMIND_S, StartFault, StartWatch
 from deploy.template.client import WorkerExit
@@ -37,18 +34,8 @@ from worker.launch import Launch
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25
-STOP_GRACE_S = 5.0
-ACTOR_TIMEOUT_S = 2.0
-"""The time after which an actor that does not answer is killed, too."""
-
 MAX_FAILED_STARTS = 5
 """Failures in a row after which requests no longer wait for a worker. It is still restarted."""
-
-
-_Actor = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(WorkerActor)
-"""The remote class, made once. Its actors have no names unless they need them: Ray then starts them without
-waiting for its control store, which may have died.
-"""
 
 
 class StartUpError(TandemError):
@@ -72,7 +59,6 @@ class Supervisor:
         self._cluster = cluster
         self._config = replace(config, api_key=None)
         """The workers' configuration, without API keys since Ray transports it."""
-        self._forks = config.forks_workers
         # Ranks wait for each other at every product, so they must not lend cores.
         self._shares_cores = config.worker_threads is None and not config.has_ranks
         self._reminded = 0.0
@@ -82,6 +68,7 @@ class Supervisor:
         self._announced = False
         self._slots = make_slots(config)
         self._placing = Placing(config, cluster, self._slots)
+        self._actors = Actors(config, cluster, self._placing)
         self._starts = StartWatch(config, cluster.is_local, lambda: router.replaced("template"))
         self._no_room_until: dict[str, float] = {}
         """The time until which a role has no room for more workers, after one of its workers was given up."""
@@ -103,7 +90,7 @@ class Supervisor:
             self._router.expect({}, {})
             if not self._cluster.has_died:
                 self._cluster.ask_for([])
-                self._end_all()
+                self._actors.end_all(self._slots)
 
     # --- for the router's thread ------------------------------------------------------------------
 
@@ -172,23 +159,9 @@ class Supervisor:
         self._router.gave_up(slot.worker_id, reason)
 
     def _forget(self, slot: Slot) -> None:
-        self._end_actor(slot)
+        self._actors.end(slot)
         self._slots.remove(slot)
         self._set_expected()
-
-    def _make_actor(self, slot: Slot) -> None:
-        environment = thread_environment(slot.config.worker_threads or 1)
-        slot.actor = _Actor.options(
-            name=None if self._forks else f"{slot.worker_id}-{slot.incarnation}",
-            runtime_env={} if self._forks or self._cluster.is_local else {"env_vars": environment},
-            **self._placing.hold(slot, slot.gpus),
-        ).remote(
-            self._cluster.namespace,
-            environment,
-            not self._cluster.is_local,
-            os.getpid() if self._cluster.is_local else 0,
-        )
-        slot.process, slot.seen, slot.look, slot.num_replaced = None, None, None, 0
 
     def _start(self, slot: Slot) -> None:
         slot.incarnation = new_incarnation()
@@ -199,7 +172,7 @@ class Supervisor:
             slot.gpus = gpus * self._config.num_ranks(slot.role)
             if not self._cluster.is_local and slot.config.worker_host is None:
                 slot.config = replace(slot.config, worker_host=slot.node.address)
-            self._make_actor(slot)
+            self._actors.make(slot)
         launch = Launch(
             role=slot.role,
             worker_id=slot.worker_id,
@@ -215,22 +188,16 @@ class Supervisor:
         slot.ping = None
         self._starts.begin(slot, slot.started)
 
-    def _outlives_actor(self, slot: Slot) -> bool:
-        """Return whether the worker may continue with another actor. If its host has several GPUs, Ray might
-        assign that actor another GPU than the worker's.
-        """
-        return self._forks and self._cluster.is_local and slot.node is not None and slot.node.gpus <= 1
-
     def _adopt(self, slot: Slot, reason: str) -> None:
         """Give a serving worker another actor. Restart workers that don't serve or can't outlive actors."""
         self._router.replaced("actor")
         slot.actor = slot.ended = None
-        if slot.ready_since is None or not self._outlives_actor(slot):
-            self._end_actor(slot)
+        if slot.ready_since is None or not self._actors.may_replace(slot):
+            self._actors.end(slot)
             self._on_ended(slot, reason, vanished=True, by_host=True)
             return
         log.error("worker %s continues with another actor: %s", slot.worker_id, reason)
-        self._make_actor(slot)
+        self._actors.make(slot)
         slot.ended = slot.actor.adopt.remote(slot.worker_id, self._config.start_timeout)
         self._starts.begin(slot, time.monotonic())
 
@@ -276,7 +243,7 @@ class Supervisor:
         for slot in [slot for slot in self._slots if self._placing.has_lost(slot)]:
             assert slot.node is not None
             reason = f"its node {slot.node.address} is gone"
-            self._end_actor(slot)
+            self._actors.end(slot)
             self._on_ended(slot, reason, vanished=True, by_host=True)
 
     def _look_at(self, slot: Slot, now: float) -> None:
@@ -296,7 +263,7 @@ class Supervisor:
         elif slot.ready_since is not None:
             slot.dismissed_at = slot.dismissed_at or now
             if now - slot.dismissed_at > STOP_GRACE_S:
-                self._kill(slot)
+                self._actors.kill(slot)
                 self._on_ended(slot, "it did not end when it was drained")
         elif (fault := self._starts.judge(slot, now)) is not None:
             self._end_start(slot, fault, now)
@@ -306,9 +273,9 @@ class Supervisor:
         if fault.by_actor:
             self._router.replaced("actor")
             slot.ping = slot.look
-        self._kill(slot)
+        self._actors.kill(slot)
         if fault.is_over:
-            self._end_actor(slot)
+            self._actors.end(slot)
         waited_s = now - (self._began if slot.added_at is None else slot.added_at)
         by_host = not fault.is_over and waited_s < self._config.start_timeout
         self._on_ended(slot, fault.reason, by_host=by_host)
@@ -321,7 +288,7 @@ class Supervisor:
         if slot.ping is None:
             slot.ping = slot.actor.look.remote()
         if silence_s > 2 * self._config.worker_timeout:
-            self._kill(slot)
+            self._actors.kill(slot)
             self._on_ended(slot, f"it sent nothing for {silence_s:.1f} s")
 
     def _on_exit(self, slot: Slot, ref: Any) -> None:
@@ -331,14 +298,14 @@ class Supervisor:
             end: WorkerExit = ray.get(ref)
         except RayError as error:
             end = WorkerExit(f"its process died, killed or out of memory ({type(error).__name__})", SIGKILL)
-            if self._outlives_actor(slot) and slot.seen is not None:
+            if self._actors.may_replace(slot) and slot.seen is not None:
                 self._adopt(slot, f"its actor died ({type(error).__name__})")
                 return
             self._placing.look_at_once(time.monotonic())
             by_host = self._placing.has_lost(slot)
-            self._end_actor(slot)
-        if not self._forks:
-            self._end_actor(slot)
+            self._actors.end(slot)
+        if not self._config.forks_workers:
+            self._actors.end(slot)
         self._on_ended(slot, end.reason or "it ended", vanished=end.was_killed, by_host=by_host)
 
     def _on_ended(self, slot: Slot, reason: str, vanished: bool = False, by_host: bool = False) -> None:
@@ -371,7 +338,7 @@ class Supervisor:
         """End leaving workers that do not serve yet, so they have nothing to drain."""
         for slot in [slot for slot in self._slots if slot.leaves and slot.ready_since is None]:
             if slot.ended is not None:
-                self._kill(slot)
+                self._actors.kill(slot)
             self._router.mark_dead(slot.worker_id, slot.incarnation, "it is not wanted any more")
             self._router.gave_up(slot.worker_id, "it is not wanted any more")
             self._forget(slot)
@@ -389,43 +356,3 @@ class Supervisor:
         if expected != self._expected:
             self._expected = expected
             self._router.expect(*expected)
-
-    def _kill(self, slot: Slot) -> None:
-        """Kill the worker, even if it is stopped and reads no message."""
-        answers = slot.ping is None or bool(ray.wait([slot.ping], timeout=0)[0])
-        if self._forks and slot.actor is not None and answers:
-            with contextlib.suppress(RayError):
-                ray.get(slot.actor.kill.remote(), timeout=ACTOR_TIMEOUT_S)
-                return
-        if slot.node is not None:
-            self._placing.distrust(slot.node, time.monotonic())
-            log.warning("nothing answers on node %s", slot.node.address)
-        self._end_actor(slot)
-        if slot.process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                slot.process.kill()
-
-    def _end_actor(self, slot: Slot) -> None:
-        """End the actor's process through Ray. A worker that still runs ends when the next one starts."""
-        actor, slot.actor, slot.ended = slot.actor, None, None
-        with contextlib.suppress(RayError):
-            if actor is not None:
-                ray.kill(actor)
-        with contextlib.suppress(RayError):
-            self._placing.free(slot)
-
-    # --- the end ----------------------------------------------------------------------------------
-
-    def _end_all(self) -> None:
-        """Let every worker end by itself, then kill the slow ones, which Ray logs as dead workers."""
-        running = [slot for slot in self._slots if slot.ended is not None]
-        for slot in running:
-            with contextlib.suppress(RayError):
-                slot.actor.stop.remote()
-        waited = [slot.ended for slot in running]
-        ended = ray.wait(waited, num_returns=len(waited), timeout=STOP_GRACE_S)[0] if waited else []
-        for slot in running:
-            if slot.ended not in ended:
-                self._kill(slot)
-        for slot in self._slots:
-            self._end_actor(slot)

@@ -104,8 +104,9 @@ def test_a_worker_removed_before_it_served_never_counts_as_ready() -> None:
 def starting() -> tuple[Any, Any, list[str]]:
     """Make a supervisor and a worker that it starts for the first time, with records of its actions."""
     supervisor, done = supervisor_of_two([]), []
-    supervisor._kill = lambda slot: done.append("killed")
-    supervisor._end_actor = lambda slot: done.append("actor ended")
+    supervisor._actors = SimpleNamespace(
+        kill=lambda slot: done.append("killed"), end=lambda slot: done.append("actor ended")
+    )
     supervisor._router.mark_dead = lambda *worker: None
     supervisor._router.replaced = done.append
     slot = supervisor._slots[0]
