@@ -61,7 +61,7 @@ class DraftOrder:
     def key(self) -> DraftKey:
         return DraftKey(self.remote.request_id, self.epoch)
 
-    def news(self, now: float) -> DraftUpdate | None:
+    def update(self, now: float) -> DraftUpdate | None:
         """Return the next update for the draft worker, or None. A returned update counts as sent."""
         sequence, wanted = self.remote.sequence, self.remote.num_wanted
         if now < self.refused_until or not (wanted or self.num_wanted):
@@ -178,9 +178,9 @@ class DraftClient:
             if not remote.granted:
                 return
             order = self._orders[remote.request_id] = DraftOrder(remote, next(self._epochs))
-        if (news := order.news(now)) is not None:
-            line.updates.append(news)
-            line.num_tokens += len(news.token_ids)
+        if (update := order.update(now)) is not None:
+            line.updates.append(update)
+            line.num_tokens += len(update.token_ids)
 
     def _tell(self, line: _DraftConnection, now: float) -> None:
         line.ask_at = now + ASK_AGAIN_S

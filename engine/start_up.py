@@ -78,7 +78,7 @@ def _kept(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
 def _why_whole(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
     """Return why layers with a sliding window keep all tokens; "" if there are no such layers."""
     group, longest = loaded.kv_group, loaded.max_model_len
-    if not any(0 < sight < longest for sight in group.sights):
+    if not any(0 < window < longest for window in group.layer_windows):
         return ""
     if pool.state_slots is not None:
         return "states of recurrent layers are behind the last token"

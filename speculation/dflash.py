@@ -65,7 +65,7 @@ class DFlashDrafter(DraftKvDrafter):
             draft.layers,
             draft.max_positions,
             loaded,
-            BlockBackend(kind, layers, draft.sights),
+            BlockBackend(kind, layers, draft.layer_windows),
         )
         self._vocab_size, self._block_size = loaded.vocab_size, pool.block_size
 
@@ -132,25 +132,28 @@ class DFlashDrafter(DraftKvDrafter):
 
 
 class BlockBackend(TablesBackend):
-    """Attention over the layers of one pool, each with its sight. None: rows are causal. Otherwise a row sees
-    all later rows and, up to and including itself, as many tokens as its sight (0: all).
+    """Attention over the layers of one pool, each with its window. None: rows are causal. Otherwise a row
+    sees all later rows and, up to and including itself, as many tokens as its window (0: all).
     """
 
     is_causal = False
 
     def __init__(
-        self, backend: type[AttentionBackend], layers: Sequence[LayerKv], sights: Sequence[int | None]
+        self, backend: type[AttentionBackend], layers: Sequence[LayerKv], layer_windows: Sequence[int | None]
     ) -> None:
-        self._sights = list(dict.fromkeys(sights))
-        super().__init__([backend(layers) for _ in self._sights], list(map(self._sights.index, sights)))
+        self._layer_windows = list(dict.fromkeys(layer_windows))
+        super().__init__(
+            [backend(layers) for _ in self._layer_windows],
+            list(map(self._layer_windows.index, layer_windows)),
+        )
         self.num_tables, self.can_capture = 1, False
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        for sight, backend in zip(self._sights, self.backends, strict=True):
-            backend.begin_step(metadata if sight is None else _whole(metadata, sight))
+        for window, backend in zip(self._layer_windows, self.backends, strict=True):
+            backend.begin_step(metadata if window is None else _whole(metadata, window))
 
 
-def _whole(metadata: AttentionMetadata, sight: int) -> AttentionMetadata:
+def _whole(metadata: AttentionMetadata, window: int) -> AttentionMetadata:
     """Make each row a sequence of its own with the keys of all rows."""
     starts = metadata.query_start.long()
     counts = starts.diff()
@@ -160,9 +163,9 @@ def _whole(metadata: AttentionMetadata, sight: int) -> AttentionMetadata:
     first_key = torch.zeros_like(context_len)
     if metadata.first_key is not None:
         first_key = metadata.first_key[owners]
-    if sight:
+    if window:
         places = context_len - counts[owners] + rows - starts[owners]
-        first_key = first_key.maximum(places + 1 - sight).int()
+        first_key = first_key.maximum(places + 1 - window).int()
     return replace(
         metadata,
         query_start=torch.arange(len(owners) + 1, dtype=torch.int32, device=counts.device),

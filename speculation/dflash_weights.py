@@ -48,14 +48,14 @@ class BlockDraft:
     draft.
 
     `layers` are Qwen3's; `complete` gives them an embedding and an LM head. `context` makes their keys and
-    values of the target's `hidden_layers`; `sights` limits what their rows see (`BlockBackend`). `lm_head` is
-    None if the target's serves, `draft_ids` if all can be drafted.
+    values of the target's `hidden_layers`; `layer_windows` limits what their rows see (`BlockBackend`).
+    `lm_head` is None if the target's serves, `draft_ids` if all can be drafted.
     """
 
     layers: Qwen3ForCausalLM
     context: Context
     hidden_layers: tuple[int, ...]
-    sights: tuple[int | None, ...]
+    layer_windows: tuple[int | None, ...]
     block_size: int
     mask_token_id: int
     max_positions: int
@@ -100,8 +100,10 @@ def load_dflash(model: str, target: LoadedModel) -> BlockDraft:
         raise checkpoint.error("hidden_size", f"must be the model's {width}, got {layer['hidden_size']}")
     hidden_layers = _hidden_layers(checkpoint, fields, theirs.num_hidden_layers)
     windows = _windows(checkpoint, layer)
-    sights = _sights(checkpoint, fields, windows)
-    causal = [window if sight is None else 0 for window, sight in zip(windows, sights, strict=True)]
+    layer_windows = _layer_windows(checkpoint, fields, windows)
+    causal = [
+        window if visible is None else 0 for window, visible in zip(windows, layer_windows, strict=True)
+    ]
     own = _layer_config(checkpoint, layer, theirs, causal)
     layers, fc, norm = _read_layers(checkpoint, own, len(hidden_layers) * width, target)
     draft_ids = draft_ids_of(checkpoint, config.get("draft_vocab_size"), target)
@@ -109,7 +111,7 @@ def load_dflash(model: str, target: LoadedModel) -> BlockDraft:
         layers=layers,
         context=Context(fc, norm, layers.model.layers, own.rms_norm_eps),
         hidden_layers=hidden_layers,
-        sights=sights,
+        layer_windows=layer_windows,
         block_size=number(checkpoint, fields, "block_size", least=2),
         mask_token_id=_mask(checkpoint, fields, target),
         max_positions=max(layer.get("max_position_embeddings") or 0, target.max_model_len),
@@ -152,10 +154,12 @@ def _windows(checkpoint: Checkpoint, layer: Mapping[str, Any]) -> list[int]:
     return [number(checkpoint, layer, "sliding_window") if each else 0 for each in slides]
 
 
-def _sights(
+def _layer_windows(
     checkpoint: Checkpoint, fields: Mapping[str, Any], windows: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """Return each layer's sight: layers with a window attend causally unless the config says otherwise."""
+    """Return the windows of layers that are not causal, None for the others: layers with a window are causal
+    unless the config says otherwise.
+    """
     causal = fields.get("is_causal", fields.get("causal"))
     if causal not in (None, True, False):
         raise checkpoint.error("is_causal", f"must be true or false, got {causal!r}")

@@ -82,7 +82,7 @@ class DraftModel(Drafter):
             self.state_layout = self._loaded.recurrent.state.with_drafts(default_drafted(options))
         self._vocab_size = target.vocab_size
         self.kv_group = replace(self._loaded.kv_group, name=DRAFT)
-        self._sight = max(self.kv_group.sights)
+        self._window = max(self.kv_group.layer_windows)
         self._computed: dict[str, int] = {}
         """Leading places with the draft model's KV, and in its state if it has one, by request id."""
         self._state_slots: DraftStateSlots | None = None
@@ -171,7 +171,7 @@ class DraftModel(Drafter):
     def _rows(self, sequence: SequenceState, start: int, end: int) -> SequenceRows:
         """Return a sequence's own rows. Rows that lag must not see keys that the target has dropped."""
         held = sequence.held
-        first_key = held.first_kept if start + 1 - self._sight < held.first_kept else 0
+        first_key = held.first_kept if start + 1 - self._window < held.first_kept else 0
         tokens, state_slot = sequence.token_ids[start:end], self._state_slot(sequence)
         return SequenceRows(tokens, start, held.blocks, first_key=first_key, state_slot=state_slot)
 

@@ -98,7 +98,7 @@ def _joined(groups: Sequence[Group]) -> Group:
         name=DRAFT,
         segments=tuple(replace(each, num_layers=each.num_layers * len(groups)) for each in first.segments),
         layers=tuple(layers),
-        sights=tuple(sight for group in groups for sight in group.sights),
+        layer_windows=tuple(window for group in groups for window in group.layer_windows),
     )
 
 

@@ -52,24 +52,24 @@ class MultiStepSpeculator(Speculator):
         """Draft further tokens for requests that got a token in this step and want more."""
         if self._chain is None:
             return
-        wishes: list[tuple[int, SequenceState, Outcome]] = []
+        drafting: list[tuple[int, SequenceState, Outcome]] = []
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             if outcome.verdict is None or sequence.stage is not SequenceStage.RUNNING:
                 continue
             wanted = (sequence.hold_at or 0) - len(sequence.token_ids)
             count = min(AT_ONCE - 1, wanted)
             if self._has_room(sequence, count):
-                wishes.append((count, sequence, outcome))
-        if not wishes:
+                drafting.append((count, sequence, outcome))
+        if not drafting:
             return
-        wishes.sort(key=lambda wish: -wish[0])
-        counts, sequences = [wish[0] for wish in wishes], [wish[1] for wish in wishes]
+        drafting.sort(key=lambda each: -each[0])
+        counts, sequences = [each[0] for each in drafting], [each[1] for each in drafting]
         rows = [
             SequenceRows(each.token_ids[each.num_computed :], each.num_computed, each.held.blocks)
             for each in sequences
         ]
         drafts = self._chain.draft(sequences, rows, counts)
-        for (count, sequence, outcome), draft in zip(wishes, drafts, strict=True):
+        for (count, sequence, outcome), draft in zip(drafting, drafts, strict=True):
             for token_id in draft.token_ids:
                 sequence.append(token_id)
             sequence.num_computed += count

@@ -34,7 +34,7 @@ MOST_STALLED = 32
 """Number of stalled reads, whose threads cannot be ended, from which on no new read begins."""
 
 _REQUEST, _NAME = "request", "name"
-"""The two kinds of keys in `AdapterLoads._wishes`: a request waits for an adapter, or a name gets one."""
+"""The two kinds of keys in `AdapterLoads._pending`: a request waits for an adapter, or a name gets one."""
 
 Problem = tuple[ErrorKind, str]
 OnEnd = Callable[[AdapterFiles | None, Problem | None], None]
@@ -52,7 +52,7 @@ class _Read:
 
 
 @dataclass(eq=False)
-class _Wish:
+class _PendingLoad:
     """A pending load: `on_end` gets the adapter's files, if they had to be read, or the problem."""
 
     path: str
@@ -68,7 +68,7 @@ class AdapterLoads:
         self._adapters = adapters
         self._counters = counters
         self._wake = wake
-        self._wishes: dict[tuple[str, str], _Wish] = {}
+        self._pending: dict[tuple[str, str], _PendingLoad] = {}
         """The pending loads, by kind and by request id or adapter name; oldest first."""
         self._reads: dict[str, _Read] = {}
         """The reads in progress, by path."""
@@ -78,14 +78,14 @@ class AdapterLoads:
 
     def __contains__(self, request_id: str) -> bool:
         """Return whether the request waits for its adapter."""
-        return (_REQUEST, request_id) in self._wishes
+        return (_REQUEST, request_id) in self._pending
 
     def request_ids(self) -> list[str]:
         """Return the ids of the requests that wait for their adapters."""
-        return [key for kind, key in self._wishes if kind == _REQUEST]
+        return [key for kind, key in self._pending if kind == _REQUEST]
 
     def awaits(self, digest: str) -> bool:
-        return any(wish.digest == digest for wish in self._wishes.values())
+        return any(load.digest == digest for load in self._pending.values())
 
     def load(self, name: str, path: str, digest: str, on_end: Callable[[str, Problem | None], None]) -> None:
         """Load the folder's adapter, then call `on_end` with the result, unless `unload` comes first."""
@@ -102,10 +102,10 @@ class AdapterLoads:
                 problem = "invalid", str(error)
             on_end(found, problem)
 
-        self._want((_NAME, name), _Wish(path, digest, end))
+        self._want((_NAME, name), _PendingLoad(path, digest, end))
 
     def unload(self, name: str) -> None:
-        self._wishes.pop((_NAME, name), None)
+        self._pending.pop((_NAME, name), None)
         if self._adapters is not None:
             self._adapters.unload(name)
 
@@ -126,11 +126,11 @@ class AdapterLoads:
                 problem = "invalid", str(error)
             then(problem if problem is None else (problem[0], f"model: {adapter.name}: {problem[1]}"))
 
-        self._want((_REQUEST, request.request_id), _Wish(adapter.path, adapter.digest, end))
+        self._want((_REQUEST, request.request_id), _PendingLoad(adapter.path, adapter.digest, end))
 
     def abort(self, request_id: str) -> None:
         """Stop waiting for the request's adapter. Unknown ids are ignored."""
-        self._wishes.pop((_REQUEST, request_id), None)
+        self._pending.pop((_REQUEST, request_id), None)
 
     def poll(self, now: float) -> None:
         """Finish the completed reads, abandon the stalled ones and start new ones."""
@@ -146,23 +146,23 @@ class AdapterLoads:
             log.error("adapter %s: %s", read.path, _STALL)
         self._begin_reads()
 
-    def _want(self, key: tuple[str, str], wish: _Wish) -> None:
+    def _want(self, key: tuple[str, str], load: _PendingLoad) -> None:
         assert self._adapters is not None
-        if self._adapters.has(wish.digest):
-            wish.on_end(None, None)
+        if self._adapters.has(load.digest):
+            load.on_end(None, None)
             return
-        self._wishes[key] = wish
+        self._pending[key] = load
         self._begin_reads()
 
     def _begin_reads(self) -> None:
-        for key, wish in list(self._wishes.items()):
-            if wish.path in self._reads:
+        for key, load in list(self._pending.items()):
+            if load.path in self._reads:
                 continue
-            if wish.path in self._stalled or len(self._stalled) >= MOST_STALLED:
-                del self._wishes[key]
-                wish.on_end(None, ("timeout", f"{wish.path}: {_STALL}"))
+            if load.path in self._stalled or len(self._stalled) >= MOST_STALLED:
+                del self._pending[key]
+                load.on_end(None, ("timeout", f"{load.path}: {_STALL}"))
             elif len(self._reads) < READS_AT_ONCE:
-                self._reads[wish.path] = read = _Read(wish.path)
+                self._reads[load.path] = read = _Read(load.path)
                 threading.Thread(target=self._read, args=(read,), name="adapter", daemon=True).start()
 
     def _read(self, read: _Read) -> None:
@@ -179,13 +179,13 @@ class AdapterLoads:
         self._wake()
 
     def _end(self, read: _Read) -> None:
-        for key, wish in [item for item in self._wishes.items() if item[1].path == read.path]:
-            if self._wishes.pop(key, None) is None:
+        for key, load in [item for item in self._pending.items() if item[1].path == read.path]:
+            if self._pending.pop(key, None) is None:
                 continue
             if isinstance(read.result, AdapterError):
-                wish.on_end(None, ("invalid", str(read.result)))
+                load.on_end(None, ("invalid", str(read.result)))
             else:
-                wish.on_end(read.result, None)
+                load.on_end(read.result, None)
 
 
 _STALL = f"nothing came from its files for {STALL_S:g} s: the file system that they are on does not answer"

@@ -87,7 +87,7 @@ class Departure:
 
     def _end_if_free(self, leaving: Leaving) -> None:
         """End the loop if all routers have let go, except lost ones."""
-        has_let_go = [link.has_let_go for link in self._links if link.has_let_go or link.stands]
+        has_let_go = [link.has_let_go for link in self._links if link.has_let_go or link.is_connected]
         if not has_let_go or not all(has_let_go):
             return
         if leaving.role in ROLES and leaving.next_incarnation is not None:

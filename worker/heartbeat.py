@@ -131,9 +131,9 @@ class _RouterConnection:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == _CONNECTED:
-                self.lost_since, self._link.stands = None, True
+                self.lost_since, self._link.is_connected = None, True
             elif event in _LOST and self.lost_since is None:
-                self.lost_since, self._link.stands = time.monotonic(), False
+                self.lost_since, self._link.is_connected = time.monotonic(), False
 
     def beat(self, raw: bytes) -> None:
         try:

@@ -38,13 +38,13 @@ class RegistrationRefusedError(TandemError):
 class RouterLink:
     """The connection to one router, whose process may be replaced by another one.
 
-    Belongs to the loop's thread, except `stands`: the heartbeat's thread sets whether it is connected.
+    Belongs to the loop's thread, except `is_connected`: the heartbeat's thread sets whether it is connected.
     """
 
     def __init__(self, parts: WorkerParts, endpoint: str) -> None:
         self.endpoint = endpoint
         self.socket = connect_dealer(parts.context, parts.keys, endpoint, parts.worker_id)
-        self.stands = True
+        self.is_connected = True
         self.router: str | None = None
         """The incarnation of the router that has confirmed this worker's incarnation, or None."""
         self.told_leaving = False
@@ -201,7 +201,7 @@ class RouterLeases:
 
         Without a connected router the result is empty; if that lasts, the worker ends itself.
         """
-        present = {link.router for link in self._links if link.stands and link.router is not None}
+        present = {link.router for link in self._links if link.is_connected and link.router is not None}
         if not present:
             return []
         owners = {request_id: router_of(request_id) for request_id in request_ids}

@@ -25,7 +25,7 @@ that the window keeps and the end of its rows; its first tile and the end of its
 the sequences whose drafts continue after a grid point. Ends are exclusive.
 """
 
-NO_SEAT = -1
+NO_SLOT = -1
 """State slot of a sequence that pads the table. Its rows pad the step: they give zeros and keep nothing."""
 
 TILE_COLUMNS = 3
@@ -126,7 +126,7 @@ def padded(tables: Tables[np.ndarray], room: Room) -> Tables[np.ndarray]:
         arrays.append(np.zeros((length, array.shape[1]), np.int32))
         arrays[-1][: len(array)] = array
     sequences, num_rows = arrays[0], len(tables.before)
-    sequences[len(tables.sequences) :, 0] = NO_SEAT
+    sequences[len(tables.sequences) :, 0] = NO_SLOT
     sequences[-1, 2:5] = num_rows, room.rows, room.rows  # first, kept, end
     return tables.on(arrays)._replace(num_drafted=room.num_drafted)
 

@@ -48,7 +48,7 @@ class ChainDrafter(Protocol):
     def draft(
         self,
         batch: RowArrays,
-        wishes: np.ndarray,
+        seeds_and_counts: np.ndarray,
         temperatures: np.ndarray,
         vocab_size: int,
         before: Tensor | None = None,
@@ -56,10 +56,10 @@ class ChainDrafter(Protocol):
     ) -> np.ndarray:
         """Run the batch's rows, then draft token after token; return int64 [most tokens, sequences].
 
-        `wishes`, int64 [2, sequences], has each sequence's seed and number of tokens to draft, in descending
-        order of that number; result entries beyond it are undefined. A sequence's blocks have room for the KV
-        of all draft tokens except the last. Only the first `vocab_size` logits count. `temperatures` are
-        float32. A draft head also takes the hidden states `before` the rows.
+        `seeds_and_counts`, int64 [2, sequences], has each sequence's seed and number of tokens to draft, in
+        descending order of that number; result entries beyond it are undefined. A sequence's blocks have room
+        for the KV of all draft tokens except the last. Only the first `vocab_size` logits count.
+        `temperatures` are float32. A draft head also takes the hidden states `before` the rows.
 
         If `distributions`, float32 [sequences, most tokens, width], is given, write the draft's distributions
         over the target's `width` token ids to it, and draw tokens from them with noise of `Purpose.DRAFT`.

@@ -119,7 +119,7 @@ class Group:
     name: str
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
-    sights: tuple[int, ...] = ()
+    layer_windows: tuple[int, ...] = ()
     """The most tokens that rows of each layer see, their own included; 0: all. Empty: all layers see all."""
     windows: tuple[int, ...] = (0,)
     """The most tokens that rows see in each block table; 0: all. With one table, its blocks hold all layers.
@@ -136,7 +136,7 @@ class Group:
         name: str,
         layers: Sequence[LayerShape | int | None],
         dtype: torch.dtype,
-        sights: Sequence[int] = (),
+        layer_windows: Sequence[int] = (),
     ) -> Group:
         """Make a group with a segment for the layers of each shape. A number stands for an earlier layer,
         whose KV this layer shares. None is a layer without KV: its place is never read or written.
@@ -158,42 +158,47 @@ class Group:
                 continue
             places.append(layer.place(firsts[layer], taken[layer]))
             taken[layer] += 1
-        return cls(name, tuple(segments), tuple(places), sights=tuple(sights))
+        return cls(name, tuple(segments), tuple(places), layer_windows=tuple(layer_windows))
 
     def in_tables(self, longest: int, *, rows: bool = True) -> Group:
         """Return the same KV in block tables by how much of a sequence of at most `longest` tokens layers
         see: a table of layers with a sliding window needs no blocks before the window. Layers of several
         shapes share rows, if `rows` allows it. With a `fault` all layers stay in one table.
         """
-        sights = self._sights_within(longest)
-        if len({*sights}) == 1:
-            return replace(self, windows=(sights[0],))
-        return self if not sights or self.fault(longest, rows=rows) else self._divided(sights)
+        layer_windows = self._windows_within(longest)
+        if len({*layer_windows}) == 1:
+            return replace(self, windows=(layer_windows[0],))
+        return self if not layer_windows or self.fault(longest, rows=rows) else self._divided(layer_windows)
 
     def fault(self, longest: int, *, rows: bool = True) -> str:
         """Return why layers with a sliding window must keep all tokens; "" if none must."""
-        sights = self._sights_within(longest)
-        if len({*sights}) <= 1:
+        layer_windows = self._windows_within(longest)
+        if len({*layer_windows}) <= 1:
             return ""
-        sight_of = dict(zip(self.layers, sights, strict=True))
-        if any(sight_of[place] != sight for place, sight in zip(self.layers, sights, strict=True)):
+        window_of = dict(zip(self.layers, layer_windows, strict=True))
+        if any(window_of[place] != window for place, window in zip(self.layers, layer_windows, strict=True)):
             return "layers that share their KV see unlike parts of it"
         is_coded = not rows or self.rows.coded or any(place.value_dim for place in self.layers)
         if self._has_several_shapes and is_coded:
             return "layers have KV of several shapes, which is kept or sent in codes"
-        divided, whole = self._divided(sights), sum(self._shape(place).num_values for place in sight_of)
+        divided, whole = (
+            self._divided(layer_windows),
+            sum(self._shape(place).num_values for place in window_of),
+        )
         if divided.num_tables <= MOST_TABLES and divided.num_values <= whole / (1 - _MOST_PADDING):
             return ""
         if self._has_several_shapes:
             return "layers have KV of several shapes that do not divide"
-        fewest = min(map(len, self._by_sight(sights).values()))
-        return f"{len(sight_of)} layers of which {fewest} are unlike the others do not divide"
+        fewest = min(map(len, self._by_window(layer_windows).values()))
+        return f"{len(window_of)} layers of which {fewest} are unlike the others do not divide"
 
     def draft_fault(self, draft: Group) -> str:
         """Return why a draft's KV cannot be in blocks of these tables; "" if it can. It is in the first
         table, whose layers must see as much as the draft's. In other tables its places stay empty.
         """
-        if self.windows[0] and not all(0 < sight <= self.windows[0] for sight in draft.sights or (0,)):
+        if self.windows[0] and not all(
+            0 < window <= self.windows[0] for window in draft.layer_windows or (0,)
+        ):
             return "a draft sees more of a sequence"
         own, drafted = (sum(segment.block_bytes(1) for segment in each.segments) for each in (self, draft))
         padding = (self.num_tables - 1) * drafted / (self.num_tables * (own + drafted))
@@ -201,14 +206,14 @@ class Group:
             return f"a draft's KV would leave {padding:.0%} of {self.num_tables} tables empty"
         return ""
 
-    def _sights_within(self, longest: int) -> list[int]:
-        return [sight if sight < longest else 0 for sight in self.sights]
+    def _windows_within(self, longest: int) -> list[int]:
+        return [window if window < longest else 0 for window in self.layer_windows]
 
-    def _by_sight(self, sights: list[int]) -> dict[int, list[LayerPlace]]:
-        """Return the places of layers by sight, the widest sight first."""
-        sight_of = dict(zip(self.layers, sights, strict=True))
-        order = sorted({*sights}, key=lambda sight: sight or math.inf, reverse=True)
-        return {sight: [place for place in sight_of if sight_of[place] == sight] for sight in order}
+    def _by_window(self, layer_windows: list[int]) -> dict[int, list[LayerPlace]]:
+        """Return the places of layers by window, the widest window first."""
+        window_of = dict(zip(self.layers, layer_windows, strict=True))
+        order = sorted({*layer_windows}, key=lambda window: window or math.inf, reverse=True)
+        return {window: [place for place in window_of if window_of[place] == window] for window in order}
 
     def layer_shape(self, layer: int) -> LayerShape:
         """Return the shape of a layer's keys and values."""
@@ -224,18 +229,18 @@ class Group:
         values = keys if place.value_segment is None else self.segments[place.value_segment]
         return LayerShape(keys.num_kv_heads, keys.head_dim, values.head_dim)
 
-    def _divided(self, sights: list[int]) -> Group:
-        """Return tables with as many layers as have the rarest sight or, for several shapes, with rows."""
+    def _divided(self, layer_windows: list[int]) -> Group:
+        """Return tables with as many layers as have the rarest window or, for several shapes, with rows."""
         if not self._has_several_shapes:
-            each = min(map(len, self._by_sight(sights).values()))
-            laid, windows = self._laid(sights, each, lambda place: 1)
+            each = min(map(len, self._by_window(layer_windows).values()))
+            laid, windows = self._laid(layer_windows, each, lambda place: 1)
             segments = tuple(replace(segment, num_layers=each) for segment in self.segments)
             moved = {
                 place: replace(place, index=index, table=table) for place, (table, index) in laid.items()
             }
         else:
-            width = self._row_width(sights)
-            laid, windows = self._laid(sights, width, lambda place: self._shape(place).num_values)
+            width = self._row_width(layer_windows)
+            laid, windows = self._laid(layer_windows, width, lambda place: self._shape(place).num_values)
             segments = (Segment(1, 1, width, self.segments[0].dtype, num_planes=1),)
             moved = {
                 place: LayerPlace(0, 0, table=table, first=first, shape=self._shape(place))
@@ -245,34 +250,34 @@ class Group:
         return replace(self, segments=segments, layers=layers, windows=tuple(windows))
 
     def _laid(
-        self, sights: list[int], room: int, size: Callable[[LayerPlace], int]
+        self, layer_windows: list[int], room: int, size: Callable[[LayerPlace], int]
     ) -> tuple[dict[LayerPlace, tuple[int, int]], list[int]]:
-        """Fill tables of size `room` with layers of one sight each. Return each layer's table and its offset
+        """Fill tables of size `room` with layers of one window each. Return each layer's table and its offset
         there, and the windows of the tables.
         """
         laid: dict[LayerPlace, tuple[int, int]] = {}
         windows: list[int] = []
-        for sight, alike in self._by_sight(sights).items():
+        for window, alike in self._by_window(layer_windows).items():
             end = room
             for place in alike:
                 if end + size(place) > room:
-                    windows.append(sight)
+                    windows.append(window)
                     end = 0
                 laid[place] = len(windows) - 1, end
                 end += size(place)
         return laid, windows
 
-    def _row_width(self, sights: list[int]) -> int:
+    def _row_width(self, layer_windows: list[int]) -> int:
         """Return the number of values of a token in a block with which the tables, at most `MOST_TABLES` if
-        possible, take the least memory. Candidates are sums over the first layers of one sight.
+        possible, take the least memory. Candidates are sums over the first layers of one window.
         """
-        kinds = self._by_sight(sights).values()
+        kinds = self._by_window(layer_windows).values()
         sizes = [[self._shape(place).num_values for place in alike] for alike in kinds]
         least = max(itertools.chain(*sizes))
         widths = {width for each in sizes for width in itertools.accumulate(each) if width >= least}
 
         def room(width: int) -> tuple[bool, int]:
-            num_tables = len(self._laid(sights, width, lambda place: self._shape(place).num_values)[1])
+            num_tables = len(self._laid(layer_windows, width, lambda place: self._shape(place).num_values)[1])
             return num_tables > MOST_TABLES, num_tables * width
 
         return min(sorted(widths, reverse=True), key=room)

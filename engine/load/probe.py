@@ -70,8 +70,8 @@ def probe(
     state = None
     try:
         with torch.inference_mode():
-            layers, sights, recurrent = _probe_structure(model, name, num_layers, hooks)
-            group = Group.of_layers(TARGET, layers, dtype, sights)
+            layers, layer_windows, recurrent = _probe_structure(model, name, num_layers, hooks)
+            group = Group.of_layers(TARGET, layers, dtype, layer_windows)
             if len(group.segments) > _MAX_SEGMENTS:
                 raise UnsupportedModelError(
                     f"{name}: layers with KV of {len(group.segments)} different shapes are not supported, at "
@@ -108,7 +108,7 @@ class _AttentionOff:
         self._name = name
         self.layers: dict[int, LayerShape | int] = {}
         """The layers in the form that `Group.of_layers` takes."""
-        self.sights: dict[int, int] = {}
+        self.layer_windows: dict[int, int] = {}
         """The layers' sliding windows; 0 for none."""
         self._handed: list[tuple[int, Tensor, Tensor]] = []
         """Layers with their own KV, and this KV, kept alive so that no later tensor reuses its memory."""
@@ -122,7 +122,7 @@ class _AttentionOff:
             raise UnsupportedModelError(
                 f"{self._name}: layer {layer} runs attention more than once in a forward"
             )
-        self.sights[layer] = options.window
+        self.layer_windows[layer] = options.window
         shares = [other for other, *kv in self._handed if other < layer and _are_same(kv, (key, value))]
         dims = key.shape[2], value.shape[2]
         self.layers[layer] = shares[0] if shares else LayerShape(key.shape[1], *dims, _is_part(value, key))
@@ -230,7 +230,7 @@ def _probe_structure(
     if hooks is not None and len(operators.layers) != len(hooks.layers):
         raise UnsupportedModelError(f"{name}: recurrent layers that do not run are not supported")
     layers = [attention.layers.get(layer) for layer in range(num_layers)]
-    return layers, [attention.sights.get(layer, 0) for layer in range(num_layers)], operators.layers
+    return layers, [attention.layer_windows.get(layer, 0) for layer in range(num_layers)], operators.layers
 
 
 def _same_logits(

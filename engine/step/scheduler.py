@@ -233,10 +233,10 @@ class Scheduler:
         elif not has_room and not self._waits_since:
             self._waits_since = time.monotonic()
 
-    def make_room(self, step: ScheduledStep, sequence: SequenceState, wish: int) -> int:
-        """Reserve room for up to `wish` draft tokens of a decoding sequence; return how many got room."""
+    def make_room(self, step: ScheduledStep, sequence: SequenceState, wanted: int) -> int:
+        """Reserve room for up to `wanted` draft tokens of a decoding sequence; return how many got room."""
         left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
-        room = min(wish, left, step.budget_left)
+        room = min(wanted, left, step.budget_left)
         if self._slot_allocator is not None:
             room = min(room, self._slot_allocator.room(sequence))
         if room <= 0 or not sequence.held.grow(sequence.num_computed, len(sequence.token_ids) + room):

@@ -195,7 +195,7 @@ class TlsChannel(Channel):
         self._tls = tls.wrap_bio(self._incoming, self._outgoing, server_side=accepted)
         self._peeked = b""
         self._unsent = memoryview(b"")
-        self._owed = 0
+        self._unreported = 0
         """Bytes of the caller's data that are encrypted in `_unsent` but not yet reported as sent."""
         self._sending_waits_for_input = False
 
@@ -236,18 +236,18 @@ class TlsChannel(Channel):
     def write(self, buffers: Sequence[Buffer]) -> int:
         """Return how many bytes were sent. If 0, some may be encrypted already and will still be sent."""
         try:
-            if not self._owed:
+            if not self._unreported:
                 self._encrypt(buffers)
             self._flush()
         except BlockingIOError:
             return 0
-        sent, self._owed = self._owed, 0
+        sent, self._unreported = self._unreported, 0
         return sent
 
     def _encrypt(self, buffers: Sequence[Buffer]) -> None:
         while True:
             try:
-                self._owed = self._encrypt_some(buffers)
+                self._unreported = self._encrypt_some(buffers)
             except ssl.SSLWantReadError:  # the handshake comes before the first record
                 self._sending_waits_for_input = True
                 self._flush()

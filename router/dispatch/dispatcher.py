@@ -325,9 +325,9 @@ class Dispatcher:
 
         If the request has a copy that races, the copy replaces it. A copy itself is only withdrawn.
         """
-        if (heir := self.races.heir(request)) is not None:
-            self.races.won(heir)
-            request, refusal = heir, None
+        if (successor := self.races.successor(request)) is not None:
+            self.races.won(successor)
+            request, refusal = successor, None
         else:
             self._placer.withdraw([request])
             if request.owner is not None:

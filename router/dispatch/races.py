@@ -74,7 +74,7 @@ class Races:
         late = [copy for copy in self._journal.copies.values() if not _is_abreast(copy)]
         self._placer.withdraw(late)
 
-    def heir(self, request: LiveRequest) -> LiveRequest | None:
+    def successor(self, request: LiveRequest) -> LiveRequest | None:
         """Return the copy that can take the request's place, if there is one."""
         copy = self._journal.copies.get(request)
         return copy if copy is not None and _is_abreast(copy) else None

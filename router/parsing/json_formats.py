@@ -152,10 +152,10 @@ def _string(answer: AnswerText) -> Parse[str | None]:
     if not (yield from _quoted(answer, spelled.append)):
         return None
     try:
-        said: str = json.loads("".join(spelled), strict=False)
+        text: str = json.loads("".join(spelled), strict=False)
     except ValueError:
         return None
-    return said
+    return text
 
 
 class Blocks(msgspec.Struct, frozen=True):

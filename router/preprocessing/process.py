@@ -95,11 +95,11 @@ class Parent:
         return child
 
     def _hear(self, child: _Child) -> None:
-        news = b""
+        message = b""
         with contextlib.suppress(ConnectionResetError):  # the child died before it read its task
-            news = child.channel.recv(1)
-        if news:
-            child.stays = news == DONE
+            message = child.channel.recv(1)
+        if message:
+            child.stays = message == DONE
             self._release(child)
             return
         _, status = os.waitpid(child.pid, 0)

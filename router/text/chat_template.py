@@ -340,12 +340,12 @@ def template_traits(render: Render) -> TemplateTraits:
         traits = renamed
     by_id = [
         _QUESTION,
-        {**_said("assistant", ""), "tool_calls": [_call(_PROBE, _OTHER_PROBE, CallArguments())]},
+        {**_message("assistant", ""), "tool_calls": [_call(_PROBE, _OTHER_PROBE, CallArguments())]},
     ]
-    asked = [[_QUESTION], [_said("system", "?"), _QUESTION]]
+    asked = [[_QUESTION], [_message("system", "?"), _QUESTION]]
     return msgspec.structs.replace(
         traits,
-        shows_user=any(shows(traits, [*chat[:-1], _said("user", _PROBE)], _PROBE) for chat in asked),
+        shows_user=any(shows(traits, [*chat[:-1], _message("user", _PROBE)], _PROBE) for chat in asked),
         shows_tools=any(shows(traits, chat, _PROBE, tools=[_TOOL]) for chat in asked),
         several_calls=shows(traits, two, _PROBE, _OTHER_PROBE) or not shows(traits, one, _PROBE),
         named_ids=shows(traits, by_id, _PROBE) and not shows(traits, by_id, _OTHER_PROBE),
@@ -369,7 +369,7 @@ def _with_named_ids(messages: Sequence[Message]) -> Iterator[Message]:
             yield message
 
 
-def _said(role: str, text: str) -> Message:
+def _message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
@@ -383,14 +383,14 @@ def _call(call_id: str, name: str, arguments: CallArguments) -> dict[str, Any]:
 
 
 def _result(text: str) -> Message:
-    return {"name": "f", "tool_call_id": _IDS[0], **_said("tool", text)}
+    return {"name": "f", "tool_call_id": _IDS[0], **_message("tool", text)}
 
 
-_QUESTION = _said("user", "?")
+_QUESTION = _message("user", "?")
 _CHATS: dict[str, list[Message]] = {
-    "user": [_said("user", _PROBE)],
-    "system": [_said("system", _PROBE), _QUESTION],
-    "assistant": [_QUESTION, _said("assistant", _PROBE), _QUESTION],
+    "user": [_message("user", _PROBE)],
+    "system": [_message("system", _PROBE), _QUESTION],
+    "assistant": [_QUESTION, _message("assistant", _PROBE), _QUESTION],
     "tool": [_QUESTION, _calling("f"), _result(_PROBE)],
 }
 """A chat by role, which contains a message of that role."""

@@ -14,11 +14,11 @@ from costs.drafting import MIN_GAIN, TRIAL_SHARE, Explorer
 from protocol.speculation import Source
 from speculation.control.estimator import Estimator, MethodEstimate, SpeculatingRequest
 
-DRAFT_STANDS = 8
+DRAFT_PLAN_STEPS = 8
 """[steps] The duration of a plan that drafts: planning takes 5 % of a 0.4 ms step."""
-PLAIN_STANDS = 16
+PLAIN_PLAN_STEPS = 16
 """[steps] The duration of a plan without drafts, if a request whose text is not hard would draft."""
-IDLE_STANDS = 64
+IDLE_PLAN_STEPS = 64
 """[steps] The duration of a plan if not even such a request would draft, or all numbers are fixed."""
 TRIAL_STEPS = 6
 """[steps] The duration of a trial: enough to outweigh its first step, which runs with cold caches."""
@@ -41,7 +41,7 @@ class DraftController:
         """Whether typical requests would draft, by the bit length of their number."""
         self.drafts = False
         """Whether any request drafts under the present plan."""
-        self._sees = False
+        self._has_read_prompts = False
         """Whether any prompt was read by a method that must not miss a step after that."""
 
     def begin_step(self, num_decoding: int, num_to_come: int = 0) -> bool:
@@ -77,7 +77,7 @@ class DraftController:
         """
         if self.drafts or self._is_due((num_decoding, num_to_come)):
             return False
-        return not (reads_hidden and (self._sees or self._steps_left == 1))
+        return not (reads_hidden and (self._has_read_prompts or self._steps_left == 1))
 
     def went_ahead(self, num_decoding: int, num_to_come: int) -> None:
         """Record that the coming step was launched under the present plan. If a plan has become due since,
@@ -107,7 +107,7 @@ class DraftController:
     @property
     def reads_steps(self) -> bool:
         """Whether a later draft may read what a step without drafts computes."""
-        return self.drafts or self._sees or self._steps_left <= 0
+        return self.drafts or self._has_read_prompts or self._steps_left <= 0
 
     def reads_prompts(self, method: Source, num_tokens: int) -> bool:
         """Return whether drafters are to read `num_tokens` prompt tokens that are prefilled in this step."""
@@ -130,14 +130,14 @@ class DraftController:
         fixed = [request for request in requests if request.granted]
         tokens = size + sum([sum(request.acceptance.survival()[: request.granted]) for request in fixed])
         step = PlannedStep(size, tokens, sum([request.granted for request in fixed]))
-        self._steps_left = IDLE_STANDS
-        self._sees = False
+        self._steps_left = IDLE_PLAN_STEPS
+        self._has_read_prompts = False
         for method, known in self.estimator.methods.items():
             group = [request for request in requests if request.method == method]
             if free := [request for request in group if request.fixed_tokens is None]:
                 step = self._choose(method, free, step)
             known.num_requests, known.num_tokens = len(group), sum([request.granted for request in group])
-            self._sees |= known.reads_prompts and not all(request.is_blind for request in group)
+            self._has_read_prompts |= known.reads_prompts and not all(request.is_blind for request in group)
         self.drafts = any(request.granted for request in requests)
         self._steps_left -= 1
         self.estimator.begin_window(len(requests))
@@ -149,14 +149,14 @@ class DraftController:
         pays = _is_faster(best, plain)
         self._pays[size.bit_length()] = pays or self._typical_pays(method, size)
         if pays:
-            chosen, other, stands = best, plain, DRAFT_STANDS
+            chosen, other, num_steps = best, plain, DRAFT_PLAN_STEPS
         else:
-            chosen, other, stands = plain, best, PLAIN_STANDS if self._may_pay() else IDLE_STANDS
+            chosen, other, num_steps = plain, best, PLAIN_PLAN_STEPS if self._may_pay() else IDLE_PLAN_STEPS
         reads_prompts = self.estimator.methods[method].reads_prompts
         shows_something = not (reads_prompts and all(request.is_blind for request in requests))
         if shows_something and self._explorer.tries(self._price(method, requests, other, chosen)):
-            chosen, stands = other, TRIAL_STEPS
-        self._steps_left = min(self._steps_left, stands)
+            chosen, num_steps = other, TRIAL_STEPS
+        self._steps_left = min(self._steps_left, num_steps)
         for request, granted in zip(requests, chosen.granted, strict=True):
             request.granted = granted
         return chosen.step

@@ -9,7 +9,12 @@ import pytest
 
 from costs.drafting import Explorer
 from costs.widths import MeasuredCurve, TargetTime
-from speculation.control.controller import DRAFT_STANDS, IDLE_STANDS, PLAIN_STANDS, DraftController
+from speculation.control.controller import (
+    DRAFT_PLAN_STEPS,
+    IDLE_PLAN_STEPS,
+    PLAIN_PLAN_STEPS,
+    DraftController,
+)
 from speculation.control.estimator import Shape, SpeculatingRequest
 from tests.speculation.simulated import PROFILES, Profile, Rate, SimulatedServer, flat_seconds, target_seconds
 
@@ -176,16 +181,16 @@ def stands(made: DraftController, asked: list[SpeculatingRequest]) -> int:
 
 def test_a_plan_with_fewer_drafts_lasts_longer() -> None:
     drafting, idle = controller(row_seconds=1e-3), controller(row_seconds=1.0)
-    assert stands(drafting, requests(drafting, 2)) == DRAFT_STANDS
+    assert stands(drafting, requests(drafting, 2)) == DRAFT_PLAN_STEPS
     assert drafting.drafts and drafting.reads_steps
-    assert stands(idle, requests(idle, 2)) == IDLE_STANDS
+    assert stands(idle, requests(idle, 2)) == IDLE_PLAN_STEPS
     assert not idle.drafts
     hard = requests(drafting, 2)
     for request in hard:
         for _ in range(20):
             request.acceptance.observe(8, 0, 0, is_blind=True)
-    assert stands(drafting, hard) == PLAIN_STANDS
-    assert stands(drafting, requests(drafting, 2, fixed=3)) == IDLE_STANDS
+    assert stands(drafting, hard) == PLAIN_PLAN_STEPS
+    assert stands(drafting, requests(drafting, 2, fixed=3)) == IDLE_PLAN_STEPS
 
 
 def test_new_requests_are_planned_for_and_ended_ones_are_not() -> None:

@@ -64,8 +64,12 @@ class Trees(Drafter):
 ADAPTERS = [Adapter(name=name, path=f"/{name}", digest=digest * 32) for name, digest in ("xa", "yb")]
 
 
-def absent_model(num_layers: int, sights: tuple[int, ...] = (), with_adapters: bool = False) -> LoadedModel:
-    group = replace(Group.uniform(TARGET, Segment(num_layers, 2, 16, torch.bfloat16)), sights=sights)
+def absent_model(
+    num_layers: int, layer_windows: tuple[int, ...] = (), with_adapters: bool = False
+) -> LoadedModel:
+    group = replace(
+        Group.uniform(TARGET, Segment(num_layers, 2, 16, torch.bfloat16)), layer_windows=layer_windows
+    )
     model = qwen3(num_layers, hidden_size=eagle_files.WIDTH, vocab_size=eagle_files.VOCAB)
     adapters = absent_adapters(model) if with_adapters else None
     return LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "", adapters=adapters)
@@ -94,7 +98,7 @@ class Steps:
         patch.setattr(cuda_attention, "triton_fault", lambda device: None)
         patch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
         patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS, (), with_adapters))
-        patch.setattr(draft_model, "load_model", lambda _: absent_model(2, sights=(0, 0)))
+        patch.setattr(draft_model, "load_model", lambda _: absent_model(2, layer_windows=(0, 0)))
         config = ServeConfig(
             model="absent", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, speculative_config=speculative
         )

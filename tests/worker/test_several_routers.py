@@ -40,8 +40,8 @@ class Lines:
     """The connections of two routers, as `RouterLeases` sees them."""
 
     def __init__(self) -> None:
-        self.first = SimpleNamespace(stands=True, router="first")
-        self.second = SimpleNamespace(stands=True, router="second")
+        self.first = SimpleNamespace(is_connected=True, router="first")
+        self.second = SimpleNamespace(is_connected=True, router="second")
         self.leases = RouterLeases(cast(RouterLinks, [self.first, self.second]), ttl_s=2.0)
 
     def expired(self, now: float, *request_ids: Any) -> list[str]:
@@ -51,11 +51,11 @@ class Lines:
 def test_a_router_that_is_away_briefly_loses_nothing() -> None:
     lines = Lines()
     assert lines.expired(0.0, "first.a", "second.b") == []
-    lines.second.stands = False
+    lines.second.is_connected = False
     assert lines.expired(1.9, "first.a", "second.b") == []
-    lines.second.stands = True
+    lines.second.is_connected = True
     assert lines.expired(2.5, "first.a", "second.b") == []
-    lines.second.stands = False
+    lines.second.is_connected = False
     assert lines.expired(4.4, "first.a", "second.b") == []
     assert lines.expired(4.6, "first.a", "second.b") == ["second.b"]
 
@@ -77,9 +77,9 @@ def test_late_requests_of_a_lost_router_end_too() -> None:
 def test_without_any_router_nothing_ends() -> None:
     lines = Lines()
     lines.expired(0.0, "first.a", "second.b")
-    lines.first.stands = lines.second.stands = False
+    lines.first.is_connected = lines.second.is_connected = False
     assert lines.expired(50.0, "first.a", "second.b") == []
-    lines.second.stands = True
+    lines.second.is_connected = True
     assert lines.expired(51.0, "first.a", "second.b") == ["first.a"]
 
 

@@ -48,12 +48,12 @@ class MedusaTraining(TrainableHead):
         hidden = hidden.to(self._target.computes_in)
         with torch.no_grad():
             teacher = self._target.logits(hidden, self._rows)
-            said = self._token_map[teacher[:, :-1].argmax(dim=-1)] == token_ids[:, 1:]
+            agrees = self._token_map[teacher[:, :-1].argmax(dim=-1)] == token_ids[:, 1:]
             teacher = teacher.softmax(dim=-1)
         total = torch.zeros((), device=hidden.device)
-        reached = torch.ones_like(said[:, :1]).expand(*said.shape[:1], said.shape[1] + 1)
+        reached = torch.ones_like(agrees[:, :1]).expand(*agrees.shape[:1], agrees.shape[1] + 1)
         for head in range(self.depth):
-            reached = reached[:, :-1] & said[:, head:]
+            reached = reached[:, :-1] & agrees[:, head:]
             student = self._heads(head, hidden[:, : reached.shape[1]][reached])
             wanted = teacher[:, 1 + head :][reached]
             total = total + F.cross_entropy(student.float(), wanted, reduction="sum") / max(1, len(wanted))

@@ -83,17 +83,17 @@ class UnrolledTraining(TrainableHead):
         count = token_ids.shape[1] - 1
         with torch.no_grad():
             teacher = self._target.logits(hidden[..., -self._target.hidden_size :], self._rows)
-            said = self.draft_ids[teacher[:, :-1].argmax(dim=-1)] == token_ids[:, 1:]
+            agrees = self.draft_ids[teacher[:, :-1].argmax(dim=-1)] == token_ids[:, 1:]
             teacher = teacher.softmax(dim=-1)
         later = pad(token_ids, (0, self.depth))
-        reached = torch.ones_like(said)
+        reached = torch.ones_like(agrees)
         total = torch.zeros((), device=token_ids.device)
         steps = self._unroll(
             hidden[..., : self._feature_size], lambda places, step, _: later[:, places + 1 + step], _STRIDE
         )
         for step, (places, scored) in enumerate(steps):
             if step:
-                reached = reached[:, :-1] & said[:, step:]
+                reached = reached[:, :-1] & agrees[:, step:]
             places = places[places < count - step]
             learns = reached[:, places]
             wanted = teacher[:, places + 1 + step][learns]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch.recurrent_plan import DRAFTED, NO_SEAT, Room, padded, tables_of
+from engine.batch.recurrent_plan import DRAFTED, NO_SLOT, Room, padded, tables_of
 from engine.batch.step_inputs import BlockTable, SequenceRows
 from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout
 
@@ -93,7 +93,7 @@ def test_no_step_exceeds_the_room_of_its_shape(kind: Callable[[int, int, int], R
         assert wide.num_drafted == (3 if count > 1 else 0)
         for array, part in zip(wide.arrays, tables.arrays, strict=True):
             assert (array[: len(part)] == part).all()
-        assert (wide.sequences[len(batch) :, 0] == NO_SEAT).all()
+        assert (wide.sequences[len(batch) :, 0] == NO_SLOT).all()
         assert wide.sequences[3, 2:].tolist() == [len(tables.before), 3 * count, 3 * count, 0, 0, 0]
 
 

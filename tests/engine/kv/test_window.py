@@ -391,8 +391,8 @@ FULL, SLIDING = 0, 24
 LIKE = LayerShape(2, 8, 8)
 
 
-def divided(sights: list[int], layers: list[LayerShape | int] | None = None) -> Group:
-    return Group.of_layers(TARGET, layers or [LIKE] * len(sights), torch.float32, sights)
+def divided(layer_windows: list[int], layers: list[LayerShape | int] | None = None) -> Group:
+    return Group.of_layers(TARGET, layers or [LIKE] * len(layer_windows), torch.float32, layer_windows)
 
 
 def test_layers_of_the_rarer_kind_fill_a_table() -> None:
@@ -455,7 +455,7 @@ def test_models_with_layers_of_several_shapes_keep_their_windows(
 
 
 @pytest.mark.parametrize(
-    ("sights", "layers", "why"),
+    ("layer_windows", "layers", "why"),
     [
         ([SLIDING, FULL], [LIKE, LayerShape(1, 8, 4)], "layers have KV of several shapes that do not divide"),
         ([SLIDING, FULL], [LIKE, 0], "layers that share their KV see unlike parts of it"),
@@ -463,8 +463,8 @@ def test_models_with_layers_of_several_shapes_keep_their_windows(
         ([SLIDING] * 16 + [FULL], None, "17 layers of which 1 are unlike the others"),
     ],
 )
-def test_layers_that_do_not_divide_keep_all_blocks(sights: list[int], layers: Any, why: str) -> None:
-    group = divided(sights, layers)
+def test_layers_that_do_not_divide_keep_all_blocks(layer_windows: list[int], layers: Any, why: str) -> None:
+    group = divided(layer_windows, layers)
     assert group.fault(100).startswith(why)
     assert group.in_tables(100) == group
     assert not group.fault(SLIDING) and group.in_tables(SLIDING).windows == (0,)

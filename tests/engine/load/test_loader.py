@@ -68,7 +68,7 @@ def test_dummy_weights_are_equal_in_every_process(folder: Path) -> None:
 def test_facts_of_a_model(folder: Path, tmp_path: Path) -> None:
     loaded = load_model(config_for(folder, load_format="auto"))
     kv = Group.uniform("target", Segment(2, 2, 16, loaded.dtype))
-    assert loaded.kv_group == dataclasses.replace(kv, sights=(0, 0))
+    assert loaded.kv_group == dataclasses.replace(kv, layer_windows=(0, 0))
     assert loaded.max_model_len == 1024
     assert loaded.eos_token_ids == [0]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')

@@ -209,7 +209,7 @@ class NativeDecoder:
     def draft(
         self,
         batch: RowArrays,
-        wishes: np.ndarray,
+        seeds_and_counts: np.ndarray,
         temperatures: np.ndarray,
         vocab_size: int,
         before: Tensor | None = None,
@@ -217,8 +217,8 @@ class NativeDecoder:
     ) -> np.ndarray:
         """Draft like `ChainDrafter.draft`. Raises ValueError if the batch is out of range."""
         before = None if before is None else before.contiguous()
-        drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
-        seeds, counts = (row.ctypes.data for row in wishes)
+        drafted = np.empty((int(seeds_and_counts[1, 0]), seeds_and_counts.shape[1]), np.int64)
+        seeds, counts = (row.ctypes.data for row in seeds_and_counts)
         fields = DraftArgs(
             self._batch(batch),
             vocab_size,

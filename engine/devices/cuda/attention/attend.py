@@ -11,8 +11,8 @@ import triton.language as tl
 
 from engine.devices.cuda.attention.codes import decode
 from engine.devices.cuda.attention.plan import keys_of, owner_of
-from engine.devices.cuda.attention.sight import sees, sight
 from engine.devices.cuda.attention.softmax import fade, join, mean, share, tanh
+from engine.devices.cuda.attention.visibility import is_visible, visible_keys
 from engine.devices.cuda.attention.write import scale_at
 
 
@@ -51,7 +51,7 @@ def _attend_to(
     state,
     q,
     q_tail,
-    row_sight,
+    row_keys,
     keys,
     key_scales,
     values,
@@ -86,7 +86,7 @@ def _attend_to(
     """
     total, mass, top = state
     ones = tl.full([KEYS, 16], 1.0, tl.float32).to(MULTIPLIED)
-    first, end, fork, path = row_sight
+    first, end, fork, path = row_keys
     for start in range(begin, stop, KEYS):
         key = start + tl.arange(0, KEYS)
         inside = key < stop
@@ -126,7 +126,7 @@ def _attend_to(
         if SOFTCAP:
             scores = tanh(scores) * softcap
         if EDGE:
-            seen = sees(key, first, end, fork, path, TREES) & inside[None, :]
+            seen = is_visible(key, first, end, fork, path, TREES) & inside[None, :]
             scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
         faded, offset = fade(top, new)
@@ -212,7 +212,7 @@ def _split(
     first_of_all,
     q,
     q_tail,
-    row_sight,
+    row_keys,
     keys,
     key_scales,
     values,
@@ -268,7 +268,7 @@ def _split(
                 state,
                 q,
                 q_tail,
-                row_sight,
+                row_keys,
                 keys,
                 key_scales,
                 values,
@@ -443,7 +443,7 @@ def attend(
             live = live & (tl.load(slots + row, mask=live, other=-1) >= 0)
             q_place = query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head
             q, q_tail = _queries(q_place, live, KEY_DIM, KEY_PADDED, TAIL_PADDED, MULTIPLIED)
-            row_sight = sight(
+            row_keys = visible_keys(
                 row, live, origin + row, first_of_all, visible, tree_start, sequence, window, WINDOWED
             )
             blocks = table + sequence * table_row
@@ -459,7 +459,7 @@ def attend(
                     first_of_all,
                     q,
                     q_tail,
-                    row_sight,
+                    row_keys,
                     keys,
                     key_scales,
                     values,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.batch import recurrent_plan as plan
-from engine.devices.cuda.recurrent.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_rows
+from engine.devices.cuda.recurrent.keep import NO_SLOT, SEQUENCE_COLUMNS, clear_rows
 
 TILE_COLUMNS = tl.constexpr(plan.TILE_COLUMNS)
 NOTHING = tl.constexpr(plan.NOTHING)
@@ -201,7 +201,7 @@ def attend(
     slot = tl.arange(0, ROWS)
     e = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     is_value = e < VALUE_DIM
-    if state_slot == NO_SEAT:
+    if state_slot == NO_SLOT:
         clear_rows(out, entry, head * VALUE_DIM + e, HEADS * VALUE_DIM)
         return
     keys += state_slot * keys_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.devices.cuda.recurrent.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_rows, keep_rows
+from engine.devices.cuda.recurrent.keep import NO_SLOT, SEQUENCE_COLUMNS, clear_rows, keep_rows
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def convolve(
     first, end = tl.load(entry + 2), tl.load(entry + 4)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < CHANNELS
-    if state_slot == NO_SEAT:
+    if state_slot == NO_SLOT:
         clear_rows(out, entry, channel, CHANNELS)
         return
     tail += state_slot * tail_step

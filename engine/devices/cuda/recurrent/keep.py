@@ -8,7 +8,7 @@ import triton.language as tl
 from engine.batch import recurrent_plan as plan
 
 SEQUENCE_COLUMNS = tl.constexpr(plan.SEQUENCE_COLUMNS)
-NO_SEAT = tl.constexpr(plan.NO_SEAT)
+NO_SLOT = tl.constexpr(plan.NO_SLOT)
 _ROWS = tl.constexpr(16)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.devices.cuda.recurrent.attend import ADVANCE, CERTAIN, DRAFTED, TILE_COLUMNS
-from engine.devices.cuda.recurrent.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_rows, keep_rows
+from engine.devices.cuda.recurrent.keep import NO_SLOT, SEQUENCE_COLUMNS, clear_rows, keep_rows
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def scan(
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, KEY_PADDED)
     is_head, is_key = h < HEADS, d < KEY_DIM
-    if state_slot == NO_SEAT:
+    if state_slot == NO_SLOT:
         clear_rows(out, entry, h, HEADS)
         return
     keys += state_slot * keys_step

@@ -26,7 +26,7 @@ def highest_bits(bits, count):
 
 
 @triton.jit
-def sight(row, live, place, first_key, visible, tree_start, sequence, window, WINDOWED: tl.constexpr):
+def visible_keys(row, live, place, first_key, visible, tree_start, sequence, window, WINDOWED: tl.constexpr):
     """Return the keys that a row sees: [first, end), and key `fork` + i if bit i of `path` is set."""
     position, end, fork = place, place + 1, 0
     path = tl.zeros(row.shape, tl.uint64)
@@ -46,7 +46,7 @@ def sight(row, live, place, first_key, visible, tree_start, sequence, window, WI
 
 
 @triton.jit
-def sees(key, first, end, fork, path, TREES: tl.constexpr):
+def is_visible(key, first, end, fork, path, TREES: tl.constexpr):
     """Return whether each row sees each key: bool [rows, keys]."""
     seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
     if TREES:
