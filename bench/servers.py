@@ -138,8 +138,8 @@ class ServerProcess:
         except psutil.NoSuchProcess:
             return []
 
-    def _tail(self, lines: int = 30) -> str:
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+    def _tail(self) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-30:])
 
 
 @contextmanager

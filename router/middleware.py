@@ -36,7 +36,7 @@ class Envelope:
     A request's path may begin with the root path.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, root_path: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, root_path: str | None) -> None:
         self._app = app
         self._root_path = root_path
         self._metrics = metrics
@@ -117,7 +117,7 @@ class BrowserGuard:
     `origins`: the values of --allowed-origins.
     """
 
-    def __init__(self, host: str, origins: Collection[str] = ()) -> None:
+    def __init__(self, host: str, origins: Collection[str]) -> None:
         self._is_loopback = is_loopback(host)
         self._origins = origins
 

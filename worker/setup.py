@@ -180,7 +180,7 @@ def _load(config: ServeConfig) -> LoadedModel:
     return pack_model(loaded, config.compile, backend)
 
 
-def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: None) -> Leader | None:
+def fork_ranks(launch: Launch, on_fork: Callable[[str], None]) -> Leader | None:
     """Fork a worker's other ranks, if any, from its only thread. Each rank calls `on_fork` with its name."""
     config = launch.config
     size = config.num_ranks(launch.role)

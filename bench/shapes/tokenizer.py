@@ -16,10 +16,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def _synthetic_words(seed: int, lines: int = 4000) -> Iterator[str]:
+def _synthetic_words(seed: int) -> Iterator[str]:
     """Yield lines of made-up words that allow thousands of merges, so that no corpus is needed."""
     rng = np.random.default_rng(seed)
-    for _ in range(lines):
+    for _ in range(4000):
         lengths = rng.integers(2, 12, size=12)
         words = (_LETTERS[rng.integers(0, len(_LETTERS), size=n)] for n in lengths)
         yield " ".join(word.tobytes().decode() for word in words)

@@ -49,8 +49,8 @@ def ratio_row(
     what: str,
     rounds: Sequence[tuple[float, float]],
     nbytes: int,
-    at_least: float | None = None,
-    baseline: str = "",
+    at_least: float | None,
+    baseline: str,
 ) -> TransferRow:
     """Return our speed as a share of the baseline's; `rounds` are (its seconds, our seconds) for `nbytes`
     bytes.

@@ -131,7 +131,7 @@ def pool_blocks(
     layout: PoolLayout,
     device: torch.device,
     max_model_len: int,
-    kept_free: int = 0,
+    kept_free: int,
     window_spans: Sequence[int | None] = (None,),
 ) -> int:
     """Return how many blocks fit, with `kept_free` bytes of a GPU left for other uses. `window_spans` has the

@@ -22,7 +22,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from protocol.errors import UnsupportedModelError
 
 
-def whole_config(hf_config: Any, *, trust_remote_code: bool = False) -> Any:
+def whole_config(hf_config: Any, *, trust_remote_code: bool) -> Any:
     """Return the configuration of the multimodal model with this language model, if Transformers has no class
     for just the language model (Step 3.5); else `hf_config`.
     """
@@ -55,7 +55,7 @@ def make_model(hf_config: Any, *, trust_remote_code: bool = False, **options: An
 
 
 def load_checkpoint(
-    source: str, hf_config: Any, *, trust_remote_code: bool = False, **options: Any
+    source: str, hf_config: Any, *, trust_remote_code: bool, **options: Any
 ) -> PreTrainedModel:
     """Return a checkpoint's language model. Raises UnsupportedModelError, also for a missing tensor, which
     Transformers would initialize at random.

@@ -41,7 +41,7 @@ def host_id() -> str:
 _DEAD_AFTER_MS = 30_000
 
 
-def listen_tcp(host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
+def listen_tcp(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
     """Return a socket that listens on `host`, on one of these ports, and its address."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
 

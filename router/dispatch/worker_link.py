@@ -14,7 +14,6 @@ import zmq
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, introduction, worker_to_router
 from protocol.errors import ProtocolError
-from protocol.ports import ANY_PORT
 from protocol.version import PROTOCOL
 from protocol.worker_to_router import Introduced, Register, WorkerToRouter
 from router.observe.metrics import Metrics
@@ -29,9 +28,7 @@ HEARTBEAT_SUFFIX = "/hb"
 class WorkerLink:
     """A ROUTER socket that is bound at once; the event loop reads it after `attach()`."""
 
-    def __init__(
-        self, keys: ClusterKeys, host: str, metrics: Metrics, ports: Sequence[int] = ANY_PORT
-    ) -> None:
+    def __init__(self, keys: ClusterKeys, host: str, metrics: Metrics, ports: Sequence[int]) -> None:
         self._metrics = metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = start_authenticator(self._context, keys)

@@ -70,7 +70,7 @@ CONVERSIONS = ("count_tokens", "tokenize", "detokenize")
 
 
 def read_body(
-    reader: RequestReader, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None
+    reader: RequestReader, task: str, raw: bytes, model: ServedModel, earlier: bytes | None
 ) -> Reading:
     """Read a body, in any process. Raises `ApiError` or `InvalidRequestError` that names the field."""
     kind = BODIES[task]

@@ -164,7 +164,7 @@ class Conversation(ConvertedMessages):
 
     tool_names: ClassVar = {"tool_call_id": "call_id", "content": "output"}
 
-    def __init__(self, answered: Collection[str | None] = ()) -> None:
+    def __init__(self, answered: Collection[str | None]) -> None:
         """Initialize. `answered`: ids of calls with an output. Other incomplete calls are omitted."""
         super().__init__()
         self._answered = answered

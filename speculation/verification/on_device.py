@@ -81,7 +81,7 @@ def verify(
     return rows.conclude(decisions, logits, failed_rows, sampler)
 
 
-def stops_of(spans: Tensor, nodes: Tensor, chosen: Chosen, lengths: int = 0) -> Tensor:
+def stops_of(spans: Tensor, nodes: Tensor, chosen: Chosen, lengths: int) -> Tensor:
     """Return `out` of `kernels.recover`, int64 [2, sequences]. Chains that are judged as blocks can stop at
     up to `lengths` lengths; 0: no chain is.
     """
