@@ -60,8 +60,7 @@ def quantize(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from bench.quantize.compare import compare
-    from bench.quantize.report import as_markdown
+    from bench.quantize.compare import as_markdown, compare
     from bench.quantize.speed import SpeedLoad
 
     torch.set_num_threads(threads)

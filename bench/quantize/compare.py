@@ -1,4 +1,4 @@
-"""The comparison of engines of one model with weights and KV in each format: speed and quality."""
+"""The comparison of engines of one model with weights and KV in each format, and its table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from bench.quantize import quality, speed
 from bench.quantize.formats import FormatPair
+from bench.report import markdown_table
 from engine.engine import Engine
 from models.bundled import BUNDLED_MODEL, is_bundled_model
 from protocol.config import ServeConfig
@@ -79,3 +80,27 @@ def _config(model: Path, longest: int, tokens: int, requests: int) -> ServeConfi
         enable_prefix_caching=False,
         kv_cache_memory_bytes=(max(longest, tokens) + block_size * (requests + 2)) * token_bytes,
     )
+
+
+def as_markdown(title: str, rows: Sequence[Row]) -> str:
+    """Return the report. The first row is the plain one."""
+    plain, concurrencies = rows[0].speed, list(rows[0].speed.decode)
+    columns = ["weights", "KV", "MB of weights", "bytes of a token's KV", "MB in all", "prefill, tok/s"]
+    columns += [f"decode, {each}" for each in concurrencies]
+    if rows[0].quality is not None:
+        columns += ["bits per byte", "KL to bf16, nats", "same next token"]
+    lines = []
+    for row in rows:
+        cells = [row.formats.weights, row.formats.kv, f"{row.weight_bytes / 1e6:.1f}"]
+        cells += [f"{row.kv_token_bytes:,}", f"{row.memory / 1e6:.1f}"]
+        cells += [_rate(row.speed.prefill, plain.prefill)]
+        cells += [_rate(row.speed.decode[each], plain.decode[each]) for each in concurrencies]
+        if row.quality is not None:
+            found = row.quality
+            cells += [f"{found.bits_per_byte:.4f}", f"{found.divergence:.5f}", f"{found.agreement:.2%}"]
+        lines.append(cells)
+    return f"# {title}\n\nIn brackets: times bf16.\n\n{markdown_table(columns, lines, texts=2)}\n"
+
+
+def _rate(rate: float, plain: float) -> str:
+    return f"{rate:.1f} ({rate / plain:.2f})"

@@ -22,7 +22,7 @@ ROWS = {
     "tls": "raw",
     "ucx": "nixl",
     "object_store": "object_store",
-    "idle": "idle",
+    "idle": "raw",
     "int8": "accuracy",
     "codec": "codec",
 }
