@@ -139,9 +139,13 @@ class DecodeLoop(WorkerLoop):
         if known is not None and known.message.prefill_incarnation == message.prefill_incarnation:
             self._on_repeated_reserve(known)
             return
-        problem = self._segment_problem(message)
-        if problem is not None:
-            self._refuse(identity, request_id, "transfer", problem)
+        if not self.address.offers:
+            self._refuse(identity, request_id, "transfer", "this worker offers no transport")
+            return
+        try:
+            value_format = self._foreign_format(message)
+        except LayoutError as error:
+            self._refuse(identity, request_id, "transfer", str(error))
             return
         if known is not None:  # another prefill worker has the request now
             self._end(known)
@@ -150,7 +154,7 @@ class DecodeLoop(WorkerLoop):
             DecodeStage.QUEUED,
             reserve=message,
             identity=identity,
-            foreign_format=self._foreign_format(message),
+            foreign_format=value_format,
             asked_at=time.monotonic(),
         )
         request.num_places = self.engine.num_places(request.num_tokens)
@@ -176,20 +180,12 @@ class DecodeLoop(WorkerLoop):
         else:  # the message crossed our acknowledgement
             self.counters.add("duplicate_messages_total")
 
-    def _segment_problem(self, message: Reserve) -> str | None:
-        if not self.address.offers:
-            return "this worker offers no transport"
-        problem = conversion_problem(message.segments, self.engine.segments)
-        if problem is not None:
-            return f"{problem[0]}: {problem[1]}"
-        try:
-            self._foreign_format(message)
-        except LayoutError as error:
-            return str(error)
-        return None
-
     def _foreign_format(self, message: Reserve) -> str:
-        """Return the format of the blocks' values after the wire's conversion. Raises `LayoutError`."""
+        """Return the format of the blocks' values after the wire's conversion. Raises `LayoutError` if they
+        cannot come here.
+        """
+        if problem := conversion_problem(message.segments, self.engine.segments):
+            raise LayoutError(*problem)
         wire = wire_segments(message.segments, message.wire_dtype)
         return foreign_format(wire, self.engine.segments)
 
