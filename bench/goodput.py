@@ -122,7 +122,7 @@ def as_table(found: Sequence[Goodput]) -> Table:
     return terminal_table("requests/s within the SLO, medians over the rounds", head, rows)
 
 
-class Best(msgspec.Struct, frozen=True):
+class BestGoodput(msgspec.Struct, frozen=True):
     """A system's goodput at its best speed, and the share of it that remains at twice that speed."""
 
     system: str
@@ -131,7 +131,7 @@ class Best(msgspec.Struct, frozen=True):
     kept: float | None
 
 
-def best(found: Sequence[Goodput]) -> list[Best]:
+def best(found: Sequence[Goodput]) -> list[BestGoodput]:
     bests = []
     for system in dict.fromkeys(each.system for each in found):
         by_speed: dict[float, list[float]] = {}
@@ -142,11 +142,11 @@ def best(found: Sequence[Goodput]) -> list[Best]:
         speedup = max(medians, key=lambda speed: medians[speed])
         twice = [medians[speed] for speed in medians if speed >= 2 * speedup]
         kept = twice[-1] / medians[speedup] if twice and medians[speedup] else None
-        bests.append(Best(system, speedup, medians[speedup], kept))
+        bests.append(BestGoodput(system, speedup, medians[speedup], kept))
     return bests
 
 
-def describe(bests: Sequence[Best]) -> str:
+def describe(bests: Sequence[BestGoodput]) -> str:
     lines = []
     for each in bests:
         kept = "" if each.kept is None else f", kept {each.kept:.2f}"

@@ -31,7 +31,7 @@ def _keys(name: str, count: int) -> list[int]:
     return block_keys(random.Random(name).randbytes(16 * count))
 
 
-class Filled:
+class FilledIndex:
     """An index with `entries` different blocks, in prompts of `length` blocks."""
 
     def __init__(self, entries: int, workers: int, length: int) -> None:
@@ -86,7 +86,7 @@ class Filled:
 
 
 def _measure(entries: int, workers: int, length: int) -> None:
-    filled = Filled(entries, workers, length)
+    filled = FilledIndex(entries, workers, length)
     blocks, resident = len(filled.index), psutil.Process().memory_info().rss
     print(
         f"{workers} workers, {blocks:,} blocks: {resident / 2**30:.2f} GiB resident, "

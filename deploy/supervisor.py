@@ -43,7 +43,7 @@ class StartUpError(TandemError):
 
 
 class Supervisor:
-    """The keeper of the workers, until `stop` is set. Calls `on_ready` once all workers are registered."""
+    """The supervisor of the workers, until `stop`. Calls `on_ready` once all workers are registered."""
 
     def __init__(
         self,

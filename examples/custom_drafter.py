@@ -19,7 +19,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed, Drafter
+from speculation.drafter import ComputedRows, Drafter
 
 
 class LastFollower(Drafter):
@@ -32,7 +32,7 @@ class LastFollower(Drafter):
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         return [self._draft(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[ComputedRows]) -> None:
         for each in computed:
             newest = each.sequence.token_ids[-each.num_tokens - 1 :]
             self._followers[each.sequence.request_id].update(pairwise(newest))

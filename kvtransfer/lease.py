@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.blocks.device import PAST, Mark
+from kvtransfer.blocks.device import PAST, StreamMark
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.interface import Arrival
 from kvtransfer.messages import Piece, PieceRefusal
@@ -153,7 +153,7 @@ class Lease:
         spans: Mapping[int, tuple[int, int]],
         num_tokens: int,
         gate: WriteGate,
-        after: Mark = PAST,
+        after: StreamMark = PAST,
     ) -> None:
         self.lease_id = lease_id
         self.blocks = blocks
@@ -258,7 +258,7 @@ class LeaseTable:
         extents: Sequence[Extent],
         first_token: int | Sequence[int] = 0,
         num_tokens: int | None = None,
-        after: Mark = PAST,
+        after: StreamMark = PAST,
     ) -> None:
         """Allow writes `after` this mark. Raises ValueError for a known lease or invalid blocks."""
         blocks = {extent.block_pool: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer.blocks.device import Mark
+from kvtransfer.blocks.device import StreamMark
 from kvtransfer.blocks.extents import NO_BLOCKS, Blocks, Mode, blocks_per_part, cut
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
 from kvtransfer.pairs import Pairs, RefusalKind, TransferCounters
@@ -214,7 +214,7 @@ class Sender:
         parts: list[Blocks],
         num_tokens: int,
         final: bool,
-        after: Mark,
+        after: StreamMark,
     ) -> QueuedPiece:
         if final:
             lease.pushed_final, lease.time.final_push = True, time.monotonic()

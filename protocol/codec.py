@@ -8,7 +8,7 @@ import msgspec
 
 from protocol.errors import ProtocolError
 from protocol.router_to_worker import RouterToWorker
-from protocol.worker_to_router import Introduced, WorkerToRouter
+from protocol.worker_to_router import RegisterHeader, WorkerToRouter
 from protocol.worker_to_worker import PeerReply, PeerRequest
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -39,6 +39,6 @@ def encode(message: msgspec.Struct) -> bytes:
 
 router_to_worker: BoundedDecoder[RouterToWorker] = BoundedDecoder(RouterToWorker)
 worker_to_router: BoundedDecoder[WorkerToRouter] = BoundedDecoder(WorkerToRouter)
-introduction: BoundedDecoder[Introduced] = BoundedDecoder(Introduced)
+introduction: BoundedDecoder[RegisterHeader] = BoundedDecoder(RegisterHeader)
 peer_request: BoundedDecoder[PeerRequest] = BoundedDecoder(PeerRequest)
 peer_reply: BoundedDecoder[PeerReply] = BoundedDecoder(PeerReply)

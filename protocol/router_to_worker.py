@@ -63,7 +63,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class CallRoll(msgspec.Struct, frozen=True, kw_only=True, tag="call_roll"):
-    """Report by `Absent` which of these requests, all sent earlier, are not running here."""
+    """Report by `AbsentRequests` which of these requests, all sent earlier, are not running here."""
 
     incarnation: Id
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]

@@ -21,7 +21,7 @@ MIN_REPETITION_PENALTY = 1e-3
 """Smallest penalty: a logit divided by a smaller one may exceed float32."""
 
 
-class Asked(NamedTuple):
+class SamplingField(NamedTuple):
     """A sampling field that requests may set under its own name: its description, and its limits.
 
     `is_open`: the value must be greater than `low`. `max_length` limits lists and mappings. `is_models`: the
@@ -50,8 +50,8 @@ class Asked(NamedTuple):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one sequence.
 
-    The fields with `Asked` define request bodies, the model's defaults, `/openapi.json`, and the checks of
-    router and workers.
+    Each `SamplingField` defines a field of request bodies, of the model's defaults and of `/openapi.json`,
+    and its checks in router and workers.
 
     `logprobs` is the number of alternatives to report with each token (0: only the chosen token); None
     reports no log-probabilities. `banned_token_sequences` are never completed. With a `grammar`, in
@@ -60,19 +60,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: int
-    seed: Annotated[int, Asked("Equal requests with equal seeds get equal answers.", -(2**63), MAX_SEED)] = 0
+    seed: Annotated[
+        int, SamplingField("Equal requests with equal seeds get equal answers.", -(2**63), MAX_SEED)
+    ] = 0
     """Key of the noise, together with the token's position, so that the seed alone fixes the answer."""
     temperature: Annotated[
         float,
-        Asked("0 (greedy) to 100; default: the model's, else 1.", 0, 100, is_models=True, is_echoed=True),
+        SamplingField(
+            "0 (greedy) to 100; default: the model's, else 1.", 0, 100, is_models=True, is_echoed=True
+        ),
     ] = 1.0
     top_k: Annotated[
         int,
-        Asked("Sample from this many of the likeliest; 0 or -1: from all.", -1, MAX_TOP_K, is_models=True),
+        SamplingField(
+            "Sample from this many of the likeliest; 0 or -1: from all.", -1, MAX_TOP_K, is_models=True
+        ),
     ] = 0
     top_p: Annotated[
         float,
-        Asked(
+        SamplingField(
             "Above 0, up to 1: sample from the likeliest with this sum.",
             0,
             1,
@@ -82,25 +88,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = 1.0
     min_p: Annotated[
-        float, Asked("0 to 1: least probability, relative to the likeliest token's.", 0, 1, is_models=True)
+        float,
+        SamplingField("0 to 1: least probability, relative to the likeliest token's.", 0, 1, is_models=True),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
-        Asked("0.001 to 100; above 1 discourages repetition.", MIN_REPETITION_PENALTY, 100, is_models=True),
+        SamplingField(
+            "0.001 to 100; above 1 discourages repetition.", MIN_REPETITION_PENALTY, 100, is_models=True
+        ),
     ] = 1.0
-    presence_penalty: Annotated[float, Asked("-2 to 2, for each token that occurred.", -2, 2)] = 0.0
-    frequency_penalty: Annotated[float, Asked("-2 to 2, for each time a token occurred.", -2, 2)] = 0.0
+    presence_penalty: Annotated[float, SamplingField("-2 to 2, for each token that occurred.", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, SamplingField("-2 to 2, for each time a token occurred.", -2, 2)] = (
+        0.0
+    )
     logit_bias: Annotated[
-        dict[int, float], Asked("Token id to a bias from -100 to 100.", -100, 100, max_length=MAX_LOGIT_BIAS)
+        dict[int, float],
+        SamplingField("Token id to a bias from -100 to 100.", -100, 100, max_length=MAX_LOGIT_BIAS),
     ] = {}
     banned_token_sequences: list[list[int]] = []
     allowed_token_ids: list[int] | None = None
     grammar: str | None = None
-    min_tokens: Annotated[int, Asked("Generate at least this many tokens.")] = 0
+    min_tokens: Annotated[int, SamplingField("Generate at least this many tokens.")] = 0
     stop_token_ids: Annotated[
-        list[int], Asked("Tokens that end the answer.", max_length=MAX_STOP_TOKEN_IDS)
+        list[int], SamplingField("Tokens that end the answer.", max_length=MAX_STOP_TOKEN_IDS)
     ] = []
-    ignore_eos: Annotated[bool, Asked("Go on after the end-of-sequence token.")] = False
+    ignore_eos: Annotated[bool, SamplingField("Go on after the end-of-sequence token.")] = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     embeds: bool = False
@@ -120,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return ("length", None) if num_tokens >= self.max_tokens else (None, None)
 
 
-def _asked_fields() -> Iterator[tuple[str, Any, Asked]]:
+def _asked_fields() -> Iterator[tuple[str, Any, SamplingField]]:
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
         for asked in getattr(hint, "__metadata__", ()):
             yield name, hint.__origin__, asked

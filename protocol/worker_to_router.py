@@ -98,7 +98,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     release: ShortText = msgspec.field(default_factory=version)
 
 
-class Introduced(msgspec.Struct, frozen=True, tag="register"):
+class RegisterHeader(msgspec.Struct, frozen=True, tag="register"):
     """The part of a `Register` that all protocol versions share."""
 
     address: PeerAddress
@@ -139,7 +139,7 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
     manifest_sent: bool = False
 
 
-class Absent(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
+class AbsentRequests(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
     """The requests of a `CallRoll` that are not running here. All their outputs were sent earlier."""
 
     worker_id: Id
@@ -182,7 +182,7 @@ WorkerToRouter = (
     | StepOutput
     | KvEvents
     | HandoverFailed
-    | Absent
+    | AbsentRequests
     | Prefetched
     | AdapterLoaded
     | Leaving

@@ -174,7 +174,7 @@ class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
     field: Annotated[str, Meta(max_length=128)] | None = None
 
 
-class Lent(msgspec.Struct, frozen=True, kw_only=True, tag="lent"):
+class FetchGranted(msgspec.Struct, frozen=True, kw_only=True, tag="lent"):
     """The first `num_found` blocks come, except those before a window; `num_drafted` have the draft's KV."""
 
     request_id: Id
@@ -199,4 +199,4 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
 PeerRequest = Reserve | Handoff | Release | Fetch | DraftFor
 
 
-PeerReply = Reserved | ReserveRefused | HandoffAck | Lent | FetchRefused | Drafts | Stale
+PeerReply = Reserved | ReserveRefused | HandoffAck | FetchGranted | FetchRefused | Drafts | Stale

@@ -24,7 +24,7 @@ large as the others.
 
 
 @dataclass(frozen=True)
-class Fold:
+class ScaleFold:
     """A fold of the scales of `group` into the last `channels` outputs of `module`.
 
     Input channel c of the group has the scale of output `index[c]`. With grouped queries, several input
@@ -79,7 +79,9 @@ class Fold:
         return bool((after != before).float().mean() <= _MOST_CHANGED)
 
 
-def find_fold(calibration: Calibration, groups: Sequence[LinearGroup], group: LinearGroup) -> Fold | None:
+def find_fold(
+    calibration: Calibration, groups: Sequence[LinearGroup], group: LinearGroup
+) -> ScaleFold | None:
     """Return the fold of the group's scales, or None if no module before the group can take them."""
     return next(
         (fold for fold in _candidates(calibration, groups, group) if fold.is_exact(calibration)), None
@@ -88,18 +90,18 @@ def find_fold(calibration: Calibration, groups: Sequence[LinearGroup], group: Li
 
 def _candidates(
     calibration: Calibration, groups: Sequence[LinearGroup], group: LinearGroup
-) -> Iterator[Fold]:
+) -> Iterator[ScaleFold]:
     modules = linears(calibration.block)
     width = modules[group.linears[0]].in_features
     device = modules[group.linears[0]].weight.device
     if group.norm is not None:
-        yield Fold(group.norm, group, torch.arange(width, device=device))
+        yield ScaleFold(group.norm, group, torch.arange(width, device=device))
         return
     before = [name for each in groups[: groups.index(group)] for name in each.linears]
     for name in reversed(before):
         for index in _indices(width, calibration.value_width, calibration.head_dim):
             if modules[name].out_features > int(index.max()):
-                yield Fold(name, group, index.to(device))
+                yield ScaleFold(name, group, index.to(device))
 
 
 def _indices(width: int, value_width: int, head_dim: int) -> list[Tensor]:

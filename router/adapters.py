@@ -14,7 +14,7 @@ from protocol.worker_to_router import AdapterLoaded
 from router.dispatch import Core
 from router.errors import ApiError, failed_generation, unavailable
 from router.reading.prepared import unknown_model
-from router.scaling.interface import Turns
+from router.scaling.interface import ChangeTurns
 from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class AdapterTable:
     changes the table and calls `tell` to inform the others.
     """
 
-    def __init__(self, core: Core, turns: Turns) -> None:
+    def __init__(self, core: Core, turns: ChangeTurns) -> None:
         self._config, _, self._registry, _, self._send = core
         self._turns = turns
         self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None

@@ -240,7 +240,7 @@ MAX_BODIES = 16
 """Number of largest bodies that fit in memory at once."""
 
 
-class Bodies:
+class PendingBodies:
     """The bodies that are being read or decoded."""
 
     def __init__(self, max_bytes: int) -> None:

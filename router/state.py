@@ -18,21 +18,21 @@ from protocol.ports import ANY_PORT
 from protocol.router_to_worker import Peers, Refused, Registered, Unregistered
 from protocol.version import protocol_problem
 from protocol.worker_to_router import (
-    Absent,
+    AbsentRequests,
     AdapterLoaded,
     HandoverFailed,
-    Introduced,
     KvEvents,
     Leaving,
     Prefetched,
     Register,
+    RegisterHeader,
     StepOutput,
     WorkerState,
     WorkerToRouter,
 )
 from router.adapters import AdapterTable
 from router.api_keys import ApiKeys
-from router.decoding import Bodies
+from router.decoding import PendingBodies
 from router.dispatch import Core
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.drainer import Drainer
@@ -51,7 +51,7 @@ from router.reading.prepared import ServedModel, load_defaults
 from router.requests.journal import Journal
 from router.requests.slices import Slices
 from router.responses.store import ResponseStore, response_store
-from router.scaling.interface import Turns
+from router.scaling.interface import ChangeTurns
 from router.scaling.scaler import Autoscaler, Restarter, Scaler
 from router.text.tokenizer import Tokenizer
 from router.workers.registry import WATCH_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
@@ -81,7 +81,7 @@ class RouterState:
         self.created = int(time.time())
         self.is_draining = False
         policy = placement_policy(config.placement, config.prefill_placement, config.decode_placement)
-        self.bodies = Bodies(config.max_body_bytes)
+        self.bodies = PendingBodies(config.max_body_bytes)
         self.guard = BrowserGuard(config.host, config.origins)
         self.slices = Slices()
         self.journal = Journal(self.incarnation)
@@ -109,7 +109,7 @@ class RouterState:
         self.placer = Placer(core, policy, self.kv_feed)
         self.dispatcher = Dispatcher(core, self.placer)
         self.drainer = Drainer(core, self.placer, self.dispatcher)
-        self.turns = Turns(router_id)
+        self.turns = ChangeTurns(router_id)
         self.adapters = AdapterTable(core, self.turns)
         if config.metric_names == "vllm":
             parked, named = (lambda: self.placer.num_parked), (lambda: self.adapters.named)
@@ -179,13 +179,13 @@ class RouterState:
         facts = self.require_ready()
         return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names, self.defaults)
 
-    def _on_message(self, message: WorkerToRouter | Introduced) -> None:
+    def _on_message(self, message: WorkerToRouter | RegisterHeader) -> None:
         match message:
             case StepOutput():
                 self.dispatcher.step(message)
             case HandoverFailed():
                 self.dispatcher.handover_failed(message)
-            case Absent():
+            case AbsentRequests():
                 self.roll_call.absent(message)
             case Prefetched():
                 self.drainer.prefetched(message)
@@ -199,7 +199,7 @@ class RouterState:
                 self.kv_feed.check(message, time.monotonic())
             case KvEvents():
                 self.kv_feed.receive(message)
-            case Introduced():  # its remaining fields are unknown here
+            case RegisterHeader():  # its remaining fields are unknown here
                 problem = protocol_problem(message.protocol, message.release, "the router", "the worker")
                 key = WorkerKey(message.address.worker_id, message.address.incarnation)
                 self.registry.refuse(key, problem)

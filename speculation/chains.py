@@ -22,7 +22,7 @@ from engine.sampler.rows import edits_logits, needs_history
 from engine.step.draft import Draft, LateTokens
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig, Verification
-from speculation.drawing import Drawing, Drawn
+from speculation.drawing import Drawing, DrawnTokens
 
 
 class DraftRows(NamedTuple):
@@ -96,7 +96,7 @@ class ChainDrafting:
             return self._native.draft(sequences, rows, counts, hidden)
         is_late = self._stays_on_device and not any(needs_history(each.params) for each in sequences)
         chains: list[list[int]] = [[] for _ in sequences]
-        drawn: list[Drawn] = []
+        drawn: list[DrawnTokens] = []
         output = run_last(self._runner, rows, hidden)
         for place in range(counts[0]):
             growing = sequences[: sum(count > place for count in counts)]
@@ -120,7 +120,7 @@ class ChainDrafting:
         sequences: Sequence[SequenceState],
         chains: Sequence[Sequence[int]],
         hidden: Tensor | None,
-        late: Drawn | None,
+        late: DrawnTokens | None,
     ) -> ForwardOutput:
         """Run the newest token of each chain, taken from `late` if the host does not know it."""
         batch = [
@@ -131,7 +131,7 @@ class ChainDrafting:
         fill = None if late is None else LateTokens(late.token_ids, self._download).fill
         return self._runner.run(Step(batch, range(len(batch)), hidden is not None, before), fill)
 
-    def _leave_on_device(self, drafts: Sequence[Draft], drawn: Sequence[Drawn]) -> None:
+    def _leave_on_device(self, drafts: Sequence[Draft], drawn: Sequence[DrawnTokens]) -> None:
         late = LateTokens(torch.cat([each.token_ids for each in drawn]).clamp_min(0), self._download)
         firsts = [0, *accumulate(len(each.token_ids) for each in drawn)]
         for row, draft in enumerate(drafts):

@@ -32,7 +32,7 @@ from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.dflash_weights import load_dflash
 from speculation.drawing import Drawing, in_whole_vocabulary
-from speculation.target_states import DraftKvDrafter, Known
+from speculation.target_states import DraftedKv, DraftKvDrafter
 
 
 class DFlashDrafter(DraftKvDrafter):
@@ -110,7 +110,7 @@ class DFlashDrafter(DraftKvDrafter):
         whole = in_whole_vocabulary(logits, self._draft.draft_ids, self._vocab_size)
         return whole.unflatten(0, (len(sequences), rooms[0]))
 
-    def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
+    def _write(self, waiting: Mapping[SequenceState, DraftedKv]) -> None:
         features: list[Tensor] = []
         places: list[np.ndarray] = []
         blocks: list[np.ndarray] = []
@@ -128,7 +128,7 @@ class DFlashDrafter(DraftKvDrafter):
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed
-        self._known[sequence.request_id] = Known(0 if num_drafted >= place else place, place)
+        self._known[sequence.request_id] = DraftedKv(0 if num_drafted >= place else place, place)
 
 
 class BlockBackend(TablesBackend):

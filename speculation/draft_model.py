@@ -31,7 +31,7 @@ from protocol.errors import ConfigError, UnsupportedModelError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
 from speculation.control.estimator import default_drafted
-from speculation.drafter import Computed, Drafter
+from speculation.drafter import ComputedRows, Drafter
 from speculation.tree_drafting import TreeDrafting
 
 _READ_AT_ONCE = 2048
@@ -190,7 +190,7 @@ class DraftModel(Drafter):
     def num_drafted(self, request_id: str) -> int:
         return self._computed.get(request_id, 0)
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[ComputedRows]) -> None:
         """Keep the KV of accepted tokens. Read prompts that are computed for another worker, unless that
         worker drafts them itself; a recurrent state would not reach it.
         """
@@ -202,7 +202,7 @@ class DraftModel(Drafter):
             elif each.sequence.prefill_only and not each.sequence.drafts_elsewhere:
                 self._read(each.sequence, each.start + each.num_tokens)
 
-    def _keep_accepted(self, computed: Computed, draft: Draft) -> None:
+    def _keep_accepted(self, computed: ComputedRows, draft: Draft) -> None:
         request_id, first_drafted = computed.sequence.request_id, computed.start + 1
         num_run = self._computed[request_id] - first_drafted
         if num_run < 0:

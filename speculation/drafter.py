@@ -49,7 +49,7 @@ class HiddenRows:
 
 
 @dataclass(slots=True, eq=False)
-class Computed:
+class ComputedRows:
     """One sequence's part of a step, all of it committed. `sequence` already has its new tokens.
 
     The KV of the tokens at places `start` to `start + num_tokens - 1` was computed, and `hidden` are their
@@ -68,7 +68,7 @@ class Computed:
     @classmethod
     def of(
         cls, sequence: SequenceState, outcome: Outcome, of_step: Tensor | None, first_row: int
-    ) -> Computed:
+    ) -> ComputedRows:
         """Return a sequence's part of a step; its hidden states in `of_step` begin at `first_row`."""
         verdict, draft = outcome.verdict, outcome.draft
         accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
@@ -137,7 +137,7 @@ class Drafter(ABC):
         room for the KV of `counts[i]` more tokens, at the places after the last token.
         """
 
-    def observe(self, computed: Sequence[Computed]) -> None:  # noqa: B027
+    def observe(self, computed: Sequence[ComputedRows]) -> None:  # noqa: B027
         """Learn from an ended step: prefill chunks, and verified drafts."""
 
     @abstractmethod
@@ -166,14 +166,14 @@ class UnreadSteps:
             _, dropped = self._steps.popleft()
             self._num_rows -= len(dropped)
 
-    def of(self, sequence: SequenceState) -> list[Computed]:
+    def of(self, sequence: SequenceState) -> list[ComputedRows]:
         """Return the steps' parts that concern the sequence, the oldest first."""
         found = []
         for step, hidden in self._steps:
             row = 0
             for other, outcome in zip(step.sequences, step.outcomes, strict=True):
                 if other is sequence:
-                    found.append(Computed.of(sequence, outcome, hidden, row))
+                    found.append(ComputedRows.of(sequence, outcome, hidden, row))
                 row += outcome.num_rows
         return found
 

@@ -33,7 +33,7 @@ def in_whole_vocabulary(logits: Tensor, draft_ids: Tensor | None, vocab_size: in
     return whole
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """Tokens on the logits' device, int64 [n], negative if none could be chosen, and their `distributions`,
     float32 [n, vocab_size]; None if all are greedy or use the target's noise.
     """
@@ -52,7 +52,7 @@ class Drawing:
 
     def draw(
         self, sequences: Sequence[SequenceState], logits: Tensor, drafted: Sequence[Sequence[int]]
-    ) -> Drawn:
+    ) -> DrawnTokens:
         """Draw a token for each sequence from the draft's `logits` [sequences, vocab_size] after the tokens
         `drafted` so far. For sequences that need no history only the number of these tokens matters.
         """
@@ -80,11 +80,13 @@ class Drawing:
             drafts.append(draft)
         return drafts
 
-    def _choose(self, sequences: Sequence[SequenceState], rows: list[SamplingRow], logits: Tensor) -> Drawn:
+    def _choose(
+        self, sequences: Sequence[SequenceState], rows: list[SamplingRow], logits: Tensor
+    ) -> DrawnTokens:
         if self._shares_noise or all(row.params.is_greedy for row in rows):
-            return Drawn(self._sampler.tokens(logits, rows), None)
+            return DrawnTokens(self._sampler.tokens(logits, rows), None)
         starts = [sequence.position for sequence in sequences]
-        return Drawn(*self._sampler.draw_drafts(logits, rows, starts))
+        return DrawnTokens(*self._sampler.draw_drafts(logits, rows, starts))
 
 
 _NUM_CANDIDATES = 64

@@ -30,7 +30,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting, DraftRows
 from speculation.drafter import HiddenRows
 from speculation.drawing import in_whole_vocabulary
-from speculation.target_states import DraftKvDrafter, Known
+from speculation.target_states import DraftedKv, DraftKvDrafter
 from speculation.tree_drafting import TreeDrafting
 
 
@@ -158,7 +158,7 @@ class HeadDrafter(DraftKvDrafter):
             for sequence, carried in zip(sequences, self._runner.carried, strict=True):
                 self._known[sequence.request_id].carried = carried
 
-    def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
+    def _write(self, waiting: Mapping[SequenceState, DraftedKv]) -> None:
         """Write the KV of all known pairs except the newest, whose place may have no block yet."""
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
@@ -175,16 +175,16 @@ class HeadDrafter(DraftKvDrafter):
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed
         if place == 0:
-            known = Known(first=1, written=1)
+            known = DraftedKv(first=1, written=1)
         elif num_drafted > place and feature is None:
-            known = Known(first=1, written=place + 1)
+            known = DraftedKv(first=1, written=place + 1)
         else:
             row, carried = self._no_feature, None
             if feature is not None:
                 size = self._head.feature_size
                 row, carried = HiddenRows(feature[:size].unsqueeze(0), range(1)), feature[size:]
                 carried = carried.view_as(self._nothing_carried)
-            known = Known(1 if num_drafted >= place else place, place, [row], carried)
+            known = DraftedKv(1 if num_drafted >= place else place, place, [row], carried)
         self._known[sequence.request_id] = known
 
     def feature(self, request_id: str) -> Tensor | None:

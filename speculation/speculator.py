@@ -30,7 +30,7 @@ from speculation.control.estimator import (
     measure_target,
     most_drafted,
 )
-from speculation.drafter import MOST_STEPS, Computed, Drafter, UnreadSteps
+from speculation.drafter import MOST_STEPS, ComputedRows, Drafter, UnreadSteps
 from speculation.methods import problem
 from speculation.remote import RemoteDrafter
 from speculation.sources import DraftSources, GrammarDrafts
@@ -274,7 +274,7 @@ class BatchSpeculator(Speculator):
                 self._unread.keep(step, hidden)
                 return  # no request drafts now
         self._unread.clear()
-        computed: dict[Source, list[Computed]] = {}
+        computed: dict[Source, list[ComputedRows]] = {}
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             first, row = row, row + outcome.num_rows
@@ -282,7 +282,9 @@ class BatchSpeculator(Speculator):
                 continue  # it has ended
             request = self._request(sequence)
             if request.method is not None:
-                computed.setdefault(request.method, []).append(Computed.of(sequence, outcome, hidden, first))
+                computed.setdefault(request.method, []).append(
+                    ComputedRows.of(sequence, outcome, hidden, first)
+                )
                 request.is_blind |= hidden is None
         for method, found in computed.items():
             drafter = self._drafters[method]

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from speculation.drafter import Computed, Drafter, HiddenRows
+from speculation.drafter import ComputedRows, Drafter, HiddenRows
 
 _SIGHT = 64
 """Tokens of context with which a draft is about as good as with a whole text."""
@@ -21,7 +21,7 @@ MOST_UNREAD = 32
 
 
 @dataclass(slots=True, eq=False)
-class Known:
+class DraftedKv:
     """A request's draft KV, at the places from `first` to `written` (exclusive). `features` are the hidden
     states for the next places, in pieces.
     """
@@ -57,14 +57,14 @@ class DraftKvDrafter(Drafter):
     _sampler: Sampler
 
     def __init__(self) -> None:
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, DraftedKv] = {}
 
     @abstractmethod
-    def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
+    def _write(self, waiting: Mapping[SequenceState, DraftedKv]) -> None:
         """Write the KV of all known places whose tokens' own KV the target has computed."""
 
-    def observe(self, computed: Sequence[Computed]) -> None:
-        waiting: dict[SequenceState, Known] = {}
+    def observe(self, computed: Sequence[ComputedRows]) -> None:
+        waiting: dict[SequenceState, DraftedKv] = {}
         is_due = False
         for each in computed:
             assert each.hidden is not None
@@ -133,7 +133,7 @@ class LastStateDrafter(Drafter):
         """Return the last hidden states [sequences, hidden_size]."""
         return torch.cat([self._features[sequence.request_id][1].cut() for sequence in sequences])
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[ComputedRows]) -> None:
         for each in computed:
             assert each.hidden is not None
             place = each.start + each.num_tokens - 1

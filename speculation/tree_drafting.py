@@ -20,7 +20,7 @@ from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import DraftRows, RowsOf, run_last, stays_on_device
 from speculation.drawing import best_of, rank
-from speculation.tree_growth import TREE_WIDTH, Level, TreeGrowth
+from speculation.tree_growth import TREE_WIDTH, TreeGrowth, TreeLevel
 
 
 class TreeDrafting:
@@ -94,7 +94,7 @@ class TreeDrafting:
     def _run_level(
         self,
         sequences: Sequence[SequenceState],
-        level: Level,
+        level: TreeLevel,
         grown: Sequence[DraftRows],
         hidden: Tensor | None,
     ) -> ForwardOutput:

@@ -85,7 +85,7 @@ class GrowthState(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Level:
+class TreeLevel:
     """The rows to run next, `depth` tokens after their roots. On a GPU there are `num_rows` per tree
     (`num_before` at the previous level): the trees' own rows, one tree after the other, then padding. A level
     is valid until the next one.
@@ -185,7 +185,7 @@ class TreeGrowth:
         if not by_kernels:
             self._state.begin()
 
-    def grow(self, scores: Tensor, token_ids: Tensor) -> Level:
+    def grow(self, scores: Tensor, token_ids: Tensor) -> TreeLevel:
         """Return the rows to run next; a complete tree has none.
 
         `scores`, float32 [rows, n], are the log-probabilities of the tokens `token_ids` [rows, n] after the
@@ -201,7 +201,7 @@ class TreeGrowth:
             followed = self._grow(scores, token_ids)
         self._num_rows = min(self._width, self._most, num_before * children)
         self._depth += 1
-        return Level(self._state, self._num_rows, num_before, self._depth, self._block_size, followed)
+        return TreeLevel(self._state, self._num_rows, num_before, self._depth, self._block_size, followed)
 
     def end(self, scores: Tensor, token_ids: Tensor) -> Tensor:
         """Return the nodes, int64 [4, trees, most nodes], in the form of `late_tokens.LateTrees`."""
@@ -230,7 +230,7 @@ class TreeGrowth:
         )
 
     def _grow(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """Grow a level with torch's operators; return `Level.followed`."""
+        """Grow a level with torch's operators; return `TreeLevel.followed`."""
         state, (num_run, num_before) = self._state, self._state.runs.T.clone()
         scores, order, facts = self._candidates(scores, token_ids)
         is_new = (order >= _LEAVES) & (scores > -torch.inf)

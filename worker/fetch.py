@@ -27,7 +27,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from protocol.ids import PeerAddress
 from protocol.requests import EngineRequest
-from protocol.worker_to_worker import Fetch, FetchRefused, Lent
+from protocol.worker_to_worker import Fetch, FetchGranted, FetchRefused
 from worker.parts import Counters
 from worker.peers import PeerLinks
 from worker.role_work import RequestTable, StagedRequest
@@ -68,7 +68,7 @@ class PrefixFetch(StagedRequest[FetchStage]):
     stage: FetchStage = FetchStage.ASKED
     lease_id: str | None = None
     deadline: float | None = None
-    lent: Lent | None = None
+    lent: FetchGranted | None = None
     """The holder's answer."""
     num_received: int | None = None
     """Number of token blocks in all tables, once all have arrived."""
@@ -87,7 +87,7 @@ class PrefixFetcher:
         has_draft_kv = any(segment.name == DRAFT for segment in engine.pool.segments)
         self._has_windows = engine.blocks.has_windows
         self._needs_lent = has_draft_kv or self._has_windows
-        """Whether the blocks can be used only after the holder's `Lent`."""
+        """Whether the blocks can be used only after the holder's `FetchGranted`."""
         self._peers = peers
         self._counters = counters
         self.fetches: RequestTable[PrefixFetch] = RequestTable()
@@ -165,7 +165,7 @@ class PrefixFetcher:
         self._end(fetch, found)
         fetch.on_end(fetch.request, found == len(fetch.room.wanted))
 
-    def on_lent(self, message: Lent) -> None:
+    def on_lent(self, message: FetchGranted) -> None:
         fetch = self.fetches.get(message.request_id)
         if fetch is None or fetch.lease_id != message.lease_id:
             return
@@ -230,7 +230,7 @@ class PrefixHolder:
         self._sender = sender
         self._lent: dict[str, SequenceBlocks] = {}
 
-    def lend(self, message: Fetch) -> Lent | FetchRefused | None:
+    def lend(self, message: Fetch) -> FetchGranted | FetchRefused | None:
         """Push the wanted blocks that are cached here, then the final piece, even without any block.
 
         Return the answer, or None for a repeated message.
@@ -253,7 +253,7 @@ class PrefixHolder:
         self._counters.add("prefix_blocks_lent_total", num_lent)
         num_tokens = (first + num_found + len(lent.state_blocks)) * size
         self._sender.push(message.receiver, message.lease_id, extents, first, num_tokens, final=True)
-        return Lent(
+        return FetchGranted(
             request_id=message.request_id,
             lease_id=message.lease_id,
             num_drafted=lent.num_drafted // size,

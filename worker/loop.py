@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.parallel.group import LostRankError
 from protocol.errors import TandemError
 from protocol.ids import PeerAddress
-from protocol.worker_to_worker import Fetch, FetchRefused, Lent
+from protocol.worker_to_worker import Fetch, FetchGranted, FetchRefused
 from worker.adapter_loads import AdapterLoads
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, fetch_refused
@@ -153,7 +153,7 @@ class WorkerLoop(RoleWork):
             self.take_peer_requests()
         for peer, reply in self.peers.receive(events):
             match reply:
-                case Lent():
+                case FetchGranted():
                     self._fetcher.on_lent(reply)
                 case FetchRefused():
                     self._fetcher.on_refused(reply.request_id, reply.lease_id, reply.reason)

@@ -12,7 +12,7 @@ from protocol import router_to_worker as messages
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.ids import PeerAddress, peer_identity
 from protocol.requests import EngineRequest
-from protocol.worker_to_router import Absent, AdapterLoaded, Prefetched
+from protocol.worker_to_router import AbsentRequests, AdapterLoaded, Prefetched
 from worker.adapter_loads import AdapterLoads, Problem
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher
@@ -168,7 +168,9 @@ class RouterMessages:
         if self._role.outbox:  # the ends of the absent requests go first
             self._role.flush()
         link.send(
-            Absent(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation, request_ids=absent)
+            AbsentRequests(
+                worker_id=self._parts.worker_id, incarnation=self._parts.incarnation, request_ids=absent
+            )
         )
 
     def _on_replan(self, message: messages.Replan) -> None:

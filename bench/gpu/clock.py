@@ -14,7 +14,7 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemse
 """Names of calls that launch work on the device. Some calls have a suffix."""
 
 
-class Taken(NamedTuple):
+class MedianTimes(NamedTuple):
     """Medians of one run: `device_s` until the device has finished, `host_s` until the call returns."""
 
     device_s: float
@@ -26,19 +26,19 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_of(work: Callable[[], object], device: torch.device) -> Taken:
+def time_of(work: Callable[[], object], device: torch.device) -> MedianTimes:
     for _ in range(_WARM_UPS):
         work()
     _wait(device)
-    taken: list[Taken] = []
+    taken: list[MedianTimes] = []
     ends_at = time.perf_counter() + _LEAST_S
     while len(taken) < _LEAST_RUNS or time.perf_counter() < ends_at:
         started = time.perf_counter()
         work()
         returned = time.perf_counter()
         _wait(device)
-        taken.append(Taken(time.perf_counter() - started, returned - started))
-    return Taken(*(statistics.median(side) for side in zip(*taken, strict=True)))
+        taken.append(MedianTimes(time.perf_counter() - started, returned - started))
+    return MedianTimes(*(statistics.median(side) for side in zip(*taken, strict=True)))
 
 
 def launches_of(work: Callable[[], object], device: torch.device) -> int | None:

@@ -28,7 +28,7 @@ _GROUP = 128
 
 
 @dataclass(frozen=True)
-class Beside:
+class KernelComparison:
     """A kernel's time, and the time of torch's SDPA or cuBLAS for the same work."""
 
     name: str
@@ -41,7 +41,7 @@ class Beside:
         return self.torch_s / self.ours_s
 
 
-def kernels_beside(shape: DecoderShape, device: torch.device, longest: int) -> Iterator[Beside]:
+def kernels_beside(shape: DecoderShape, device: torch.device, longest: int) -> Iterator[KernelComparison]:
     """Measure the kernels of one layer, attention up to `longest` keys."""
     for sequences, rows, context in _ATTENTION:
         if context <= longest:
@@ -50,7 +50,9 @@ def kernels_beside(shape: DecoderShape, device: torch.device, longest: int) -> I
         yield from _products(shape, device)
 
 
-def _attention(shape: DecoderShape, device: torch.device, sequences: int, rows: int, context: int) -> Beside:
+def _attention(
+    shape: DecoderShape, device: torch.device, sequences: int, rows: int, context: int
+) -> KernelComparison:
     segment = Segment(1, shape.kv_heads, shape.head_dim, torch.bfloat16)
     each = -(-context // BLOCK_SIZE)
     layout = PoolLayout((Group.uniform(TARGET, segment),), BLOCK_SIZE)
@@ -89,7 +91,7 @@ def _attention(shape: DecoderShape, device: torch.device, sequences: int, rows: 
     return _beside(f"attention, {sequences} x {rows} rows, {context} keys", ours, theirs, device)
 
 
-def _products(shape: DecoderShape, device: torch.device) -> Iterator[Beside]:
+def _products(shape: DecoderShape, device: torch.device) -> Iterator[KernelComparison]:
     """Measure the MLP's first product: in tiles, as with --deterministic, and with 4-bit weights."""
     from engine.devices.cuda.products import TiledWeight
 
@@ -107,5 +109,5 @@ def _products(shape: DecoderShape, device: torch.device) -> Iterator[Beside]:
 
 def _beside(
     name: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], device: torch.device
-) -> Beside:
-    return Beside(name, time_of(ours, device).device_s, time_of(theirs, device).device_s)
+) -> KernelComparison:
+    return KernelComparison(name, time_of(ours, device).device_s, time_of(theirs, device).device_s)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.clock import launches_of, time_of
-from bench.gpu.kernels import Beside, kernels_beside
+from bench.gpu.kernels import KernelComparison, kernels_beside
 from bench.gpu.model import BLOCK_SIZE, Forwards, MadeUpModel
 from bench.gpu.roofline import StepCost, tokens_of
 from engine.engine import Engine
@@ -92,7 +92,7 @@ class Results:
     """The largest batch with one long sequence."""
     cut_s: dict[int, float] = field(default_factory=dict)
     """Seconds of prompts in chunks of the budget, by number of tokens."""
-    kernels: list[Beside] = field(default_factory=list)
+    kernels: list[KernelComparison] = field(default_factory=list)
     compilations: dict[str, float] = field(default_factory=dict)
     """Kernels compiled after the warm-up: their number, and the seconds that this took."""
 

@@ -32,7 +32,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransferResult:
     """The duration and size of one transfer."""
 
     seconds: float
@@ -155,7 +155,7 @@ class SendingSide(Side):
         self.stream = TcpTransport().connect(raw_address)
         self.stream.setblocking(True)
 
-    def push(self, transport: str, lease_id: str, blocks: Sequence[int]) -> Moved:
+    def push(self, transport: str, lease_id: str, blocks: Sequence[int]) -> TransferResult:
         """Push blocks of our pool and wait until all have arrived."""
         sender = self._senders[transport]
         started = time.perf_counter()
@@ -168,7 +168,7 @@ class SendingSide(Side):
                 if isinstance(event, Failed):
                     raise RuntimeError(event.reason)
                 if isinstance(event, Completed):
-                    return Moved(time.perf_counter() - started, event.nbytes, event.num_extents)
+                    return TransferResult(time.perf_counter() - started, event.nbytes, event.num_extents)
 
     def send_stream(self) -> float:
         """Return the seconds of one `sendall` of the whole pool, up to the receiver's confirmation."""
@@ -220,12 +220,12 @@ class Pair:
         self.receiver.end()
         return float(seconds)
 
-    def move(self, transport: str, source: Sequence[int]) -> Moved:
+    def move(self, transport: str, source: Sequence[int]) -> TransferResult:
         """Push these blocks into the receiver's first blocks."""
         self._num_leases += 1
         lease_id = f"{transport}-{self._num_leases}"
         self.receiver.call("open", lease_id, list(range(len(source))))
-        moved: Moved = self.sender.call("push", transport, lease_id, list(source))
+        moved: TransferResult = self.sender.call("push", transport, lease_id, list(source))
         self.receiver.call("close_lease", lease_id)
         return moved
 

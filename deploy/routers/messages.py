@@ -37,8 +37,8 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     room: dict[str, int]
 
 
-class LetGo(msgspec.Struct, frozen=True, tag="let_go"):
-    """The answer to `Leaves`. `refusal` is "" if the worker may leave, else the reason why not."""
+class LeaveAnswer(msgspec.Struct, frozen=True, tag="let_go"):
+    """The answer to `LeaveRequest`. `refusal` is "" if the worker may leave, else the reason why not."""
 
     worker_id: str
     refusal: str
@@ -50,25 +50,25 @@ class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
     answer: ScaleAnswer
 
 
-class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """The answer to `Begins`, in the order of the questions. `refusal` is "", or the reason why not."""
+class ChangeAnswer(msgspec.Struct, frozen=True, tag="begun"):
+    """The answer to `ChangeRequest`, in the order of the requests. `refusal` is "", or why not."""
 
     refusal: str
 
 
-class Lead(msgspec.Struct, frozen=True, tag="lead"):
+class OtherDemand(msgspec.Struct, frozen=True, tag="lead"):
     """The answer to a `RouterReport` of the router that scales. `demand` is the sum over all others."""
 
     demand: dict[str, RoleDemand]
 
 
-class Decided(msgspec.Struct, frozen=True, tag="decided"):
+class AutoscalerEvent(msgspec.Struct, frozen=True, tag="decided"):
     """An event of autoscaling, from the router that scales to the launcher, and from there to all routers."""
 
     event: ScalingEvent
 
 
-class Serves(msgspec.Struct, frozen=True, tag="serves"):
+class AdapterChange(msgspec.Struct, frozen=True, tag="serves"):
     """A change of the adapter served under `name`: None if it no longer is. Relayed to all other routers."""
 
     name: AdapterName
@@ -96,13 +96,13 @@ ToRouter = (
     StartRouter
     | WorkerDied
     | Expect
-    | LetGo
+    | LeaveAnswer
     | Scaled
-    | Begun
-    | Decided
-    | Serves
+    | ChangeAnswer
+    | AutoscalerEvent
+    | AdapterChange
     | GaveUp
-    | Lead
+    | OtherDemand
     | Replaced
     | StopRouter
 )
@@ -121,14 +121,14 @@ class RouterReport(msgspec.Struct, frozen=True, tag="report"):
     demand: dict[str, RoleDemand]
 
 
-class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
-    """A question whether a worker may be drained, for good or to change its role. Answered by `LetGo`."""
+class LeaveRequest(msgspec.Struct, frozen=True, tag="leaves"):
+    """A request to drain a worker, for good or to change its role. Answered by `LeaveAnswer`."""
 
     worker_id: str
     for_good: bool
 
 
-class Renews(msgspec.Struct, frozen=True, tag="renews"):
+class RoleChange(msgspec.Struct, frozen=True, tag="renews"):
     """The news that a drained worker continues in another role."""
 
     worker_id: str
@@ -142,13 +142,13 @@ class Scales(msgspec.Struct, frozen=True, tag="scales"):
     request: ScaleRequest
 
 
-class Begins(msgspec.Struct, frozen=True, tag="begins"):
-    """A request to begin a change that only one router may make at a time. Answered by `Begun`."""
+class ChangeRequest(msgspec.Struct, frozen=True, tag="begins"):
+    """A request to begin a change that only one router may make at a time. Answered by `ChangeAnswer`."""
 
     change: Change
 
 
-class Ends(msgspec.Struct, frozen=True, tag="ends"):
+class ChangeEnd(msgspec.Struct, frozen=True, tag="ends"):
     """The end of a change that had begun, successful or not."""
 
     change: Change
@@ -158,7 +158,17 @@ class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
     reason: str
 
 
-FromRouter = RouterReport | Leaves | Renews | Scales | Begins | Ends | Decided | Serves | CannotStart
+FromRouter = (
+    RouterReport
+    | LeaveRequest
+    | RoleChange
+    | Scales
+    | ChangeRequest
+    | ChangeEnd
+    | AutoscalerEvent
+    | AdapterChange
+    | CannotStart
+)
 
 to_router: BoundedDecoder[ToRouter] = BoundedDecoder(ToRouter)
 from_router: BoundedDecoder[FromRouter] = BoundedDecoder(FromRouter)

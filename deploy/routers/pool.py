@@ -29,7 +29,7 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
 from protocol.ports import bind_one, http_url, router_ports
-from router.scaling.interface import Changes, ScaleAnswer, ScaleRequest, ScalingLog
+from router.scaling.interface import ClusterChanges, ScaleAnswer, ScaleRequest, ScalingLog
 from router.server import RouterPlace, RouterServer, bind_http
 from router.workers.assignment import Demand, sum_of
 
@@ -109,7 +109,7 @@ class _Router:
     workers: Mapping[str, messages.KnownWorker] = field(default_factory=dict)
     demand: Demand = field(default_factory=dict)
 
-    untold: deque[messages.Serves] = field(default_factory=deque)
+    untold: deque[messages.AdapterChange] = field(default_factory=deque)
     """Changes of adapters that were not yet sent to the router."""
 
     def send(self, message: messages.ToRouter) -> bool:
@@ -152,8 +152,8 @@ class RouterPool:
         )
         self._past: Demand = {}
         """The demand counted by routers that have ended; without it the sum over all routers would fall."""
-        self._changes, self._scalings = Changes(), ScalingLog()
-        self._adapters: dict[str, messages.Serves] = {}
+        self._changes, self._scalings = ClusterChanges(), ScalingLog()
+        self._adapters: dict[str, messages.AdapterChange] = {}
         """The latest change of each adapter that differs from the start, by name."""
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
@@ -275,33 +275,33 @@ class RouterPool:
                     router.ready = router.was_ready = True
                     router.send(self._expected)
                     for event in self._scalings.latest()[::-1]:
-                        router.send(messages.Decided(event))
+                        router.send(messages.AutoscalerEvent(event))
                     router.untold = deque(self._adapters.values())
                 router.tell_of_adapters()
                 if self._leads(router):
                     others = (each.demand for each in self._routers if each is not router)
-                    router.send(messages.Lead(sum_of((self._past, *others))))
-            case messages.Leaves(worker_id, for_good):
-                router.send(messages.LetGo(worker_id, self._let_go(worker_id, for_good)))
-            case messages.Renews(worker_id, role, incarnation):
+                    router.send(messages.OtherDemand(sum_of((self._past, *others))))
+            case messages.LeaveRequest(worker_id, for_good):
+                router.send(messages.LeaveAnswer(worker_id, self._let_go(worker_id, for_good)))
+            case messages.RoleChange(worker_id, role, incarnation):
                 self._renew(worker_id, role, incarnation)
             case messages.Scales(request):
                 router.send(messages.Scaled(self._scale(request)))
-            case messages.Begins(change):
-                router.send(messages.Begun(self._changes.begin(change, router.place.router_id)))
-            case messages.Ends(change):
+            case messages.ChangeRequest(change):
+                router.send(messages.ChangeAnswer(self._changes.begin(change, router.place.router_id)))
+            case messages.ChangeEnd(change):
                 self._changes.end(change, router.place.router_id)
-            case messages.Decided(event):
+            case messages.AutoscalerEvent(event):
                 self._scalings.note(event)
-                self._tell(messages.Decided(event))
-            case messages.Serves():
+                self._tell(messages.AutoscalerEvent(event))
+            case messages.AdapterChange():
                 self._note_adapter(message, router)
             case messages.CannotStart(reason):
                 if not router.was_ready:
                     raise ConfigError(reason)
                 log.error("router %s cannot start: %s", router.place.router_id, reason)
 
-    def _note_adapter(self, change: messages.Serves, asked: _Router) -> None:
+    def _note_adapter(self, change: messages.AdapterChange, asked: _Router) -> None:
         self._adapters.pop(change.name, None)
         if change.adapter is not None or change.name in (self._config.lora_modules or {}):
             self._adapters[change.name] = change

@@ -40,15 +40,15 @@ class _Control:
         self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
         self._beginning: deque[asyncio.Future[str]] = deque()
         server.state.scaler.ask = lambda request: self._ask(self._scaling, messages.Scales(request))
-        server.state.autoscaler.log.tell = lambda event: self._send(messages.Decided(event))
-        server.state.adapters.tell = lambda name, adapter: self._send(messages.Serves(name, adapter))
-        server.state.turns.begin = lambda change: self._ask(self._beginning, messages.Begins(change))
-        server.state.turns.end = lambda change: self._send(messages.Ends(change))
+        server.state.autoscaler.log.tell = lambda event: self._send(messages.AutoscalerEvent(event))
+        server.state.adapters.tell = lambda name, adapter: self._send(messages.AdapterChange(name, adapter))
+        server.state.turns.begin = lambda change: self._ask(self._beginning, messages.ChangeRequest(change))
+        server.state.turns.end = lambda change: self._send(messages.ChangeEnd(change))
         drainer = server.state.drainer
         drainer.let_go = lambda worker_id, for_good: self._ask(
-            self._leaving[worker_id], messages.Leaves(worker_id, for_good)
+            self._leaving[worker_id], messages.LeaveRequest(worker_id, for_good)
         )
-        drainer.renew = lambda *renewed: self._send(messages.Renews(*renewed))
+        drainer.renew = lambda *renewed: self._send(messages.RoleChange(*renewed))
 
     def attach(self) -> None:
         """Begin to read and report. Call it once HTTP is served."""
@@ -96,17 +96,17 @@ class _Control:
                 self._server.mark_dead(worker_id, incarnation, reason)
             case messages.Expect(roles, room):
                 self._server.expect(roles, room)
-            case messages.Lead(demand):
+            case messages.OtherDemand(demand):
                 self._server.state.autoscaler.step(demand)
-            case messages.LetGo(worker_id, refusal):
+            case messages.LeaveAnswer(worker_id, refusal):
                 _answer(self._leaving[worker_id], refusal)
             case messages.Scaled(answer):
                 _answer(self._scaling, answer)
-            case messages.Begun(refusal):
+            case messages.ChangeAnswer(refusal):
                 _answer(self._beginning, refusal)
-            case messages.Decided(event):
+            case messages.AutoscalerEvent(event):
                 self._server.state.autoscaler.log.note(event)
-            case messages.Serves(name, adapter):
+            case messages.AdapterChange(name, adapter):
                 self._server.state.adapters.apply(name, adapter)
             case messages.GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)

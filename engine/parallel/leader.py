@@ -26,7 +26,7 @@ from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
 from engine.parallel.messages import (
     READY,
-    Begin,
+    BuildRunners,
     DropAdapter,
     KeepAdapter,
     RunStep,
@@ -116,7 +116,7 @@ class Leader:
         """Make the runner of all ranks over `pool`: the one that was lent, or `Leader.pool`'s. Raises
         LostRankError, UnsupportedModelError.
         """
-        begin = Begin(pool.num_blocks, pool.segments, hidden_layers)
+        begin = BuildRunners(pool.num_blocks, pool.segments, hidden_layers)
         self.tell(encode(begin))
         if isinstance(pool, LeadingPool):
             self._hold(pool, loaded.device, config.start_timeout)

@@ -22,7 +22,7 @@ _LENGTH = struct.Struct("<I")
 _Message = TypeVar("_Message")
 
 
-class Begin(msgspec.Struct, frozen=True):
+class BuildRunners(msgspec.Struct, frozen=True):
     """An order to build runners over `num_blocks` blocks of these segments: in the pool whose memory was sent
     before, or in a pool for each rank's own heads.
     """
@@ -85,7 +85,7 @@ class AdapterKept(msgspec.Struct, frozen=True):
     error: str
 
 
-begin: Decoder[Begin] = Decoder(Begin)
+begin: Decoder[BuildRunners] = Decoder(BuildRunners)
 to_others: Decoder[RunStep | KeepAdapter | DropAdapter | WarmUp | CopyBlock | MoveTokens] = Decoder(
     RunStep | KeepAdapter | DropAdapter | WarmUp | CopyBlock | MoveTokens
 )

@@ -117,7 +117,7 @@ class LiveSequences(dict[str, SequenceState]):
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptTokens:
     """Tokens that became output, and the reason if they end the sequence."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -125,9 +125,9 @@ class Kept:
     stop_token_id: int | None = None
 
 
-def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collection[int]) -> Kept:
+def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collection[int]) -> KeptTokens:
     """Append the tokens to the sequence, up to the token that ends it."""
-    kept = Kept()
+    kept = KeptTokens()
     for token_id in token_ids:
         sequence.append(token_id)
         kept.token_ids.append(token_id)
@@ -148,7 +148,7 @@ def failure(sequence: SequenceState, problem: str) -> tuple[ErrorKind, str]:
     return "internal", "no token has a finite score (every token forbidden, or the model computed NaN)"
 
 
-def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> TokenOutput:
+def token_output(sequence: SequenceState, kept: KeptTokens, outcome: Outcome) -> TokenOutput:
     """Return the message for a sequence that got tokens."""
     assert outcome.verdict is not None
     is_first = sequence.first_token_time is None

@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtransfer.blocks.extents import Views
+from kvtransfer.blocks.extents import BufferViews
 from kvtransfer.blocks.joined import JoinedBlocks
 
 SLICE_BYTES = 2 * 1024 * 1024
 """Bytes of a slice of a copy to the host: a slice is sent while the next one is copied."""
 
 
-class Mark:
+class StreamMark:
     """A point in the work of a stream. Without a stream (host memory) all work is done."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -38,7 +38,7 @@ class Mark:
             self._event.synchronize()
 
 
-PAST = Mark()
+PAST = StreamMark()
 
 
 class Copies:
@@ -54,9 +54,9 @@ class Copies:
         with _in(self._streams):
             target.copy_(source(), non_blocking=True)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Return a mark after the copies started so far."""
-        return Mark(*self._streams[:1])
+        return StreamMark(*self._streams[:1])
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -86,9 +86,9 @@ class Queue:
     def __init__(self, device: torch.device | None = None, others: Sequence[torch.device] = ()) -> None:
         self._device, self._others = device, others
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Return a mark after the work that the calling thread has launched on its current stream."""
-        return PAST if self._device is None else Mark(torch.cuda.current_stream(self._device))
+        return PAST if self._device is None else StreamMark(torch.cuda.current_stream(self._device))
 
     def copies(self) -> Copies:
         devices = [] if self._device is None else [self._device, *self._others]
@@ -108,10 +108,10 @@ def pinned(nbytes: int, device: torch.device) -> memoryview:
     return memoryview(memory.numpy())
 
 
-class Arriving(Views):
+class ArrivingViews(BufferViews):
     """Slices of a buffer that arrive in order. Access to a slice waits for its arrival."""
 
-    def __init__(self, buffer: memoryview, ends: list[int], marks: list[Mark]) -> None:
+    def __init__(self, buffer: memoryview, ends: list[int], marks: list[StreamMark]) -> None:
         super().__init__(buffer, [0, *ends[:-1]], ends)
         self._marks = marks
 
@@ -137,11 +137,11 @@ class BlockGatherer:
         self.buffer = pinned(max_blocks * self._block_bytes, blocks.device)
         self._host = torch.frombuffer(self.buffer, dtype=torch.uint8).view(max_blocks, self._block_bytes)
 
-    def gather(self, block_ids: npt.NDArray[np.int64]) -> Arriving:
+    def gather(self, block_ids: npt.NDArray[np.int64]) -> ArrivingViews:
         """Start to copy the blocks, in this order, into `buffer`; the result is valid until the next call."""
         most = max(1, SLICE_BYTES // self._block_bytes)
         ends: list[int] = []
-        marks: list[Mark] = []
+        marks: list[StreamMark] = []
         for start in range(0, len(block_ids), most):
             part = block_ids[start : start + most]
             for first, last in _runs(part):
@@ -150,7 +150,7 @@ class BlockGatherer:
                 self._copies.start(target, partial(self._blocks.__getitem__, run))
             marks.append(self._copies.mark())
             ends.append((start + len(part)) * self._block_bytes)
-        return Arriving(self.buffer, ends, marks)
+        return ArrivingViews(self.buffer, ends, marks)
 
 
 def _runs(block_ids: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -88,7 +88,7 @@ def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
     return np.repeat(starts, lengths, axis=1) + np.arange(num_blocks)
 
 
-class Views(Sequence[memoryview]):
+class BufferViews(Sequence[memoryview]):
     """The parts [starts[i], ends[i]) of a buffer, in bytes.
 
     Views are made on access: a thousand at once would trigger the garbage collector.
@@ -117,15 +117,15 @@ class Views(Sequence[memoryview]):
         return [self._buffer[start:end] for start, end in pairs]
 
 
-Buffers: TypeAlias = Sequence[memoryview | Views]
+Buffers: TypeAlias = Sequence[memoryview | BufferViews]
 
 
-def views(buffer: memoryview, block_bytes: int, blocks: BlockIndices) -> Views:
+def views(buffer: memoryview, block_bytes: int, blocks: BlockIndices) -> BufferViews:
     """Return the memory of these blocks, in order, in as few buffers as possible."""
     firsts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
     starts = blocks[firsts] * block_bytes
     ends = starts + np.diff(firsts, append=len(blocks)) * block_bytes
-    return Views(buffer, starts.tolist(), ends.tolist())
+    return BufferViews(buffer, starts.tolist(), ends.tolist())
 
 
 def address(buffer: memoryview) -> int:
@@ -137,9 +137,9 @@ class ScatterList:
     """Buffers that a stream fills or empties in order, some bytes at a time."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self._parts = [part if isinstance(part, Views) else [part] for part in buffers]
+        self._parts = [part if isinstance(part, BufferViews) else [part] for part in buffers]
         self._firsts = [0, *accumulate(map(len, self._parts))]
-        lengths = (part.lengths if isinstance(part, Views) else map(len, part) for part in self._parts)
+        lengths = (part.lengths if isinstance(part, BufferViews) else map(len, part) for part in self._parts)
         self._ends = list(accumulate(chain.from_iterable(lengths)))
         self.done = 0
         nbytes = self._ends[-1] if self._ends else 0
@@ -183,7 +183,7 @@ def piece_checksum(
         shares = chosen_shares(lease_id, index, len(blocks))
         starts = blocks * block_bytes + shares * block_bytes // SHARES
         ends = blocks * block_bytes + (shares + 1) * block_bytes // SHARES
-        parts = Views(buffer, starts.tolist(), ends.tolist())
+        parts = BufferViews(buffer, starts.tolist(), ends.tolist())
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

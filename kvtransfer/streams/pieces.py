@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvtransfer.blocks.device import PAST, Mark
+from kvtransfer.blocks.device import PAST, StreamMark
 from kvtransfer.blocks.extents import RUN_BYTES, Blocks, to_wire
 
 
@@ -27,7 +27,7 @@ class QueuedPiece:
     parts: list[Blocks]
     num_tokens: int
     final: bool
-    after: Mark = PAST
+    after: StreamMark = PAST
     block_pool: int = 0
     pushed_s: float = 0.0
     wanted: bool = True

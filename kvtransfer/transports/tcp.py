@@ -15,7 +15,7 @@ import torch
 
 from kvtransfer.blocks.codec import CODEC, Codec, UndecodableError, is_available, slices
 from kvtransfer.blocks.convert import Quantizer
-from kvtransfer.blocks.device import Arriving, BlockGatherer, pinned
+from kvtransfer.blocks.device import ArrivingViews, BlockGatherer, pinned
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, ScatterList, blocks_per_part, views
 from kvtransfer.blocks.joined import JoinedBlocks
 from kvtransfer.blocks.layout import tokens_in_blocks
@@ -52,7 +52,7 @@ class StagingWriter(PieceWriter):
         super().__init__(pool)
         assert pool.device is not None
         self._gatherer = BlockGatherer(pool.device, pool.queue, blocks_per_part(pool.block_bytes))
-        self._arriving = Arriving(self._gatherer.buffer, [], [])
+        self._arriving = ArrivingViews(self._gatherer.buffer, [], [])
 
     def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
         self._arriving = self._gatherer.gather(blocks[0])

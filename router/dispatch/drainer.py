@@ -30,7 +30,7 @@ from router.workers.registry import Worker
 logger = logging.getLogger(__name__)
 
 
-class NextLife(NamedTuple):
+class NextRole(NamedTuple):
     """The role and the incarnation that a worker gets after it was drained."""
 
     role: RoleSpec
@@ -59,7 +59,7 @@ class Drain:
 
     worker: Worker
     began: float
-    next: NextLife | None
+    next: NextRole | None
     done: asyncio.Future[DrainReport]
     moves: dict[str, tuple[LiveRequest, Worker]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
@@ -99,7 +99,7 @@ class Drainer:
 
     async def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
         """Drain a worker and change its role. Raises `ApiError`, with nothing changed."""
-        life = NextLife(role, new_incarnation())
+        life = NextRole(role, new_incarnation())
         return await self._tell_to_leave(lambda: self._to_be_changed(worker_id, role), life)
 
     async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
@@ -107,7 +107,7 @@ class Drainer:
         return await self._tell_to_leave(lambda: self._not_leaving(worker_id))
 
     async def _tell_to_leave(
-        self, check: Callable[[], Worker], life: NextLife | None = None, *, for_good: bool = False
+        self, check: Callable[[], Worker], life: NextRole | None = None, *, for_good: bool = False
     ) -> asyncio.Future[DrainReport]:
         """Ask the launcher, then drain the worker that `check` returns; `check` runs before and after."""
         await self._ask_for(check(), for_good)
@@ -149,7 +149,7 @@ class Drainer:
         elif role is None or message.next_incarnation is None:
             self._start(worker, None)
         else:
-            self._start(worker, NextLife(role, message.next_incarnation))
+            self._start(worker, NextRole(role, message.next_incarnation))
 
     def _known(self, worker_id: str) -> Worker:
         known = {worker.key.worker_id: worker for worker in self._registry if worker.live}
@@ -175,7 +175,7 @@ class Drainer:
                 409, f"worker {worker.key.worker_id} cannot be spared: {reason}", code="last_worker"
             )
 
-    def _start(self, worker: Worker, life: NextLife | None) -> Drain:
+    def _start(self, worker: Worker, life: NextRole | None) -> Drain:
         drain = self._drains.get(worker)
         if drain is None:
             logger.info("worker %s is drained", worker.key.worker_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from protocol.router_to_worker import CallRoll
-from protocol.worker_to_router import Absent
+from protocol.worker_to_router import AbsentRequests
 from router.dispatch import Core
 from router.dispatch.dispatcher import Dispatcher
 from router.requests.journal import LiveRequest
@@ -41,7 +41,7 @@ class RollCall:
             if worker.is_reachable:
                 self._send(worker, CallRoll(incarnation=worker.key.incarnation, request_ids=request_ids))
 
-    def absent(self, message: Absent) -> None:
+    def absent(self, message: AbsentRequests) -> None:
         worker = self._registry.current(message.worker_id, message.incarnation)
         if worker is None:
             self._metrics.count("messages_dropped_total", "stale_incarnation")

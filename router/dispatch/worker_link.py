@@ -15,7 +15,7 @@ from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, introduction, worker_to_router
 from protocol.errors import ProtocolError
 from protocol.version import PROTOCOL
-from protocol.worker_to_router import Introduced, Register, WorkerToRouter
+from protocol.worker_to_router import Register, RegisterHeader, WorkerToRouter
 from router.observe.metrics import Metrics
 from router.requests.slices import SLICE_S
 from router.workers.registry import Worker
@@ -35,10 +35,10 @@ class WorkerLink:
         self._socket, self.endpoint = bind_router(self._context, keys, host, ports)
         self._socket.router_mandatory = True
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_message: Callable[[WorkerToRouter | Introduced], None] | None = None
+        self._on_message: Callable[[WorkerToRouter | RegisterHeader], None] | None = None
 
     def attach(
-        self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerToRouter | Introduced], None]
+        self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerToRouter | RegisterHeader], None]
     ) -> None:
         self._loop, self._on_message = loop, on_message
         loop.add_reader(self._socket.fileno(), self._read)
@@ -95,7 +95,7 @@ class WorkerLink:
             logger.exception("a message from worker %r failed", frames[0])
             self._metrics.count("messages_dropped_total", "failed")
 
-    def _decode(self, frames: list[bytes]) -> WorkerToRouter | Introduced | None:
+    def _decode(self, frames: list[bytes]) -> WorkerToRouter | RegisterHeader | None:
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"{len(frames)} frames instead of 2")
@@ -110,7 +110,7 @@ class WorkerLink:
         return message
 
 
-def _understood(raw: bytes) -> WorkerToRouter | Introduced:
+def _understood(raw: bytes) -> WorkerToRouter | RegisterHeader:
     """Decode a message; only its introduction if it has another protocol version."""
     try:
         return worker_to_router.decode(raw)
@@ -122,9 +122,9 @@ def _understood(raw: bytes) -> WorkerToRouter | Introduced:
         raise
 
 
-def _worker_id(message: WorkerToRouter | Introduced) -> str:
+def _worker_id(message: WorkerToRouter | RegisterHeader) -> str:
     match message:
-        case Register() | Introduced():
+        case Register() | RegisterHeader():
             return message.address.worker_id
         case _:
             return message.worker_id

@@ -228,7 +228,7 @@ _NUMBER = "NUMBER: /[0-9]{1,4}/"
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
-class Offer(msgspec.Struct, frozen=True):
+class OfferedFunction(msgspec.Struct, frozen=True):
     """A function that may be called. Only a `strict` function refuses keywords that cannot be enforced."""
 
     name: str
@@ -238,7 +238,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 def tool_grammar(
     form: CallForm,
-    offers: Sequence[Offer],
+    offers: Sequence[OfferedFunction],
     spelling: Spelling,
     *,
     demanded: bool,

@@ -63,7 +63,7 @@ def _block_form(
     return CallForm(calls.open[0], open, begin, end, close + calls.close, **more)
 
 
-def _named_form(calls: marks.Named, begin: str, end: str, separator: str) -> CallForm:
+def _named_form(calls: marks.NamedCalls, begin: str, end: str, separator: str) -> CallForm:
     return CallForm(
         calls.open,
         "",
@@ -144,7 +144,7 @@ _HARMONY = (reasoning.START, reasoning.CHANNEL, reasoning.CONSTRAIN, reasoning.M
 
 
 def _format(
-    calls: marks.Blocks | marks.Named | marks.Mistral,
+    calls: marks.Blocks | marks.NamedCalls | marks.Mistral,
     *signs: str,
     form: CallForm,
     other_forms: tuple[tuple[str, CallForm], ...] = (),

@@ -191,7 +191,7 @@ class Blocks(msgspec.Struct, frozen=True):
             yield from answer.accept(self.close)
 
 
-class Named(msgspec.Struct, frozen=True):
+class NamedCalls(msgspec.Struct, frozen=True):
     """The format of blocks of calls with the name before the arguments. Only the mark `call` is required."""
 
     open: str
@@ -273,9 +273,9 @@ GEMMA4 = Blocks(("<|tool_call>",), "<tool_call|>", notation=GEMMA)
 MISTRAL = Mistral()
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>")
 _SEPARATOR, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-DEEPSEEK_V3 = Named(*_DEEPSEEK, f"function{_SEPARATOR}", "```json", ("```", _CALL_END))
-DEEPSEEK_V31 = Named(*_DEEPSEEK, "", _SEPARATOR, (_CALL_END,))
-KIMI_K2 = Named(
+DEEPSEEK_V3 = NamedCalls(*_DEEPSEEK, f"function{_SEPARATOR}", "```json", ("```", _CALL_END))
+DEEPSEEK_V31 = NamedCalls(*_DEEPSEEK, "", _SEPARATOR, (_CALL_END,))
+KIMI_K2 = NamedCalls(
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
     "<|tool_call_begin|>",

@@ -214,7 +214,7 @@ def _room_share(worker: WorkerSnapshot, tokens: float) -> float:
 MAX_RETRY_S = 3600.0
 
 
-class Miss(NamedTuple):
+class PredictedMiss(NamedTuple):
     """A predicted miss. `worker` is idle in `idle_in_s` seconds; after that the request takes `alone_s`."""
 
     missed: Missed
@@ -246,7 +246,7 @@ def refusal(request: RequestFacts, cluster: Cluster, placement: Placement) -> Re
     return Refusal(reason, found.missed, waiting_helps=not in_vain, retry_after_s=found.retry_after_s)
 
 
-def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) -> Miss | None:
+def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) -> PredictedMiss | None:
     """Return the SLO that the request is expected to miss, TTFT before TPOT, if any."""
     predicted = option.predicted
     first = cluster.get(next(iter(option.workers.values())))
@@ -257,12 +257,12 @@ def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) ->
     if ttft_s > request.slo_ttft_s:
         idle = replace(first, rows=0, context_tokens=0, prefill_tokens=0, prompts=0)
         alone_s = prefill_cost(request, idle, None).prefill_s
-        return Miss("slo_ttft", first, ttft_s, request.slo_ttft_s, alone_s, ttft_s - alone_s)
+        return PredictedMiss("slo_ttft", first, ttft_s, request.slo_ttft_s, alone_s, ttft_s - alone_s)
     tpot_s = _tpot_s(request, predicted, decode)
     if tpot_s > request.slo_tpot_s:
         costs = decode.costs_now
         alone_s = costs.decode_s(1, request.num_tokens) / max(costs.tokens_per_row, 1.0)
-        return Miss("slo_tpot", decode, tpot_s, request.slo_tpot_s, alone_s, predicted.decode_s)
+        return PredictedMiss("slo_tpot", decode, tpot_s, request.slo_tpot_s, alone_s, predicted.decode_s)
     return None
 
 

@@ -19,7 +19,7 @@ from router.grammars.structured_outputs import (
     asked_grammar,
     requested_grammar,
 )
-from router.grammars.tool_grammar import Offer, after_thinking, tool_grammar
+from router.grammars.tool_grammar import OfferedFunction, after_thinking, tool_grammar
 from router.openai_types import ChatBody, NamedTool, ResponseFormat, StructuredOutputs, TokenizeBody, Tool
 from router.parsing.formats import (
     MARKERS,
@@ -255,10 +255,10 @@ def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Cal
     return Calls(tools, choice.must_call, several, choice.name)
 
 
-def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
+def offers(tools: Sequence[Tool], name: str | None) -> list[OfferedFunction]:
     """Return the functions that a grammar lets the answer call: all, or the one with this `name`."""
     return [
-        Offer(
+        OfferedFunction(
             tool.function.name,
             decode_object(tool.function.parameters, f"tools[{index}].function.parameters"),
             bool(tool.function.strict),

@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     loads: Mapping[str, RoleLoad]
 
 
-class Need(NamedTuple):
+class WorkerNeed(NamedTuple):
     """The number of workers that a role needed at time `at`, with the margin."""
 
     at: float
@@ -73,7 +73,7 @@ class ScalerState:
     """The latest samples and the numbers of workers needed, the oldest first, and when roles last changed."""
 
     samples: tuple[Sample, ...] = ()
-    needs: Mapping[str, tuple[Need, ...]] = field(default_factory=dict)
+    needs: Mapping[str, tuple[WorkerNeed, ...]] = field(default_factory=dict)
     changed_at: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -122,7 +122,7 @@ def decide(
             pressed, pressure = _pressed(samples, role, facts, since)
             if pressed > wanted:
                 wanted, why = min(pressed, bounds.most), pressure
-        known = (*needs.get(role, ()), Need(facts.now, max(wanted, fits_later)))
+        known = (*needs.get(role, ()), WorkerNeed(facts.now, max(wanted, fits_later)))
         needs[role] = tuple(each for each in known if each.at >= facts.now - policy.down_after_s)
         spare[role] = max(wanted, fits_later) < have
         if wanted <= have:

@@ -93,7 +93,7 @@ class ScalingLog:
 Change = Literal["restart", "scaling", "change of adapters"]
 
 
-class Changes:
+class ClusterChanges:
     """The changes in progress and their routers: a restart or several scalings, and a change of adapters."""
 
     def __init__(self) -> None:
@@ -120,11 +120,11 @@ class Changes:
         return [change for change, _ in self._under_way]
 
 
-class Turns:
-    """The access of one router to `Changes`, which one process keeps for all routers."""
+class ChangeTurns:
+    """The access of one router to `ClusterChanges`, which one process keeps for all routers."""
 
     def __init__(self, router_id: str) -> None:
-        self.changes = Changes()
+        self.changes = ClusterChanges()
         """Changes of a single router; with several routers `begin` and `end` are replaced."""
         self.begin: Callable[[Change], Awaitable[str]] = self._begin
         self.end: Callable[[Change], None] = lambda change: self.changes.end(change, router_id)

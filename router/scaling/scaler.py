@@ -29,10 +29,10 @@ from router.scaling.decide import (
 )
 from router.scaling.interface import (
     AskToScale,
+    ChangeTurns,
     ScaleRequest,
     ScalingEvent,
     ScalingLog,
-    Turns,
     refuse_to_scale,
 )
 from router.workers.assignment import Demand, DemandMeter, RoleDemand, sum_of
@@ -57,7 +57,7 @@ class ScaleReport(DrainReport):
 class Scaler:
     """The changes of the number of workers, on the event loop. `ask` reaches the launcher."""
 
-    def __init__(self, core: Core, drainer: Drainer, turns: Turns) -> None:
+    def __init__(self, core: Core, drainer: Drainer, turns: ChangeTurns) -> None:
         self._config, _, self._registry, *_ = core
         self._drainer = drainer
         self._turns = turns
@@ -153,7 +153,7 @@ class Restarter:
     A worker that is alone in its role gets a successor with another name, which serves before it leaves.
     """
 
-    def __init__(self, core: Core, drainer: Drainer, scaler: Scaler, turns: Turns) -> None:
+    def __init__(self, core: Core, drainer: Drainer, scaler: Scaler, turns: ChangeTurns) -> None:
         self._config, _, self._registry, *_ = core
         self._drainer = drainer
         self._scaler = scaler

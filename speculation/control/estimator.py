@@ -23,7 +23,7 @@ from protocol.speculation import (
     SpeculativeConfig,
     StepTimeState,
 )
-from speculation.drafter import Computed, Drafter, HiddenRows
+from speculation.drafter import ComputedRows, Drafter, HiddenRows
 
 DRAFT_LEVEL = 0.003
 """[plain steps] The cost of a level of drafting until it is measured: optimistic, so that it is tried."""
@@ -319,7 +319,7 @@ def measure_reading(profiling: ProfilingRun, drafter: Drafter) -> float | None:
         drafter.begin(sequences[0], 0, None)
         hidden = profiling.forward(sequences).hidden
         assert hidden is not None
-        drafter.observe([Computed(sequences[0], 0, prompt, HiddenRows(hidden, range(prompt)))])
+        drafter.observe([ComputedRows(sequences[0], 0, prompt, HiddenRows(hidden, range(prompt)))])
 
     plain = _least_seconds(lambda: profiling.forward(sequences, wants_hidden=False))
     reading = _least_seconds(read)

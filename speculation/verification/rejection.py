@@ -31,7 +31,7 @@ from speculation.verification.rows import Decision, DraftedRows
 
 
 @dataclass(slots=True, eq=False)
-class Odds:
+class DraftProbabilities:
     """The probabilities of one sequence's draft.
 
     `target` [rows, vocab_size], float32: the model's distributions after the last token and after each draft
@@ -75,7 +75,7 @@ def verify(
     return rows.conclude(decisions, logits, failed_rows, sampler)
 
 
-def _walk(odds: Odds) -> Stop:
+def _walk(odds: DraftProbabilities) -> Stop:
     """Return the stop by the standard rule."""
     draft, stop = odds.draft, Stop()
     last, mass = -1, 1.0
@@ -95,13 +95,13 @@ def _walk(odds: Odds) -> Stop:
     return stop
 
 
-def _stops_of_blocks(odds: Sequence[Odds]) -> list[Stop]:
+def _stops_of_blocks(odds: Sequence[DraftProbabilities]) -> list[Stop]:
     chains = [each for each in odds if each.draft.parents is None]
     stops = dict(zip(chains, _judge(chains), strict=True))
     return [stops[each] if each in stops else _walk(each) for each in odds]
 
 
-def _judge(chains: Sequence[Odds]) -> list[Stop]:
+def _judge(chains: Sequence[DraftProbabilities]) -> list[Stop]:
     """Return the stops by the block rule: length i is kept with chance h_i, and the greatest counts."""
     shares = [_shares(chain) for chain in chains]
     stops = []
@@ -115,7 +115,7 @@ def _judge(chains: Sequence[Odds]) -> list[Stop]:
     return stops
 
 
-def _shares(chain: Odds) -> list[float]:
+def _shares(chain: DraftProbabilities) -> list[float]:
     """Return rho_i for i from 0 to the chain's length: the target's probability of the first i tokens
     relative to the probability that they were drawn with, capped at 1 after each token.
     """
@@ -125,7 +125,7 @@ def _shares(chain: Odds) -> list[float]:
     return shares
 
 
-def _masses(chains: Sequence[Odds], shares: Sequence[Sequence[float]]) -> list[list[float]]:
+def _masses(chains: Sequence[DraftProbabilities], shares: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return M_i, i from 1 to less than each chain's length: the sum of (rho_i p - q)+ over next tokens."""
     masses = [
         [s * (1.0 - p) for s, (p, _, _) in zip(share[1:-1], chain.nodes[1:], strict=True)]
@@ -142,7 +142,7 @@ def _masses(chains: Sequence[Odds], shares: Sequence[Sequence[float]]) -> list[l
     return masses
 
 
-def left_over(odds: Sequence[Odds], stops: Sequence[Stop]) -> Tensor:
+def left_over(odds: Sequence[DraftProbabilities], stops: Sequence[Stop]) -> Tensor:
     """Return what the rejected nodes leave of the target's distributions, float32 [sequences, vocab_size].
 
     Each node takes away the probabilities that it was drawn with; the rest is normalized.
@@ -189,7 +189,7 @@ def noise_keys(
     return round_keys(columns[0], columns[1], columns[2], purpose)
 
 
-def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[Odds], list[int]]:
+def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[DraftProbabilities], list[int]]:
     """Return the sequences' odds and the rows that failed, in one copy from the device."""
     drafts: list[Draft] = []
     owners: list[SequenceState] = []
@@ -211,7 +211,7 @@ def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[Odds]
     downloaded = torch.cat([drawn.flatten(), failed.double()]).tolist()
     nodes = iter([downloaded[first : first + 3] for first in range(0, drawn.numel(), 3)])
     odds = [
-        Odds(draft, target[span], list(islice(nodes, draft.num_nodes)))
+        DraftProbabilities(draft, target[span], list(islice(nodes, draft.num_nodes)))
         for draft, span in zip(drafts, rows.spans, strict=True)
     ]
     return odds, [row for row, fails in enumerate(downloaded[drawn.numel() :]) if fails]
@@ -234,7 +234,7 @@ def _drawn_with(drafts: list[Draft], tokens: Tensor) -> Tensor:
     return probabilities
 
 
-def _after_probes(odds: Odds) -> list[int]:
+def _after_probes(odds: DraftProbabilities) -> list[int]:
     if not odds.draft.probes:
         return []
     return odds.target[1 + odds.draft.num_nodes :].argmax(dim=1).tolist()

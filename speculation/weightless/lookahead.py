@@ -14,7 +14,7 @@ import numpy as np
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed
+from speculation.drafter import ComputedRows
 from speculation.weightless.ngram import TextDrafter
 
 Ngram = tuple[int, ...]
@@ -63,7 +63,7 @@ class LookaheadDrafter(TextDrafter):
         in_turn = (ngram for turn in zip_longest(*sources) for ngram in turn if ngram is not None)
         return list(islice(dict.fromkeys(in_turn), self._num_guesses))
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[ComputedRows]) -> None:
         for each in computed:
             window = self._windows.get(each.sequence.request_id)
             if window is None or not each.probed:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.gpu import roofs
-from bench.gpu.kernels import Beside
+from bench.gpu.kernels import KernelComparison
 from bench.gpu.measure import GpuPlan, Measured, Results, measure, speedup
 from bench.gpu.model import SHAPES, DecoderShape, MadeUpModel
 from bench.gpu.report import as_markdown, checks
@@ -137,7 +137,7 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_report(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results], tmp_path: Path) -> None:
     _, plan, results = on_the_cpu
-    results = replace(results, kernels=[Beside("attention", 2e-6, 1e-6)])
+    results = replace(results, kernels=[KernelComparison("attention", 2e-6, 1e-6)])
     text = as_markdown("tiny", ROOFS, Roofs("a device", 5e11, 2e13, ""), plan, results)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert len([row for row in rows if row[0] in ("| 1", "| 3", "| 32")]) == 5

@@ -18,23 +18,23 @@ import pytest
 
 from deploy.routers.messages import (
     MAX_MESSAGE_BYTES,
-    Begins,
-    Begun,
+    AdapterChange,
+    AutoscalerEvent,
     CannotStart,
-    Decided,
-    Ends,
+    ChangeAnswer,
+    ChangeEnd,
+    ChangeRequest,
     Expect,
     FromRouter,
     GaveUp,
     KnownWorker,
-    Lead,
-    Leaves,
-    LetGo,
-    Renews,
+    LeaveAnswer,
+    LeaveRequest,
+    OtherDemand,
+    RoleChange,
     RouterReport,
     Scaled,
     Scales,
-    Serves,
     StopRouter,
     ToRouter,
     WorkerDied,
@@ -150,19 +150,21 @@ def pool() -> Iterator[Pool]:
 
 def test_one_router_scales_for_all(pool: Pool) -> None:
     """The first router scales by the sum of all requests. When it ends, the next one continues with it."""
-    assert pool.asks(1, 5) == [Expect({}, {}), Lead({})], "the other one has not begun"
-    assert pool.asks(0, 3) == [Expect({}, {}), Lead({"decode": RoleDemand(prompts=5)})]
+    assert pool.asks(1, 5) == [Expect({}, {}), OtherDemand({})], "the other one has not begun"
+    assert pool.asks(0, 3) == [Expect({}, {}), OtherDemand({"decode": RoleDemand(prompts=5)})]
     assert pool.asks(1, 7) == []
     pool.lose(0)
-    assert pool.asks(1, 8) == [Lead({"decode": RoleDemand(prompts=3)})]
+    assert pool.asks(1, 8) == [OtherDemand({"decode": RoleDemand(prompts=3)})]
 
 
 def test_every_router_shows_decisions_about_scaling(pool: Pool) -> None:
     """This includes routers started later, and decisions that failed."""
     decision = ScalingDecision({"decode": 2}, {"decode": "many wait"})
-    changed = Decided(ScalingEvent(1.0, ScalingDecision({}, {}, ("decode", "prefill")), {"prefill": 1}))
-    scaled = Decided(ScalingEvent(2.0, decision, {"decode": 1}))
-    failed = Decided(ScalingEvent(2.0, decision, {"decode": 1}, "no node came"))
+    changed = AutoscalerEvent(
+        ScalingEvent(1.0, ScalingDecision({}, {}, ("decode", "prefill")), {"prefill": 1})
+    )
+    scaled = AutoscalerEvent(ScalingEvent(2.0, decision, {"decode": 1}))
+    failed = AutoscalerEvent(ScalingEvent(2.0, decision, {"decode": 1}, "no node came"))
     pool.asks(0, 0)
     for event in (changed, scaled, failed):
         assert pool.says(0, event) == [event]
@@ -171,11 +173,11 @@ def test_every_router_shows_decisions_about_scaling(pool: Pool) -> None:
 
 def test_every_router_knows_the_adapters(pool: Pool) -> None:
     """This includes routers started later. Workers begin with the adapter "sql"."""
-    new = Serves("new", Adapter(name="new", path="/adapters/new", digest="1" * 32))
-    gone, unloaded = Serves("new", None), Serves("sql", None)
+    new = AdapterChange("new", Adapter(name="new", path="/adapters/new", digest="1" * 32))
+    gone, unloaded = AdapterChange("new", None), AdapterChange("sql", None)
 
-    def told(index: int) -> list[Serves]:
-        return [message for message in pool.asks(index, 0) if isinstance(message, Serves)]
+    def told(index: int) -> list[AdapterChange]:
+        return [message for message in pool.asks(index, 0) if isinstance(message, AdapterChange)]
 
     assert told(0) == told(1) == []
     assert pool.says(0, new) == pool.says(0, unloaded) == []
@@ -193,38 +195,40 @@ def test_every_router_knows_the_adapters(pool: Pool) -> None:
 def test_a_long_list_of_adapters_is_sent_in_parts(pool: Pool) -> None:
     pool.asks(0, 0)
     path = "/" * 4000
-    changes = [Serves(str(i), Adapter(name=str(i), path=path, digest="1" * 32)) for i in range(200)]
+    changes = [AdapterChange(str(i), Adapter(name=str(i), path=path, digest="1" * 32)) for i in range(200)]
     for change in changes:
         pool.says(0, change)
-    told = [each for _ in range(10) for each in pool.asks(1, 0) if isinstance(each, Serves)]
+    told = [each for _ in range(10) for each in pool.asks(1, 0) if isinstance(each, AdapterChange)]
     assert told == changes
 
 
 def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:
     """One restart runs at a time, without scaling or autoscaling meanwhile. It ends if its router is lost."""
-    restarts = Begun("a restart is under way already, asked of router-0: ask again after that")
-    scales = Begun("a scaling is under way already, asked of router-1: ask again after that")
+    restarts = ChangeAnswer("a restart is under way already, asked of router-0: ask again after that")
+    scales = ChangeAnswer("a scaling is under way already, asked of router-1: ask again after that")
     pool.asks(0, 0)
-    assert pool.says(0, Begins("restart")) == [Begun("")]
-    assert pool.says(1, Begins("restart")) == pool.says(1, Begins("scaling")) == [restarts]
+    assert pool.says(0, ChangeRequest("restart")) == [ChangeAnswer("")]
+    assert pool.says(1, ChangeRequest("restart")) == pool.says(1, ChangeRequest("scaling")) == [restarts]
     assert pool.asks(0, 1) == [], "nobody is to decide now"
-    assert pool.says(0, Ends("restart")) == []
-    assert pool.asks(0, 1) == [Lead({})]
-    assert pool.says(1, Begins("scaling")) == pool.says(0, Begins("scaling")) == [Begun("")]
-    assert pool.says(0, Ends("scaling")) == []
-    assert pool.says(0, Begins("restart")) == [scales]
+    assert pool.says(0, ChangeEnd("restart")) == []
+    assert pool.asks(0, 1) == [OtherDemand({})]
+    assert (
+        pool.says(1, ChangeRequest("scaling")) == pool.says(0, ChangeRequest("scaling")) == [ChangeAnswer("")]
+    )
+    assert pool.says(0, ChangeEnd("scaling")) == []
+    assert pool.says(0, ChangeRequest("restart")) == [scales]
     pool.lose(1)
-    assert pool.says(0, Begins("restart")) == [Begun("")]
+    assert pool.says(0, ChangeRequest("restart")) == [ChangeAnswer("")]
 
 
 def test_one_router_at_a_time_changes_adapters(pool: Pool) -> None:
     """Changes of workers may run at the same time."""
-    change = Begins("change of adapters")
+    change = ChangeRequest("change of adapters")
     busy = "a change of adapters is under way already, asked of router-0: ask again after that"
-    assert pool.says(0, change) == pool.says(1, Begins("restart")) == [Begun("")]
-    assert pool.says(1, change) == [Begun(busy)]
-    pool.says(0, Ends("change of adapters"))
-    assert pool.says(1, change) == [Begun("")]
+    assert pool.says(0, change) == pool.says(1, ChangeRequest("restart")) == [ChangeAnswer("")]
+    assert pool.says(1, change) == [ChangeAnswer(busy)]
+    pool.says(0, ChangeEnd("change of adapters"))
+    assert pool.says(1, change) == [ChangeAnswer("")]
 
 
 def test_a_stop_does_not_wait_for_routers_that_are_starting(pool: Pool) -> None:
@@ -235,26 +239,26 @@ def test_a_stop_does_not_wait_for_routers_that_are_starting(pool: Pool) -> None:
 
 
 DEMAND = {"decode": RoleDemand(prompts=3, prompt_s=0.5)}
-DECIDED = Decided(ScalingEvent(1.0, ScalingDecision({"decode": 2}, {"decode": "why"}), {"decode": 1}))
+DECIDED = AutoscalerEvent(ScalingEvent(1.0, ScalingDecision({"decode": 2}, {"decode": "why"}), {"decode": 1}))
 FROM_ROUTER = [
     RouterReport({"decode-0": KnownWorker("i", 0.5, {"host": "h"})}, DEMAND),
-    Leaves("decode-0", True),
-    Renews("decode-0", "prefill", "i"),
+    LeaveRequest("decode-0", True),
+    RoleChange("decode-0", "prefill", "i"),
     Scales(ScaleRequest(targets={"decode": 2}, worth=["decode-0"])),
-    Begins("restart"),
-    Ends("restart"),
+    ChangeRequest("restart"),
+    ChangeEnd("restart"),
     DECIDED,
     CannotStart("why"),
 ]
 TO_ROUTER = [
     WorkerDied("decode-0", "i", "why"),
     Expect({"decode-0": "decode"}, {"decode": 1}),
-    LetGo("decode-0", ""),
+    LeaveAnswer("decode-0", ""),
     Scaled(ScaleAnswer(started=["decode-1"])),
-    Begun(""),
+    ChangeAnswer(""),
     DECIDED,
     GaveUp("decode-1", "why"),
-    Lead(DEMAND),
+    OtherDemand(DEMAND),
     StopRouter(),
 ]
 
@@ -280,7 +284,7 @@ def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     assert num_ended > 20
     pool.lose(0)
     pool.start_anew(0)
-    assert pool.says(1, Begins("restart")) == [Begun("")]
+    assert pool.says(1, ChangeRequest("restart")) == [ChangeAnswer("")]
 
 
 @pytest.mark.timeout(900)
@@ -304,9 +308,9 @@ def test_fuzz_the_launcher(tiny_folder: Path, caplog: pytest.LogCaptureFixture) 
                 ours.send(raw)
                 control._read()
 
-        check(msgspec.msgpack.encode(LetGo("decode-7", "")))
+        check(msgspec.msgpack.encode(LeaveAnswer("decode-7", "")))
         check(whole[0][:-1])
-        check(msgspec.msgpack.encode(LetGo("decode-0", "it stays")))
+        check(msgspec.msgpack.encode(LeaveAnswer("decode-0", "it stays")))
         assert await waiting == "it stays"
         fuzz(check, damaged(whole) | altered(whole), examples=300)
 

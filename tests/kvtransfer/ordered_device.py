@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvtransfer.blocks.device import Copies, Mark, Queue
+from kvtransfer.blocks.device import Copies, Queue, StreamMark
 from kvtransfer.blocks.layout import block_bytes
 from kvtransfer.interface import RegisteredPool
 from protocol.handoff import SegmentInfo
@@ -30,7 +30,7 @@ class Launches:
         with self._lock:
             self._work.append(work)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         with self._lock:
             return _Mark(self, len(self._work))
 
@@ -41,7 +41,7 @@ class Launches:
             self.num_done = max(self.num_done, count)
 
 
-class _Mark(Mark):
+class _Mark(StreamMark):
     def __init__(self, launches: Launches, count: int) -> None:
         self._launches = launches
         self._count = count

@@ -11,7 +11,7 @@ from engine.quantization.weight import QuantizedWeight
 from protocol.errors import ConfigError
 from quantization import awq, methods
 from quantization.calibration import Calibration, LinearGroup, Moments, linears
-from quantization.folding import Fold, find_fold
+from quantization.folding import ScaleFold, find_fold
 from quantization.preparation import Recipe
 from tests.quantization.tiny import tiny_config, tiny_model, windows
 
@@ -119,10 +119,10 @@ def test_a_module_that_changes_the_function_takes_no_scales() -> None:
     before = logits(model)
     calibration = begin(model)
     heads = torch.arange(64) // 32 * 16 + torch.arange(64) % 16
-    assert not Fold("self_attn.k_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
-    assert not Fold("self_attn.v_proj", LLAMA_LIKE[1], heads.flip(0)).is_exact(calibration)
-    assert not Fold("mlp.gate_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
-    assert Fold("self_attn.v_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
+    assert not ScaleFold("self_attn.k_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
+    assert not ScaleFold("self_attn.v_proj", LLAMA_LIKE[1], heads.flip(0)).is_exact(calibration)
+    assert not ScaleFold("mlp.gate_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
+    assert ScaleFold("self_attn.v_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
     assert torch.equal(logits(model), before)
 
 
@@ -168,8 +168,8 @@ def test_a_large_residual_hides_no_wrong_place() -> None:
     model = tiny_model()
     model.model.embed_tokens.weight[:, 5] = 1e5
     calibration = begin(model)
-    assert not Fold("mlp.gate_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
-    assert Fold("mlp.up_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
+    assert not ScaleFold("mlp.gate_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
+    assert ScaleFold("mlp.up_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

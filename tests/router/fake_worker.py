@@ -35,7 +35,7 @@ from protocol.router_to_worker import (
 )
 from protocol.speculation import SpeculationState
 from protocol.worker_to_router import (
-    Absent,
+    AbsentRequests,
     AdapterLoaded,
     HandoverFailed,
     Leaving,
@@ -353,7 +353,7 @@ class FakeWorker:
             here = {*self.jobs, *self.held, *(job.request.request_id for job in self._adopted)}
         absent = [request_id for request_id in request_ids if request_id not in here]
         if absent:
-            self._sockets[line].send(encode(Absent(**self._names, request_ids=absent)))
+            self._sockets[line].send(encode(AbsentRequests(**self._names, request_ids=absent)))
 
     def _redirect(self, message: Redirect) -> None:
         job = self.held.pop(message.request_id, None)

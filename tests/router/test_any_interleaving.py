@@ -34,7 +34,7 @@ from protocol.roles import ROLES
 from protocol.router_to_worker import Abort, CallRoll, Generate, Leave, Prefetch, PrepareToLeave, Redirect
 from protocol.sampling import SamplingParams
 from protocol.worker_to_router import (
-    Absent,
+    AbsentRequests,
     HandoverFailed,
     Leaving,
     Prefetched,
@@ -49,7 +49,7 @@ from router.text.choice import Choice, Prompt
 from tests.router.placed import registration
 
 IDS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
-LOSABLE = (Generate, Abort, CallRoll, Redirect, StepOutput, HandoverFailed, Absent)
+LOSABLE = (Generate, Abort, CallRoll, Redirect, StepOutput, HandoverFailed, AbsentRequests)
 """Messages that decide a request's fate."""
 KINDS = ("worker_lost", "transfer", "overloaded", "timeout")
 SETTLING_ROUNDS = 400
@@ -173,7 +173,9 @@ class World:
             case CallRoll():
                 absent = [each for each in message.request_ids if each not in worker.jobs]
                 worker.outbox.append(
-                    Absent(worker_id=worker.worker_id, incarnation=worker.incarnation, request_ids=absent)
+                    AbsentRequests(
+                        worker_id=worker.worker_id, incarnation=worker.incarnation, request_ids=absent
+                    )
                 )
             case Redirect():
                 self._redirect(worker, message)

@@ -27,7 +27,7 @@ from router_clients import (
 
 from protocol.codec import encode
 from protocol.outputs import TokenOutput
-from protocol.worker_to_router import Absent
+from protocol.worker_to_router import AbsentRequests
 
 # --- clients ---
 
@@ -440,7 +440,9 @@ def test_only_a_requests_own_worker_can_report_it_lost(make_router, pool):
     eventually(lambda: any(worker.generated for worker in workers))
     has, other = sorted(workers, key=lambda worker: len(worker.jobs), reverse=True)
     ids = [request.request_id for request in has.generated]
-    other.post(encode(Absent(worker_id=other.worker_id, incarnation=other.incarnation, request_ids=ids)))
+    other.post(
+        encode(AbsentRequests(worker_id=other.worker_id, incarnation=other.incarnation, request_ids=ids))
+    )
     other.post(b"the end")
     eventually(lambda: router.metric("tandem_messages_dropped_total", reason="malformed") == 1)
     for worker in workers:

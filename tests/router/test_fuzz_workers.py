@@ -14,7 +14,7 @@ from protocol.codec import encode
 from protocol.kv_events import KvChange, Medium
 from protocol.outputs import RequestTiming, TokenOutput, TransferTiming
 from protocol.speculation import MethodState, SpeculationState
-from protocol.worker_to_router import Absent, KvEvents, Leaving, PairState, Prefetched, StepOutput
+from protocol.worker_to_router import AbsentRequests, KvEvents, Leaving, PairState, Prefetched, StepOutput
 from tests.fuzzing import altered, damaged, fuzz, say, zmq_strangers
 
 
@@ -48,7 +48,7 @@ def messages(router) -> list[bytes]:
         encode(state),
         encode(StepOutput(**names, outputs=[output])),
         encode(KvEvents(**names, sequence=0, changes=[change])),
-        encode(Absent(**names, request_ids=["r"])),
+        encode(AbsentRequests(**names, request_ids=["r"])),
         encode(Leaving(**names)),
         encode(Prefetched(**names, request_id="r", complete=True)),
     ]

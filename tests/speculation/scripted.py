@@ -19,7 +19,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed
+from speculation.drafter import ComputedRows
 from speculation.speculator import BatchSpeculator
 
 Script = Callable[[SequenceState, int], Draft | None]
@@ -40,7 +40,7 @@ class ScriptedDrafter:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.listening = False
-        self.observed: list[Computed] = []
+        self.observed: list[ComputedRows] = []
         self.forgotten: list[str] = []
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
@@ -63,7 +63,7 @@ class ScriptedDrafter:
             return [None] * len(sequences)
         return [self.script(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[ComputedRows]) -> None:
         if self.listening:
             self.observed += computed
 

@@ -21,9 +21,9 @@ from engine.step.sequence import SequenceState
 from engine.step.speculation_interface import MakeRoom
 from protocol.sampling import SamplingParams
 from speculation.control.controller import DraftController
-from speculation.drafter import Computed, HiddenRows
+from speculation.drafter import ComputedRows, HiddenRows
 from speculation.drawing import rank
-from speculation.target_states import Known
+from speculation.target_states import DraftedKv
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.eagle_reference import PlainHead
@@ -198,13 +198,13 @@ def test_rows_made_useless_by_a_gap_are_not_written(
     watched = Watched(target, official)
     watched.ask("a", prompt_of(20), 4)
     drafter = watched.drafter
-    drafter._known["a"] = known = Known(first=1, written=1)
+    drafter._known["a"] = known = DraftedKv(first=1, written=1)
     written: list[object] = []
     monkeypatch.setattr(drafter, "_write", written.append)
     sequence: Any = next(iter(watched.engine.sequences.values()))
     hidden = torch.zeros(21, drafter._no_feature.of_step.shape[1])
-    prompt = Computed(sequence, 0, 20, HiddenRows(hidden, range(20)))
-    later = Computed(sequence, 25, 1, HiddenRows(hidden, range(20, 21)))
+    prompt = ComputedRows(sequence, 0, 20, HiddenRows(hidden, range(20)))
+    later = ComputedRows(sequence, 25, 1, HiddenRows(hidden, range(20, 21)))
     drafter.observe([prompt, later])
     assert not written
     assert (known.first, known.written, known.end) == (26, 26, 27)

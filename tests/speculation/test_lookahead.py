@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.speculation import MAX_TREE_NODES, SpeculativeConfig
-from speculation.drafter import Computed
+from speculation.drafter import ComputedRows
 from speculation.verification.coupled import agreeing_path
 from speculation.weightless import lookahead
 from speculation.weightless.lookahead import (
@@ -54,7 +54,7 @@ def step(drafting: LookaheadDrafter, sequence: SequenceState, model: Model, num_
     for row in [0, *(node + 1 for node in accepted)]:
         sequence.append(tokens[row])
     probed = tokens[1 + draft.num_nodes :] if draft is not None else []
-    computed = Computed(sequence, start, 1 + len(accepted), None, draft, accepted, probed)
+    computed = ComputedRows(sequence, start, 1 + len(accepted), None, draft, accepted, probed)
     drafting.observe([computed])
     return draft
 

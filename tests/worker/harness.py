@@ -26,7 +26,14 @@ from protocol.roles import ROLES, Role
 from protocol.router_to_worker import Abort, Generate, Redirect, Registered
 from protocol.sampling import SamplingParams
 from protocol.version import PROTOCOL
-from protocol.worker_to_router import Absent, HandoverFailed, KvEvents, Register, StepOutput, WorkerState
+from protocol.worker_to_router import (
+    AbsentRequests,
+    HandoverFailed,
+    KvEvents,
+    Register,
+    StepOutput,
+    WorkerState,
+)
 from tests.kvtransfer.signals import send_signal
 from tests.worker.child import run_child
 
@@ -261,7 +268,7 @@ class Cluster:
                 self.states[message.incarnation] = message
             case KvEvents():
                 self.kv_events[message.incarnation].append(message)
-            case Absent():
+            case AbsentRequests():
                 self.absent += message.request_ids
             case HandoverFailed():
                 self.failed_handovers[message.request_id].append(message)

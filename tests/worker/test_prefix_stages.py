@@ -14,7 +14,7 @@ from kvtransfer.interface import Arrival, Completed, Failed, Progress
 from protocol.ids import block_identities
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import Abort, Replan
-from protocol.worker_to_worker import Fetch, FetchRefused, Lent
+from protocol.worker_to_worker import Fetch, FetchGranted, FetchRefused
 from tests.e2e.architectures import write_model
 from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
 
@@ -170,7 +170,7 @@ def test_the_drafts_kv_is_fetched_too(light: LightLoop, engine: Engine, come_fir
     [waiting] = fetcher.fetches
     blocks = waiting.room.sequence_blocks.blocks[0][:NUM_FULL]
     blocks_came = Progress(lease, NUM_FULL, complete=True, arrival=arrival())
-    answer = Lent(request_id="r", lease_id=lease, num_drafted=2, num_found=NUM_FULL)
+    answer = FetchGranted(request_id="r", lease_id=lease, num_drafted=2, num_found=NUM_FULL)
     if come_first == "blocks":
         light.receiver.tell(blocks_came)
         light.deliver()
@@ -195,7 +195,7 @@ def test_the_holder_reports_which_blocks_hold_the_drafts_kv(light: LightLoop, en
     with_draft.free()
     lend(light, engine)
     [(_, answer)] = light.inbox.replies
-    assert answer == Lent(request_id="theirs", lease_id="lease", num_drafted=3, num_found=NUM_FULL)
+    assert answer == FetchGranted(request_id="theirs", lease_id="lease", num_drafted=3, num_found=NUM_FULL)
     light.sender.tell(Completed("lease", "tcp", 1, 1, 0.1, 0.1, 0.0, 0.0))
     light.deliver()
 
@@ -220,7 +220,7 @@ def test_with_a_window_the_holder_reports_which_blocks_come(
     assert isinstance(message, Fetch)
     assert (message.first_block, len(message.identities)) == (0, 6)
     blocks_came = Progress(message.lease_id, 2, complete=True, arrival=arrival())
-    answer = Lent(request_id="r", lease_id=message.lease_id, num_drafted=0, num_found=told)
+    answer = FetchGranted(request_id="r", lease_id=message.lease_id, num_drafted=0, num_found=told)
     if come_first == "blocks":
         light.receiver.tell(blocks_came)
         light.deliver()
@@ -236,6 +236,6 @@ def test_with_a_window_the_holder_reports_which_blocks_come(
 
 def test_no_more_blocks_are_lent_than_requested(light: LightLoop) -> None:
     lease = fetch(light)
-    light.loop._fetcher.on_lent(Lent(request_id="r", lease_id=lease, num_drafted=0, num_found=99))
+    light.loop._fetcher.on_lent(FetchGranted(request_id="r", lease_id=lease, num_drafted=0, num_found=99))
     assert cached_tokens(light) == 0
     assert light.loop.counters["prefix_fetch_failures_total"] == 1

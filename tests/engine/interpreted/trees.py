@@ -18,7 +18,7 @@ from engine.copies import Downloader, upload_to
 from engine.step.draft import Draft, LateTrees
 from speculation import tree_growth
 from speculation.chains import DraftRows
-from speculation.tree_growth import GrowthState, Level, TreeGrowth
+from speculation.tree_growth import GrowthState, TreeGrowth, TreeLevel
 from tests.speculation.host_trees import Path, best_after, extend, grow_trees
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ class Steps:
         ]
         self._max_nodes = max_nodes
 
-    def unknown(self, level: Level, max_nodes: Sequence[int]) -> StepInputs:
+    def unknown(self, level: TreeLevel, max_nodes: Sequence[int]) -> StepInputs:
         grown = level.unknown_rows(max_nodes)
         return self._inputs(grown, [0] * level.num_rows * len(grown), padding=3)
 
@@ -166,7 +166,7 @@ def test_rows_of_several_trees() -> None:
     state.runs.copy_(torch.tensor([[each + 1, each] for each in counts]))
     state.nodes.copy_(torch.arange(state.nodes.numel()).view(state.nodes.shape))
     state.sources.copy_(torch.randint(2, state.sources.shape))
-    level = Level(state, num_rows=width, num_before=2, depth=2, block_size=BLOCK)
+    level = TreeLevel(state, num_rows=width, num_before=2, depth=2, block_size=BLOCK)
     batch = [SequenceRows([0] * width, 0, [[0, 1, 2]], [1] * width, 3) for _ in range(count)]
     found = step_inputs(batch, [0] * width * count, upload_to(CPU), BlockTable(BLOCK), StepShape())
     level.fill(found)

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from protocol.errors import InvalidRequestError
-from router.grammars.tool_grammar import Offer, tool_grammar
+from router.grammars.tool_grammar import OfferedFunction, tool_grammar
 from router.parsing import formats
 from router.parsing.formats import Parsing
 from router.parsing.parameters import Parameters
@@ -30,7 +30,7 @@ def call(kind: str, arguments: dict[str, Any]) -> str:
 
 def grammar(model: Model, kind: str, schema: dict[str, Any] | None, strict: bool = True) -> str:
     return tool_grammar(
-        FORMS[kind], [Offer("f", schema, strict)], model.spelling, demanded=True, several=False
+        FORMS[kind], [OfferedFunction("f", schema, strict)], model.spelling, demanded=True, several=False
     )
 
 

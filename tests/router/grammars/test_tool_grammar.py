@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from protocol.errors import InvalidRequestError
 from router.grammars.lark import Spelling
 from router.grammars.structured_outputs import tag_grammar
-from router.grammars.tool_grammar import MAX_CALLS, Offer, after_thinking, tool_grammar
+from router.grammars.tool_grammar import MAX_CALLS, OfferedFunction, after_thinking, tool_grammar
 from router.parsing import formats, tagged
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.parameters import parameters_of
@@ -32,9 +32,9 @@ WEATHER = {
     "additionalProperties": False,
 }
 OFFERS = [
-    Offer("get_weather", WEATHER, True),
-    Offer("now", None, False),
-    Offer("any", {"type": "object"}, False),
+    OfferedFunction("get_weather", WEATHER, True),
+    OfferedFunction("now", None, False),
+    OfferedFunction("any", {"type": "object"}, False),
 ]
 PARIS = '{"city": "Paris", "days": 3}'
 MARKERS = frozenset(
@@ -207,7 +207,7 @@ CASES = [(False, name) for name in ARGUMENTS] + [(True, name) for name in TELLIN
 @pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
 def test_texts_of_the_grammar_are_parsed_however_they_are_split_or_cut(kind, form, has_tokens, name):
     model, arguments = model_of(has_tokens), ARGUMENTS[name]
-    offers = [Offer("trip", TRIP, True), Offer("now", None, False)]
+    offers = [OfferedFunction("trip", TRIP, True), OfferedFunction("now", None, False)]
     wanted = [("trip", json.dumps(arguments, ensure_ascii=False)), ("now", "{}")]
     has_one = form.separator is None and form.between is None
     wanted = wanted[:1] if has_one else wanted
@@ -269,7 +269,7 @@ SCHEMA = {
 def test_random_calls_satisfy_their_schemas(name, seed):
     """Texts are random within the grammar. Closing marks are tried often, so that values end."""
     model, rng, tags = model_of(bool(seed)), random.Random(seed), TAGS[name]
-    offers = [Offer("f", SCHEMA, True)]
+    offers = [OfferedFunction("f", SCHEMA, True)]
     grammar = tool_grammar(formats.tagged_form(tags), offers, model.spelling, demanded=True, several=False)
     matcher, token_ids = LLMatcher(model.ll, grammar, log_level=0), []
     closing = [
@@ -307,7 +307,9 @@ LIST_OR_TEXT = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"typ
 )
 def test_no_text_is_parsed_as_arguments_that_its_schema_refuses(model, schema, takes, refuses):
     whole = {"type": "object", "properties": {"p": schema}}
-    grammar = tool_grammar(QWEN3, [Offer("f", whole, True)], model.spelling, demanded=True, several=False)
+    grammar = tool_grammar(
+        QWEN3, [OfferedFunction("f", whole, True)], model.spelling, demanded=True, several=False
+    )
 
     def call(text: str) -> str:
         return block(QWEN3, ("f", json.dumps({"p": text})))
@@ -330,7 +332,9 @@ def test_a_strict_function_names_the_keyword_that_tags_cannot_express(model, rea
     schema = {"type": "object", "properties": {"p": schema}}
 
     def grammar(strict: bool) -> str:
-        return tool_grammar(QWEN3, [Offer("f", schema, strict)], model.spelling, demanded=True, several=True)
+        return tool_grammar(
+            QWEN3, [OfferedFunction("f", schema, strict)], model.spelling, demanded=True, several=True
+        )
 
     with pytest.raises(InvalidRequestError, match=re.escape(f"f: {reason}")):
         grammar(True)
@@ -401,6 +405,6 @@ def test_white_space_before_calls_is_bounded_and_of_json(model):
 def test_unsupported_keywords_only_matter_to_strict_functions(model):
     schema = {"type": "object", "properties": {}, "unevaluatedProperties": False}
     for strict in (False, True):
-        offers = [Offer("f", schema, strict)]
+        offers = [OfferedFunction("f", schema, strict)]
         grammar = tool_grammar(formats.HERMES, offers, model.spelling, demanded=True, several=True)
         assert LLMatcher(model.ll, grammar, log_level=0).is_error() is strict

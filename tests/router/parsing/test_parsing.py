@@ -67,7 +67,7 @@ def both(arguments: str = "arguments") -> tuple[str, str]:
     )
 
 
-def named_call(marks: json_formats.Named, name: str, begin: str, arguments: str, end: str) -> str:
+def named_call(marks: json_formats.NamedCalls, name: str, begin: str, arguments: str, end: str) -> str:
     return f"{marks.call}{marks.lead}{name}{begin}{arguments}{end}{marks.ends[-1]}"
 
 

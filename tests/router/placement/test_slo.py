@@ -12,7 +12,7 @@ from router_clients import eventually, is_idle, lose
 from protocol.costs import StepCosts
 from router.placement.cluster import Cluster
 from router.placement.interface import Refusal, RequestFacts
-from router.placement.predict import Miss, refusal
+from router.placement.predict import PredictedMiss, refusal
 from tests.router.placed import decode, facts, placed, prefill
 
 HALF_SECOND_TOKENS = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.5, attention_s=0.0)
@@ -231,7 +231,7 @@ def test_an_slo_that_only_an_idle_worker_meets_gets_a_retry_after():
 
 
 def test_an_endless_wait_may_be_retried_in_a_second():
-    assert Miss("slo_ttft", decode("d0"), inf, 1.0, 1.0, inf).retry_after_s == 1.0
+    assert PredictedMiss("slo_ttft", decode("d0"), inf, 1.0, 1.0, inf).retry_after_s == 1.0
 
 
 def test_elapsed_time_counts():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from protocol.errors import InvalidRequestError
-from router.grammars.tool_grammar import Offer, tool_grammar
+from router.grammars.tool_grammar import OfferedFunction, tool_grammar
 from router.openai_types import CalledFunction, ChatMessage, ToolCall
 from router.parsing.answer import Arguments, Call, Content, Reasoning
 from router.parsing.formats import (
@@ -178,7 +178,7 @@ def test_a_required_call_is_written_as_by_the_template(name, num_calls):
     said, parser = answer_with(name, num_calls)
     assert parser.tools is not None
     model = model_of(False)
-    offers = [Offer(called, schema, True) for called, schema in SCHEMAS.items()]
+    offers = [OfferedFunction(called, schema, True) for called, schema in SCHEMAS.items()]
     grammar = tool_grammar(
         TOOL_FORMATS[parser.tools].form(template(name).source),
         offers,
