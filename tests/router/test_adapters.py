@@ -186,7 +186,7 @@ def test_routers_learn_of_each_others_adapters(model_folder):
     begun = Adapter(name="begun", path="/adapters/begun", digest="2" * 32)
     with TwoRouters(model_folder, lora_modules={"sql": "/adapters/sql"}, worker_timeout=10) as two:
         one, other = (router.server.state.adapters for router in two.routers)
-        one.tell = lambda name, adapter: on_loop(two.routers[1], other.told, name, adapter)
+        one.tell = lambda name, adapter: on_loop(two.routers[1], other.apply, name, adapter)
         worker = two.add_worker("decode-0", adapters=[SQL, begun])
         two.each(lambda router: names(router) == ["test-model", "sql"])
         assert two.routers[0].http.post(LOAD, json=BODY).status_code == 200
@@ -200,7 +200,7 @@ def test_changes_before_a_worker_registers_apply_to_it(make_router):
     router = make_router(lora_modules={"sql": "/adapters/sql"}, router_replicas=2)
     new = Adapter(name="new", path="/adapters/new", digest="a" * 32)
     for adapter in (new, None):
-        on_loop(router, router.server.state.adapters.told, adapter.name if adapter else "sql", adapter)
+        on_loop(router, router.server.state.adapters.apply, adapter.name if adapter else "sql", adapter)
     worker = router.add_worker(adapters=[SQL])
     eventually(lambda: worker.adapters == {"new": "a" * 32})
     assert names(router) == ["test-model", "new"]

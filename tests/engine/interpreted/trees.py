@@ -151,10 +151,10 @@ def late_drafts(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
         names = torch.tensor(draft.ids)
         places = slice(tree * most, tree * most + len(names))
         draft.settle()
-        masks, further = nodes[2, places].tolist(), late.further(names).tolist()
+        masks, offsets = nodes[2, places].tolist(), late.depth_offsets(names).tolist()
         assert [mask % (1 << 64) for mask in masks] == draft.masks()[1:]  # type: ignore[index]
-        assert further[: draft.num_nodes] == [depth - 1 for depth in draft.depths()]
-        assert further[draft.num_nodes :] == [0] * len(draft.probes)
+        assert offsets[: draft.num_nodes] == [depth - 1 for depth in draft.depths()]
+        assert offsets[draft.num_nodes :] == [0] * len(draft.probes)
     return drafts
 
 
