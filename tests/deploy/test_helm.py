@@ -190,6 +190,12 @@ def test_rays_autoscaler_reads_the_nodes_of_each_role() -> None:
     assert not any("RAY_HEAD_OPTIONS" in environment(pod) for _, pod in groups(rendered("defaults")))
 
 
+@pytest.mark.parametrize(("case", "policy"), [("defaults", None), ("growing", "Never")])
+def test_pods_that_rays_autoscaler_may_remove_are_not_restarted(case: str, policy: str | None) -> None:
+    _, *workers = groups(rendered(case))
+    assert [pod.get("restartPolicy") for _, pod in workers] == [policy] * 2
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
