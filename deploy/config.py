@@ -21,6 +21,7 @@ from deploy.resources import check_ranks
 from deploy.spellings import add_options, nearest
 from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path
+from native.ownership import CACHE_VARIABLE
 from protocol.config import ServeConfig, field_types, flag_name
 from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
@@ -76,7 +77,11 @@ def load_config(
         field = variable.removeprefix(ENV_PREFIX).lower()
         if field in known and variable == ENV_PREFIX + field.upper():
             values[field], sources[field] = text or None, variable
-        elif variable.startswith(ENV_PREFIX) and (meant := difflib.get_close_matches(field, known, 1)):
+        elif (
+            variable.startswith(ENV_PREFIX)
+            and variable != CACHE_VARIABLE
+            and (meant := difflib.get_close_matches(field, known, 1))
+        ):
             logger.warning("%s is no option; is %s%s meant?", variable, ENV_PREFIX, meant[0].upper())
     for field, value in (flags or {}).items():
         if value is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 _WRITE_BY_GROUP, _WRITE_BY_ALL = 0o020, 0o002
 _OTHERS, _OTHERS_OF_ROOTS = 0o077, 0o037
 """Permission bits that a secret must not have. Root may let a group read its file, as for mounted secrets."""
+CACHE_VARIABLE = "TANDEM_CACHE_DIR"
 
 
 class OwnershipError(PermissionError):
@@ -95,7 +96,7 @@ def _is_users_own_group(group_id: int) -> bool:
 
 def cache_dir() -> Path:
     """Return TANDEM_CACHE_DIR, or ~/.cache/tandem."""
-    return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tandem")
 
 
 def own_folder(folder: Path) -> Path:

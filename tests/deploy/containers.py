@@ -72,7 +72,8 @@ def make_volume(folder: Path, source: str, target: str) -> Path:
     path = folder / "volumes" / source
     if not path.exists():
         path.mkdir(parents=True, mode=0o700)
-        cache = {"/home/tandem": ".cache/tandem", "/home/tandem/.cache": "tandem"}.get(target)
+        caches = {"/home/tandem": ".cache/tandem", "/home/tandem/.cache": "tandem", "/models": "cache/tandem"}
+        cache = caches.get(target)
         if cache and KERNELS.is_dir():
             (path / cache).mkdir(parents=True)
             for kernel in KERNELS.glob("*.so"):

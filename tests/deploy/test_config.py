@@ -223,7 +223,7 @@ def test_the_models_name_in_the_api(tmp_path):
 
 
 def test_a_mistyped_variable_is_reported(caplog):
-    load_config(environ={"TANDEM_MAX_NUM_SEQ": "3", "TANDEM_URL": "http://127.0.0.1:8000"})
+    load_config(environ={"TANDEM_MAX_NUM_SEQ": "3", "TANDEM_URL": "http://a:8000", "TANDEM_CACHE_DIR": "/a"})
     assert [record.message for record in caplog.records] == [
         "TANDEM_MAX_NUM_SEQ is no option; is TANDEM_MAX_NUM_SEQS meant?"
     ]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -181,7 +182,7 @@ def test_a_container_that_cannot_start_says_why(tmp_path: Path, role: str, compl
 
 def chart_services() -> dict[str, Any]:
     """Return the chart's pods as services, with the variables that KubeRay adds."""
-    pods = [pod for _, pod in groups(render({}))]
+    pods = [pod for _, pod in groups(render({"models": {"claim": "a"}}))]
     found = {pod["containers"][0]["name"]: pod_service(pod) for pod in pods}
     found["router"]["environment"]["RAY_ADDRESS"] = "127.0.0.1:6379"
     for role in ("prefill", "decode"):
@@ -213,6 +214,7 @@ def containers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conta
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> None:
+    began = time.monotonic()
     router, _, decode = (containers.start(name) for name in OURS)
 
     def complete() -> str:
@@ -228,6 +230,7 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     wait_until(
         lambda: "Listening on" in router.log, SERVES_S, lambda: "\n".join(c.log for c in containers.running)
     )
+    print(f"listens after {time.monotonic() - began:.1f} s")
     expected = complete()
     assert expected
     assert router.run("setpriv", "--reuid", "1000", "touch", "/opt/tandem/x").stderr.endswith(
@@ -235,8 +238,9 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     )
     refused = scale(2)
     assert "decode: the nodes take at most 1" in refused.stderr, refused
-    spare = containers.start("decode")
+    began, spare = time.monotonic(), containers.start("decode")
     wait_until(lambda: "started: decode-1" in scale(2).stdout, SERVES_S, lambda: spare.log + router.log)
+    print(f"a further container's worker serves after {time.monotonic() - began:.1f} s")
     assert complete() == expected
     shrunk = scale(1)
     assert "drained: decode-1" in shrunk.stdout, shrunk
@@ -244,10 +248,12 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     health = ["health-check", "--address", f"{router.address}:6379"]
     checked = decode.run("setpriv", "--reuid", "1000", *RAY, *health)
     assert checked.returncode == 0, checked
+    began = time.monotonic()
     decode.stop()
     assert decode.process.returncode == 0, decode.log
     assert complete() == expected
     wait_until(lambda: "is restarted" in router.log, SERVES_S, lambda: router.log)
+    print(f"the worker of a stopped container serves elsewhere after {time.monotonic() - began:.1f} s")
     lines = [json.loads(line) for line in router.log.splitlines() if line.startswith("{")]
     assert {"server", "prefill-0"} <= {line["process"] for line in lines}
     router.stop()

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from deploy.config import ENV_PREFIX, load_config
+from native.ownership import CACHE_VARIABLE
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 from tests.cluster.hosts import ROOT
@@ -110,6 +111,29 @@ def test_one_value_sets_the_nodes_and_the_workers_of_a_role(case: str) -> None:
     }
     left = {f"tandem-{role}": count - 1 for role, count in deployed.items() if count > 1}
     assert budgets == {"tandem-router": 1} | left
+
+
+@pytest.mark.parametrize(
+    ("models", "kept"),
+    [
+        ({}, False),
+        ({"claim": "a"}, True),
+        ({"sizeGiB": 100}, True),
+        ({"claim": "a", "readOnly": True}, False),
+        ({"claim": "a", "keepsKernels": False}, False),
+    ],
+)
+def test_a_writable_claim_keeps_compiled_kernels(models: dict[str, Any], kept: bool) -> None:
+    for _, pod in groups(render({"models": models})):
+        variables = environment(pod)
+        mounts = {
+            each["mountPath"]: each.get("readOnly", False) for each in pod["containers"][0]["volumeMounts"]
+        }
+        assert (mounts.get("/models") is False) or not kept
+        for name in (CACHE_VARIABLE, "TRITON_CACHE_DIR"):
+            assert (name in variables) == kept and variables.get(name, "/models/cache/").startswith(
+                "/models/cache/"
+            )
 
 
 def test_options_and_secrets_reach_the_server() -> None:

@@ -49,6 +49,10 @@
 - {name: RAY_AUTH_TOKEN_PATH, value: /cluster/auth_token}
 {{- if include "tandem.claim" . }}
 - {name: HF_HOME, value: /models/hub}
+{{- if and .Values.models.keepsKernels (not .Values.models.readOnly) }}
+- {name: TANDEM_CACHE_DIR, value: /models/cache/tandem}
+- {name: TRITON_CACHE_DIR, value: /models/cache/triton}
+{{- end }}
 {{- end }}
 {{- with .Values.secrets.huggingFace }}
 - name: HF_TOKEN
@@ -104,7 +108,7 @@ volumes:
       defaultMode: 0440
       items:
         - {key: auth_token, path: auth_token}
-  - name: home # includes the kernels that are built for the node's CPU
+  - name: home # includes compiled kernels, unless the models' claim keeps them
     emptyDir: {}
   - name: tmp
     emptyDir: {}
