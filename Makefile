@@ -9,7 +9,7 @@ LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-header --n
 RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-costs pytest pytest-all lint lock sbom gpu-report clean
+.PHONY: help install serve test test-all test-costs pytest pytest-all lint lock pin sbom gpu-report clean
 
 help:  ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,13 @@ lock: .venv/.installed-test  ## Write the versions and hashes of the images' pac
 	$(LOCK) $(CPU_WHEELS) --no-emit-package nixl-cu13 deploy/requirements-cpu.in --output-file deploy/requirements-cpu.txt
 	sed -i '1i --extra-index-url https://download.pytorch.org/whl/cpu' deploy/requirements-cpu.txt
 	$(LOCK) --no-emit-package nixl-cu12 deploy/requirements-cuda.in --output-file deploy/requirements-cuda.txt
+
+IMAGE_FILES = deploy/Dockerfile docker-compose.yml
+pin:  ## Fix the foreign images of Dockerfile and Compose by the digests that their registries have now (needs docker buildx)
+	for image in $$(sed -En '/tandem-serve/!s/^(FROM|    image:) ([^@]+)$$/\2/p' $(IMAGE_FILES)); do \
+	  digest=$$(docker buildx imagetools inspect $$image | sed -n 's/^Digest: *//p') && test -n "$$digest" || exit; \
+	  sed -i "s|$$image$$|&@$$digest|" $(IMAGE_FILES); \
+	done
 
 sbom: .venv/.installed-test  ## Write a CycloneDX SBOM of each image's Python packages: sbom-cpu.json, sbom-cuda.json
 	for device in cpu cuda; do \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -140,6 +141,29 @@ def test_the_image_has_fixed_versions_that_the_project_allows(device: str) -> No
         assert fixed[requirement.name] in requirement.specifier, f"{requirement}: make lock"
     (torch,) = re.findall(r"^TORCH_VERSION=(\S+)", (ROOT / "deploy/install.sh").read_text(), re.MULTILINE)
     assert fixed["torch"] == torch + ("+cpu" if device == "cpu" else "")
+
+
+def test_make_pin_writes_digests_behind_tags_once(tmp_path: Path) -> None:
+    for name in ("Makefile", "docker-compose.yml", "deploy/Dockerfile"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    docker = tmp_path / "docker"  # prints what `docker buildx imagetools inspect IMAGE` does
+    docker.write_text(
+        '#!/bin/sh\nprintf "Name: %s\\nDigest:    sha256:0a\\n\\nManifests:\\n  Digest: sha256:1\\n" "$4"\n'
+    )
+    docker.chmod(0o755)
+    for _ in range(2):
+        subprocess.run(
+            ["make", "pin"], cwd=tmp_path, check=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        )
+    assert "\nFROM python:3.11-slim@sha256:0a\n" in (tmp_path / "deploy/Dockerfile").read_text()
+    services = yaml.safe_load((tmp_path / "docker-compose.yml").read_text())["services"]
+    for name, service in services.items():
+        assert (
+            service["image"] == "tandem-serve:cpu"
+            if name in OURS
+            else service["image"].endswith("@sha256:0a")
+        ), name
 
 
 def test_packages_are_a_layer_that_code_changes_keep() -> None:
