@@ -206,6 +206,10 @@ QUOTES = (
         CHATS,
         effects("goodput", "sharing", "quantization"),
     ),
+    Quote("TPOT falls to {:.2f} of what it was in chats", CHATS, effects("TPOT", "quantization")),
+    Quote("in chats and TTFT to {:.2f} (", CHATS, effects("TTFT", "quantization")),
+    Quote("with long prompts to {:.2f} and", LONG_PROMPTS, effects("TPOT", "quantization")),
+    Quote("and {:.2f} ([five-llama-29m-long-prompts]", LONG_PROMPTS, effects("TTFT", "quantization")),
     Quote("it gains {:.2f} from quantization", LONG_PROMPTS, effects("goodput", "quantization")),
     Quote("All five bring {:.2f} and {:.2f}.", CHATS + LONG_PROMPTS, all_of_both),
     Quote(

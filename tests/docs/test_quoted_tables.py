@@ -156,6 +156,24 @@ def test_the_crossover_equals_the_measured_one() -> None:
     assert f"= {costs.step_s / costs.row_s:.0f} rows" in DOCUMENT
 
 
+def test_what_an_example_costs_equals_the_profile() -> None:
+    costs, price, context, answer = read_profile(DEFAULT_PROFILE).costs, 3 / 3600, 1152, 256
+    prompt = costs.token_s * PROMPT + costs.attention_s * PROMPT**2 / 2
+    text = section("What does a token cost?")
+    assert f"A prompt takes {prompt * 1e3:.1f} ms, {PROMPT / prompt:,.0f} tokens a second" in " ".join(
+        text.split()
+    )
+    assert f"computes {PROMPT / prompt:,.0f} tokens of a prompt a second, and decodes 164 for one" in DOCUMENT
+    assert (
+        f"on that H100 {prompt * 1e3:.1f} ms and {costs.kv_bytes * PROMPT / 1e6:.0f} MB a request" in DOCUMENT
+    )
+    for requests, *cells in table("What does a token cost?"):
+        step = costs.step_s + (costs.row_s + costs.context_s * context) * int(requests)
+        token = step / int(requests)
+        figures = (f"{step * 1e3:.2f}", f"{1 / token:,.0f}", f"{price * token * 1e6:.2f}")
+        assert cells == [*figures, f"{price * (prompt + answer * token) * 1e6:,.0f}"]
+
+
 def test_pull_speeds_equal_the_profile() -> None:
     costs = read_profile(DEFAULT_PROFILE).costs
     compute = (costs.token_s + costs.attention_s * PROMPT / 2) * 1e6
@@ -165,7 +183,8 @@ def test_pull_speeds_equal_the_profile() -> None:
         pull = costs.kv_bytes / rate * 1e6
         faster = "pull" if pull < compute else "compute"
         ratio = max(pull, compute) / min(pull, compute)
-        assert cells == [f"{pull:,.1f}", f"{compute:.1f}", f"{faster}, {ratio:.1f} times"]
+        prompt = f"{pull * PROMPT / 1e3:,.1f}"
+        assert cells == [prompt, f"{pull:,.1f}", f"{compute:.1f}", f"{faster}, {ratio:.1f} times"]
     assert f"Break-even is at {costs.kv_bytes / compute / 1e3:.1f} GB/s" in DOCUMENT
 
 
