@@ -167,8 +167,8 @@ def read_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
     return tokenizer.encode(text).ids[:length]
 
 
-def ask_tandem(url: str, prompt: list[int], count: int) -> tuple[str, float]:
-    """Return a Tandem server's answer and the seconds that it took, without drafts."""
+def ask_server(url: str, prompt: list[int], count: int) -> tuple[str, float]:
+    """Return a server's answer and the seconds that it took. Tandem is asked not to draft."""
     body = {"model": TARGET.name, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
     body["speculative"] = {"enabled": False}
     request = urllib.request.Request(
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64, 256], help="tokens to decode")
-    parser.add_argument("--url", help="a Tandem server of the same model, e.g. http://127.0.0.1:8000")
+    parser.add_argument("--url", help="a server of the same model, e.g. http://127.0.0.1:8000")
     options = parser.parse_args()
     model, tokenizer = Llama(TARGET), Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     prompt = read_prompt(tokenizer, options.prompt_tokens)
@@ -223,9 +223,9 @@ def main() -> None:
         count = options.lengths[-1]
         ours = tokenizer.decode(decode(model, prompt, count, cached=True))
         own = seconds(lambda: decode(model, prompt, count, cached=True))
-        text, theirs = ask_tandem(options.url, prompt, count)
+        text, theirs = ask_server(options.url, prompt, count)
         same = common_prefix(text, ours)
-        print(f"\n{count} tokens: here {own:.2f} s, Tandem {theirs:.2f} s")
+        print(f"\n{count} tokens: here {own:.2f} s, the server {theirs:.2f} s")
         print(f"{same} of {len(ours)} characters are the same")
 
 

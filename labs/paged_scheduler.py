@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from labs.decoding import TARGET, Llama, ask_tandem, attend, read_prompt
+from labs.decoding import TARGET, Llama, ask_server, attend, read_prompt
 
 MAX_LENGTH = 512
 """Most tokens of a request, including its answer. Without paging each request reserves this many."""
@@ -222,11 +222,11 @@ def make_requests(count: int, seed: int = 0) -> list[Request]:
 
 
 def ask_all(url: str, requests: Sequence[Request]) -> float:
-    """Return the tokens per second of a Tandem server that gets all requests at once."""
+    """Return the tokens per second of a server that gets all requests at once."""
     counts = [request.end - len(request.tokens) for request in requests]
     start = time.perf_counter()
     with ThreadPoolExecutor(len(requests)) as threads:
-        list(threads.map(lambda request, count: ask_tandem(url, request.tokens, count), requests, counts))
+        list(threads.map(lambda request, count: ask_server(url, request.tokens, count), requests, counts))
     return sum(counts) / (time.perf_counter() - start)
 
 
@@ -234,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--blocks", type=int, default=128, help="of 16 tokens: the memory that all share")
-    parser.add_argument("--url", help="a Tandem server of the same model, e.g. http://127.0.0.1:8000")
+    parser.add_argument("--url", help="a server of the same model, e.g. http://127.0.0.1:8000")
     options = parser.parse_args()
     model = Llama(TARGET)
     print(f"{options.requests} requests, memory for {options.blocks * 16} tokens, at most {MAX_LENGTH} each")
@@ -248,7 +248,7 @@ def main() -> None:
             f"{report.median_first_token_s:10.2f} s"
         )
     if options.url:
-        print(f"{'Tandem':12}{ask_all(options.url, make_requests(options.requests)):12.0f}")
+        print(f"{'server':12}{ask_all(options.url, make_requests(options.requests)):12.0f}")
 
 
 if __name__ == "__main__":

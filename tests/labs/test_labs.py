@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+import labs
 from labs import decoding, paged_scheduler, quantization, speculation
 from labs.decoding import DRAFT, TARGET, Cache, Llama, attend, attend_in_tiles, decode
 
@@ -49,6 +53,27 @@ def test_no_schedule_changes_a_token(target: Llama, policy: str) -> None:
     assert [request.tokens[30:] for request in requests] == expected
     assert (report.preemptions > 0) == (policy == "paged")
     assert not any(request.blocks for request in requests)
+
+
+class Still:
+    """A model without weights: a schedule depends on no token."""
+
+    layers = kv_heads = size = 1
+
+    def __call__(self, tokens: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.zeros(len(tokens), 1)
+
+
+def test_a_schedule_fills_the_memory_as_its_page_says() -> None:
+    requests = 48
+    for line in page("paged_scheduler"):
+        policy, *cells = line.split()
+        if policy in ("static", "continuous", "paged"):
+            waiting = paged_scheduler.make_requests(requests)
+            report = paged_scheduler.serve(Still(), waiting, policy, num_blocks=128)  # type: ignore[arg-type]
+            shares = (f"{share:.0%}" for share in (report.mean_taken, report.mean_filled))
+            counts = (str(report.steps), f"{report.mean_running:.1f}", *shares, str(report.preemptions))
+            assert tuple(cells[1:6]) == counts, policy
 
 
 def test_a_request_that_never_fits_is_an_error(target: Llama) -> None:
@@ -96,6 +121,31 @@ def test_a_draft_that_equals_the_model_loses_nothing() -> None:
     assert damage.overlap == pytest.approx(1)
 
 
+def test_smaller_groups_lose_less_and_a_cache_less_than_weights() -> None:
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    windows = quantization.read_windows(tokenizer, 1)
+    text, exact = torch.tensor(windows[0][1:]), quantization.predict(Llama(TARGET), windows)
+
+    def loss(log_q: torch.Tensor) -> float:
+        return quantization.compare(exact, log_q, text, num_bytes=1).divergence
+
+    by_row, *groups, three_bits = (
+        loss(quantization.predict(quantization.quantized(to), windows)) for to in quantization.WEIGHTS
+    )
+    assert by_row < 0.01 < min(groups) and sorted(groups, reverse=True) == groups
+    assert three_bits > max(groups)
+    int8, _ = quantization.KV
+    cache = quantization.attend_rounded(int8)
+    assert loss(quantization.predict(Llama(TARGET), windows, cache)) < by_row
+
+
+def page(lesson: str) -> list[str]:
+    """Return the lines of output that a lesson's page shows."""
+    text = Path(labs.__file__).with_name(f"{lesson}.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [line for language, block in blocks if not language for line in block.splitlines() if line]
+
+
 @pytest.mark.parametrize(
     ("main", "options", "says"),
     [
@@ -115,4 +165,8 @@ def test_each_lesson_runs(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lesson", *options.split()])
     main()
-    assert says in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert says in output
+    shown = page(main.__module__.rpartition(".")[2])
+    headings = [line for line in shown if not re.search(r"\d", line)]
+    assert headings and set(headings) <= set(output.splitlines()), "its page shows other columns"
