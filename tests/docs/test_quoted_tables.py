@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,18 @@ def test_pull_speeds_equal_the_profile() -> None:
         prompt = f"{pull * PROMPT / 1e3:,.1f}"
         assert cells == [prompt, f"{pull:,.1f}", f"{compute:.1f}", f"{faster}, {ratio:.1f} times"]
     assert f"Break-even is at {costs.kv_bytes / compute / 1e3:.1f} GB/s" in DOCUMENT
+
+
+def test_what_paging_saves_equals_the_lesson() -> None:
+    lesson = (ROOT / "labs/paged_scheduler.md").read_text()
+    rows = {
+        name: re.search(rf"^{name} +(.*)$", lesson, re.MULTILINE)[1].split()
+        for name in ("continuous", "paged")
+    }
+    filled, running = ({name: cells[place] for name, cells in rows.items()} for place in (4, 2))
+    shares = (filled[name].replace("%", " %") for name in ("paged", "continuous"))
+    quoted = "{} of the memory are filled instead of {}, and {} requests run instead of {}"
+    assert quoted.format(*shares, running["paged"], running["continuous"]) in DOCUMENT
 
 
 def test_gaps_beside_long_prompts_equal_the_benchmarks() -> None:
