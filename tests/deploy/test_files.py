@@ -51,6 +51,21 @@ def test_cloud_nodes_have_a_type_for_each_role(name: str) -> None:
         assert 0 <= types[role]["min_workers"] < types[role]["max_workers"]
 
 
+@pytest.mark.parametrize("name", CLOUD_FILES)
+def test_the_page_names_the_hosts_of_the_smallest_cluster(name: str) -> None:
+    types = yaml.safe_load((ROOT / "deploy" / name).read_text())["available_node_types"]
+    assert types["draft"]["min_workers"] == 0
+    hosts = {"router": types["head"], "prefill": types["prefill"], "decode": types["decode"]}
+    text = (ROOT / "docs/from-zero.md").read_text()
+    smallest = (
+        f"{kind['node_config']['InstanceType']} x {kind.get('min_workers', 1)} ({part})"
+        for part, kind in hosts.items()
+    )
+    most = (types[role]["max_workers"] for role in ("prefill", "decode", "draft"))
+    row = "| {}, {}, {}; at most {}, {}, and {} for drafts |"
+    assert f"[{name}](../deploy/{name}) {row.format(*smallest, *most)}" in text
+
+
 def test_the_clouds_files_differ_in_their_hosts_alone() -> None:
     cpu, gpu = (yaml.safe_load((ROOT / "deploy" / name).read_text()) for name in CLOUD_FILES)
     differing = {key for key in cpu | gpu if cpu.get(key) != gpu.get(key)}
