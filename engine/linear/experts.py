@@ -244,7 +244,7 @@ class ExpertsModule(nn.Module):
 
     def part(self, own: range) -> ExpertsModule:
         """Return only the experts `own`, numbered from 0."""
-        return ExpertsModule(self.first.part(own), self.second.part(own), self.rest)
+        return type(self)(self.first.part(own), self.second.part(own), self.rest)
 
 
 def fused_experts(model: nn.Module, *, by_kernel: bool = True) -> dict[str, Any]:
@@ -255,9 +255,9 @@ def fused_experts(model: nn.Module, *, by_kernel: bool = True) -> dict[str, Any]
     return {path: each for path, each in fused.items() if all(_fits(_weights(each, n)) for n in _names(each))}
 
 
-def split_experts(model: nn.Module) -> None:
+def split_experts(model: nn.Module, *, by_kernel: bool = True) -> None:
     """Give each expert its own linear layers, which share the fused tensors' memory where they can."""
-    for path, experts in fused_experts(model).items():
+    for path, experts in fused_experts(model, by_kernel=by_kernel).items():
         first, second = (_linears(experts, name) for name in _names(experts))
         model.set_submodule(path, ExpertsModule(first, second, _rest(experts)))
 
@@ -274,10 +274,17 @@ def join_experts(model: nn.Module) -> None:
 def pack_experts(model: nn.Module) -> None:
     """Pack fused experts, freeing their tensors."""
     for path, experts in fused_experts(model).items():
-        first, second = (
-            RoutedLinear(_weights(experts, name), _biases(experts, name)) for name in _names(experts)
-        )
-        model.set_submodule(path, ExpertsModule(first, second, _rest(experts)))
+        parts, rest = fused_parts(experts)
+        first, second = (RoutedLinear([*weights], biases) for weights, biases in parts)
+        model.set_submodule(path, ExpertsModule(first, second, rest))
+
+
+def fused_parts(experts: Any) -> tuple[list[tuple[Tensor, Tensor | None]], nn.Module]:
+    """Return both layers' weights [experts, out_features, in_features] and biases, and the module without
+    them.
+    """
+    parts = [(_weights(experts, name), _biases(experts, name)) for name in _names(experts)]
+    return parts, _rest(experts)
 
 
 def _linears(experts: Any, name: str) -> nn.ModuleList:

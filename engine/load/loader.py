@@ -15,7 +15,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from checkpoints.source import hf_source, use_download_dir
-from engine.devices.cuda.tiles import fault_of_options, fault_of_weights, tile_on_gpu
+from engine.devices.cuda.tiles import (
+    fault_of_options,
+    fault_of_weights,
+    packing_of_experts,
+    tile_experts_on_gpu,
+    tile_on_gpu,
+)
 from engine.devices.loaded_model import LoadedModel, RecurrentLayers
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import absorb, expansion_reason
@@ -62,10 +68,11 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
-        model = _load_weights(config, hf_config, dtype, torch.device("cpu") if on_host else device)
+        model = _load_weights(config, hf_config, dtype, device, on_host=on_host)
     if in_tiles and (fault := fault_of_weights(model)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     has_kernel = kernel_fault(device, dtype) is None
+    packs_experts = packing_of_experts(device, dtype) is not None
     checkpoint = ""
     if config.load_format != "dummy":
         stays = has_kernel or device.type == "cuda"
@@ -74,8 +81,8 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     if checkpoint:
         logger.info("%s: %s", config.model_name, checkpoint)
     if config.quantization is not None and quantization_config(hf_config) is None:
-        if has_kernel:
-            split_experts(model)
+        if has_kernel or packs_experts:
+            split_experts(model, by_kernel=has_kernel)
         round_linears(model, CodeFormat(config.quantization))
     if config.quantize_lm_head:
         round_head(model)
@@ -89,8 +96,10 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)
-    elif device.type == "cuda" and not on_host:
-        tile_on_gpu(model, device, dtype, plain=in_tiles)
+    elif device.type == "cuda":
+        tile_experts_on_gpu(model, device, dtype)
+        if not on_host:
+            tile_on_gpu(model, device, dtype, plain=in_tiles)
     hooks = hook(model)
     kept = probe(model, dtype, text_config.num_hidden_layers, hooks)
     return LoadedModel(
@@ -217,8 +226,9 @@ def _size(config: ServeConfig) -> str:
 
 
 def _load_weights(
-    config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+    config: ServeConfig, hf_config: Any, dtype: torch.dtype, served_on: torch.device, *, on_host: bool
 ) -> PreTrainedModel:
+    device = torch.device("cpu") if on_host else served_on
     options: dict[str, Any] = {
         "attn_implementation": transformers_hook.NAME,
         "trust_remote_code": config.trust_remote_code,
@@ -228,7 +238,7 @@ def _load_weights(
             torch.manual_seed(DUMMY_SEED)
             model = as_causal(make_model(hf_config, dtype=dtype, **options))
         elif quantization_config(hf_config) is not None:
-            has_kernel = kernel_fault(device, dtype) is None
+            packed = packing_of_experts(served_on, dtype)
             model = load_quantized(
                 hf_source(config.model, config.revision),
                 config.revision,
@@ -236,7 +246,8 @@ def _load_weights(
                 dtype,
                 options,
                 device,
-                keeps_experts=has_kernel,
+                keeps_experts=packed is not None or kernel_fault(device, dtype) is None,
+                packed=packed,
             )
         else:
             if device.type == "cuda" and is_accelerate_available():

@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ from engine.quantization.weight import QuantizedWeight, same_order
 from protocol.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger("tandem.engine")
+
+PackExperts = Callable[[Iterable[nn.Module]], nn.Module]
+"""A function that packs the linear layers of a layer's experts into one module."""
 
 
 def quantization_config(hf_config: Any) -> dict[str, Any] | None:
@@ -63,10 +66,11 @@ def load_quantized(
     device: torch.device,
     *,
     keeps_experts: bool,
+    packed: PackExperts | None = None,
 ) -> PreTrainedModel:
     """Load a model, made with Transformers' `options`. Quantized weights go from the files to `device` layer
     by layer; the rest stays on the CPU. With `keeps_experts`, fused experts stay quantized where possible,
-    and `join_experts` must join them; else they are dequantized.
+    `packed` layer by layer, or `join_experts` must join them; else they are dequantized.
 
     Raises UnsupportedModelError, naming a tensor or a field of the configuration, or ConfigError.
     """
@@ -76,7 +80,7 @@ def load_quantized(
     with torch.device("meta"):
         empty = make_model(plain_config, dtype=dtype, **options)
     experts: dict[str, Iterable[QuantizedWeight]] = {}
-    known = fused_experts(empty, by_kernel=keeps_experts)
+    known = fused_experts(empty, by_kernel=keeps_experts and packed is None)
     if method.get("quant_method") == "gguf":
         from checkpoints.gguf.reader import read_gguf  # hosts for GPU tests may lack its package
         from engine.quantization import gguf
@@ -94,7 +98,7 @@ def load_quantized(
         tensors = named_as_in(empty, read_tensors(model, revision))
         stored = _split(tensors, parse_layout(method), empty, device)
     experts |= take_experts(stored.fused, known)
-    loaded = _filled(empty, stored, experts, device, keeps_experts=keeps_experts)
+    loaded = _filled(empty, stored, experts, device, keeps_experts=keeps_experts, packed=packed)
     _take_generation_config(loaded, model, revision)
     return as_causal(loaded)
 
@@ -113,19 +117,23 @@ def load_tensors(
     if method is None:
         return _load_rest(empty, tensors)
     stored = _split(named_as_in(empty, tensors), parse_layout(method), empty, device)
-    experts = take_experts(stored.fused, fused_experts(empty, by_kernel=keeps_experts))
+    known = fused_experts(empty, by_kernel=keeps_experts)
+    experts: dict[str, Iterable[QuantizedWeight]] = {**take_experts(stored.fused, known)}
     return _filled(empty, stored, experts, device, keeps_experts=keeps_experts)
 
 
 def _filled(
     empty: PreTrainedModel,
     stored: StoredWeights,
-    experts: Mapping[str, Iterable[QuantizedWeight]],
+    experts: dict[str, Iterable[QuantizedWeight]],
     device: torch.device,
     *,
     keeps_experts: bool,
+    packed: PackExperts | None = None,
 ) -> PreTrainedModel:
-    """Return the model filled with the stored weights and with `experts`, by the names of its tensors."""
+    """Return the model filled with the stored weights and with `experts`, by the names of its tensors, which
+    are removed from there.
+    """
     rest, fused, dtype = stored.plain, stored.fused, empty.dtype
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
     if dequantized:
@@ -136,9 +144,9 @@ def _filled(
     rest |= {name: placeholder(empty.get_parameter(name)) for name in experts}
     loaded = _load_rest(empty, rest)
     if keeps_experts:
-        set_experts(loaded, experts)
+        set_experts(loaded, experts, packed)
     else:
-        fill_experts(loaded, dict(experts), dtype, device)
+        fill_experts(loaded, experts, dtype, device)
     for name, weight in stored.linears.items():
         loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
     return loaded
@@ -234,18 +242,26 @@ def take_experts(
     return taken
 
 
-def set_experts(model: nn.Module, weights: Mapping[str, Iterable[QuantizedWeight]]) -> None:
-    """Give all experts separate layers with these weights, by the names of the model's tensors."""
+def set_experts(
+    model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], packed: PackExperts | None = None
+) -> None:
+    """Give all experts separate layers with these weights, by the names of the model's tensors, and pack
+    these. Remove each weight from `weights` once it is used: unpacked, 4-bit codes take twice the memory.
+    """
     if not weights:
         return
-    split_experts(model)
-    for name, each in weights.items():
+    split_experts(model, by_kernel=packed is None)
+    for name in list(weights):
         path, _, tensor = name.rpartition(".")
         experts = model.get_submodule(path)
-        linears = experts.second if tensor == _OUTPUTS else experts.first
+        which = "second" if tensor == _OUTPUTS else "first"
+        linears = getattr(experts, which)
         assert isinstance(linears, nn.ModuleList)
-        for number, weight in enumerate(each):
-            linears[number] = QuantizedLinear(weight, linears[number].bias)
+        for number, weight in enumerate(weights.pop(name)):
+            bias = linears[number].bias
+            linears[number] = QuantizedLinear(weight, None if bias is None else bias.to(weight.codes.device))
+        if packed is not None:
+            setattr(experts, which, packed(linears))
 
 
 def fill_experts(

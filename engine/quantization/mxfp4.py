@@ -6,7 +6,7 @@ E2M1 codes, with one power of two (E8M0) for each 32 inputs: OCP Microscaling Fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,13 +29,16 @@ class StackedWeights:
 
     blocks: Tensor
     scales: Tensor
+    device: torch.device | None = None
+    """The device to which each expert's weights move when they are asked for."""
 
     def __iter__(self) -> Iterator[QuantizedWeight]:
         for blocks, scales in zip(self.blocks, self.scales, strict=True):
-            yield QuantizedWeight(CodeFormat.MXFP4, unpack_pairs(blocks.flatten(1)), powers(scales))
+            codes = unpack_pairs(blocks.to(self.device).flatten(1))
+            yield QuantizedWeight(CodeFormat.MXFP4, codes, powers(scales.to(self.device)))
 
     def to(self, device: torch.device) -> StackedWeights:
-        return StackedWeights(self.blocks.to(device), self.scales.to(device))
+        return replace(self, device=device)
 
 
 def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, StackedWeights]]:

@@ -36,10 +36,10 @@ class QuantizedWeight:
     """A linear layer's codes [out_features, in_features], with their scales.
 
     `codes` is int8 for INT8, uint8 for INT4 and MXFP4, float8_e4m3fn for FP8. `scales`, and `zeros` for zero
-    points (INT8 and INT4 only), are float32 [out_features, in_features / group_size]. With `permutation`,
-    int64 [in_features], column k of the codes multiplies input `permutation[k]`: GPTQ's `desc_act`, sorted by
-    group. A nonzero `input_group` (INT8 and INT4 only) is a number of adjacent inputs that may be rounded
-    together to int8, in units of their largest magnitude / 127.
+    points (INT8 and INT4 only), are float32 [out_features, in_features / group_size]; MXFP4's scales are
+    powers of two. With `permutation`, int64 [in_features], column k of the codes multiplies input
+    `permutation[k]`: GPTQ's `desc_act`, sorted by group. A nonzero `input_group` (INT8 and INT4 only) is a
+    number of adjacent inputs that may be rounded together to int8, in units of their largest magnitude / 127.
     """
 
     format: CodeFormat

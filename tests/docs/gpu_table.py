@@ -20,6 +20,7 @@ from engine.batch.step_inputs import StepInputs
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention import backend
 from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.experts import RoutedTiles, add_up, routes_of
 from engine.devices.cuda.products import TiledWeight
 from engine.devices.cuda.recurrent import operators
 from engine.devices.torch import transformers_hook
@@ -35,6 +36,7 @@ from engine.sampler.edits import EditLists
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler, choose
 from speculation.tree_growth import TREE_WIDTH, TreeGrowth
 from speculation.verification.on_device import stops_of
+from tests.engine.devices.expert_memory import EXPERT_MODELS, dense_bytes, weight_bytes
 from tests.engine.triton_offline import DEVICES, Code, launches
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gpu.md"
@@ -212,6 +214,19 @@ weight here has 4096 inputs and outputs, and inputs are bfloat16.
 
 {columns}"""
 
+_EXPERTS_HEAD = """
+## Experts
+
+A layer's experts are five launches (`devices/cuda/experts.py`): one sorts the step's rows by expert, one
+multiplies by all experts' first weights and one by their second, with an activation between them, and one
+adds up each row's results. Only weights of experts that some row chose are read, in the form in which they
+are stored: MXFP4, int4, int8, FP8 or 16 bits. Tiles have 16 rows, or 64 if experts have more than 32 on
+average. Here are gpt-oss-120b's experts (128 of 2880 x 2880, four for a row) and, in bf16, Qwen3-30B-A3B's.
+
+Weights in memory: {memory}.
+
+{columns}"""
+
 _ADAPTERS_HEAD = """
 ## Adapters
 
@@ -276,6 +291,16 @@ PRODUCTS = {
 """The format, the number of inputs that share a scale, and whether there are zero points."""
 
 PRODUCT_ROWS = {f"{name}, {rows} rows": (name, rows) for name in PRODUCTS for rows in (8, 512)}
+
+EXPERTS = {
+    "rows of each expert": ("assign", CodeFormat.MXFP4, 64),
+    "mxfp4 experts, 64 rows": ("multiply", CodeFormat.MXFP4, 64),
+    "mxfp4 experts, 2048 rows": ("multiply", CodeFormat.MXFP4, 2048),
+    "bf16 experts, 64 rows": ("multiply", None, 64),
+    "bf16 experts, 2048 rows": ("multiply", None, 2048),
+    "sum of a row's experts": ("combine", CodeFormat.MXFP4, 64),
+}
+"""The kernel's name, the format of the weights, and the number of rows."""
 
 DECODER_KERNELS = {
     "norm with residual": ("add_norm", "none"),
@@ -546,6 +571,24 @@ def compiled_product(name: str, capability: int) -> Code:
     return Code.of(kernels[-1])
 
 
+def compiled_experts(name: str, capability: int) -> Code:
+    """Compile a kernel of the first product of a layer's experts."""
+    kernel_name, format, rows = EXPERTS[name]
+    shape, chosen = ((128, 5760, 2880), 4) if format is CodeFormat.MXFP4 else ((128, 1536, 2048), 8)
+    if format is None:
+        tiled = TiledWeight.plain(meta(*shape, dtype=torch.bfloat16), None)
+    else:
+        codes, scales = meta(*shape[:2], shape[2] // 2), meta(*shape[:2], shape[2] // 32)
+        parts = codes.to(torch.uint8), scales.to(torch.uint8), None, None, meta(*shape[:2])
+        tiled = TiledWeight(format, 32, *parts)
+    with launches(capability) as kernels:
+        hidden = meta(rows, shape[2], dtype=torch.bfloat16)
+        routes = routes_of(meta(rows, chosen, dtype=torch.int64), shape[0])
+        made = RoutedTiles(tiled)(hidden, routes)
+        add_up(made, meta(rows, chosen, dtype=torch.bfloat16), hidden.new_empty(rows, made.shape[1]))
+    return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
+
+
 def cell(name: str, capability: int) -> str:
     """Return the table's figures of a kernel on a GPU. Raises `ValueError` if the kernel spills registers."""
     device, code = DEVICES[capability], code_of(name, capability)
@@ -559,6 +602,15 @@ def cell(name: str, capability: int) -> str:
 
 def row(name: str) -> str:
     return f"| {name} | {' | '.join(cell(name, capability) for capability in DEVICES)} |"
+
+
+def memory() -> str:
+    """Return the weight memory of two models with experts."""
+    sizes = {name: (sum(weight_bytes(name).values()), dense_bytes(name)) for name in EXPERT_MODELS}
+    each = (
+        f"{name} {size / 1e9:.1f} GB, {dense / 1e9:.1f} GB in bf16" for name, (size, dense) in sizes.items()
+    )
+    return "; ".join(each)
 
 
 def head() -> str:
@@ -580,6 +632,8 @@ def code_of(name: str, capability: int) -> Code:
         return compiled_adapters(name, capability)
     if name in RECURRENT:
         return compiled_recurrent(name, capability)
+    if name in EXPERTS:
+        return compiled_experts(name, capability)
     return compiled_product(name, capability)
 
 
@@ -589,6 +643,7 @@ _HEADS = (
     _VERIFICATION_HEAD,
     _TREES_HEAD,
     _PRODUCTS_HEAD,
+    _EXPERTS_HEAD,
     _ADAPTERS_HEAD,
     _RECURRENT_HEAD,
 )
@@ -599,6 +654,7 @@ KERNELS: tuple[Mapping[str, object], ...] = (
     VERIFICATION_KERNELS,
     TREE_KERNELS,
     PRODUCT_ROWS,
+    EXPERTS,
     ADAPTERS,
     RECURRENT,
 )
@@ -609,7 +665,7 @@ def document() -> str:
     """Return each section's heading with a row for each kernel."""
     heads = [
         head(),
-        *(each.format(columns=_COLUMNS) for each in _HEADS),
+        *(each.format(columns=_COLUMNS, memory=memory()) for each in _HEADS),
     ]
     parts = []
     for text, names in zip(heads, KERNELS, strict=True):

@@ -16,8 +16,8 @@ MOST_ROWS = 512
 """The most rows of a bucket: a larger step keeps the device busy for longer than its launches take."""
 
 _POWERS_UP_TO = 16
-_EAGER_ROWS = (2, 128)
-"""Fewer rows than a tile has, and more."""
+_EAGER_ROWS = (2, 128, MOST_ROWS + 1)
+"""Fewer rows than a tile has, more, and as many as take large tiles of experts."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
-from engine.devices.cuda.kernels import add_norm, gate, rotate
+from engine.devices.cuda.kernels import add_norm, gated, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.devices.torch.operations import Operations, multiplied, scaled, side_by_side
 from engine.kv.attention import AttentionBackend, AttentionOptions
@@ -32,9 +32,8 @@ from engine.model.program import (
     Recurrent,
     Rotation,
 )
-from engine.triton_support import ceil_div, power_of_two
+from engine.triton_support import power_of_two
 
-_GATE_BLOCK = 1024
 _NORM_WARPS = 8
 
 
@@ -146,11 +145,7 @@ class CudaDecoder(Operations[StepInputs]):
     def activate(self, made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
         if not is_gated or activation is Activation.RELU2:
             return super().activate(made, activation, is_gated)
-        rows, size = len(made), made.shape[1] // 2
-        out = made.new_empty((rows, size))
-        grid = rows, ceil_div(size, _GATE_BLOCK)
-        gate[grid](made, out, ACTIVATION=activation.value, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4)
-        return out
+        return gated(made, activation.value)
 
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)

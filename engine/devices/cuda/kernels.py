@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from engine.devices.cuda.attention.write import scale_at, store_row
 from engine.model.program import Activation, NormKind
+from engine.triton_support import ceil_div
 
 _PLAIN = tl.constexpr(int(NormKind.PLAIN))
 _CENTRED = tl.constexpr(int(NormKind.CENTRED))
 _GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
+_GATE_BLOCK = 1024
 
 
 @triton.jit
@@ -182,3 +185,13 @@ def gate(gate_up, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.c
         exponents = 1.5957691216 * (gates + 0.044715 * gates * gates * gates)
     product = _rounded(gates / (1.0 + tl.exp(-exponents)), out) * ups
     tl.store(out + row * SIZE + i, product.to(out.dtype.element_ty), mask=inside)
+
+
+def gated(made: Tensor, activation: int) -> Tensor:
+    """Return the activated first halves of rows times the second halves."""
+    rows, size = len(made), made.shape[1] // 2
+    out = made.new_empty((rows, size))
+    gate[(rows, ceil_div(size, _GATE_BLOCK))](
+        made, out, ACTIVATION=activation, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4
+    )
+    return out

@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 
 from engine.devices.cuda.attention.codes import decode
+from engine.devices.cuda.expert_kernels import TILE_FIELDS
 
 PLAIN, INT8, FP8, INT4, MXFP4 = map(tl.constexpr, range(5))
-"""The kinds of weights. Decoded FP8 values are divided by 256; decoded MXFP4 values are doubled."""
+"""The kinds of weights. Decoded FP8 values are divided by 256; decoded MXFP4 values are doubled. Scales are
+float32, but MXFP4's are the exponents of powers of two, uint8, plus 127.
+"""
 
 
 @triton.jit
@@ -37,6 +40,16 @@ def _inputs(x, order, k, is_row, inside):
     return tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
 
 
+@triton.jit
+def _scales(scales, place, is_output, KIND: tl.constexpr):
+    """Load the outputs' scales of one group of inputs."""
+    values = tl.load(scales + place, mask=is_output, other=0)
+    if KIND == MXFP4:
+        exponents = values.to(tl.int32)
+        values = tl.where(exponents > 0, exponents << 23, 1 << 22).to(tl.float32, bitcast=True)
+    return values
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     x,
@@ -45,9 +58,12 @@ def multiply(
     zeros,
     order,
     bias,
+    tiles,
+    places,
     out,
     num_rows,
     x_stride,
+    SHARED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -60,15 +76,36 @@ def multiply(
     """Grid: (ROWS rows, COLUMNS outputs). Compute a tile of products. Programs of the same outputs run
     together and share weights in the cache. Every DEPTH inputs are summed, then scaled. A byte of four-bit
     codes has input k in its low half and input k + DEPTH / 2 in its high half.
+
+    With `tiles` and `places` of `expert_kernels.assign`, tensors of weights begin with a dimension of
+    experts, and a tile has the rows of one expert; each SHARED rows of `out` have one row of `x`.
     """
     CODES: tl.constexpr = 2 if (KIND == INT4) | (KIND == MXFP4) else 1
     HALF: tl.constexpr = DEPTH // CODES
     GROUPS: tl.constexpr = INPUTS // GROUP
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = (m < num_rows)[:, None]
+    if tiles is not None:
+        tiles += tl.program_id(0) * TILE_FIELDS
+        expert = tl.load(tiles).to(tl.int64)
+        if expert < 0:
+            return
+        place = tl.load(tiles + 1) + tl.arange(0, ROWS)
+        is_place = place < tl.load(tiles + 2)
+        m, is_row = tl.load(places + place, mask=is_place, other=0), is_place[:, None]
+        weight += expert * (OUTPUTS * (INPUTS // CODES))
+        if scales is not None:
+            scales += expert * (OUTPUTS * GROUPS)
+        if zeros is not None:
+            zeros += expert * (OUTPUTS * GROUPS)
+        if order is not None:
+            order += expert * INPUTS
+        if bias is not None:
+            bias += expert * OUTPUTS
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     i = tl.arange(0, HALF)
-    is_row, is_output = (m < num_rows)[:, None], n < OUTPUTS
-    x += m.to(tl.int64)[:, None] * x_stride
+    is_output = n < OUTPUTS
+    x += (m // SHARED).to(tl.int64)[:, None] * x_stride
     weight += n.to(tl.int64)[:, None] * (INPUTS // CODES) + i[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, INPUTS, DEPTH):
@@ -83,10 +120,12 @@ def multiply(
             inputs = _inputs(x, order, start + HALF + i, is_row, inside)
             part = tl.dot(inputs, _values(words >> 4, zero, x, KIND).T, part, input_precision=PRECISION)
         if GROUPS > 1:
-            part *= tl.load(scales + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[None, :]
+            part *= _scales(scales, n * GROUPS + start // GROUP, is_output, KIND)[None, :]
         total += part
     if GROUPS == 1 and scales is not None:
-        total *= tl.load(scales + n, mask=is_output, other=0.0)[None, :]
+        total *= _scales(scales, n, is_output, KIND)[None, :]
+    if KIND == MXFP4:
+        total *= 0.5
     if bias is not None:
         total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
     out += m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +27,22 @@ _KINDS = {
     CodeFormat.INT4: product_kernel.INT4,
     CodeFormat.MXFP4: product_kernel.MXFP4,
 }
-_FACTORS = {CodeFormat.FP8: 256.0, CodeFormat.MXFP4: 0.5}
-"""Factors of scales for formats whose values the kernel decodes to a multiple."""
+_FP8_FACTOR = 256.0
+"""A factor of scales: the kernel decodes a fraction of FP8's values."""
 _IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
 _DEPTH, _LEAST_DEPTH = 64, 32
 """Inputs that are summed before the sum is scaled; the smaller number for small groups and for float32."""
-_TENSORS = ("weight", "scales", "zeros", "order", "bias")
-_ROWS = 64
+TENSORS = ("weight", "scales", "zeros", "order", "bias")
+ROWS = 64
 """Rows of a tile in any batch: few rows take no longer than memory takes to deliver the weights."""
 
 
 @dataclass(frozen=True)
 class TiledWeight:
     """A product's tensors, each [outputs, ...]: `weight` has values or codes, two 4-bit codes per byte;
-    `scales`, and `zeros` if there are zero points, are float32 [outputs, groups]. `order`, int32 [inputs], is
-    given if codes are not in the order of the inputs. `format` is None for plain values.
+    `scales`, and `zeros` if there are zero points, are float32 [outputs, groups]; MXFP4's scales are uint8,
+    exponents plus 127. `order`, int32 [inputs], is given if codes are not in the order of the inputs.
+    `format` is None for plain values. Experts' tensors have one more dimension, the first.
     """
 
     format: CodeFormat | None
@@ -60,7 +62,11 @@ class TiledWeight:
         if weight.format in _IN_HALVES:
             low, high = codes.unflatten(1, (-1, 2, depth // 2)).unbind(2)
             codes = (low | high << 4).flatten(1)
-        scales = weight.scales * _FACTORS.get(weight.format, 1.0)
+        scales = weight.scales
+        if weight.format is CodeFormat.FP8:
+            scales = scales * _FP8_FACTOR
+        elif weight.format is CodeFormat.MXFP4:  # powers of two, whose bits are those of the exponent
+            scales = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
         order = None if weight.permutation is None else weight.permutation.int()
         return cls(weight.format, depth, codes, scales, weight.zeros, order, bias)
 
@@ -95,30 +101,40 @@ class TiledWeight:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         out = rows.new_empty((len(rows), len(self.weight)))
-        self._multiply(rows, out)
+        if len(rows):
+            self.launch(rows, out, ceil_div(len(rows), ROWS), is_few=len(rows) <= ROWS)
         return out.view(*x.shape[:-1], len(self.weight))
 
-    def _multiply(self, rows: Tensor, out: Tensor) -> None:
+    def launch(
+        self, rows: Tensor, out: Tensor, tiles: int, *, is_few: bool, routes: Routes | None = None
+    ) -> None:
+        """Multiply `rows` in a number of `tiles`. With `routes`, each by its experts."""
         outputs, inputs = out.shape[1], rows.shape[1]
-        is_few = len(rows) <= _ROWS
+        size = ROWS if routes is None else routes.rows
         columns = 32 if is_few or rows.itemsize > 2 else 128
-        copied = _ROWS * rows.itemsize * self.depth // (2 if self.format in _IN_HALVES else 1)
+        step = self.depth // (2 if self.format in _IN_HALVES else 1)
+        if size < ROWS:  # 128 threads copy 128 bits of the weight each
+            columns = max(64, 128 * 16 // (step * self.weight.itemsize))
+        copied = size * rows.itemsize * step
         is_thin = copied < 8 * 32 * 16  # each thread of eight warps would copy less than 128 bits
-        multiply[(ceil_div(len(rows), _ROWS), ceil_div(outputs, columns))](
+        multiply[(tiles, ceil_div(outputs, columns))](
             rows,
             self.weight,
             self.scales,
             self.zeros,
             self.order,
             self.bias,
+            None if routes is None else routes.tiles,
+            None if routes is None else routes.places,
             out,
-            len(rows),
+            len(out),
             rows.stride(0),
+            SHARED=len(out) // len(rows),
             OUTPUTS=outputs,
             INPUTS=inputs,
-            GROUP=inputs if self.scales is None else inputs // self.scales.shape[1],
+            GROUP=inputs if self.scales is None else inputs // self.scales.shape[-1],
             KIND=_KINDS[self.format],
-            ROWS=_ROWS,
+            ROWS=size,
             COLUMNS=columns,
             DEPTH=self.depth,
             PRECISION="ieee",
@@ -127,8 +143,16 @@ class TiledWeight:
         )
 
 
-class TiledLinear(nn.Module):
-    """A linear layer that multiplies by our kernel."""
+class Routes(NamedTuple):
+    """The rows of each expert, from `expert_kernels.assign`, in tiles of `rows`."""
+
+    tiles: Tensor
+    places: Tensor
+    rows: int
+
+
+class HoldsTiles(nn.Module):
+    """A module with the tensors of a `TiledWeight` as buffers."""
 
     weight: Tensor
     scales: Tensor | None
@@ -138,8 +162,8 @@ class TiledLinear(nn.Module):
 
     def __init__(self, weight: TiledWeight) -> None:
         super().__init__()
-        self.format, self._depth, self.out_features = weight.format, weight.depth, len(weight.weight)
-        for name in _TENSORS:
+        self.format, self._depth, self.out_features = weight.format, weight.depth, weight.weight.shape[-2]
+        for name in TENSORS:
             self.register_buffer(name, getattr(weight, name))
 
     @property
@@ -148,9 +172,13 @@ class TiledLinear(nn.Module):
             self.format, self._depth, self.weight, self.scales, self.zeros, self.order, self.bias
         )
 
+
+class TiledLinear(HoldsTiles):
+    """A linear layer that multiplies by our kernel."""
+
     def become(self, weight: TiledWeight) -> None:
         """Take the same weight in other memory."""
-        for name in _TENSORS:
+        for name in TENSORS:
             setattr(self, name, getattr(weight, name))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -25,6 +25,21 @@ def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, p
     """
     if backend_fault("triton", device, dtype) is None:
         importlib.import_module("engine.devices.cuda.products").tile_linears(model, dtype, plain=plain)
+
+
+def tile_experts_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Pack the model's experts, if Triton can run."""
+    if backend_fault("triton", device, dtype) is None:
+        importlib.import_module("engine.devices.cuda.experts").tile_experts(model, dtype)
+
+
+def packing_of_experts(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[[Iterable[nn.Module]], nn.Module] | None:
+    """Return what packs the layers of several experts for a GPU; None if nothing does."""
+    if device.type != "cuda" or backend_fault("triton", device, dtype) is not None:
+        return None
+    return partial(importlib.import_module("engine.devices.cuda.experts").RoutedTiles.of, dtype=dtype)
 
 
 def tiling(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:

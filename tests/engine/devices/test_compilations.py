@@ -28,6 +28,7 @@ from engine.batch.step_inputs import SequenceRows
 from engine.copies import Downloader
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.experts import tile_experts
 from engine.devices.cuda.products import tile_linears
 from engine.load import select
 from engine.sampler import Sampler
@@ -43,6 +44,7 @@ from protocol.speculation import SpeculativeConfig, Verification
 from speculation.tree_growth import TREE_WIDTH, TreeGrowth
 from speculation.verification import on_device
 from tests.docs.gpu_table import tree_inputs
+from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.interpreted.recorder import pageable_memory
 from tests.engine.step.test_host_waits import (
@@ -51,6 +53,7 @@ from tests.engine.step.test_host_waits import (
     hybrid,
     hybrid_pool,
     loaded_of,
+    on_gpu,
     pool_of,
     qwen3,
 )
@@ -111,6 +114,10 @@ def runner_for(kind: str, enforce_eager: bool) -> Any:
         if kind == "hybrid":
             loaded = hybrid()
             pool = hybrid_pool(loaded)
+        elif kind == "experts":
+            model, pool = on_gpu(config_of("qwen3_moe", num_hidden_layers=1)), pool_of(1)
+            tile_experts(model, torch.bfloat16)
+            loaded = loaded_of(model, pool)
         else:
             model, pool = qwen3(1), pool_of(1)
             if kind == "tiles":
@@ -120,7 +127,7 @@ def runner_for(kind: str, enforce_eager: bool) -> Any:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("kind", ["plain", "tiles", "adapters", "trees", "hybrid"])
+@pytest.mark.parametrize("kind", ["plain", "tiles", "experts", "adapters", "trees", "hybrid"])
 def test_steps(kind: str, enforce_eager: bool, forms: Forms) -> None:
     runner, rng = runner_for(kind, enforce_eager), random.Random(kind)
     with pageable_memory():

@@ -49,8 +49,8 @@ def test_zero_points_and_inputs_in_another_order() -> None:
 
 def test_every_value_of_four_bits_and_of_float8() -> None:
     codes = torch.arange(16, dtype=torch.uint8).repeat(4, 2)
-    for format in (INT4, MXFP4):
-        check(QuantizedWeight(format, codes, torch.rand(4, 1) + 0.5), None)
+    check(QuantizedWeight(INT4, codes, torch.rand(4, 1) + 0.5), None)
+    check(QuantizedWeight(MXFP4, codes, torch.tensor([[2.0**-127], [0.25], [1.0], [2.0**100]])), None)
     bits = torch.arange(256, dtype=torch.uint8)
     bits[(bits & 127) == 127] = 0  # NaN
     check(QuantizedWeight(FP8, bits.view(torch.float8_e4m3fn).view(2, 128), torch.rand(2, 1) + 0.5), None)

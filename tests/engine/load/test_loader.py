@@ -148,8 +148,8 @@ def test_deterministic_is_refused_for_products_left_to_torch(
     load_model(config)
     load_weights = loader._load_weights
 
-    def on_the_cpu(config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        return load_weights(config, hf_config, dtype, torch.device("cpu"))
+    def on_the_cpu(config: ServeConfig, hf_config: Any, dtype: torch.dtype, *_: object, on_host: bool) -> Any:
+        return load_weights(config, hf_config, dtype, torch.device("cpu"), on_host=on_host)
 
     monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(loader, "_load_weights", on_the_cpu)

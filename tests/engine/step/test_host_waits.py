@@ -21,6 +21,7 @@ from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.experts import tile_experts
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel, RecurrentLayers
 from engine.devices.step_runner import Forward
@@ -213,8 +214,10 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
 
 
 def test_steps_of_a_model_with_experts_are_captured(gpu: AbsentGpu) -> None:
+    """A layer's experts are two products, whatever rows chose, between one launch before and two others."""
     config = config_of("qwen3_moe")
     model = on_gpu(config)
+    tile_experts(model, torch.bfloat16)
     heads, dim = config.num_key_value_heads, config.head_dim
     group = Group.uniform(TARGET, Segment(config.num_hidden_layers, heads, dim, torch.bfloat16))
     pool = KVPool(PoolLayout((group,), 16), 64, GPU, None)
@@ -222,6 +225,9 @@ def test_steps_of_a_model_with_experts_are_captured(gpu: AbsentGpu) -> None:
     assert runner.choice == "CUDA decoder, 6 graphs"
     check_run(gpu, runner, DECODE)
     assert gpu.launches == {"graph": 1}
+    check_run(gpu, runner, [SequenceRows([5] * 40, 1, [[1, 2, 3]])])
+    layers = config.num_hidden_layers
+    assert [gpu.launches[name] for name in ("assign", "multiply", "combine")] == [layers, 2 * layers, layers]
 
 
 def test_which_models_it_runs(gpu: AbsentGpu) -> None:

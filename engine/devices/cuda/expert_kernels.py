@@ -1,0 +1,66 @@
+"""Kernels around the products of experts: one finds each expert's rows, one adds up the results."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE_FIELDS = tl.constexpr(3)
+"""A tile's expert, -1 if there is no tile, its first place and the end of its places."""
+
+
+@triton.jit
+def _ids(chosen, at, end, EXPERTS: tl.constexpr):
+    """Load the chosen experts from `at` on; EXPERTS stands for none."""
+    ids = tl.load(chosen + at, mask=at < end, other=EXPERTS)
+    return tl.where((ids < 0) | (ids > EXPERTS), EXPERTS, ids).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_chosen", "num_tiles"])
+def assign(
+    chosen,
+    places,
+    tiles,
+    num_chosen,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (EXPERTS,). Sort the indices of `chosen`, int64 [num_chosen], by expert into `places`, int32. Cut
+    each expert's places into tiles of ROWS, and list these in `tiles`, int32 [num_tiles, TILE_FIELDS].
+    """
+    own, i, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    counts = tl.zeros([PADDED], tl.int32)
+    for first in range(0, num_chosen, BLOCK):
+        counts += tl.histogram(_ids(chosen, first + i, num_chosen, EXPERTS), PADDED)
+    each = (counts + ROWS - 1) // ROWS
+    place, tile = tl.sum(tl.where(bins < own, counts, 0), 0), tl.sum(tl.where(bins < own, each, 0), 0)
+    end = place + tl.sum(tl.where(bins == own, counts, 0), 0)
+    for first in range(place, end, ROWS):
+        tl.store(tiles + tile * TILE_FIELDS, own)
+        tl.store(tiles + tile * TILE_FIELDS + 1, first)
+        tl.store(tiles + tile * TILE_FIELDS + 2, tl.minimum(first + ROWS, end))
+        tile += 1
+    if own == EXPERTS - 1:
+        for first in range(tile, num_tiles, BLOCK):
+            tl.store(tiles + (first + i) * TILE_FIELDS, -1, mask=first + i < num_tiles)
+    for first in range(0, num_chosen, BLOCK):
+        is_own = _ids(chosen, first + i, num_chosen, EXPERTS) == own
+        rank = tl.cumsum(is_own.to(tl.int32), 0)
+        tl.store(places + place + rank - 1, first + i, mask=is_own)
+        place += tl.sum(is_own.to(tl.int32), 0)
+
+
+@triton.jit
+def combine(rows, weights, out, CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows of `out`, blocks). Add up the rows of a row's experts, times `weights` [rows, CHOSEN]."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in tl.static_range(CHOSEN):
+        at = row * CHOSEN + number
+        values = tl.load(rows + at * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        weighted = values * tl.load(weights + at).to(tl.float32)
+        total += weighted.to(weights.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + i, total.to(out.dtype.element_ty), mask=i < SIZE)

@@ -1,0 +1,132 @@
+"""Experts on a CUDA device: each product of all experts is one launch, with weights as they are stored.
+
+A row's result has the same bits in every batch: a tile has rows of one expert, and sums as a tile of any
+size does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+from engine.devices.cuda.buckets import MOST_ROWS
+from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, combine
+from engine.devices.cuda.kernels import gated
+from engine.devices.cuda.products import ROWS, TENSORS, HoldsTiles, Routes, TiledWeight, fits
+from engine.linear.experts import ExpertsModule, Routed, fused_experts, fused_parts
+from engine.linear.quantized import QuantizedLinear
+from engine.model.describe import ACTIVATIONS
+from engine.model.program import Activation
+from engine.triton_support import ceil_div, power_of_two
+
+_FEW_ROWS = 16
+"""Rows of a tile if experts have few each, which are all the rows that a matrix unit takes at least."""
+_FEW_EACH = 32
+"""The most rows of an expert on average for which small tiles pay, though weights may be read twice."""
+_BLOCK = 1024
+_BY_KERNEL = Activation.SILU, Activation.GELU_TANH
+
+
+def routes_of(chosen: Tensor, num_experts: int) -> Routes:
+    """Return the tiles of the rows [rows, n] that chose these experts; an expert outside has no tile."""
+    count = chosen.numel()
+    is_few = len(chosen) <= MOST_ROWS and count <= _FEW_EACH * num_experts
+    rows = _FEW_ROWS if is_few else ROWS
+    most = min(count, count // rows + num_experts)
+    places = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    tiles = torch.empty((most, TILE_FIELDS.value), dtype=torch.int32, device=chosen.device)
+    assign[(num_experts,)](
+        chosen.contiguous(),
+        places,
+        tiles,
+        count,
+        most,
+        EXPERTS=num_experts,
+        PADDED=power_of_two(num_experts + 1),
+        ROWS=rows,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return Routes(tiles, places, rows)
+
+
+def add_up(rows: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """Add up the results of each row's experts, times their `weights` [rows, n]. Fill and return `out`."""
+    size = out.shape[1]
+    combine[(len(out), ceil_div(size, _BLOCK))](
+        rows, weights.contiguous(), out, CHOSEN=weights.shape[1], SIZE=size, BLOCK=_BLOCK, num_warps=4
+    )
+    return out
+
+
+class RoutedTiles(Routed, HoldsTiles):
+    """A linear layer for each expert. Its tensors are those of a `TiledWeight` for experts."""
+
+    @classmethod
+    def of(cls, linears: Iterable[nn.Module], dtype: torch.dtype) -> RoutedTiles:
+        """Stack layers, quantized alike or plain ones. Weights that the kernel does not fit become plain."""
+        layers = list(linears)
+        quantized = [each.quantized for each in layers if isinstance(each, QuantizedLinear)]
+        if quantized and all(map(fits, quantized)):
+            parts = [TiledWeight.quantized(each.quantized, each.bias) for each in layers]  # type: ignore[arg-type,union-attr]
+        else:
+            plain = [each.plain(dtype) if isinstance(each, QuantizedLinear) else each for each in layers]
+            parts = [TiledWeight.plain(each.weight.detach(), each.bias) for each in plain]  # type: ignore[arg-type,union-attr]
+        each_of = ([getattr(part, name) for part in parts] for name in TENSORS)
+        stacked = (None if tensors[0] is None else torch.stack(tensors) for tensors in each_of)
+        return cls(TiledWeight(parts[0].format, parts[0].depth, *stacked))  # type: ignore[arg-type]
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.weight)
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        """Return a row for each place in `routes`; rows of experts outside are undefined. Each row of `x` is
+        for equally many, in a sequence.
+        """
+        out = x.new_empty((len(routes.places), self.out_features))
+        is_few = routes.rows < ROWS
+        self.tiled.launch(x.contiguous(), out, len(routes.tiles), is_few=is_few, routes=routes)
+        return out
+
+
+class TiledExperts(ExpertsModule):
+    """Experts whose layers are `RoutedTiles`, in five launches if the activation has a kernel."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if not len(hidden):
+            return hidden
+        routes = routes_of(chosen, self.num_experts)
+        rows = self._activate(self.first(hidden, routes))
+        rows = self.second(rows, routes)
+        if getattr(self.rest, "has_post_expert_norm", False):
+            rows = self.rest.post_expert_norm(rows)
+        return add_up(rows, weights, torch.empty_like(hidden))
+
+    def _activate(self, made: Tensor) -> Tensor:
+        rest = self.rest
+        if not rest.has_gate:
+            active: Tensor = rest.act_fn(made)
+            return active
+        activation = ACTIVATIONS.get(getattr(rest.config, "hidden_act", ""))
+        if type(rest)._apply_gate is moe._default_apply_gate and activation in _BY_KERNEL:
+            return gated(made, activation.value)
+        return rest._apply_gate(made)  # type: ignore[no-any-return]
+
+
+def tile_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the model's experts, joining those that were split, and freeing their weights."""
+    for path, experts in list(model.named_modules()):
+        if isinstance(experts, ExpertsModule) and not isinstance(experts, TiledExperts):
+            for name in ("first", "second"):
+                layers = getattr(experts, name)
+                if isinstance(layers, nn.ModuleList):
+                    setattr(experts, name, RoutedTiles.of(layers, dtype))
+            model.set_submodule(path, TiledExperts(experts.first, experts.second, experts.rest))
+    for path, experts in fused_experts(model, by_kernel=False).items():
+        parts, rest = fused_parts(experts)
+        first, second = (RoutedTiles(TiledWeight.plain(weight.contiguous(), bias)) for weight, bias in parts)
+        model.set_submodule(path, TiledExperts(first, second, rest))
