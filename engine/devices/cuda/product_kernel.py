@@ -60,12 +60,15 @@ def multiply(
     bias,
     tiles,
     places,
+    parts,
+    arrivals,
     out,
     num_rows,
     x_stride,
     SHARED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -76,6 +79,10 @@ def multiply(
     """Grid: (ROWS rows, COLUMNS outputs). Compute a tile of products. Programs of the same outputs run
     together and share weights in the cache. Every DEPTH inputs are summed, then scaled. A byte of four-bit
     codes has input k in its low half and input k + DEPTH / 2 in its high half.
+
+    The sums of SPAN inputs each are added in order. With `parts`, float32 [spans, rows, OUTPUTS], spans are
+    the grid's third dimension, and the last program of a tile adds their sums. It leaves the zeros that it
+    found in `arrivals`, int32 [tiles].
 
     With `tiles` and `places` of `expert_kernels.assign`, tensors of weights begin with a dimension of
     experts, and a tile has the rows of one expert; each SHARED rows of `out` have one row of `x`.
@@ -107,21 +114,41 @@ def multiply(
     is_output = n < OUTPUTS
     x += (m // SHARED).to(tl.int64)[:, None] * x_stride
     weight += n.to(tl.int64)[:, None] * (INPUTS // CODES) + i[None, :]
+    begin, end = 0, INPUTS
+    if parts is not None:
+        begin = tl.program_id(2) * SPAN
+        end = begin + 1
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, INPUTS, DEPTH):
-        inside = (start + i < INPUTS)[None, :]  # false only where a plain matrix ends within a tile
-        words = tl.load(weight + start // CODES, mask=is_output[:, None] & inside, other=0)
-        zero = None
-        if zeros is not None:
-            zero = tl.load(zeros + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[:, None]
-        inputs = _inputs(x, order, start + i, is_row, inside)
-        part = tl.dot(inputs, _values(words, zero, x, KIND).T, input_precision=PRECISION)
-        if CODES == 2:
-            inputs = _inputs(x, order, start + HALF + i, is_row, inside)
-            part = tl.dot(inputs, _values(words >> 4, zero, x, KIND).T, part, input_precision=PRECISION)
-        if GROUPS > 1:
-            part *= _scales(scales, n * GROUPS + start // GROUP, is_output, KIND)[None, :]
-        total += part
+    for first in range(begin, end, SPAN):
+        own = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(first, tl.minimum(first + SPAN, INPUTS), DEPTH):
+            inside = (start + i < INPUTS)[None, :]  # false only where a plain matrix ends within a tile
+            words = tl.load(weight + start // CODES, mask=is_output[:, None] & inside, other=0)
+            zero = None
+            if zeros is not None:
+                zero = tl.load(zeros + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[:, None]
+            inputs = _inputs(x, order, start + i, is_row, inside)
+            part = tl.dot(inputs, _values(words, zero, x, KIND).T, input_precision=PRECISION)
+            if CODES == 2:
+                inputs = _inputs(x, order, start + HALF + i, is_row, inside)
+                part = tl.dot(inputs, _values(words >> 4, zero, x, KIND).T, part, input_precision=PRECISION)
+            if GROUPS > 1:
+                part *= _scales(scales, n * GROUPS + start // GROUP, is_output, KIND)[None, :]
+            own += part
+        total += own
+    if parts is not None:
+        SPANS: tl.constexpr = (INPUTS + SPAN - 1) // SPAN
+        size = num_rows * OUTPUTS
+        parts += m[:, None] * OUTPUTS + n[None, :]
+        is_inside = is_row & is_output[None, :]
+        tl.store(parts + tl.program_id(2) * size, total, mask=is_inside)
+        tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them
+        if tl.atomic_add(arrivals + tl.program_id(1), 1) < SPANS - 1:
+            return
+        tl.store(arrivals + tl.program_id(1), 0)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for span in range(SPANS):
+            total += tl.load(parts + span * size, mask=is_inside, other=0.0)
     if GROUPS == 1 and scales is not None:
         total *= _scales(scales, n, is_output, KIND)[None, :]
     if KIND == MXFP4:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,16 @@ _DEPTH, _LEAST_DEPTH = 64, 32
 TENSORS = ("weight", "scales", "zeros", "order", "bias")
 ROWS = 64
 """Rows of a tile in any batch: few rows take no longer than memory takes to deliver the weights."""
+_SPAN = 1024
+"""Inputs of four-bit weights that are summed alone, so that several programs may share a few rows' sums."""
+_MANY_TILES = 512
+"""Tiles of 32 outputs, or programs, that together ask for enough memory at a time."""
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Return zeros, which kernels leave."""
+    return torch.zeros(_MANY_TILES, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -116,8 +127,17 @@ class TiledWeight:
         if size < ROWS:  # 128 threads copy 128 bits of the weight each
             columns = max(64, 128 * 16 // (step * self.weight.itemsize))
         copied = size * rows.itemsize * step
-        is_thin = copied < 8 * 32 * 16  # each thread of eight warps would copy less than 128 bits
-        multiply[(tiles, ceil_div(outputs, columns))](
+        # Below this each thread of eight warps would copy less than 128 bits.
+        warps = 4 if is_few or copied < 8 * 32 * 16 else 8
+        span, spans, parts, arrivals = inputs, 1, None, None
+        if self.format in _IN_HALVES and routes is None:
+            span = min(_SPAN, inputs)
+            columns, warps = min(columns, 64), 4  # two sums take more registers
+            if is_few and span < inputs and ceil_div(outputs, columns) < _MANY_TILES:
+                spans = ceil_div(inputs, span)
+                parts = rows.new_empty((spans, len(rows), outputs), dtype=torch.float32)
+                arrivals = _arrivals(rows.device)
+        multiply[(tiles, ceil_div(outputs, columns), spans)](
             rows,
             self.weight,
             self.scales,
@@ -126,19 +146,22 @@ class TiledWeight:
             self.bias,
             None if routes is None else routes.tiles,
             None if routes is None else routes.places,
+            parts,
+            arrivals,
             out,
             len(out),
             rows.stride(0),
             SHARED=len(out) // len(rows),
             OUTPUTS=outputs,
             INPUTS=inputs,
+            SPAN=span,
             GROUP=inputs if self.scales is None else inputs // self.scales.shape[-1],
             KIND=_KINDS[self.format],
             ROWS=size,
             COLUMNS=columns,
             DEPTH=self.depth,
             PRECISION="ieee",
-            num_warps=4 if is_few or is_thin else 8,
+            num_warps=warps,
             num_stages=4 if is_few else 3,
         )
 

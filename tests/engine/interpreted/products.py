@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.devices.cuda import products
 from engine.devices.cuda.products import TiledLinear, TiledWeight, fits, join, tile_linears
 from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat, QuantizedWeight
@@ -77,6 +78,24 @@ def test_a_row_has_the_same_bits_alone_and_among_many(format: CodeFormat | None,
     for row in (0, 70, 149):
         assert torch.equal(tiled(x[row : row + 1])[0], together[row])
     assert torch.equal(tiled(x[3:64]), together[3:64])
+
+
+@pytest.mark.parametrize("format", [INT4, MXFP4])
+def test_a_few_rows_sums_are_shared_by_programs(format: CodeFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And added in the order in which one program adds them for many rows or many outputs."""
+    torch.manual_seed(6)
+    weight, bias = weight_of(format, 2528, 32), torch.randn(OUTPUTS)
+    tiled, x, launched = TiledWeight.quantized(weight, bias), torch.randn(70, 2528), []
+    together = tiled(x)
+    expected = QuantizedLinear(weight, bias)(x)
+    torch.testing.assert_close(together, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    monkeypatch.setattr(products, "_arrivals", lambda device: launched.append(arrivals) or arrivals)
+    arrivals = torch.zeros(512, dtype=torch.int32)
+    for rows in (1, 9):
+        assert torch.equal(tiled(x[:rows]), together[:rows])
+    assert len(launched) == 2 and not arrivals.any()
+    monkeypatch.setattr(products, "_MANY_TILES", 1)
+    assert torch.equal(tiled(x[:9]), together[:9]) and len(launched) == 2
 
 
 def test_inputs_in_any_layout() -> None:
