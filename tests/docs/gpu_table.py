@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from engine.batch.step_inputs import StepInputs
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention import backend
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.experts import RoutedTiles, add_up, routes_of
+from engine.devices.cuda.experts import RoutedTiles, add_up, choose_experts, routes_of
 from engine.devices.cuda.products import TiledWeight
 from engine.devices.cuda.recurrent import operators
 from engine.devices.torch import transformers_hook
@@ -31,11 +31,13 @@ from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout, StateSlo
 from engine.lora.files import LinearShape
 from engine.lora.table import Adapters
 from engine.model.describe import describe
+from engine.model.program import Activation, Score
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.sampler.edits import EditLists
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler, choose
 from speculation.tree_growth import TREE_WIDTH, TreeGrowth
 from speculation.verification.on_device import stops_of
+from tests.engine import launches as decode_launches
 from tests.engine.devices.expert_memory import EXPERT_MODELS, dense_bytes, weight_bytes
 from tests.engine.triton_offline import DEVICES, Code, launches
 
@@ -221,11 +223,13 @@ So this weight's 8 rows have 512 programs, which together ask for 2 MB of codes 
 _EXPERTS_HEAD = """
 ## Experts
 
-A layer's experts are five launches (`devices/cuda/experts.py`): one sorts the step's rows by expert, one
-multiplies by all experts' first weights and one by their second, with an activation between them, and one
-adds up each row's results. Only weights of experts that some row chose are read, in the form in which they
-are stored: MXFP4, int4, int8, FP8 or 16 bits. Tiles have 16 rows, or 64 if experts have more than 32 on
-average. Here are gpt-oss-120b's experts (128 of 2880 x 2880, four for a row) and, in bf16, Qwen3-30B-A3B's.
+A layer's experts are five launches (`devices/cuda/experts.py`): one chooses each row's experts, one sorts
+the rows by expert, one multiplies by all experts' first weights, one activates the results and multiplies
+by the second weights, and one adds up each row's results. Models that run by their own modules, gpt-oss
+among them, choose and activate by torch's operators. Only weights of experts that some row chose are read, in
+the form in which they are stored: MXFP4, int4, int8, FP8 or 16 bits. Tiles have 16 rows, or 64 if experts
+have more than 32 on average. Here are gpt-oss-120b's experts (128 of 2880 x 2880, four for a row) and, in
+bf16, Qwen3-30B-A3B's.
 
 Weights in memory: {memory}.
 
@@ -249,6 +253,17 @@ of it. It does so for prompt chunks and decode rows alike, so both have the same
 three TF32 products here.
 
 {columns}"""
+
+_LAUNCHES_HEAD = """
+## Launches of a decode step
+
+For models of 36 layers with few keys; long contexts take up to one more for each layer with attention. A
+graph is one launch of the host. Families that are not described as programs run by Transformers' modules, and
+recurrent layers partly by torch's operators.
+
+| family | forward | launches | graph |
+|---|---|---|---|
+"""
 
 _COLUMNS = "| kernel | {gpus} |\n|---|{rules}|\n".format(
     gpus=" | ".join(f"{device.name} (sm_{number})" for number, device in DEVICES.items()),
@@ -297,11 +312,14 @@ PRODUCTS = {
 PRODUCT_ROWS = {f"{name}, {rows} rows": (name, rows) for name in PRODUCTS for rows in (8, 512)}
 
 EXPERTS = {
+    "experts of a row": ("route", None, 64),
     "rows of each expert": ("assign", CodeFormat.MXFP4, 64),
     "mxfp4 experts, 64 rows": ("multiply", CodeFormat.MXFP4, 64),
     "mxfp4 experts, 2048 rows": ("multiply", CodeFormat.MXFP4, 2048),
     "bf16 experts, 64 rows": ("multiply", None, 64),
     "bf16 experts, 2048 rows": ("multiply", None, 2048),
+    "bf16 experts, 64 rows, activated before": ("multiply", None, 64),
+    "bf16 experts, 2048 rows, activated before": ("multiply", None, 2048),
     "sum of a row's experts": ("combine", CodeFormat.MXFP4, 64),
 }
 """The kernel's name, the format of the weights, and the number of rows."""
@@ -575,6 +593,18 @@ def compiled_product(name: str, capability: int) -> Code:
     return Code.of(kernels[-1])
 
 
+class Router(NamedTuple):
+    """The router of Qwen3-30B-A3B, as the kernel needs to know it."""
+
+    chosen: int = 8
+    score: Score = Score.SOFTMAX
+    preferences: Tensor | None = None
+    least_sum: float = 0.0
+    scaling: float = 1.0
+    rounds: bool = True
+    normalizes: bool = True
+
+
 def compiled_experts(name: str, capability: int) -> Code:
     """Compile a kernel of the first product of a layer's experts."""
     kernel_name, format, rows = EXPERTS[name]
@@ -586,9 +616,16 @@ def compiled_experts(name: str, capability: int) -> Code:
         parts = codes.to(torch.uint8), scales.to(torch.uint8), None, None, meta(*shape[:2])
         tiled = TiledWeight(format, 32, *parts)
     with launches(capability) as kernels:
+        router: Any = Router()
+        choose_experts(router, meta(rows, shape[0], dtype=torch.bfloat16), torch.bfloat16)
         hidden = meta(rows, shape[2], dtype=torch.bfloat16)
         routes = routes_of(meta(rows, chosen, dtype=torch.int64), shape[0])
         made = RoutedTiles(tiled)(hidden, routes)
+        if "activated" in name:
+            kernels.clear()
+            gate = Activation.SILU
+            tiled = TiledWeight.plain(meta(128, 2048, 768, dtype=torch.bfloat16), None)
+            made = RoutedTiles(tiled)(meta(rows * chosen, 1536, dtype=torch.bfloat16), routes, gate)
         add_up(made, meta(rows, chosen, dtype=torch.bfloat16), hidden.new_empty(rows, made.shape[1]))
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 
@@ -674,7 +711,9 @@ def document() -> str:
     parts = []
     for text, names in zip(heads, KERNELS, strict=True):
         parts += [text, *(row(name) + "\n" for name in names)]
-    return "".join(parts)
+    return "".join(
+        [*parts, _LAUNCHES_HEAD, *(decode_launches.row(family) + "\n" for family in decode_launches.FAMILIES)]
+    )
 
 
 if __name__ == "__main__":

@@ -16,15 +16,17 @@ from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
-from engine.devices.cuda.kernels import add_norm, gated, rotate
+from engine.devices.cuda.experts import choose_experts
+from engine.devices.cuda.kernels import add_norm, gate, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
-from engine.devices.torch.operations import Operations, multiplied, scaled, side_by_side
+from engine.devices.torch.operations import Operations, multiplied, router_logits, scaled, side_by_side
 from engine.kv.attention import AttentionBackend, AttentionOptions
 from engine.kv.state_slots import RecurrentLayer
 from engine.lora.table import Adapters
 from engine.model.program import (
     Activation,
     Attention,
+    Experts,
     Layer,
     ModelProgram,
     Norm,
@@ -32,8 +34,9 @@ from engine.model.program import (
     Recurrent,
     Rotation,
 )
-from engine.triton_support import power_of_two
+from engine.triton_support import ceil_div, power_of_two
 
+_GATE_BLOCK = 1024
 _NORM_WARPS = 8
 
 
@@ -145,7 +148,17 @@ class CudaDecoder(Operations[StepInputs]):
     def activate(self, made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
         if not is_gated or activation is Activation.RELU2:
             return super().activate(made, activation, is_gated)
-        return gated(made, activation.value)
+        rows, size = len(made), made.shape[1] // 2
+        out = made.new_empty((rows, size))
+        grid = rows, ceil_div(size, _GATE_BLOCK)
+        gate[grid](made, out, ACTIVATION=activation.value, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4)
+        return out
+
+    def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
+        if experts.open_groups < experts.groups:
+            return super().route(experts, normed)
+        logits = router_logits(experts, normed)
+        return choose_experts(experts, logits, normed.dtype)
 
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)

@@ -1,4 +1,6 @@
-"""Kernels around the products of experts: one finds each expert's rows, one adds up the results."""
+"""Kernels around the products of experts: one chooses each row's experts, one finds each expert's rows, one
+adds up the results.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,51 @@ import triton.language as tl
 
 TILE_FIELDS = tl.constexpr(3)
 """A tile's expert, -1 if there is no tile, its first place and the end of its places."""
+
+
+@triton.jit(do_not_specialize=["least_sum", "scaling"])
+def route(
+    logits,
+    preferences,
+    chosen,
+    weights,
+    least_sum,
+    scaling,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+):
+    """Grid: (rows). Write a row's best experts to `chosen` and their weights to `weights` [rows, CHOSEN]."""
+    row, experts = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    is_expert = experts < EXPERTS
+    values = tl.load(logits + row * EXPERTS + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-values))
+        if ROUNDS:
+            scores = scores.to(weights.dtype.element_ty).to(tl.float32)
+    else:
+        scores = tl.exp(values - tl.max(values, 0))
+        scores = scores / tl.sum(scores, 0)
+    ranks = scores
+    if preferences is not None:
+        ranks += tl.load(preferences + experts, mask=is_expert, other=0.0).to(tl.float32)
+    ranks = tl.where(is_expert, ranks, float("-inf"))
+    number = tl.arange(0, WIDTH)
+    best, kept = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.float32)
+    for each in tl.static_range(CHOSEN):
+        expert = tl.min(tl.where(ranks == tl.max(ranks, 0), experts, EXPERTS - 1), 0)
+        best = tl.where(number == each, expert.to(tl.int64), best)
+        kept = tl.where(number == each, tl.sum(tl.where(experts == expert, scores, 0.0), 0), kept)
+        ranks = tl.where(experts == expert, float("-inf"), ranks)
+    if NORMALIZES:
+        kept = kept / (tl.sum(kept, 0) + least_sum)
+    place = row * CHOSEN + number
+    tl.store(chosen + place, best, mask=number < CHOSEN)
+    tl.store(weights + place, (kept * scaling).to(weights.dtype.element_ty), mask=number < CHOSEN)
 
 
 @triton.jit

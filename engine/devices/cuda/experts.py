@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from engine.devices.cuda.buckets import MOST_ROWS
-from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, combine
-from engine.devices.cuda.kernels import gated
+from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, combine, route
 from engine.devices.cuda.products import ROWS, TENSORS, HoldsTiles, Routes, TiledWeight, fits
 from engine.linear.experts import ExpertsModule, Routed, fused_experts, fused_parts
 from engine.linear.quantized import QuantizedLinear
+from engine.model import program
 from engine.model.describe import ACTIVATIONS
 from engine.model.program import Activation
 from engine.triton_support import ceil_div, power_of_two
@@ -28,6 +28,30 @@ _FEW_EACH = 32
 """The most rows of an expert on average for which small tiles pay, though weights may be read twice."""
 _BLOCK = 1024
 _BY_KERNEL = Activation.SILU, Activation.GELU_TANH
+
+
+def choose_experts(experts: program.Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the rows' experts, int64 [rows, n], and their weights, for a router without groups."""
+    rows, count = logits.shape
+    chosen = torch.empty((rows, experts.chosen), dtype=torch.int64, device=logits.device)
+    weights = logits.new_empty(chosen.shape, dtype=dtype if experts.rounds else torch.float32)
+    route[(rows,)](
+        logits,
+        experts.preferences,
+        chosen,
+        weights,
+        experts.least_sum,
+        experts.scaling,
+        EXPERTS=count,
+        PADDED=power_of_two(count),
+        CHOSEN=experts.chosen,
+        WIDTH=power_of_two(experts.chosen),
+        SIGMOID=experts.score is program.Score.SIGMOID,
+        ROUNDS=experts.rounds,
+        NORMALIZES=experts.normalizes,
+        num_warps=4,
+    )
+    return chosen, weights
 
 
 def routes_of(chosen: Tensor, num_experts: int) -> Routes:
@@ -83,38 +107,39 @@ class RoutedTiles(Routed, HoldsTiles):
     def num_experts(self) -> int:
         return len(self.weight)
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+    def forward(self, x: Tensor, routes: Routes, gate: Activation | None = None) -> Tensor:
         """Return a row for each place in `routes`; rows of experts outside are undefined. Each row of `x` is
-        for equally many, in a sequence.
+        for equally many, in a sequence. A `gate` is that of `TiledWeight.launch`.
         """
         out = x.new_empty((len(routes.places), self.out_features))
-        is_few = routes.rows < ROWS
-        self.tiled.launch(x.contiguous(), out, len(routes.tiles), is_few=is_few, routes=routes)
+        is_few, tiles = routes.rows < ROWS, len(routes.tiles)
+        self.tiled.launch(x.contiguous(), out, tiles, is_few=is_few, routes=routes, gate=gate)
         return out
 
 
 class TiledExperts(ExpertsModule):
-    """Experts whose layers are `RoutedTiles`, in five launches if the activation has a kernel."""
+    """Experts whose layers are `RoutedTiles`, in four launches if the second product can activate."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if not len(hidden):
             return hidden
         routes = routes_of(chosen, self.num_experts)
-        rows = self._activate(self.first(hidden, routes))
-        rows = self.second(rows, routes)
+        rows, gate = self.first(hidden, routes), self._gate
+        rows = self.second(rows if gate is not None else self._activate(rows), routes, gate)
         if getattr(self.rest, "has_post_expert_norm", False):
             rows = self.rest.post_expert_norm(rows)
         return add_up(rows, weights, torch.empty_like(hidden))
 
+    @property
+    def _gate(self) -> Activation | None:
+        """The activation of the gates, if the second product has a kernel for it."""
+        activation = ACTIVATIONS.get(getattr(self.rest.config, "hidden_act", ""))
+        is_usual = self.rest.has_gate and type(self.rest)._apply_gate is moe._default_apply_gate
+        return activation if is_usual and activation in _BY_KERNEL else None
+
     def _activate(self, made: Tensor) -> Tensor:
-        rest = self.rest
-        if not rest.has_gate:
-            active: Tensor = rest.act_fn(made)
-            return active
-        activation = ACTIVATIONS.get(getattr(rest.config, "hidden_act", ""))
-        if type(rest)._apply_gate is moe._default_apply_gate and activation in _BY_KERNEL:
-            return gated(made, activation.value)
-        return rest._apply_gate(made)  # type: ignore[no-any-return]
+        active: Tensor = self.rest._apply_gate(made) if self.rest.has_gate else self.rest.act_fn(made)
+        return active
 
 
 def tile_experts(model: nn.Module, dtype: torch.dtype) -> None:

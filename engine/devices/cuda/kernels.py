@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from engine.devices.cuda.attention.write import scale_at, store_row
 from engine.model.program import Activation, NormKind
-from engine.triton_support import ceil_div
 
 _PLAIN = tl.constexpr(int(NormKind.PLAIN))
 _CENTRED = tl.constexpr(int(NormKind.CENTRED))
 _GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
-_GATE_BLOCK = 1024
 
 
 @triton.jit
@@ -174,24 +171,20 @@ def rotate(
 
 
 @triton.jit
+def activated(gates, ACTIVATION: tl.constexpr):
+    """Apply SiLU or GELU to float32 values."""
+    exponents = gates
+    if ACTIVATION == _GELU_TANH:
+        exponents = 1.5957691216 * (gates + 0.044715 * gates * gates * gates)
+    return gates / (1.0 + tl.exp(-exponents))
+
+
+@triton.jit
 def gate(gate_up, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Activate the first half of a row, by SiLU or GELU, and multiply it by the second."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
     gates = tl.load(gate_up + row * 2 * SIZE + i, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=inside, other=0.0).to(tl.float32)
-    exponents = gates
-    if ACTIVATION == _GELU_TANH:
-        exponents = 1.5957691216 * (gates + 0.044715 * gates * gates * gates)
-    product = _rounded(gates / (1.0 + tl.exp(-exponents)), out) * ups
+    product = _rounded(activated(gates, ACTIVATION), out) * ups
     tl.store(out + row * SIZE + i, product.to(out.dtype.element_ty), mask=inside)
-
-
-def gated(made: Tensor, activation: int) -> Tensor:
-    """Return the activated first halves of rows times the second halves."""
-    rows, size = len(made), made.shape[1] // 2
-    out = made.new_empty((rows, size))
-    gate[(rows, ceil_div(size, _GATE_BLOCK))](
-        made, out, ACTIVATION=activation, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4
-    )
-    return out

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from engine.devices.cuda.attention.codes import decode
 from engine.devices.cuda.expert_kernels import TILE_FIELDS
+from engine.devices.cuda.kernels import activated
 
 PLAIN, INT8, FP8, INT4, MXFP4 = map(tl.constexpr, range(5))
 """The kinds of weights. Decoded FP8 values are divided by 256; decoded MXFP4 values are doubled. Scales are
@@ -34,10 +35,17 @@ def _values(words, zero, like, KIND: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, order, k, is_row, inside):
-    """Load columns `k` of the tile's rows, or columns `order[k]` if there is an `order`."""
+def _inputs(x, order, k, is_row, inside, INPUTS: tl.constexpr, GATE: tl.constexpr):
+    """Load columns `k` of the tile's rows, or columns `order[k]` if there is an `order`. With a GATE's
+    activation, the rows' first INPUTS columns are activated and multiplied by the others.
+    """
     columns = k if order is None else tl.load(order + k)
-    return tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
+    values = tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
+    if GATE is not None:
+        others = tl.load(x + INPUTS + columns[None, :], mask=is_row & inside, other=0.0)
+        active = activated(values.to(tl.float32), GATE).to(x.dtype.element_ty)
+        values = (active.to(tl.float32) * others.to(tl.float32)).to(x.dtype.element_ty)
+    return values
 
 
 @triton.jit
@@ -69,6 +77,7 @@ def multiply(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SPAN: tl.constexpr,
+    GATE: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -127,10 +136,10 @@ def multiply(
             zero = None
             if zeros is not None:
                 zero = tl.load(zeros + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[:, None]
-            inputs = _inputs(x, order, start + i, is_row, inside)
+            inputs = _inputs(x, order, start + i, is_row, inside, INPUTS, GATE)
             part = tl.dot(inputs, _values(words, zero, x, KIND).T, input_precision=PRECISION)
             if CODES == 2:
-                inputs = _inputs(x, order, start + HALF + i, is_row, inside)
+                inputs = _inputs(x, order, start + HALF + i, is_row, inside, INPUTS, GATE)
                 part = tl.dot(inputs, _values(words >> 4, zero, x, KIND).T, part, input_precision=PRECISION)
             if GROUPS > 1:
                 part *= _scales(scales, n * GROUPS + start // GROUP, is_output, KIND)[None, :]

@@ -18,6 +18,7 @@ from engine.devices.cuda import product_kernel
 from engine.devices.cuda.product_kernel import multiply
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
+from engine.model.program import Activation
 from engine.quantization.weight import CodeFormat, QuantizedWeight, same_order
 from engine.triton_support import ceil_div
 
@@ -117,10 +118,19 @@ class TiledWeight:
         return out.view(*x.shape[:-1], len(self.weight))
 
     def launch(
-        self, rows: Tensor, out: Tensor, tiles: int, *, is_few: bool, routes: Routes | None = None
+        self,
+        rows: Tensor,
+        out: Tensor,
+        tiles: int,
+        *,
+        is_few: bool,
+        routes: Routes | None = None,
+        gate: Activation | None = None,
     ) -> None:
-        """Multiply `rows` in a number of `tiles`. With `routes`, each by its experts."""
-        outputs, inputs = out.shape[1], rows.shape[1]
+        """Multiply `rows` in a number of `tiles`. With `routes`, each by its experts. With a `gate`, a row's
+        first half is activated and multiplied by its second half before.
+        """
+        outputs, inputs = out.shape[1], rows.shape[1] // (1 if gate is None else 2)
         size = ROWS if routes is None else routes.rows
         columns = 32 if is_few or rows.itemsize > 2 else 128
         step = self.depth // (2 if self.format in _IN_HALVES else 1)
@@ -155,6 +165,7 @@ class TiledWeight:
             OUTPUTS=outputs,
             INPUTS=inputs,
             SPAN=span,
+            GATE=None if gate is None else gate.value,
             GROUP=inputs if self.scales is None else inputs // self.scales.shape[-1],
             KIND=_KINDS[self.format],
             ROWS=size,

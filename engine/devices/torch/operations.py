@@ -71,6 +71,10 @@ class Operations(ABC, Generic[Rows]):
         active = _ACTIVATIONS[activation](gate)
         return active if values is None else active * values
 
+    def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows' experts, int64 [rows, chosen], and their weights."""
+        return _route(experts, router_logits(experts, normed), normed.dtype)
+
     def mix(self, mixer: Mixer, normed: Tensor, rows: Rows) -> Tensor:
         """Return the input of the mixer's output product."""
         normed = scaled(normed, mixer.input_multiplier)
@@ -119,7 +123,7 @@ class Operations(ABC, Generic[Rows]):
 
     def _experts(self, experts: Experts, normed: Tensor, beside: Tensor | None, rows: Rows) -> Tensor:
         """Return the experts' output plus the parallel MLP's output `beside`."""
-        chosen, weights = _route(experts, normed)
+        chosen, weights = self.route(experts, normed)
         out: Tensor = experts.holder.experts(
             normed, chosen, weights.to(normed.dtype) if experts.rounds else weights
         )
@@ -223,17 +227,19 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
     return (weight * normalized).to(x.dtype)
 
 
-def _route(experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows' experts [rows, chosen], and their weights, in float32."""
+def router_logits(experts: Experts, normed: Tensor) -> Tensor:
     if experts.is_exact:
-        logits = normed.float() @ experts.router.float().t()
-    else:
-        logits = (normed @ experts.router.t()).float()
+        return normed.float() @ experts.router.float().t()
+    return normed @ experts.router.t()
+
+
+def _route(experts: Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the rows' experts [rows, chosen], and their weights, in float32."""
     if experts.score is Score.SOFTMAX:
-        scores = logits.softmax(-1)
+        scores = logits.float().softmax(-1)
     else:
-        scores = sigmoid(logits)
-        scores = scores.to(normed.dtype).float() if experts.rounds else scores
+        scores = sigmoid(logits.float())
+        scores = scores.to(dtype).float() if experts.rounds else scores
     ranks = scores if experts.preferences is None else scores + experts.preferences.float()
     if experts.open_groups < experts.groups:
         grouped = ranks.unflatten(-1, (experts.groups, -1))
