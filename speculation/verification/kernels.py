@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from engine.sampler.noise import Purpose
-from engine.sampler.triton_kernel.noise import gumbel, noise_bits, stream_key, uniform
+from engine.sampler.triton_kernel.noise import (
+    ROUNDING,
+    about_gumbel,
+    gumbel,
+    noise_bits,
+    stream_key,
+    uniform,
+)
 from engine.sampler.triton_kernel.settle import share_of
 from speculation.verification.rows import RULES
 
@@ -164,11 +171,21 @@ def _judge(
 
 
 @triton.jit
-def _best(weights, tokens, noise, SIZE: tl.constexpr):
-    """Return the greatest logarithm + noise, and the first token that has it."""
-    scores = tl.where(weights > 0, tl.log(weights) + noise, float("-inf"))
-    best = tl.max(scores, 0)
-    return best, tl.min(tl.where(scores == best, tokens, SIZE), 0)
+def _best(weights, tokens, bits, SIZE: tl.constexpr):
+    """Return the greatest logarithm + noise, and the first token that has it. Exact noise is slow on many
+    devices, so it is computed only for the tokens that may have the greatest, usually one.
+    """
+    scores = tl.where(weights > 0, tl.log(weights) + about_gumbel(bits), float("-inf"))
+    races = (weights > 0) & (scores >= tl.max(scores, 0) - 3 * ROUNDING)
+    best, winner = tl.full([], float("-inf"), tl.float32), tl.full([], SIZE, tl.int32)
+    token = tl.min(tl.where(races, tokens, SIZE), 0)
+    while token < SIZE:
+        weight = tl.sum(tl.where(tokens == token, weights, 0.0), 0)
+        score = tl.log(weight) + gumbel(tl.sum(tl.where(tokens == token, bits, 0), 0))
+        winner = tl.where(score > best, token, winner)
+        best = tl.maximum(score, best)
+        token = tl.min(tl.where(races & (tokens > token), tokens, SIZE), 0)
+    return best, winner
 
 
 @triton.jit
@@ -298,12 +315,12 @@ def recover(
             tl.store(masses + row * TILES + tile, tl.sum(left, 0))
         if may_stop:
             key = _round_key(seed, position, position + depth, _RECOVERY)
-            noise = gumbel(noise_bits(key, tokens))
+            bits = noise_bits(key, tokens)
             place = row * 2 * TILES + tile
-            score, token = _best(left, tokens, noise, SIZE)
+            score, token = _best(left, tokens, bits, SIZE)
             tl.store(scores + place, score)
             tl.store(tokens_of + place, token.to(tl.int64))
-            score, token = _best(probabilities, tokens, noise, SIZE)
+            score, token = _best(probabilities, tokens, bits, SIZE)
             tl.store(scores + place + TILES, score)
             tl.store(tokens_of + place + TILES, token.to(tl.int64))
     tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them

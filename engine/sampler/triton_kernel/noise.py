@@ -56,6 +56,15 @@ def gumbel(bits):
 
 
 @triton.jit
+def about_gumbel(bits):
+    """Return `gumbel` within `ROUNDING`, by float32 alone."""
+    tail = ((2147483647 - bits.to(tl.int64)).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((bits.to(tl.int64) + 2147483648).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = tail * (1.0 + tail * (0.5 + tail * (0.33333333 + tail * (0.25 + tail * 0.2))))
+    return -tl.log(tl.where(tail < 0.03, series, -tl.log(rest)))
+
+
+@triton.jit
 def may_reach(values, bits, bar):
     """Return whether value + noise can exceed `bar`, by a bound that is cheap to compute: -log u >= 1 - u.
     Few tokens pass.

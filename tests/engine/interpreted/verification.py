@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from engine.copies import Downloader
 from engine.sampler import Sampler, TorchSampler
 from engine.sampler.rows import SamplingRow
-from engine.sampler.triton_kernel import chooser
+from engine.sampler.triton_kernel import chooser, noise
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler
+from engine.sampler.triton_kernel.noise import about_gumbel, gumbel
 from engine.step.draft import Draft, LateTokens, LateTrees, Verdict
 from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
@@ -63,6 +66,25 @@ class Weighed(Sampler):
 
 def sampler_of(cls: type[Sampler], kernels: TritonSampler | None = None) -> Sampler:
     return cls(VOCAB, CPU, [0], row_sampler=kernels or TorchSampler())
+
+
+@triton.jit
+def _noise(bits, exact, about, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    these = tl.load(bits + i)
+    tl.store(exact + i, gumbel(these))
+    tl.store(about + i, about_gumbel(these))
+
+
+def test_noise_in_float32_finds_those_that_may_win() -> None:
+    """Over all of its range, at whose ends 1 - u and u are least."""
+    ends = [
+        sign * (2**31 - 1 - step) for sign in (1, -1) for step in (*range(50), *range(50, 1 << 28, 99_991))
+    ]
+    bits = torch.tensor([*ends, *range(-(2**31), 2**31, 1_000_003)][:8192], dtype=torch.int64).to(torch.int32)
+    exact, about = torch.empty(2, len(bits))
+    _noise[(1,)](bits, exact, about, COUNT=len(bits))
+    assert (exact - about).abs().max() < 1e-5 < noise.ROUNDING.value
 
 
 class Batch:
