@@ -64,15 +64,16 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     longest = _longest(config, text_config)
     _refuse_chunks(text_config, longest)
     dtype = choose_dtype(config.dtype, hf_config, device)
+    held_on = torch.device("cpu") if on_host else device
     in_tiles = config.deterministic and device.type == "cuda"
     if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
-        model = _load_weights(config, hf_config, dtype, device, on_host=on_host)
+        model = _load_weights(config, hf_config, dtype, held_on)
     if in_tiles and (fault := fault_of_weights(model)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     has_kernel = kernel_fault(device, dtype) is None
-    packs_experts = packing_of_experts(device, dtype) is not None
+    packs_experts = packing_of_experts(held_on, dtype) is not None
     checkpoint = ""
     if config.load_format != "dummy":
         stays = has_kernel or device.type == "cuda"
@@ -96,10 +97,9 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)
-    elif device.type == "cuda":
+    elif held_on.type == "cuda":
         tile_experts_on_gpu(model, device, dtype)
-        if not on_host:
-            tile_on_gpu(model, device, dtype, plain=in_tiles)
+        tile_on_gpu(model, device, dtype, plain=in_tiles)
     hooks = hook(model)
     kept = probe(model, dtype, text_config.num_hidden_layers, hooks)
     return LoadedModel(
@@ -226,9 +226,8 @@ def _size(config: ServeConfig) -> str:
 
 
 def _load_weights(
-    config: ServeConfig, hf_config: Any, dtype: torch.dtype, served_on: torch.device, *, on_host: bool
+    config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    device = torch.device("cpu") if on_host else served_on
     options: dict[str, Any] = {
         "attn_implementation": transformers_hook.NAME,
         "trust_remote_code": config.trust_remote_code,
@@ -238,7 +237,7 @@ def _load_weights(
             torch.manual_seed(DUMMY_SEED)
             model = as_causal(make_model(hf_config, dtype=dtype, **options))
         elif quantization_config(hf_config) is not None:
-            packed = packing_of_experts(served_on, dtype)
+            packed = packing_of_experts(device, dtype)
             model = load_quantized(
                 hf_source(config.model, config.revision),
                 config.revision,

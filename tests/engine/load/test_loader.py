@@ -148,8 +148,8 @@ def test_deterministic_is_refused_for_products_left_to_torch(
     load_model(config)
     load_weights = loader._load_weights
 
-    def on_the_cpu(config: ServeConfig, hf_config: Any, dtype: torch.dtype, *_: object, on_host: bool) -> Any:
-        return load_weights(config, hf_config, dtype, torch.device("cpu"), on_host=on_host)
+    def on_the_cpu(config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        return load_weights(config, hf_config, dtype, torch.device("cpu"))
 
     monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(loader, "_load_weights", on_the_cpu)
@@ -166,3 +166,21 @@ def test_products_outside_our_kernels_are_found(model_type: str) -> None:
         model = AutoModelForCausalLM.from_config(config_of(model_type))
     has_experts = "num_experts_per_tok" in (ARCHITECTURES | HYBRIDS)[model_type]
     assert (tiles.fault_of_weights(model) is not None) == has_experts
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_experts_are_packed_for_a_gpu_that_holds_the_model(
+    on_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks divide a model that is still in the host's memory, where its layers are probed."""
+    write_model("qwen3_moe", tmp_path)
+    packed: list[str] = []
+    load_weights = loader._load_weights
+    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loader, "_load_weights", lambda *args: load_weights(*args[:3], torch.device("cpu")))
+    monkeypatch.setattr(
+        loader, "tile_experts_on_gpu", lambda model, device, dtype: packed.append(device.type)
+    )
+    monkeypatch.setattr(loader, "tile_on_gpu", lambda *_, plain: packed.append("linear layers"))
+    load_model(config_for(tmp_path, dtype="float32"), on_host=on_host)
+    assert packed == ([] if on_host else ["cuda", "linear layers"])
