@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 
 from engine.devices.torch.attention import TorchBackend
-from engine.linear.quantized import round_to_nearest
+from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat
 from tests.engine.interpreted.cases import FORMATS, Case, Options, Sequence, Shape, Step, cases
 
@@ -104,12 +105,12 @@ def test_the_pool_gets_the_same_bytes_as_by_torch() -> None:
 
 @pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
 def test_products_in_tiles(format: CodeFormat | None) -> None:
-    """A row gives the same bits alone, with few others and with many."""
+    """A row gives the same bits alone, with few others and with many, for which programs share no sums."""
     from engine.devices.cuda.products import TiledWeight
 
     torch.manual_seed(0)
-    plain = torch.randn(300, 256, dtype=torch.bfloat16)
-    rows = torch.randn(200, 256, dtype=torch.bfloat16, device=CUDA)
+    plain = torch.randn(300, 2560, dtype=torch.bfloat16)
+    rows = torch.randn(200, 2560, dtype=torch.bfloat16, device=CUDA)
     if format is None:
         tiled, weight = TiledWeight.plain(plain.to(CUDA), None), plain.float()
     else:
@@ -120,3 +121,29 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
     torch.testing.assert_close(together.double(), expected, atol=0.2, rtol=1.6e-2)
     assert torch.equal(tiled(rows[:9]), together[:9])
     assert all(torch.equal(tiled(rows[row : row + 1])[0], together[row]) for row in (0, 70, 199))
+
+
+@pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
+def test_experts(format: CodeFormat | None) -> None:
+    """A row gives the same bits in tiles of 16 rows and of 64."""
+    from engine.devices.cuda.experts import RoutedTiles, routes_of
+
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        plain = nn.Linear(512, 192, dtype=torch.bfloat16, device=CUDA)
+        if format is None:
+            layers.append(plain)
+        else:
+            layers.append(QuantizedLinear(round_to_nearest(plain.weight.detach(), format, 32), plain.bias))
+    experts = RoutedTiles.of(layers, torch.bfloat16)
+    rows = torch.randn(600, 512, dtype=torch.bfloat16, device=CUDA)
+    chosen = torch.rand(600, 8, device=CUDA).topk(2, dim=1).indices
+    together = experts(rows, routes_of(chosen, 8))
+    for place, number in enumerate(chosen[:20].flatten().tolist()):
+        layer, row = layers[number], rows[place // 2].double()
+        weight = layer.weight if format is None else layer.quantized.dequantized()
+        expected = row @ weight.double().T + layer.bias.double()
+        torch.testing.assert_close(together[place].double(), expected, atol=0.02, rtol=1.6e-2)
+    for count in (1, 40):
+        assert torch.equal(experts(rows[:count], routes_of(chosen[:count], 8)), together[: 2 * count])
