@@ -4,14 +4,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #include <vector>
 
+#include "../../native/tile_registers.h"
 #include "outputs.h"
 #include "product.h"
 
@@ -23,30 +21,11 @@ class MatrixTiles {
     static constexpr bool EXPANDS = false, ROUNDS = false, WIDENS = false;
     static constexpr int64_t FEW_ROWS = 16, LONGEST_RUN = INT64_MAX;
 
-    // Configures the thread's tile registers during its lifetime: 16 rows of 64 bytes; the tiles of inputs and sums
-    // have fewer rows if the product has fewer.
-    struct Registers {
-        explicit Registers(const Product& p) {
-            alignas(64) struct {
-                uint8_t palette = 1, start_row = 0, reserved[14] = {};
-                uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-                uint8_t rows[16] = {ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS};
-            } shape;
-            for (const int tile : {0, 1, 2, 3, 4, 7}) shape.rows[tile] = uint8_t(std::clamp<int64_t>(p.rows, 1, ROWS));
-            tiles_will_load();
-            _tile_loadconfig(&shape);
-        }
-        ~Registers() { _tile_release(); }
+    struct Registers : TileRegisters {
+        explicit Registers(const Product& p) { shape(int(std::clamp<int64_t>(p.rows, 1, ROWS))); }
     };
 
-    static bool can_multiply(const Product& p) {
-        return are_granted() && p.in_features % DEPTH == 0;
-    }
-
-    static bool are_granted() {
-        static const bool granted = ask_for_registers();
-        return granted;
-    }
+    static bool can_multiply(const Product& p) { return TileRegisters::are_granted() && p.in_features % DEPTH == 0; }
 
     // Returns the inputs of rows [row, end), valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
@@ -66,9 +45,10 @@ class MatrixTiles {
             for (int64_t i = 0; is_first && i < STEP; i += 32) __builtin_prefetch(w + AHEAD * STEP + i);
             return w;
         };
-        tiles(p, x, first, end, 0, p.in_features, weights, [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
+        tiles(p, x, first, end, 0, p.in_features, weights, [&](const Tile* sums, int64_t row, int n) {
             const Outputs outputs(p, panel * PANEL + n);
-            for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++) outputs.put(row + r, _mm512_loadu_ps(sums[r]));
+            for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++)
+                outputs.put(row + r, _mm512_loadu_ps(sums[0][r]), _mm512_loadu_ps(sums[1][r]));
         });
     }
 
@@ -82,9 +62,10 @@ class MatrixTiles {
             tiles_will_load();
             return w;
         };
-        tiles(p, x, first, end, run.k, run.count, of_step, [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
+        tiles(p, x, first, end, run.k, run.count, of_step, [&](const Tile* sums, int64_t row, int n) {
             for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++)
-                Outputs::add(run, row - first + r, n, _mm512_loadu_ps(sums[r]));
+                for (int i = 0; i < 2; i++)
+                    Outputs::add(run, row - first + r, n + i * OUTPUTS, _mm512_loadu_ps(sums[i][r]));
         });
     }
 
@@ -93,23 +74,15 @@ class MatrixTiles {
     }
 
   private:
-    static constexpr int ROWS = 16, OUTPUTS = Outputs::COUNT, DEPTH = 32;
+    static constexpr int ROWS = TileRegisters::ROWS, OUTPUTS = Outputs::COUNT, DEPTH = 32;
     static constexpr int64_t STEP = DEPTH * PANEL;                   // a panel's weights in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
     static constexpr int64_t AHEAD = 3;                              // prefetch distance, in steps
-    using Sums = float[4][ROWS][OUTPUTS];
-
-    // Orders memory accesses before tile loads, which the compiler does not see.
-    static void tiles_will_load() { std::atomic_signal_fence(std::memory_order_release); }
-
-    // Asks Linux for the AMX registers (ARCH_REQ_XCOMP_PERM), which a process may not use otherwise.
-    static bool ask_for_registers() {
-        constexpr int REQUEST = 0x1023, TILE_DATA = 18;
-        return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-    }
+    using Tile = float[ROWS][OUTPUTS];
+    using Sums = Tile[4];
 
     // Multiplies the inputs [k, k + count). weights(k, is_first) returns a step's weights; it is called more than once
-    // for many rows. Calls use(sums, row, n) for each 16 rows and 16 outputs.
+    // for many rows. Calls use(sums, row, n) for each 16 rows and 32 outputs, whose sums are two tiles.
     template <class Weights, class Use>
     void tiles(const Product& p, const Input* x, int64_t first, int64_t end, int64_t k, int64_t count,
                const Weights& weights, const Use& use) const {
@@ -118,17 +91,18 @@ class MatrixTiles {
             return end - row < ROWS && p.rows > ROWS ? last_rows.data() : x + (row - first) * K;
         };
         const int64_t whole = first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);  // end of the pairs of tiles
+        const int64_t row_pairs = (whole - first) / (2 * ROWS), pairs = 2 * row_pairs;
+        const auto row_of = [&](int64_t number) { return first + number % row_pairs * 2 * ROWS; };
+        const auto part_of = [&](int64_t number) { return int(number / row_pairs) * PANEL / 2; };
         Sums sums[2];
         // Stored tiles can be read only late, so the next pair is multiplied first.
         const auto use_pair = [&](int64_t number) {
-            const int64_t row = first + number / 2 * 2 * ROWS, part = number % 2 * PANEL / 2;
-            for (int i = 0; i < 4; i++) use(sums[number % 2][i], row + i / 2 * ROWS, part + i % 2 * OUTPUTS);
+            for (int i = 0; i < 2; i++) use(&sums[number % 2][2 * i], row_of(number) + i * ROWS, part_of(number));
         };
-        const int64_t pairs = (whole - first) / ROWS;
-        for (int64_t number = 0; number < pairs; number++) {
-            const int64_t row = first + number / 2 * 2 * ROWS, part = number % 2 * PANEL / 2;
+        for (int64_t number = 0; number < pairs; number++) {  // all rows by one half of the panel, which stays in the L1 cache
+            const int64_t row = row_of(number);
             two_by_two(inputs(row), inputs(row + ROWS), K, k, count, [&](int64_t at) {
-                return weights(at, part == 0) + 2 * part;
+                return weights(at, number == 0) + 2 * part_of(number);
             });
             store(sums[number % 2]);
             if (number) use_pair(number - 1);
@@ -137,7 +111,7 @@ class MatrixTiles {
         if (whole >= end) return;
         one_by_four(inputs(whole), K, k, count, [&](int64_t at) { return weights(at, true); });
         store(sums[0]);
-        for (int i = 0; i < 4; i++) use(sums[0][i], whole, i * OUTPUTS);
+        for (int i = 0; i < 4; i += 2) use(&sums[0][i], whole, i * OUTPUTS);
     }
 
     // Multiplies 16 rows by a panel's 64 outputs. Tile registers 0 to 3 hold the sums.

@@ -110,7 +110,7 @@ void tandem_quantized_linear(
 // Returns whether rounding inputs is faster: AMX multiplies bfloat16 faster than other instructions multiply int8.
 bool tandem_rounded_inputs_pay() {
 #if defined(__AMX_BF16__)
-    return !MatrixTiles::are_granted();
+    return !TileRegisters::are_granted();
 #else
     return true;
 #endif

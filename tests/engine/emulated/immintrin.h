@@ -37,6 +37,7 @@ inline __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { return a * b + c; }
 inline __m512 _mm512_fnmadd_ps(__m512 a, __m512 b, __m512 c) { return c - a * b; }
 inline __m512 _mm512_set1_ps(float value) { return __m512{} + value; }
+inline void _mm512_storeu_si512(void* to, __m512i value) { memcpy(to, &value, sizeof value); }
 inline void _mm512_storeu_ps(void* to, __m512 value) { memcpy(to, &value, sizeof value); }
 inline __m512 _mm512_loadu_ps(const void* from) { return emulated_load<__m512>(from); }
 inline __m512i _mm512_loadu_si512(const void* from) { return emulated_load<__m512i>(from); }
@@ -60,6 +61,13 @@ inline void _mm256_mask_storeu_epi16(void* to, __mmask16 mask, __m256i value) {
 inline __m256bh _mm512_cvtneps_pbh(__m512 value) {
     __m256bh narrow;
     for (int i = 0; i < 16; i++) narrow[i] = emulated_narrow(value[i]);
+    return narrow;
+}
+
+// The first operand's values come last.
+inline __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
+    __m512bh narrow;
+    for (int i = 0; i < 16; i++) narrow[i] = emulated_narrow(low[i]), narrow[16 + i] = emulated_narrow(high[i]);
     return narrow;
 }
 

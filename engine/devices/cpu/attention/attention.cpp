@@ -12,6 +12,7 @@
 #include "softmax.h"
 #include "step.h"
 #include "stored_codes.h"
+#include "tiles.h"
 
 namespace {
 
@@ -148,6 +149,12 @@ template <class Element, class Query> void Attention::write_heads(int64_t token,
 void Attention::attend(int64_t thread) {
     if (pool.stored == INT8 && pool.is_bf16) return attend_as<WholeMath, Int8, uint16_t>(thread);
     if (pool.stored == INT8) return attend_as<WholeMath, Int8, float>(thread);
+#if defined(MATRIX_TILES)
+    if (pool.is_bf16 && layer->key_dim % (2 * TileMath::DEPTH) == 0 && TileRegisters::are_granted()) {
+        if (pool.stored == FP8) return attend_as<TileMath, Fp8, uint16_t>(thread);
+        return attend_as<TileMath, uint16_t, uint16_t>(thread);
+    }
+#endif
 #if defined(BF16_PAIRS)
     if (pool.stored == FP8 && pool.is_bf16) return attend_as<PairMath, Fp8, uint16_t>(thread);
     if (pool.is_bf16 && layer->key_dim % 2 == 0) return attend_as<PairMath, uint16_t, uint16_t>(thread);
@@ -171,6 +178,7 @@ template <class Math, class Element, class Query> void Attention::attend_as(int6
 template <class Math, class Element, class Query> struct Attention::Worker {
     typedef typename Math::Word Word;
     static constexpr bool CODED = is_coded<Element>;
+    static constexpr int PLACES = Math::PER_WORD * Math::DEPTH;  // number of keys that a product's depth is a multiple of
     static constexpr bool READABLE = std::is_same_v<Math, FloatMath> && !CODED;  // whether values are read as stored
     static constexpr bool READABLE_CODES = Math::WHOLE && READS_CODES;  // whether keys and values are
     struct Origin {
@@ -186,7 +194,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         const size_t scales = CODED ? size_t(TILE) * a.layer->num_kv_heads : 0;
         const size_t sizes[] = {rows * words,          2 * size_t(TILE) * words, size_t(TILE) * width,
                                 size_t(16) * std::max(key_dim, value_dim),
-                                3 * BLOCK_ROWS * TILE, BLOCK_ROWS * TILE,        states,
+                                3 * Math::ROWS * TILE, Math::ROWS * TILE,        states,
                                 states,                CODED ? rows : 0,         2 * scales,
                                 scales,                READABLE_CODES ? rows * key_dim / 2 : 0};
         size_t floats = 0;
@@ -315,14 +323,14 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                 continue;
             }
             const int first = head * head_rows, last = first + head_rows;
-            for (int row = first; row < last; row += BLOCK_ROWS)
-                attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state);
+            for (int row = first; row < last; row += Math::ROWS)
+                attend_rows(row, std::min(Math::ROWS, last - row), first_key, head, sweep, state);
         }
     }
 
     // Returns whether a head has so few rows that packing would cost more than it saves.
     bool can_read_stored() const {
-        if (READABLE) return head_rows <= BLOCK_ROWS && width == value_dim;
+        if (READABLE) return head_rows <= Math::ROWS && width == value_dim;
         return READABLE_CODES && head_rows <= MAX_BYTE_ROWS && key_dim % 16 == 0 && value_dim % 64 == 0;
     }
 
@@ -331,10 +339,13 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         pack_keys(from, int64_t(head) * key_dim, key_dim, words, sweep, buffer, keys + i * TILE * words);
     }
 
-    // Packs values to the places from `first` on, a multiple of the keys in a word.
+    // Packs values to the places from `first` on, a multiple of the keys in a word, and zeros to the places after them
+    // that a product multiplies too.
     void take_values(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int first) {
-        Word* const to = values + first / Math::PER_WORD * width;
-        pack_values(from, int64_t(head) * value_dim, value_dim, sweep, width, buffer, to);
+        const auto place = [&](int key) { return values + key / Math::PER_WORD * width; };
+        pack_values(from, int64_t(head) * value_dim, value_dim, sweep, width, buffer, place(first));
+        Word* const after = place(rounded_up(first + from.count, Math::PER_WORD));
+        std::fill(after, std::max(after, place(rounded_up(first + from.count, PLACES))), Word(0));
     }
 
     // Returns the bytes from a row of the task's first head to the scales of the task's heads.
@@ -360,19 +371,19 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                 for (int k = 0; k < moved.count; k++)
                     value_scales[head * TILE + in_place + k] = scale_of(moved.values[k], value_distance, head);
             const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
-            for (int row = first; row < last; row += BLOCK_ROWS)
-                attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state, &path);
+            for (int row = first; row < last; row += Math::ROWS)
+                attend_rows(row, std::min(Math::ROWS, last - row), first_key, head, sweep, state, &path);
         }
     }
 
     void attend_rows(int row, int count, int64_t first_key, int head, Sweep<Element>& sweep, const RowState& state,
                      const Path* path = nullptr) {
-        uint64_t seen[BLOCK_ROWS], by_any = 0;
+        uint64_t seen[Math::ROWS], by_any = 0;
         for (int r = 0; r < count; r++) by_any |= seen[r] = origins[row + r].sight.in_tile(first_key);
         if (by_any == 0) return;
         const int most = 64 - __builtin_clzll(by_any);
-        const int groups = (most + 15) / 16, depth = (most + Math::PER_WORD - 1) / Math::PER_WORD;
-        float rescale[BLOCK_ROWS];
+        const int places = rounded_up(most, PLACES), groups = (places + 15) / 16, depth = places / Math::PER_WORD;
+        float rescale[MOST_ROWS];
         sweep.fetch();
         if (path) {
             score_path(row, count, head, *path);
@@ -389,7 +400,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         }
         sweep.fetch();
         if constexpr (CODED) {
-            float weight_units[BLOCK_ROWS];
+            float weight_units[Math::ROWS];
             for (int r = 0; r < count; r++)
                 weight_units[r] =
                     weigh<Math>(scores + r * TILE, value_scales + head * TILE, groups * 16, weights + r * TILE);
@@ -403,8 +414,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             }
         }
         const auto add = [&](const auto& rows) {
-            product_of<Math, true>(count, weights, TILE, rows, depth, rescale, state.output(row), state.stride(),
-                                   width / LANES);
+            product_of<Math, true>(registers, count, weights, TILE, rows, depth, rescale, state.output(row),
+                                   state.stride(), width / LANES);
         };
         if constexpr (READABLE)
             if (reads_stored) return add(InPlace<Element>{tile->values, head * value_dim});
@@ -413,8 +424,9 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     // Computes the scores of the first `num_keys` keys of tile i.
     void score(int row, int count, int head, int i, int num_keys, float* to) {
-        product_of<Math, false>(count, queries + row * words, words, Packed<Word>{keys + i * TILE * words, TILE},
-                                words, units + row, to, TILE, num_keys / LANES);
+        product_of<Math, false>(registers, count, queries + row * words, words,
+                                Packed<Word>{keys + i * TILE * words, TILE}, words, units + row, to, TILE,
+                                num_keys / LANES);
         if constexpr (CODED) scale_scores(count, num_keys, key_scales_of(i, head), to);
     }
 
@@ -432,7 +444,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     // Scores the current tile and the next, then moves the scores to the places that their keys would have in a chain.
     void score_path(int row, int count, int head, const Path& path) {
-        float* found[] = {scores + BLOCK_ROWS * TILE, scores + 2 * BLOCK_ROWS * TILE};
+        float* found[] = {scores + Math::ROWS * TILE, scores + 2 * Math::ROWS * TILE};
         const int counts[] = {tile->count, behind.count};
         for (int i = 0; i < 2; i++) score(row, count, head, i, (counts[i] + 15) / 16 * 16, found[i]);
         for (int r = 0; r < count; r++)
@@ -450,6 +462,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         }
     }
 
+    static int rounded_up(int number, int multiple) { return (number + multiple - 1) / multiple * multiple; }
+
     Attention& a;
     const Step& step;
     const Call& call;
@@ -466,6 +480,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     int8_t* query_bytes;
     bool reads_stored = false;  // whether the tile is read as stored, not packed
     int64_t first_token = 0;
+    typename Math::Registers registers;
 };
 
 }  // namespace

@@ -8,10 +8,16 @@
 #include <vector>
 
 #include "step.h"
+#include "tiles.h"
 
 constexpr int SPLIT = 512;      // keys; a multiple of the tile
-constexpr int TASK_ROWS = 72;   // query rows (positions times query heads per KV head) of one task
-constexpr int PACK_COST = 10;   // packing a key costs about as much as this number of query rows
+#if defined(MATRIX_TILES)
+constexpr int TASK_ROWS = 96;  // query rows (positions times query heads per KV head) of one task
+constexpr int PACK_COST = 30;  // packing a key costs about as much as this number of query rows
+#else
+constexpr int TASK_ROWS = 72;
+constexpr int PACK_COST = 10;
+#endif
 constexpr int TASKS_EACH = 4;   // target number of tasks per thread, so that no thread waits long for another
 
 // Query rows [first_query, first_query + queries) of a sequence, for a range of KV heads and a range of splits.

@@ -8,13 +8,16 @@
 
 #include "simd.h"
 
-constexpr int TILE = 64;       // keys
-constexpr int BLOCK_ROWS = 6;  // query rows whose sums fit the registers, with BLOCK_COLS vectors each
+constexpr int TILE = 64;        // keys
+constexpr int VECTOR_ROWS = 6;  // query rows whose sums fit the vector registers, with BLOCK_COLS vectors each
+constexpr int MOST_ROWS = 16;   // most query rows that are multiplied together
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int BLOCK_COLS = 2;
 #else
 constexpr int BLOCK_COLS = 4;
 #endif
+
+struct NoRegisters {};  // a thread needs none beside the vector registers
 
 // The multiply-add, with sums in float32. A word is one float32 factor, or two bfloat16 factors if the CPU multiplies
 // pairs (AVX512-BF16).
@@ -24,6 +27,9 @@ struct FloatMath {
     static constexpr int PER_WORD = 1;
     static constexpr bool COARSE = false;
     static constexpr bool WHOLE = false;
+    static constexpr int ROWS = VECTOR_ROWS;  // query rows multiplied together
+    static constexpr int DEPTH = 1;           // number of words that a product's depth is a multiple of
+    using Registers = NoRegisters;
     static inline Vec multiply_add(Vec sum, const float* a, Vec b) { return sum + *a * b; }
     static inline Vec load_words(const float* from) { return load(from); }
     static inline Vec load_words(const uint16_t* from) { return widen(from); }
@@ -56,6 +62,8 @@ struct WholeMath {
     typedef IntVec Sum;
     static constexpr int PER_WORD = 2;
     static constexpr bool WHOLE = true;
+    static constexpr int ROWS = VECTOR_ROWS, DEPTH = 1;
+    using Registers = NoRegisters;
     static inline IntVec multiply_add(IntVec sum, const int32_t* a, IntVec b) {
 #if defined(__AVX512VNNI__)
         return (IntVec)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(*a), (__m512i)b);
@@ -86,6 +94,13 @@ template <class Element> struct InPlace {
     int64_t offset;
     const Element* row(int d) const { return rows[d] + offset; }
 };
+
+// Multiplies each row's vectors by the row's factor, separately from the products, so that all rows are rounded alike.
+static __attribute__((noinline)) void rescale_rows(float* rows, int64_t stride, int count, int width,
+                                                   const float* factors) {
+    for (int r = 0; r < count; r++, rows += stride)
+        for (int i = 0; factors[r] != 1 && i < width; i += LANES) store(rows + i, load(rows + i) * factors[r]);
+}
 
 // sums[R][C vectors] = scale[R] * sums + a[R][depth] * b[depth][C vectors], or without the first term, for the vectors
 // of b from `column` on.
@@ -125,13 +140,13 @@ static void product_rows(const typename Math::Word* a, int64_t a_stride, const R
 }
 
 template <class Math, bool ADD, class... Args>
-static inline void product_of(int rows, const Args&... args) {
+static inline void product_of(NoRegisters&, int rows, const Args&... args) {
     switch (rows) {
         case 1: return product_rows<Math, ADD, 1>(args...);
         case 2: return product_rows<Math, ADD, 2>(args...);
         case 3: return product_rows<Math, ADD, 3>(args...);
         case 4: return product_rows<Math, ADD, 4>(args...);
         case 5: return product_rows<Math, ADD, 5>(args...);
-        default: return product_rows<Math, ADD, BLOCK_ROWS>(args...);
+        default: return product_rows<Math, ADD, VECTOR_ROWS>(args...);
     }
 }

@@ -52,8 +52,8 @@ static void softmax_block(int rows, const float* scores, const uint64_t* seen, c
                           float* rescale) {
     constexpr int VECTORS = GROUPS * 16 / LANES;
     constexpr uint64_t ALL = ~uint64_t(0) >> (64 - GROUPS * 16);
-    alignas(64) float drop[LANES * ((BLOCK_ROWS + LANES - 1) / LANES)] = {};
-    Vec totals[BLOCK_ROWS];
+    alignas(64) float drop[MOST_ROWS] = {};
+    Vec totals[MOST_ROWS];
     for (int r = 0; r < rows; r++) {
         Vec score[VECTORS];
         for (int v = 0; v < VECTORS; v++) score[v] = load(scores + r * TILE + v * LANES);
@@ -77,7 +77,7 @@ static void softmax_block(int rows, const float* scores, const uint64_t* seen, c
             Math::store_weights(weights + r * TILE + v * LANES / Math::PER_WORD, weight);
         }
     }
-    for (int i = 0; i < BLOCK_ROWS; i += LANES) store(drop + i, exp2(load(drop + i)));
+    for (int i = 0; i < rows; i += LANES) store(drop + i, exp2(load(drop + i)));
     for (int r = 0; r < rows; r++) {
         rescale[r] = drop[r];
         float* sums = state.sums(first_row + r);
@@ -111,13 +111,6 @@ static inline float weigh(const float* weights, const float* scales, int count, 
             Math::store_weights(to + k / Math::PER_WORD, load(weights + k) * load(scales + k));
         return 1;
     }
-}
-
-// Multiplies each row's vectors by the row's factor, separately from the products, so that all rows are rounded alike.
-static __attribute__((noinline)) void rescale_rows(float* rows, int64_t stride, int count, int width,
-                                                   const float* factors) {
-    for (int r = 0; r < count; r++, rows += stride)
-        for (int i = 0; i < width; i += LANES) store(rows + i, load(rows + i) * factors[r]);
 }
 
 // Returns 1 / the sum of a row's weights, relative to its maximum. A sink adds a weight and may raise the maximum.

@@ -1,0 +1,75 @@
+// Products of attention by AMX-BF16 tiles: one instruction multiplies up to 16 query rows by 16 words of 16 columns.
+#pragma once
+
+#include "product.h"
+
+#if defined(BF16_PAIRS) && defined(__AMX_BF16__)
+#define MATRIX_TILES 1
+
+#include "../../../../native/tile_registers.h"
+
+// Pairs of bfloat16 in tiles.
+struct TileMath : PairMath {
+    static constexpr int ROWS = TileRegisters::ROWS, DEPTH = 16;
+    using Registers = TileRegisters;
+};
+
+// Computes COLUMNS vectors of columns. Their sums are begun with `sums` if ADD, else with zero.
+template <bool ADD, int COLUMNS>
+static void product_in_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int depth,
+                             float* sums, int64_t sums_stride) {
+    const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, bytes = sums_stride * 4;
+    tiles_will_load();
+    if constexpr (ADD) {
+        _tile_loadd(0, sums, bytes);
+        if constexpr (COLUMNS > 1) _tile_loadd(1, sums + LANES, bytes);
+        if constexpr (COLUMNS > 2) _tile_loadd(2, sums + 2 * LANES, bytes);
+        if constexpr (COLUMNS > 3) _tile_loadd(3, sums + 3 * LANES, bytes);
+    } else {
+        _tile_zero(0);
+        if constexpr (COLUMNS > 1) _tile_zero(1);
+        if constexpr (COLUMNS > 2) _tile_zero(2);
+        if constexpr (COLUMNS > 3) _tile_zero(3);
+    }
+    for (int d = 0; d < depth; d += TileMath::DEPTH, b += TileMath::DEPTH * b_stride) {
+        _tile_loadd(4, a + d, a_bytes);
+        _tile_loadd(5, b, b_bytes);
+        _tile_dpbf16ps(0, 4, 5);
+        if constexpr (COLUMNS > 1) {
+            _tile_loadd(6, b + LANES, b_bytes);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        if constexpr (COLUMNS > 2) {
+            _tile_loadd(5, b + 2 * LANES, b_bytes);
+            _tile_dpbf16ps(2, 4, 5);
+        }
+        if constexpr (COLUMNS > 3) {
+            _tile_loadd(6, b + 3 * LANES, b_bytes);
+            _tile_dpbf16ps(3, 4, 6);
+        }
+    }
+    _tile_stored(0, sums, bytes);
+    if constexpr (COLUMNS > 1) _tile_stored(1, sums + LANES, bytes);
+    if constexpr (COLUMNS > 2) _tile_stored(2, sums + 2 * LANES, bytes);
+    if constexpr (COLUMNS > 3) _tile_stored(3, sums + 3 * LANES, bytes);
+}
+
+// As for the other kinds of `Math`. Sums of earlier tiles are rescaled before.
+template <class Math, bool ADD>
+static void product_of(TileRegisters& registers, int rows, const uint32_t* a, int64_t a_stride,
+                       const Packed<uint32_t>& b, int depth, const float* scale, float* sums, int64_t sums_stride,
+                       int vectors) {
+    registers.shape(rows);
+    if (ADD) rescale_rows(sums, sums_stride, rows, vectors * LANES, scale);
+    const auto columns = [&](auto count, int c) {
+        product_in_tiles<ADD, count>(a, a_stride, b.words + c * LANES, b.stride, depth, sums + c * LANES, sums_stride);
+    };
+    int c = 0;
+    for (; c + 4 <= vectors; c += 4) columns(std::integral_constant<int, 4>(), c);
+    switch (vectors - c) {
+        case 1: return columns(std::integral_constant<int, 1>(), c);
+        case 2: return columns(std::integral_constant<int, 2>(), c);
+        case 3: return columns(std::integral_constant<int, 3>(), c);
+    }
+}
+#endif

@@ -1,0 +1,54 @@
+// AMX's tile registers: the permission to use them, and their shapes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+// Orders memory accesses before tile loads, which the compiler does not see.
+inline void tiles_will_load() { std::atomic_signal_fence(std::memory_order_release); }
+
+// A thread's tile registers, released at the end. A register has up to 16 rows of 64 bytes: 0 to 3 are for sums, 4 and
+// 7 for first factors, 5 and 6 for second ones.
+class TileRegisters {
+  public:
+    static constexpr int ROWS = 16;
+
+    static bool are_granted() {
+        static const bool granted = ask();
+        return granted;
+    }
+
+    // Gives the tiles of sums and first factors this number of rows. Unless they have it already, all tiles become zero.
+    void shape(int rows) {
+        if (rows == shaped) return;
+        shaped = rows;
+        alignas(64) struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS};
+        } shapes;
+        for (const int tile : {0, 1, 2, 3, 4, 7}) shapes.rows[tile] = uint8_t(rows);
+        tiles_will_load();
+        _tile_loadconfig(&shapes);
+    }
+
+    ~TileRegisters() {
+        if (shaped) _tile_release();
+    }
+
+  private:
+    // Asks Linux for the registers (ARCH_REQ_XCOMP_PERM), which a process may not use otherwise.
+    static bool ask() {
+        constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+        return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    }
+
+    int shaped = 0;
+};
+
+}  // namespace
