@@ -27,6 +27,7 @@ from tests.engine.attention_packs import make_pack, run
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 SOURCE = Path(cpu_backend.__file__).parent / "attention.cpp"
+KERNELS = sorted(path for folder in ("engine", "native") for path in (ROOT / folder).rglob("*.cpp"))
 PLAIN = AttentionOptions(1.0)
 has_compiler = pytest.mark.skipif(
     cpu_backend.build_fault() is not None, reason="the CPU kernel needs a C++ compiler"
@@ -199,6 +200,17 @@ def test_portable_code_gives_the_same_attention(
             torch.testing.assert_close(
                 run("cpu", pack, **arguments), run("torch", pack, **arguments), atol=tolerance, rtol=tolerance
             )
+
+
+@has_compiler
+@pytest.mark.parametrize("cpu", ["sapphirerapids", "cooperlake", "icelake-server", "znver3"])
+@pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.stem)
+def test_kernels_compile_for_other_cpus(cpu: str, source: Path) -> None:
+    """On this CPU, tests cannot run the instructions of all of them."""
+    if platform.machine() != "x86_64":
+        pytest.skip("another compiler has other names of CPUs")
+    flags = [flag for flag in build._FLAGS if flag not in ("-O3", "-shared")]
+    build._run([*build._compiler(), *flags, f"-march={cpu}", "-O0", "-fsyntax-only", str(source)])
 
 
 @has_compiler
