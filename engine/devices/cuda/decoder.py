@@ -17,9 +17,16 @@ from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.experts import choose_experts
-from engine.devices.cuda.kernels import add_norm, gate, rotate
+from engine.devices.cuda.kernels import add_norm, gate, norm_heads, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
-from engine.devices.torch.operations import Operations, multiplied, router_logits, scaled, side_by_side
+from engine.devices.torch.operations import (
+    UNIT_EPSILON,
+    Operations,
+    multiplied,
+    router_logits,
+    scaled,
+    side_by_side,
+)
 from engine.kv.attention import AttentionBackend, AttentionOptions
 from engine.kv.state_slots import RecurrentLayer
 from engine.lora.table import Adapters
@@ -30,6 +37,7 @@ from engine.model.program import (
     Layer,
     ModelProgram,
     Norm,
+    NormKind,
     Product,
     Recurrent,
     Rotation,
@@ -160,6 +168,15 @@ class CudaDecoder(Operations[StepInputs]):
         logits = router_logits(experts, normed)
         return choose_experts(experts, logits, normed.dtype)
 
+    def norm(self, norm: Norm, rows: Tensor) -> Tensor:
+        return _normed(rows, norm.weight, norm.epsilon, norm.kind, rows.dtype)
+
+    def norm_exactly(self, norm: Norm, rows: Tensor) -> Tensor:
+        return _normed(rows, norm.weight, norm.epsilon, NormKind.EXACT, torch.float32)
+
+    def unit(self, rows: Tensor) -> Tensor:
+        return _normed(rows, None, UNIT_EPSILON, NormKind.EXACT, rows.dtype)
+
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)
         backend = self._backends[self._table(mixer)]
@@ -231,6 +248,31 @@ class CudaDecoder(Operations[StepInputs]):
             enable_fp_fusion=False,  # as in the backend, which writes other models' keys and values
         )
         return query
+
+
+def _normed(
+    rows: Tensor, weight: Tensor | None, epsilon: float, kind: NormKind, dtype: torch.dtype
+) -> Tensor:
+    """Norm rows [rows, size] or [rows, heads, size]; without a weight, to length 1."""
+    heads, size = rows.shape[1:-1].numel(), rows.shape[-1]
+    if rows.stride(-1) != 1 or (heads > 1 and rows.stride(-2) != size):
+        rows = rows.contiguous()
+    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    norm_heads[(len(rows) * heads,)](
+        rows,
+        weight,
+        out,
+        epsilon,
+        rows.stride(0),
+        KIND=kind.value,
+        HEADS=heads,
+        GROUPS=1 if weight is None else weight.numel() // size,
+        SIZE=size,
+        PADDED=power_of_two(size),
+        SUMS=weight is None,
+        num_warps=1 if size <= 256 else 4,
+    )
+    return out
 
 
 def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None:

@@ -65,6 +65,33 @@ def add_norm(
 
 
 @triton.jit
+def norm_heads(
+    x,
+    weight,
+    out,
+    epsilon,
+    stride,
+    KIND: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Grid: (rows * HEADS). Norm each head of a row. Weights are [GROUPS, SIZE], for one group or all heads.
+    With SUMS, divide by the root of squares' sum, instead of their mean.
+    """
+    number, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    inside, head = i < SIZE, number % HEADS
+    values = tl.load(x + number // HEADS * stride + head * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / (1 if SUMS else SIZE) + epsilon)
+    if weight is not None:
+        weights = tl.load(weight + head % GROUPS * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+        values = _weighted(values, weights, out, KIND)
+    tl.store(out + number * SIZE + i, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _turned(
     head,
     norm,

@@ -41,7 +41,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU_TANH: partial(gelu, approximate="tanh"),
 }
 
-_UNIT_EPSILON = 1e-6
+UNIT_EPSILON = 1e-6
 """Epsilon of the delta rule's unit norms, from flash-linear-attention."""
 
 
@@ -74,6 +74,17 @@ class Operations(ABC, Generic[Rows]):
     def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows' experts, int64 [rows, chosen], and their weights."""
         return _route(experts, router_logits(experts, normed), normed.dtype)
+
+    def norm(self, norm: Norm, rows: Tensor) -> Tensor:
+        return apply_norm(norm, rows)
+
+    def norm_exactly(self, norm: Norm, rows: Tensor) -> Tensor:
+        """Norm rows [rows, groups, size] in float32. Groups have weights of their own, or all the same."""
+        return _normalized(rows, norm) * norm.weight.float().view(-1, rows.shape[-1])
+
+    def unit(self, rows: Tensor) -> Tensor:
+        """Divide rows [rows, heads, size] by their lengths."""
+        return unit(rows)
 
     def mix(self, mixer: Mixer, normed: Tensor, rows: Rows) -> Tensor:
         """Return the input of the mixer's output product."""
@@ -109,10 +120,10 @@ class Operations(ABC, Generic[Rows]):
         queries, latents, keys = made.split([made.shape[-1] - latent - shared, latent, shared], dim=-1)
         if mixer.queries is not None:
             assert mixer.query_norm is not None
-            queries = mixer.queries(apply_norm(mixer.query_norm, queries))
+            queries = mixer.queries(self.norm(mixer.query_norm, queries))
         plain, rest = queries.unflatten(-1, (mixer.heads, -1)).split([own, shared], dim=-1)
         query = torch.cat([mixer.to_latent(plain), rest], dim=-1)
-        key = torch.cat([apply_norm(mixer.key_norm, latents), keys], dim=-1).unsqueeze(1)
+        key = torch.cat([self.norm(mixer.key_norm, latents), keys], dim=-1).unsqueeze(1)
         out = self.attend_rows(query, key, key[..., :latent], mixer.layer, mixer.scale, 0)
         values: Tensor = mixer.to_value(out)
         return values.flatten(1)
@@ -150,7 +161,8 @@ class Operations(ABC, Generic[Rows]):
             gates = _sorted_heads(gates, shape.num_key_heads, [each, each])
         rows = silu(self._convolve(mixer, made[:, : shape.channels])).to(made.dtype).float()
         query, key = (
-            unit(part.unflatten(-1, (-1, shape.key_dim))) for part in rows[:, : 2 * keys].chunk(2, dim=-1)
+            self.unit(part.unflatten(-1, (-1, shape.key_dim)))
+            for part in rows[:, : 2 * keys].chunk(2, dim=-1)
         )
         value = rows[:, 2 * keys :].unflatten(-1, (heads, -1))
         beta = sigmoid(gates[:, :heads]).float()
@@ -165,10 +177,10 @@ class Operations(ABC, Generic[Rows]):
         read = self.operators.linear_attention(
             mixer.number, query * shape.key_dim**-0.5, key, value, decay, beta
         )
-        out, opening = apply_norm(mixer.norm, read.to(made.dtype)), opening.float().unflatten(-1, (heads, -1))
+        out, opening = self.norm(mixer.norm, read.to(made.dtype)), opening.float().unflatten(-1, (heads, -1))
         if mixer.decays is None:
             return (out * silu(opening)).to(made.dtype).flatten(1)
-        exact = _normalized(read.to(made.dtype), mixer.norm) * mixer.norm.weight.float()
+        exact = self.norm_exactly(mixer.norm, read.to(made.dtype))
         return (exact * sigmoid(opening)).to(made.dtype).flatten(1)
 
     def _scan(self, mixer: Recurrent, made: Tensor) -> Tensor:
@@ -193,8 +205,7 @@ class Operations(ABC, Generic[Rows]):
             return (out * silu(gate)).to(dtype)
         opening = silu(gate.float())
         out = out if mixer.norms_first else out * opening
-        out = _normalized(out.unflatten(-1, (-1, mixer.group)), mixer.norm).flatten(1)
-        out = out * mixer.norm.weight.float()
+        out = self.norm_exactly(mixer.norm, out.unflatten(-1, (-1, mixer.group))).flatten(1)
         return (out * opening if mixer.norms_first else out).to(dtype)
 
 
@@ -260,4 +271,4 @@ def _sorted_heads(rows: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
 
 
 def unit(rows: Tensor) -> Tensor:
-    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _UNIT_EPSILON)
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + UNIT_EPSILON)
