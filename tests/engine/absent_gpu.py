@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,19 @@ class _Operators(TorchDispatchMode):
             is_pinned = host.untyped_storage().data_ptr() in self._gpu.pinned
             if not is_pinned or not (kwargs.get("non_blocking") or args[2:] == (True,)):
                 self._gpu.wait("a copy that blocks")
-        elif _on_gpu(result) and not func.is_view and name not in _WITHOUT_KERNEL:
+        elif name not in _WITHOUT_KERNEL and _is_computed(func, args, result):
             self._gpu.launch(name)
         return result
+
+
+def _is_computed(func: Any, args: Sequence[Any], result: Any) -> bool:
+    """Return whether a result is on the GPU, and more than a view. Casts and reshapes are views or copies."""
+    first = result[0] if isinstance(result, list | tuple) and len(result) else result
+    if not _on_gpu(first):
+        return False
+    memory = first.untyped_storage()._cdata
+    is_view = bool(args) and _on_gpu(args[0]) and memory == args[0].untyped_storage()._cdata
+    return func._schema.is_mutable or not is_view
 
 
 @contextmanager

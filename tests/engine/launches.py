@@ -80,10 +80,10 @@ def served(model_type: str, changes: dict[str, Any]) -> Iterator[tuple[Any, list
     with tempfile.TemporaryDirectory() as folder:
         config_of(model_type, **changes).save_pretrained(folder)
         loading = ServeConfig(
-            model=folder, dtype="float32", device="cpu", max_model_len=96, load_format="dummy"
+            model=folder, dtype="float16", device="cpu", max_model_len=96, load_format="dummy"
         )
         loaded = replace(load_model(loading), device=GPU)
-    tile_experts(loaded.model, torch.float32)
+    tile_experts(loaded.model, torch.float16)
     loaded.model.to(GPU)
     state = (loaded.recurrent.state, 3) if loaded.recurrent is not None else ()
     with pytest.MonkeyPatch.context() as patch, absent_gpu() as gpu:

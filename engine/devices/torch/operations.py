@@ -177,11 +177,12 @@ class Operations(ABC, Generic[Rows]):
         read = self.operators.linear_attention(
             mixer.number, query * shape.key_dim**-0.5, key, value, decay, beta
         )
-        out, opening = self.norm(mixer.norm, read.to(made.dtype)), opening.float().unflatten(-1, (heads, -1))
+        read, opening = read.to(made.dtype), opening.float().unflatten(-1, (heads, -1))
         if mixer.decays is None:
-            return (out * silu(opening)).to(made.dtype).flatten(1)
-        exact = self.norm_exactly(mixer.norm, read.to(made.dtype))
-        return (exact * sigmoid(opening)).to(made.dtype).flatten(1)
+            out = self.norm(mixer.norm, read) * silu(opening)
+        else:
+            out = self.norm_exactly(mixer.norm, read) * sigmoid(opening)
+        return out.to(made.dtype).flatten(1)
 
     def _scan(self, mixer: Recurrent, made: Tensor) -> Tensor:
         """Run Mamba 2's state space: linear attention without the delta rule."""
