@@ -17,7 +17,7 @@ from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.experts import choose_experts
-from engine.devices.cuda.kernels import add_norm, gate, norm_heads, rotate
+from engine.devices.cuda.kernels import add_norm, gate, norm_heads, rotate, silu_rows
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.devices.torch.operations import (
     UNIT_EPSILON,
@@ -177,6 +177,19 @@ class CudaDecoder(Operations[StepInputs]):
     def unit(self, rows: Tensor) -> Tensor:
         return _normed(rows, None, UNIT_EPSILON, NormKind.EXACT, rows.dtype)
 
+    def gate_heads(self, mixer: Recurrent, read: Tensor, opening: Tensor) -> Tensor:
+        norm = mixer.norm
+        assert norm is not None
+        kind = norm.kind if mixer.decays is None else NormKind.EXACT
+        return _normed(read, norm.weight, norm.epsilon, kind, opening.dtype, opening).flatten(1)
+
+    def activate_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        grid = len(rows), ceil_div(rows.shape[1], _GATE_BLOCK)
+        like = self._program.embeddings
+        silu_rows[grid](rows.contiguous(), like, out, COUNT=rows.shape[1], BLOCK=_GATE_BLOCK, num_warps=4)
+        return out
+
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)
         backend = self._backends[self._table(mixer)]
@@ -251,7 +264,12 @@ class CudaDecoder(Operations[StepInputs]):
 
 
 def _normed(
-    rows: Tensor, weight: Tensor | None, epsilon: float, kind: NormKind, dtype: torch.dtype
+    rows: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    kind: NormKind,
+    dtype: torch.dtype,
+    gates: Tensor | None = None,
 ) -> Tensor:
     """Norm rows [rows, size] or [rows, heads, size]; without a weight, to length 1."""
     heads, size = rows.shape[1:-1].numel(), rows.shape[-1]
@@ -261,9 +279,11 @@ def _normed(
     norm_heads[(len(rows) * heads,)](
         rows,
         weight,
+        gates,
         out,
         epsilon,
         rows.stride(0),
+        0 if gates is None else gates.stride(0),
         KIND=kind.value,
         HEADS=heads,
         GROUPS=1 if weight is None else weight.numel() // size,

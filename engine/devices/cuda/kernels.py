@@ -10,6 +10,7 @@ from engine.model.program import Activation, NormKind
 
 _PLAIN = tl.constexpr(int(NormKind.PLAIN))
 _CENTRED = tl.constexpr(int(NormKind.CENTRED))
+_EXACT = tl.constexpr(int(NormKind.EXACT))
 _GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
 
 
@@ -65,12 +66,23 @@ def add_norm(
 
 
 @triton.jit
+def silu_rows(x, like, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows, blocks). Write SiLU of a row, rounded to the dtype of `like`."""
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * COUNT + i
+    values = tl.load(x + place, mask=i < COUNT, other=0.0).to(tl.float32)
+    tl.store(out + place, _rounded(values / (1.0 + tl.exp(-values)), like), mask=i < COUNT)
+
+
+@triton.jit
 def norm_heads(
     x,
     weight,
+    gates,
     out,
     epsilon,
     stride,
+    gates_stride,
     KIND: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -79,15 +91,25 @@ def norm_heads(
     SUMS: tl.constexpr,
 ):
     """Grid: (rows * HEADS). Norm each head of a row. Weights are [GROUPS, SIZE], for one group or all heads.
-    With SUMS, divide by the root of squares' sum, instead of their mean.
+    With SUMS, divide by the root of squares' sum, instead of their mean. With `gates`, `x` is rounded before,
+    and the results are multiplied by the gates' SiLU, or in an EXACT norm their sigmoid.
     """
     number, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside, head = i < SIZE, number % HEADS
     values = tl.load(x + number // HEADS * stride + head * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    if gates is not None:
+        values = _rounded(values, out)
     values *= tl.rsqrt(tl.sum(values * values, 0) / (1 if SUMS else SIZE) + epsilon)
     if weight is not None:
         weights = tl.load(weight + head % GROUPS * SIZE + i, mask=inside, other=0.0).to(tl.float32)
         values = _weighted(values, weights, out, KIND)
+    if gates is not None:
+        place = number // HEADS * gates_stride + head * SIZE + i
+        opening = tl.load(gates + place, mask=inside, other=0.0).to(tl.float32)
+        open = 1.0 / (1.0 + tl.exp(-opening))
+        if KIND != _EXACT:
+            values, open = _rounded(values, out), open * opening
+        values *= open
     tl.store(out + number * SIZE + i, values.to(out.dtype.element_ty), mask=inside)
 
 

@@ -86,6 +86,20 @@ class Operations(ABC, Generic[Rows]):
         """Divide rows [rows, heads, size] by their lengths."""
         return unit(rows)
 
+    def activate_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return SiLU of rows, rounded to `dtype`, in float32."""
+        return silu(rows).to(dtype).float()
+
+    def gate_heads(self, mixer: Recurrent, read: Tensor, opening: Tensor) -> Tensor:
+        """Norm what a delta rule read, and open its output gates: all are [rows, heads, size]."""
+        assert mixer.norm is not None
+        read, opened = read.to(opening.dtype), opening.float()
+        if mixer.decays is None:
+            out = self.norm(mixer.norm, read) * silu(opened)
+        else:
+            out = self.norm_exactly(mixer.norm, read) * sigmoid(opened)
+        return out.to(opening.dtype).flatten(1)
+
     def mix(self, mixer: Mixer, normed: Tensor, rows: Rows) -> Tensor:
         """Return the input of the mixer's output product."""
         normed = scaled(normed, mixer.input_multiplier)
@@ -159,7 +173,7 @@ class Operations(ABC, Generic[Rows]):
             values = each * shape.value_dim
             made = _sorted_heads(made, shape.num_key_heads, [shape.key_dim] * 2 + [values] * 2)
             gates = _sorted_heads(gates, shape.num_key_heads, [each, each])
-        rows = silu(self._convolve(mixer, made[:, : shape.channels])).to(made.dtype).float()
+        rows = self.activate_rows(self._convolve(mixer, made[:, : shape.channels]), made.dtype)
         query, key = (
             self.unit(part.unflatten(-1, (-1, shape.key_dim)))
             for part in rows[:, : 2 * keys].chunk(2, dim=-1)
@@ -177,12 +191,7 @@ class Operations(ABC, Generic[Rows]):
         read = self.operators.linear_attention(
             mixer.number, query * shape.key_dim**-0.5, key, value, decay, beta
         )
-        read, opening = read.to(made.dtype), opening.float().unflatten(-1, (heads, -1))
-        if mixer.decays is None:
-            out = self.norm(mixer.norm, read) * silu(opening)
-        else:
-            out = self.norm_exactly(mixer.norm, read) * sigmoid(opening)
-        return out.to(made.dtype).flatten(1)
+        return self.gate_heads(mixer, read, opening.unflatten(-1, (heads, -1)))
 
     def _scan(self, mixer: Recurrent, made: Tensor) -> Tensor:
         """Run Mamba 2's state space: linear attention without the delta rule."""
@@ -191,7 +200,7 @@ class Operations(ABC, Generic[Rows]):
         shape, dtype = self.recurrent[mixer.number], made.dtype
         width, keys = shape.num_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
         gate, inputs, times = made.split([width, shape.channels, shape.num_heads], dim=-1)
-        rows = silu(self._convolve(mixer, inputs)).to(dtype).float()
+        rows = self.activate_rows(self._convolve(mixer, inputs), dtype)
         value = rows[:, :width].unflatten(-1, (shape.num_heads, -1))
         key, query = (
             part.unflatten(-1, (-1, shape.key_dim)) for part in rows[:, width:].split([keys, keys], dim=-1)
