@@ -49,23 +49,9 @@ def _attend_to(
     stop,
     low,
     state,
-    q,
-    q_tail,
-    row_keys,
-    keys,
-    key_scales,
-    values,
-    value_scales,
-    blocks,
-    keys_block,
-    keys_token,
-    keys_offset,
-    values_block,
-    values_token,
-    values_offset,
-    kv_head,
-    scale,
-    softcap,
+    queries,
+    cache,
+    scaling,
     EDGE: tl.constexpr,
     TREES: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -80,13 +66,17 @@ def _attend_to(
     FP8: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Add the keys [begin, stop) to `state`. Without EDGE all rows see all of them.
+    """Add the keys [begin, stop) of `cache` to `state`. Without EDGE all rows see all of them.
 
     Weights are summed by a product with ones, whose order does not depend on how threads share a tile.
     """
     total, mass, top = state
+    q, q_tail, first, end, fork, path = queries
+    key_side, value_side, blocks, kv_head = cache
+    keys, key_scales, keys_block, keys_token, keys_offset = key_side
+    values, value_scales, values_block, values_token, values_offset = value_side
+    scale, softcap = scaling
     ones = tl.full([KEYS, 16], 1.0, tl.float32).to(MULTIPLIED)
-    first, end, fork, path = row_keys
     for start in range(begin, stop, KEYS):
         key = start + tl.arange(0, KEYS)
         inside = key < stop
@@ -210,27 +200,13 @@ def _split(
     high,
     oldest,
     first_of_all,
-    q,
-    q_tail,
-    row_keys,
-    keys,
-    key_scales,
-    values,
-    value_scales,
-    blocks,
+    queries,
+    cache,
+    scaling,
     first_key,
     tree_start,
     sequence,
     window,
-    keys_block,
-    keys_token,
-    keys_offset,
-    values_block,
-    values_token,
-    values_offset,
-    kv_head,
-    scale,
-    softcap,
     ROWS: tl.constexpr,
     TREES: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -266,23 +242,9 @@ def _split(
                 bounds[part + 1],
                 low,
                 state,
-                q,
-                q_tail,
-                row_keys,
-                keys,
-                key_scales,
-                values,
-                value_scales,
-                blocks,
-                keys_block,
-                keys_token,
-                keys_offset,
-                values_block,
-                values_token,
-                values_offset,
-                kv_head,
-                scale,
-                softcap,
+                queries,
+                cache,
+                scaling,
                 part != 1,
                 TREES,
                 SOFTCAP,
@@ -443,11 +405,13 @@ def attend(
             live = live & (tl.load(slots + row, mask=live, other=-1) >= 0)
             q_place = query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head
             q, q_tail = _queries(q_place, live, KEY_DIM, KEY_PADDED, TAIL_PADDED, MULTIPLIED)
-            row_keys = visible_keys(
+            first, end, fork, path = visible_keys(
                 row, live, origin + row, first_of_all, visible, tree_start, sequence, window, WINDOWED
             )
-            blocks = table + sequence * table_row
-            keys_offset, values_offset = kv_head * keys_head, kv_head * values_head
+            queries = (q, q_tail, first, end, fork, path)
+            key_side = (keys, key_scales, keys_block, keys_token, kv_head * keys_head)
+            value_side = (values, value_scales, values_block, values_token, kv_head * values_head)
+            cache = (key_side, value_side, table + sequence * table_row, kv_head)
             mask = live[:, None] & (e < VALUE_DIM)[None, :]
             first_split, rows = split, tl.program_id(0).to(tl.int64) * (2 * ROWS) + m
             for split in range(first_split, end_split):
@@ -457,27 +421,13 @@ def attend(
                     high,
                     origin + first_row,
                     first_of_all,
-                    q,
-                    q_tail,
-                    row_keys,
-                    keys,
-                    key_scales,
-                    values,
-                    value_scales,
-                    blocks,
+                    queries,
+                    cache,
+                    (scale, softcap),
                     first_key,
                     tree_start,
                     sequence,
                     window,
-                    keys_block,
-                    keys_token,
-                    keys_offset,
-                    values_block,
-                    values_token,
-                    values_offset,
-                    kv_head,
-                    scale,
-                    softcap,
                     ROWS,
                     visible is not None,
                     SOFTCAP,
