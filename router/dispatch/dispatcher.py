@@ -31,8 +31,6 @@ do not count, and a token from a decode worker resets the count: a request that 
 number of deaths. Workers that fell silent do not count either: their whole process was stopped, since
 heartbeats have their own thread, which no request can block.
 """
-MAX_REDIRECTS = 3
-"""Number of decode workers that may fail to take over a request before its prefill worker decodes it."""
 
 Cause = ErrorKind | Literal["drain", "thinking", "raced"]
 _REPLACEABLE = ("worker_lost", "transfer")
@@ -149,8 +147,8 @@ class Dispatcher:
                 self._place_again_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
 
     def lost(self, request: LiveRequest, at: Assignment, reason: str) -> None:
-        """Place a request again that its worker (`Assignment.current`) turned out not to have."""
-        self._place_again_or_fail(request, "worker_lost", reason, counts=at.current is not at.answered_by)
+        """Place a request again that its worker (`Assignment.worker`) turned out not to have."""
+        self._place_again_or_fail(request, "worker_lost", reason, counts=at.worker is not at.answered_by)
 
     def handover_failed(self, message: HandoverFailed) -> None:
         """Handle a prefill worker's report that the decode worker did not take over a prompt."""
@@ -224,7 +222,7 @@ class Dispatcher:
         return request.choice.num_tokens - num_before
 
     def _handle(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
-        complaint = _complaint(request, output)
+        complaint = request.complaint(output)
         if complaint is not None:
             self._metrics.count("messages_dropped_total", "malformed")
             reason = f"worker {worker.key.worker_id} {complaint}"
@@ -317,7 +315,7 @@ class Dispatcher:
         if at is None or end is None:
             return False
         self._placer.abort([request])
-        self._handle(request, at.current, end, now)
+        self._handle(request, at.worker, end, now)
         return True
 
     def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:
@@ -368,7 +366,7 @@ class Dispatcher:
         prefill, failed = at.prefill, at.decode
         may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
         request.failed.add(failed.key.incarnation)
-        target = self._next_decode(request, prefill, failed if may_ask_again else None)
+        target = self._placer.next_decode(request, prefill, failed if may_ask_again else None)
         message = Redirect(
             incarnation=prefill.key.incarnation,
             request_id=request.request_id,
@@ -392,16 +390,6 @@ class Dispatcher:
         else:
             self._metrics.count("handoff_redirects_total", kind)
 
-    def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
-        """Return the next decode worker: one that has not failed, the only one `again`, or `prefill`."""
-        if request.redirects >= MAX_REDIRECTS:
-            return prefill
-        decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
-        others = [worker for worker in decodes if worker.key.incarnation not in request.failed]
-        if again is not None and decodes == [again]:
-            others = decodes
-        return self._placer.next_decode(request, prefill, others)
-
     # --- the end ----------------------------------------------------------------------------------
 
     def _timed_out(self, generation: Generation) -> None:
@@ -411,18 +399,3 @@ class Dispatcher:
     def _close(self, generation: Generation) -> None:
         if generation.timeout is not None:
             generation.timeout.cancel()
-
-
-def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
-    """Return the reason why a worker's output is invalid beyond what its type checks, or None."""
-    num_tokens = len(output.token_ids)
-    if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
-        return "sent more tokens than were asked for"
-    drafted = max(output.accepted_tokens, output.predicted_tokens)
-    if output.accepted_tokens > num_tokens or drafted > output.drafted_tokens:
-        return "counted more tokens as accepted or predicted than it drafted or sent"
-    if output.logprobs is None:
-        missing = num_tokens > 0 and request.sampling.logprobs is not None
-    else:
-        missing = len(output.logprobs) != num_tokens
-    return "sent no log-probabilities for some tokens" if missing else None

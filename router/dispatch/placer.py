@@ -30,6 +30,8 @@ FIRST_OUTPUT = 128.0
 """[tokens] Mean length of an answer to assume before any request has ended."""
 OUTPUT_PACE = 0.05
 """Weight of each ended request in the mean length of answers."""
+MAX_REDIRECTS = 3
+"""Number of decode workers that may fail to take over a request before its prefill worker decodes it."""
 
 
 class Placer:
@@ -111,18 +113,30 @@ class Placer:
         for worker, request_ids in by_worker.items():
             self._send(worker, Abort(request_ids=request_ids))
 
-    def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
-        """Return the decode worker, of `workers`, for a prompt of `prefill`; `prefill` if there are none."""
-        workers = [worker for worker in workers if not worker.is_suspect] or workers
-        cluster = Cluster(worker.load for worker in workers)
-        name = self._policy.next_decode(self._facts(request), cluster, self._state)
-        return self._registry.named(name) if name is not None else prefill
+    def next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
+        """Return the next decode worker: one that has not failed, the only one `again`, or `prefill`."""
+        if request.redirects >= MAX_REDIRECTS:
+            return prefill
+        decodes = self._decodes()
+        others = [worker for worker in decodes if worker.key.incarnation not in request.failed]
+        if again is not None and decodes == [again]:
+            others = decodes
+        return self._choose(request, others) or prefill
 
     def other_decode(self, request: LiveRequest, leaves: Worker) -> Worker | None:
         """Return another worker that can continue to decode the request of `leaves`, if any."""
-        decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
-        other = self.next_decode(request, leaves, decodes)
+        other = self._choose(request, self._decodes())
         return None if other is leaves else other
+
+    def _decodes(self) -> list[Worker]:
+        return [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
+
+    def _choose(self, request: LiveRequest, workers: list[Worker]) -> Worker | None:
+        """Return the decode worker, of `workers`, for a request; None if there are none."""
+        workers = [worker for worker in workers if not worker.is_suspect] or workers
+        cluster = Cluster(worker.load for worker in workers)
+        name = self._policy.next_decode(self._facts(request), cluster, self._state)
+        return None if name is None else self._registry.named(name)
 
     def move(self, request: LiveRequest, target: Worker) -> bool:
         """Place the request on `target`. Return False if `target` cannot be reached: place it again then."""

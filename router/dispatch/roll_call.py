@@ -35,7 +35,7 @@ class RollCall:
         for request, at in self._journal.assigned():
             is_sent = at.stage is not Stage.HELD
             if is_sent and now - max(request.heard_at, request.asked_at) > ASK_AFTER_S:
-                silent[at.current].append(request.request_id)
+                silent[at.worker].append(request.request_id)
                 request.asked_at = now
         for worker, request_ids in silent.items():
             if worker.is_reachable:
@@ -49,7 +49,7 @@ class RollCall:
         for request_id in message.request_ids:
             request = self._journal.get(request_id)
             at = request.current if request is not None else None
-            if request is not None and at is not None and at.current is worker:
+            if request is not None and at is not None and at.worker is worker:
                 self._on_absent(request, at)
 
     def _on_absent(self, request: LiveRequest, at: Assignment) -> None:
@@ -57,5 +57,5 @@ class RollCall:
             self._loads.handed_over(at)
             return
         self._metrics.count("requests_lost_total")
-        reason = f"worker {at.current.key.worker_id} has nothing of it: a message got lost"
+        reason = f"worker {at.worker.key.worker_id} has nothing of it: a message got lost"
         self._dispatcher.lost(request, at, reason)

@@ -142,6 +142,20 @@ class LiveRequest:
             self.times.num_steps, max(num_tokens - 1, 0), choice.drafted_tokens, choice.accepted_tokens
         )
 
+    def complaint(self, output: TokenOutput) -> str | None:
+        """Return the reason why a worker's output is invalid beyond what its type checks, or None."""
+        num_tokens = len(output.token_ids)
+        if len(self.output_token_ids) + num_tokens > self.sampling.max_tokens:
+            return "sent more tokens than were asked for"
+        drafted = max(output.accepted_tokens, output.predicted_tokens)
+        if output.accepted_tokens > num_tokens or drafted > output.drafted_tokens:
+            return "counted more tokens as accepted or predicted than it drafted or sent"
+        if output.logprobs is None:
+            missing = num_tokens > 0 and self.sampling.logprobs is not None
+        else:
+            missing = len(output.logprobs) != num_tokens
+        return "sent no log-probabilities for some tokens" if missing else None
+
     def past_budget(self, output: TokenOutput) -> TokenOutput | None:
         """Return the output to use instead of this one if it exceeds the thinking budget, else None."""
         thinking = self.generation.thinking

@@ -95,7 +95,7 @@ class Assignment:
         return self.first if self.first is not self.decode and self.stage in _AT_FIRST else None
 
     @property
-    def current(self) -> Worker:
+    def worker(self) -> Worker:
         """The worker that has the request, or has sent its end already, unless a message got lost."""
         return self.prefill or self.decode
 

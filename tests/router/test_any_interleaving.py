@@ -515,7 +515,7 @@ def test_a_silent_request_is_asked_for_once_in_a_while():
     asked = []
     for number in range(1, 12):
         world.run(lambda at=silent_since + 0.3 * number: world.state.roll_call.sweep(at))
-        inbox = world.workers[request.assignment.current.key.worker_id].inbox
+        inbox = world.workers[request.assignment.worker.key.worker_id].inbox
         asked += [number for message in inbox if isinstance(message, CallRoll)]
         inbox.clear()
     assert asked == [1, 5, 9]

@@ -31,12 +31,12 @@ def test_a_split_request(registry):
     assert (at.stage, at.stage.shown, at.holders) == (Stage.HELD, "queue", [prefill, decode])
     assert not at.is_sent_to(prefill), "it has not left the router"
     loads.sent(at)
-    assert (at.stage.shown, at.waits_at, at.current, at.answered_by) == ("prefill", prefill, prefill, None)
+    assert (at.stage.shown, at.waits_at, at.worker, at.answered_by) == ("prefill", prefill, prefill, None)
     assert counts(prefill, decode) == [(1, 1, 0), (1, 0, 1)]
     loads.answered(at)
     assert (at.stage, at.stage.shown, at.answered_by) == (Stage.TRANSFER, "transfer", prefill)
     loads.handed_over(at)
-    assert (at.stage.shown, at.holders, at.current, at.answered_by) == ("transfer", [decode], decode, prefill)
+    assert (at.stage.shown, at.holders, at.worker, at.answered_by) == ("transfer", [decode], decode, prefill)
     loads.taken_over(at)
     assert (at.stage.shown, at.answered_by, at.is_sent_to(prefill)) == ("decode", decode, False)
     assert counts(prefill, decode) == [(0, 0, 0), (1, 0, 1)]
