@@ -109,7 +109,7 @@ class _DraftConnection:
     num_tokens: int = 0
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         return bool(self.updates) or 0 in self.ended.values()
 
     def message(self, number: int) -> DraftFor:
@@ -157,8 +157,8 @@ class DraftClient:
         for remote in self._remote.requests.values():
             self._collect(remote, now)
         for line in self._lines.values():
-            if line.has_news and not line.is_lost:
-                self._tell(line, now)
+            if line.has_updates and not line.is_lost:
+                self._send_to(line, now)
 
     def _close(self, remote: RemoteRequest) -> None:
         order = self._orders.get(remote.request_id)
@@ -182,7 +182,7 @@ class DraftClient:
             line.updates.append(update)
             line.num_tokens += len(update.token_ids)
 
-    def _tell(self, line: _DraftConnection, now: float) -> None:
+    def _send_to(self, line: _DraftConnection, now: float) -> None:
         line.ask_at = now + ASK_AGAIN_S
         is_taken = self._peers.offer(line.address, line.message(next(self._numbers)))
         if line.is_lost:
@@ -268,7 +268,7 @@ class DraftClient:
             elif is_used and since is not None and now - since > self._silence_s:
                 self._lose(line, now, f"it sent nothing for {now - since:.1f} s")
             elif (line.is_lost or line.ended) and now >= line.ask_at:
-                self._tell(line, now)
+                self._send_to(line, now)
 
     def _lose(self, line: _DraftConnection, now: float, why: str) -> None:
         self._counters.add("draft_workers_lost_total")

@@ -16,7 +16,7 @@ from deploy.routers.pool import RouterPool, Routers
 from deploy.signals import Patience, complain, leave_unready
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
-from native.heap import settle
+from native.heap import freeze_heap
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.logs import say
@@ -144,7 +144,7 @@ def run(
         say(config.log_format, f"Starting {config.num_workers} workers of {config.model_name} ...")
         launcher.start()
 
-    settle()
+    freeze_heap()
     try:
         server.run(on_start=start, on_signal=on_signal)
     finally:

@@ -87,7 +87,7 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
                 super().start_log_monitor()
 
         def start_raylet(self, *args: Any, **options: Any) -> None:
-            _tell_ports_of_no_agents(self)
+            _write_ports_of_no_agents(self)
             super().start_raylet(*args, **options)
 
     def start_process(command: list[str], *args: Any, **options: Any) -> Any:
@@ -102,7 +102,7 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
         node.Node, services.start_ray_process = plain, plain_start
 
 
-def _tell_ports_of_no_agents(node: Any) -> None:
+def _write_ports_of_no_agents(node: Any) -> None:
     """Write -1, for no agents, as the agents' ports: the raylet waits for these."""
     from ray import _raylet
 

@@ -7,7 +7,7 @@ import ctypes
 import gc
 
 
-def settle() -> None:
+def freeze_heap() -> None:
     """Exclude all current objects from garbage collection, and return free memory to the kernel.
 
     Otherwise each collection scans the libraries' objects, which takes milliseconds and copies their pages in

@@ -25,13 +25,13 @@ class AdapterTable:
 
     The first worker reports the adapters of `--lora-modules`; after that this table decides. A worker that
     registers must load and unload what differs before it gets a request. With several routers, one at a time
-    changes the table and calls `tell` to inform the others.
+    changes the table and calls `publish` to inform the others.
     """
 
     def __init__(self, core: Core, turns: ChangeTurns) -> None:
         self._config, _, self._registry, _, self._send = core
         self._turns = turns
-        self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None
+        self.publish: Callable[[str, Adapter | None], None] = lambda name, adapter: None
         """Called with a name and the adapter that it means now; None: it means no adapter."""
         self._named: dict[str, Adapter] | None = None
         self._early_changes: dict[str, Adapter | None] = {}
@@ -59,17 +59,17 @@ class AdapterTable:
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def greet(self, worker: Worker) -> None:
+    def synchronize(self, worker: Worker) -> None:
         if worker.role.holds_draft:
             return
         if self._named is None:
             self._named = self._first_named(worker)
         for adapter in worker.adapters:
             if self._named.get(adapter.name) != adapter:
-                self._tell_to_unload(worker, adapter.name)
+                self._send_unload(worker, adapter.name)
         for adapter in self._named.values():
             if adapter not in worker.adapters:
-                self._tell_to_load(worker, adapter.name, adapter.path, adapter.digest)
+                self._send_load(worker, adapter.name, adapter.path, adapter.digest)
 
     def _first_named(self, worker: Worker) -> dict[str, Adapter]:
         """Return the adapters that the first worker reports, with the changes that other routers reported.
@@ -110,7 +110,7 @@ class AdapterTable:
             self._named[name] = adapter
             for worker in self._registry:  # includes workers that came in the meantime
                 if not worker.role.holds_draft:
-                    self._tell_to_load(worker, name, adapter.path, adapter.digest)
+                    self._send_load(worker, name, adapter.path, adapter.digest)
 
     async def load(self, name: str, path: str) -> None:
         """Load the adapter on every worker, or on none. Raises `ApiError` or `InvalidRequestError`."""
@@ -140,7 +140,7 @@ class AdapterTable:
 
     def _change(self, name: str, adapter: Adapter | None) -> None:
         self.apply(name, adapter)
-        self.tell(name, adapter)
+        self.publish(name, adapter)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -160,7 +160,7 @@ class AdapterTable:
         """Return the answers of workers that stay alive. Raises `ApiError` if an answer is late."""
         loop, waiting = asyncio.get_running_loop(), []
         for worker in workers:
-            if self._tell_to_load(worker, name, path):
+            if self._send_load(worker, name, path):
                 self._waiting[worker, name] = loop.create_future()
                 waiting.append(self._waiting[worker, name])
         if not waiting:
@@ -177,11 +177,11 @@ class AdapterTable:
     def _forget(self, name: str) -> None:
         for worker in self._registry:
             if not worker.role.holds_draft:
-                self._tell_to_unload(worker, name)
+                self._send_unload(worker, name)
 
-    def _tell_to_load(self, worker: Worker, name: str, path: str, digest: str = "") -> bool:
+    def _send_load(self, worker: Worker, name: str, path: str, digest: str = "") -> bool:
         incarnation = worker.key.incarnation
         return self._send(worker, LoadAdapter(incarnation=incarnation, name=name, path=path, digest=digest))
 
-    def _tell_to_unload(self, worker: Worker, name: str) -> None:
+    def _send_unload(self, worker: Worker, name: str) -> None:
         self._send(worker, UnloadAdapter(incarnation=worker.key.incarnation, name=name))

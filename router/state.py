@@ -126,7 +126,7 @@ class RouterState:
         self.restarter = Restarter(core, self.drainer, self.scaler, self.turns)
         self.autoscaler = Autoscaler(core, self.scaler, self.drainer, self.placer.meter)
         self.roll_call = RollCall(core, self.placer.loads, self.dispatcher)
-        self.registry.on_registered = self._greet
+        self.registry.on_registered = self._on_registered
         self.registry.on_lost = self._on_lost
         self.registry.on_refused = self._refuse
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -212,11 +212,11 @@ class RouterState:
         if not self.registry.is_retired(state.worker_id, state.incarnation):
             self.link.send_to(state.worker_id, Unregistered(incarnation=state.incarnation))
 
-    def _greet(self, worker: Worker) -> None:
+    def _on_registered(self, worker: Worker) -> None:
         """Confirm a registration, and let workers connect before the first request needs the connections."""
         self.kv_feed.register(worker)
         self.link.send(worker, Registered(incarnation=worker.key.incarnation, router=self.incarnation))
-        self.adapters.greet(worker)
+        self.adapters.synchronize(worker)
         live = self.registry.live()
         receivers = [other.address for other in live if other.role.name in worker.role.pushes_to]
         if receivers:

@@ -62,7 +62,7 @@ class DraftSources:
         for drafter in self.drafters.values():
             drafter.attach(self._loaded, pool)
 
-    def tell_estimator(self, method: Source) -> None:
+    def register_method(self, method: Source) -> None:
         """Tell the estimator what the drafter, which is ready, can draft and what it reads."""
         drafter = self.drafters[method]
         has_kv = drafter.kv_group is not None
@@ -91,7 +91,7 @@ class DraftSources:
         assert source != REMOTE  # always there if a request may use it
         self.drafters[source] = build_drafter(source, self._options, self._config, self._loaded)
         self.drafters[source].attach(self._loaded, self._pool)
-        self.tell_estimator(source)
+        self.register_method(source)
 
     def source(self, sequence: SequenceState) -> Source | None:
         """Return the source of the sequence's drafts: by its plan, its request or the deployment's choice.

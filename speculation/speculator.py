@@ -89,7 +89,7 @@ class BatchSpeculator(Speculator):
             estimator.target = TargetTime(measure_target(profiling, self.verify, max_sequences))
         for method, drafter in self._drafters.items():
             drafter.warm_up()
-            self._sources.tell_estimator(method)
+            self._sources.register_method(method)
             if measures and drafter.kv_group is not None and drafter.hidden_layers:
                 estimator.methods[method].time.per_read = measure_reading(profiling, drafter)
 

@@ -55,7 +55,7 @@ class Departure:
             role=message.role,
             next_incarnation=message.next_incarnation,
         )
-        self._tell(self._leaving)
+        self._announce(self._leaving)
 
     def advance(self, now: float) -> None:
         """Tell the routers that the worker leaves. End it after the deadline (`now`: monotonic)."""
@@ -64,7 +64,7 @@ class Departure:
                 return
             log.info("told to end: the router takes the requests elsewhere")
             self._leaving = Leaving(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation)
-        self._tell(self._leaving)
+        self._announce(self._leaving)
         self._end_if_free(self._leaving)
         if self._end_by is None:
             self._end_by = now + self._parts.config.drain_timeout + LEAVE_GRACE_S
@@ -78,7 +78,7 @@ class Departure:
         if self._leaving is not None:
             self._end_if_free(self._leaving)
 
-    def _tell(self, leaving: Leaving) -> None:
+    def _announce(self, leaving: Leaving) -> None:
         """Tell each router once, including routers that start meanwhile."""
         for link in self._links:
             if not link.told_leaving:

@@ -104,10 +104,10 @@ class Heartbeat:
         stalled_s = self._stalls.look(passed_s, longest_s)
         if bool(stalled_s) != self._is_stalled:
             self._is_stalled = bool(stalled_s)
-            self._say(stalled_s)
+            self._log_stall(stalled_s)
         return msgspec.structs.replace(state, stalled_s=stalled_s)
 
-    def _say(self, stalled_s: float) -> None:
+    def _log_stall(self, stalled_s: float) -> None:
         if not stalled_s:
             log.warning("the loop goes on")
             return

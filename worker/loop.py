@@ -66,7 +66,7 @@ class WorkerLoop(RoleWork):
         self._fetcher = PrefixFetcher(self.address, engine, self.receiver, self.peers, self.counters)
         self._holder = PrefixHolder(engine, self.sender, self.counters)
         self._kv_events: KvEventSender | None = None
-        if parts.tells_of_cache:
+        if parts.reports_cache:
             self._kv_events = KvEventSender(parts, engine.blocks, links, parts.kv_publisher)
         self._stop = threading.Event()
         self.departure = Departure(parts, links, self.stop)
@@ -91,7 +91,7 @@ class WorkerLoop(RoleWork):
         progress = self.parts.progress
         progress.begin()
         try:
-            self._tell_kv_events()
+            self._send_kv_events()
             while not self._stop.is_set():
                 progress.turns += 1
                 self._turn()
@@ -122,10 +122,10 @@ class WorkerLoop(RoleWork):
         now = time.monotonic()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + HOUSEKEEPING_INTERVAL_S
-            self._keep_house(now)
+            self._do_upkeep(now)
         if self.outbox:
             self.flush()
-        self._tell_kv_events()
+        self._send_kv_events()
         self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
 
     def handle(self, events: dict[object, int]) -> None:
@@ -175,7 +175,7 @@ class WorkerLoop(RoleWork):
         elif (answer := self._holder.lend(message)) is not None:
             self.inbox.reply(identity, answer)
 
-    def _keep_house(self, now: float) -> None:
+    def _do_upkeep(self, now: float) -> None:
         self.departure.advance(now)
         self._end_orphans(now)
         self.adapter_loads.poll(now)
@@ -238,7 +238,7 @@ class WorkerLoop(RoleWork):
         self.after_step(outputs)
         return seconds
 
-    def _tell_kv_events(self) -> None:
+    def _send_kv_events(self) -> None:
         if self._kv_events is not None:
             self._kv_events.send()
 

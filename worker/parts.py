@@ -113,7 +113,7 @@ class WorkerParts:
         self.role, self.incarnation = role, incarnation
 
     @property
-    def tells_of_cache(self) -> bool:
+    def reports_cache(self) -> bool:
         """Whether others learn the prefix cache's contents; False on a worker that holds the draft model."""
         return self.config.enable_prefix_caching and not self.role.holds_draft
 

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.parallel.leader import Leader
 from kvtransfer.transports.object_store import Carrier
 from messaging.sockets import address_towards
-from native.heap import settle
+from native.heap import freeze_heap
 from protocol.errors import TandemError
 from protocol.ids import PeerAddress
 from protocol.speculation import describe
@@ -115,7 +115,7 @@ def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: L
     if launch.shares_cores and place is not None and engine.runs_on_any_threads:
         parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
         engine.borrow(parts.cores.were_kept)
-    settle()
+    freeze_heap()
     return engine
 
 
@@ -177,7 +177,7 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
-        cache=engine.cache_format if parts.tells_of_cache else None,
+        cache=engine.cache_format if parts.reports_cache else None,
         adapters=engine.adapters.listed() if engine.adapters is not None else [],
         start_up={
             **engine.start_up,

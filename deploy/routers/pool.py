@@ -103,13 +103,13 @@ class _Router:
     process: subprocess.Popen[bytes] | None = None
     control: socket.socket | None = None
     started: float = 0.0
-    heard: float = 0.0
+    last_message: float = 0.0
     ready: bool = False
     was_ready: bool = False
     workers: Mapping[str, messages.KnownWorker] = field(default_factory=dict)
     demand: Demand = field(default_factory=dict)
 
-    untold: deque[messages.AdapterChange] = field(default_factory=deque)
+    unsent_adapters: deque[messages.AdapterChange] = field(default_factory=deque)
     """Changes of adapters that were not yet sent to the router."""
 
     def send(self, message: messages.ToRouter) -> bool:
@@ -122,10 +122,10 @@ class _Router:
             return False
         return True
 
-    def tell_of_adapters(self) -> None:
+    def send_adapters(self) -> None:
         """Send the unsent changes of adapters, as many as fit now."""
-        while self.untold and self.send(self.untold[0]):
-            self.untold.popleft()
+        while self.unsent_adapters and self.send(self.unsent_adapters[0]):
+            self.unsent_adapters.popleft()
 
 
 class RouterPool:
@@ -161,11 +161,11 @@ class RouterPool:
     # --- for the launcher's thread ----------------------------------------------------------------
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        self._tell(messages.WorkerDied(worker_id, incarnation, reason))
+        self._broadcast(messages.WorkerDied(worker_id, incarnation, reason))
 
     def expect(self, roles: Mapping[str, str], room: Mapping[str, int]) -> None:
         self._expected = messages.Expect(dict(roles), dict(room))
-        self._tell(self._expected)
+        self._broadcast(self._expected)
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
         self._let_go, self._renew = let_go, renew
@@ -174,10 +174,10 @@ class RouterPool:
         self._scale = scale
 
     def gave_up(self, worker_id: str, reason: str) -> None:
-        self._tell(messages.GaveUp(worker_id, reason))
+        self._broadcast(messages.GaveUp(worker_id, reason))
 
     def replaced(self, process: str) -> None:
-        self._tell(messages.Replaced(process))
+        self._broadcast(messages.Replaced(process))
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """Return the seconds since any router heard from the worker, or None if no router knows it. Returns 0
@@ -242,14 +242,14 @@ class RouterPool:
                 signal.signal(number, signal.getsignal(number))
         while self._stops_sent < self._stops_asked:
             self._stops_sent += 1
-            self._tell(messages.StopRouter())
+            self._broadcast(messages.StopRouter())
 
     def _look_at(self, router: _Router, now: float) -> None:
         if self._stops_asked and not router.ready:
             self._bury(router)  # a router reads no messages before it serves
             return
         limit = 2 * self._config.worker_timeout if router.ready else self._config.start_timeout
-        if now - router.heard > limit:
+        if now - router.last_message > limit:
             self._on_end(router, f"it sent nothing for {limit:g} s")
 
     def _read(self, router: _Router) -> None:
@@ -267,7 +267,7 @@ class RouterPool:
         except ProtocolError as error:
             self._on_end(router, f"it sent an unreadable message: {error}")
             return
-        router.heard = time.monotonic()
+        router.last_message = time.monotonic()
         match message:
             case messages.RouterReport(workers, demand):
                 router.workers, router.demand = workers, demand
@@ -276,8 +276,8 @@ class RouterPool:
                     router.send(self._expected)
                     for event in self._scalings.latest()[::-1]:
                         router.send(messages.AutoscalerEvent(event))
-                    router.untold = deque(self._adapters.values())
-                router.tell_of_adapters()
+                    router.unsent_adapters = deque(self._adapters.values())
+                router.send_adapters()
                 if self._leads(router):
                     others = (each.demand for each in self._routers if each is not router)
                     router.send(messages.OtherDemand(sum_of((self._past, *others))))
@@ -293,7 +293,7 @@ class RouterPool:
                 self._changes.end(change, router.place.router_id)
             case messages.AutoscalerEvent(event):
                 self._scalings.note(event)
-                self._tell(messages.AutoscalerEvent(event))
+                self._broadcast(messages.AutoscalerEvent(event))
             case messages.AdapterChange():
                 self._note_adapter(message, router)
             case messages.CannotStart(reason):
@@ -307,15 +307,15 @@ class RouterPool:
             self._adapters[change.name] = change
         for router in self._routers:
             if router is not asked and router.ready:
-                router.untold.append(change)
-                router.tell_of_adapters()
+                router.unsent_adapters.append(change)
+                router.send_adapters()
 
     def _leads(self, router: _Router) -> bool:
         """Return whether this router now decides the number of workers for all routers."""
         may_scale = self._config.autoscale and "restart" not in self._changes.under_way
         return bool(may_scale) and router is next(each for each in self._routers if each.ready)
 
-    def _tell(self, message: messages.ToRouter) -> None:
+    def _broadcast(self, message: messages.ToRouter) -> None:
         for router in self._routers:
             router.send(message)
 
@@ -331,7 +331,7 @@ class RouterPool:
                 start_new_session=True,
             )
         router.control = control
-        router.started = router.heard = time.monotonic()
+        router.started = router.last_message = time.monotonic()
         router.ready, router.workers = False, {}
         self._selector.register(control, selectors.EVENT_READ, router)
         router.send(messages.StartRouter(self._config, self._keys, self._link_host, router.place))

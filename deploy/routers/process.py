@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from deploy.routers import messages
-from native.heap import settle
+from native.heap import freeze_heap
 from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
 from router.scaling.interface import ScaleAnswer
@@ -40,8 +40,10 @@ class _Control:
         self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
         self._beginning: deque[asyncio.Future[str]] = deque()
         server.state.scaler.ask = lambda request: self._ask(self._scaling, messages.Scales(request))
-        server.state.autoscaler.log.tell = lambda event: self._send(messages.AutoscalerEvent(event))
-        server.state.adapters.tell = lambda name, adapter: self._send(messages.AdapterChange(name, adapter))
+        server.state.autoscaler.log.publish = lambda event: self._send(messages.AutoscalerEvent(event))
+        server.state.adapters.publish = lambda name, adapter: self._send(
+            messages.AdapterChange(name, adapter)
+        )
         server.state.turns.begin = lambda change: self._ask(self._beginning, messages.ChangeRequest(change))
         server.state.turns.end = lambda change: self._send(messages.ChangeEnd(change))
         drainer = server.state.drainer
@@ -132,7 +134,7 @@ def main(fd: int) -> None:
     except TandemError as error:
         control.send(msgspec.msgpack.encode(messages.CannotStart(str(error))))
         return
-    settle()
+    freeze_heap()
     server.run(on_start=_Control(control, server).attach)
 
 

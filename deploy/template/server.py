@@ -42,7 +42,7 @@ from deploy.template.client import (
     peer_of,
     template_request,
 )
-from native.heap import settle
+from native.heap import freeze_heap
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
@@ -108,7 +108,7 @@ class Template:
 
         preload_nixl()
         adopt_orphans()  # the other ranks of killed workers
-        settle()
+        freeze_heap()
         self._waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
@@ -206,7 +206,7 @@ class Template:
 
         set_up_worker_logging(config, "template")
         if preload_models(config):
-            settle()
+            freeze_heap()
 
     def _spawn(self, client: socket.socket, request: Spawn, fds: list[int]) -> int:
         launch = _launch.decode(request.launch)

@@ -205,7 +205,7 @@ class SequenceBlocks:
         self.identities.append(identity)
         for table in self.tables:
             if table.share(place, identity, prefers_known=self.state is not None):
-                self._tell(table.store, place, token_ids)
+                self._log_entry(table.store, place, token_ids)
 
     def lacks_state(self, position: int) -> bool:
         """Return whether a state at this position could be published and is not yet."""
@@ -221,7 +221,7 @@ class SequenceBlocks:
             state.passed.append(self.identities[place])
             users = 2 if position in state.junctions else 0
             if state.store.publish(self.identities[place], [*blocks], users):
-                self._tell(state.store, place, token_ids)
+                self._log_entry(state.store, place, token_ids)
 
     def _state_place(self, position: int) -> int:
         """Return the place of the block that ends at a state; -1 if a state cannot be published there."""
@@ -233,7 +233,7 @@ class SequenceBlocks:
         """Return the identity before the block that begins at token `start`."""
         return self.identities[start // self.manager.block_size - 1] if start else self.root
 
-    def _tell(self, store: Store, place: int, token_ids: Sequence[int]) -> None:
+    def _log_entry(self, store: Store, place: int, token_ids: Sequence[int]) -> None:
         """Log the new entry for the block at this place."""
         if store.log is not None:
             start, end = place * self.manager.block_size, (place + 1) * self.manager.block_size

@@ -107,7 +107,7 @@ class Leader:
     def pool(self, layout: PoolLayout, num_blocks: int, device: torch.device) -> LeadingPool:
         """Make rank 0's pool, for ranks with pools of their own."""
         return LeadingPool(
-            layout, num_blocks, device, self.ranks.size, lambda message: self.tell(encode(message))
+            layout, num_blocks, device, self.ranks.size, lambda message: self.broadcast(encode(message))
         )
 
     def runner(
@@ -117,7 +117,7 @@ class Leader:
         LostRankError, UnsupportedModelError.
         """
         begin = BuildRunners(pool.num_blocks, pool.segments, hidden_layers)
-        self.tell(encode(begin))
+        self.broadcast(encode(begin))
         if isinstance(pool, LeadingPool):
             self._hold(pool, loaded.device, config.start_timeout)
         runner = LeadingRunner(self, config, loaded, pool, hidden_layers)
@@ -142,7 +142,7 @@ class Leader:
         """Watch the ranks from now on: when one has ended, make gathers fail and call `on_lost`."""
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Send a message to all other ranks. Raises LostRankError."""
         for link in self._links:
             with _link_timeout(link, GATHER_TIMEOUT_S):
@@ -150,7 +150,7 @@ class Leader:
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
         """Load an adapter on all other ranks or none, like `OtherTables.keep`. Also raises LostRankError."""
-        self.tell(encode(KeepAdapter(slot, path, raw)))
+        self.broadcast(encode(KeepAdapter(slot, path, raw)))
         errors = []
         for link in self._links:
             with _link_timeout(link, _BUILD_S):
@@ -164,7 +164,7 @@ class Leader:
 
     def drop(self, slot: int) -> None:
         """Drop a slot's adapter on all other ranks. Raises LostRankError."""
-        self.tell(encode(DropAdapter(slot)))
+        self.broadcast(encode(DropAdapter(slot)))
 
     def _await(self, patience_s: float) -> None:
         for link in self._links:
@@ -210,12 +210,12 @@ class LeadingRunner(ShareRunner):
         self._leader = leader
 
     def warm_up(self) -> float:
-        self._leader.tell(encode(WarmUp()))
+        self._leader.broadcast(encode(WarmUp()))
         return super().warm_up()
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
         """Run the step on all ranks. Raises LostRankError."""
-        self._leader.tell(encode(RunStep([*step.batch], [*step.logit_rows], step.wants_hidden)))
+        self._leader.broadcast(encode(RunStep([*step.batch], [*step.logit_rows], step.wants_hidden)))
         return super().run(step)
 
 

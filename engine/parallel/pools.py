@@ -71,18 +71,18 @@ class LeadingPool(KVPool):
         num_blocks: int,
         device: torch.device,
         size: int,
-        tell: Callable[[msgspec.Struct], None],
+        broadcast: Callable[[msgspec.Struct], None],
     ) -> None:
         super().__init__(rank_layout(layout, size, 0), num_blocks, device, None)
         self.whole, self.segments = layout, layout.describe()
-        self._tell = tell
+        self._broadcast = broadcast
 
     def copy_block(self, source: int, target: int) -> None:
-        self._tell(CopyBlock(source, target))
+        self._broadcast(CopyBlock(source, target))
         super().copy_block(source, target)
 
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
-        self._tell(MoveTokens([[*table] for table in tables], first, [*places]))
+        self._broadcast(MoveTokens([[*table] for table in tables], first, [*places]))
         super().move_tokens(tables, first, places)
 
 

@@ -74,7 +74,7 @@ class Link(threading.Thread):
         self._active: Candidate | None = None
         self._busy_since: float | None = None
         self._refused: dict[str, str] = {}
-        self._telling: set[str] = set()
+        self._reporting: set[str] = set()
         self._stopping = False
         self._reason = "the link is closing"
 
@@ -154,7 +154,7 @@ class Link(threading.Thread):
             )
             if piece.wanted and piece.lease_id not in self._refused and not refusals:
                 self._core.on_ack(piece, stream.transport_name, nbytes)
-        self._tell(refusals)
+        self._report_refusals(refusals)
 
     def ended(self, stream: Stream, kind: str, reason: str) -> None:
         if kind:
@@ -168,7 +168,7 @@ class Link(threading.Thread):
             if kind:
                 self._note_failure(stream, reason)
             self.state.notify_all()
-        self._tell(refusals)
+        self._report_refusals(refusals)
 
     def _count_busy(self, stream: Stream) -> None:
         """Add the time since the last call if some piece was in flight. Called with `state` held."""
@@ -208,8 +208,8 @@ class Link(threading.Thread):
             )
             self._wake_streams()
         busy = {piece.lease_id for stream in self._streams for _, piece in stream.in_flight if piece.wanted}
-        over = {piece.lease_id for piece in pieces} & (self._refused.keys() - busy - self._telling)
-        self._telling |= over
+        over = {piece.lease_id for piece in pieces} & (self._refused.keys() - busy - self._reporting)
+        self._reporting |= over
         return [(lease_id, self._refused[lease_id]) for lease_id in over]
 
     def _note_failure(self, stream: Stream, reason: str) -> None:
@@ -221,13 +221,13 @@ class Link(threading.Thread):
     def _candidate(self, stream: Stream) -> Candidate:
         return next(each for each in self._candidates if each.transport.name == stream.transport_name)
 
-    def _tell(self, refusals: list[tuple[str, str]]) -> None:
+    def _report_refusals(self, refusals: list[tuple[str, str]]) -> None:
         """Report refused leases. Pieces pushed under them meanwhile are dropped."""
         for lease_id, error in refusals:
             self._core.on_refused(lease_id, error)
             with self.state:
                 self._refused.pop(lease_id, None)
-                self._telling.discard(lease_id)
+                self._reporting.discard(lease_id)
 
     def _level(self) -> int:
         """Return the log level for a broken connection: the end of an idle link is no warning."""

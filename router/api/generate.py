@@ -326,7 +326,7 @@ def _start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:
 
 def _news(generation: Generation, answer: StreamedAnswer) -> Iterator[bytes]:
     """Yield the events for the new output of all choices."""
-    return (piece for choice in generation.choices if choice.has_news for piece in answer.chunk(choice))
+    return (piece for choice in generation.choices if choice.has_unsent for piece in answer.chunk(choice))
 
 
 def _writer(

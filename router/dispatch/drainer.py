@@ -95,18 +95,18 @@ class Drainer:
         """Drain a worker that leaves for good. Raises `ApiError`, with nothing changed."""
         if (drain := self._drains.get(self._to_be_drained(worker_id))) is not None:
             return drain.done
-        return await self._tell_to_leave(lambda: self._to_be_drained(worker_id), for_good=True)
+        return await self._begin_leaving(lambda: self._to_be_drained(worker_id), for_good=True)
 
     async def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
         """Drain a worker and change its role. Raises `ApiError`, with nothing changed."""
         life = NextRole(role, new_incarnation())
-        return await self._tell_to_leave(lambda: self._to_be_changed(worker_id, role), life)
+        return await self._begin_leaving(lambda: self._to_be_changed(worker_id, role), life)
 
     async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
         """Drain a worker whose process is then replaced. Raises `ApiError`, with nothing changed."""
-        return await self._tell_to_leave(lambda: self._not_leaving(worker_id))
+        return await self._begin_leaving(lambda: self._not_leaving(worker_id))
 
-    async def _tell_to_leave(
+    async def _begin_leaving(
         self, check: Callable[[], Worker], life: NextRole | None = None, *, for_good: bool = False
     ) -> asyncio.Future[DrainReport]:
         """Ask the launcher, then drain the worker that `check` returns; `check` runs before and after."""

@@ -17,7 +17,7 @@ import traceback
 
 import msgspec
 
-from native.heap import settle
+from native.heap import freeze_heap
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
 from router.preprocessing.tasks import (
@@ -61,7 +61,7 @@ class Parent:
             # handle closed descriptors before opening new ones, which reuse their numbers
             events = [descriptor for descriptor, _ in self._poll.poll()]
             for child in [self._children[each] for each in events if each in self._children]:
-                self._hear(child)
+                self._on_message(child)
             for descriptor in [each for each in events if each in self._busy]:
                 self._abandon(descriptor)
             if self._control.fileno() in events:
@@ -76,7 +76,7 @@ class Parent:
         self._busy[connection.fileno()] = child
         self._poll.register(connection, 0)  # reports when the other end is closed
         _send(connection, ACCEPTED, socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):  # the child has died, as `_hear` will notice
+        with contextlib.suppress(OSError):  # the child has died, as `_on_message` will notice
             socket.send_fds(child.channel, [DONE], [connection.fileno()])
 
     def _fork(self) -> _Child:
@@ -94,7 +94,7 @@ class Parent:
         self._poll.register(ours, select.POLLIN)
         return child
 
-    def _hear(self, child: _Child) -> None:
+    def _on_message(self, child: _Child) -> None:
         message = b""
         with contextlib.suppress(ConnectionResetError):  # the child died before it read its task
             message = child.channel.recv(1)
@@ -224,7 +224,7 @@ def main(control: int, setup: int) -> None:
     os.close(setup)
     tasks = Tasks(msgspec.msgpack.decode(text, type=Setup))
     del text
-    settle()
+    freeze_heap()
     Parent(socket.socket(fileno=control), tasks).serve()
 
 

@@ -71,11 +71,11 @@ class ScalingEvent:
 
 
 class ScalingLog:
-    """The latest decisions. `tell` also sends an event to the logs of the other routers."""
+    """The latest decisions. `publish` also sends an event to the logs of the other routers."""
 
     def __init__(self) -> None:
         self._events: deque[ScalingEvent] = deque(maxlen=MAX_SHOWN)
-        self.tell: Callable[[ScalingEvent], None] = self.note
+        self.publish: Callable[[ScalingEvent], None] = self.note
 
     def latest(self) -> list[ScalingEvent]:
         """Return the events, the newest first."""

@@ -257,7 +257,7 @@ class Autoscaler:
     def _carry_out(self, decision: ScalingDecision, loads: dict[str, RoleLoad]) -> None:
         had = {role: loads[role].have for role in decision.reasons}
         event = ScalingEvent(time.time(), decision, had)
-        self.log.tell(event)
+        self.log.publish(event)
         for role, reason in decision.reasons.items():
             wanted = decision.targets.get(role, had[role] + 1)
             logger.info("%s workers: %d instead of %d: %s", role, wanted, had[role], reason)
@@ -278,7 +278,7 @@ class Autoscaler:
         try:
             await work
         except ApiError as error:
-            self.log.tell(replace(event, failure=error.message))
+            self.log.publish(replace(event, failure=error.message))
             self._metrics.count("scaling_failures_total")
             logger.warning("the number of workers is not what was decided: %s", error.message)
 

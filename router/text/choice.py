@@ -95,7 +95,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     keep_spans: bool = False
-    has_news: bool = False
+    has_unsent: bool = False
     prompt_logprobs: list[bytes] = field(default_factory=list)
     """Encoded log-probabilities of the prompt, in pages."""
     embedding: bytes | None = None
@@ -147,7 +147,7 @@ class Choice:
         if output.prompt_logprobs:
             self.prompt_logprobs.extend(output.prompt_logprobs)
         self.embedding = output.embedding or self.embedding
-        self.has_news = True
+        self.has_unsent = True
 
     def fail(self) -> None:
         """End an incomplete choice with the finish reason "error"."""
@@ -171,7 +171,7 @@ class Choice:
         """Return only the text since the previous call."""
         text = "".join(self._pieces)
         self._pieces.clear()
-        self.has_news = False
+        self.has_unsent = False
         return text
 
     def _keep(self, output: TokenOutput, position: int, text: str) -> None:

@@ -235,7 +235,7 @@ class Registry:
             return None
         known = self._workers.get(key.worker_id)
         if known is not None and known.key == key:
-            self.heard(known)
+            self.note_message(known)
             self.on_registered(known)
             return known
         worker = Worker(register, role, self._block_size, self._shared, self._max_rows)
@@ -271,7 +271,7 @@ class Registry:
             return False
         worker.update(state)
         if not worker.is_stalled:
-            self.heard(worker)
+            self.note_message(worker)
         return True
 
     def changed(self, worker: Worker) -> None:
@@ -284,7 +284,7 @@ class Registry:
         else:
             self._take_out(worker)
 
-    def heard(self, worker: Worker) -> None:
+    def note_message(self, worker: Worker) -> None:
         worker.silence_s = 0.0
         worker.is_reachable = True
         if not worker.live:

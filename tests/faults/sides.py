@@ -285,7 +285,7 @@ class SenderEnd(End):
         return [
             link.peer.worker_id
             for link in list(self.sender._links.values())
-            if link._queue or link._refused or link._telling or any(s.in_flight for s in link._streams)
+            if link._queue or link._refused or link._reporting or any(s.in_flight for s in link._streams)
         ]
 
     def _on_event(self, event: Sent | Completed | Failed) -> None:

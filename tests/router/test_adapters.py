@@ -186,7 +186,7 @@ def test_routers_learn_of_each_others_adapters(model_folder):
     begun = Adapter(name="begun", path="/adapters/begun", digest="2" * 32)
     with TwoRouters(model_folder, lora_modules={"sql": "/adapters/sql"}, worker_timeout=10) as two:
         one, other = (router.server.state.adapters for router in two.routers)
-        one.tell = lambda name, adapter: on_loop(two.routers[1], other.apply, name, adapter)
+        one.publish = lambda name, adapter: on_loop(two.routers[1], other.apply, name, adapter)
         worker = two.add_worker("decode-0", adapters=[SQL, begun])
         two.each(lambda router: names(router) == ["test-model", "sql"])
         assert two.routers[0].http.post(LOAD, json=BODY).status_code == 200

@@ -81,7 +81,7 @@ def light(engine: Engine, disk: Disk) -> Iterator[LightLoop]:
     light = LightLoop(DecodeLoop, engine, "decode")
     yield light
     light.finish()
-    light.loop._keep_house(time.monotonic())
+    light.loop._do_upkeep(time.monotonic())
     assert engine.adapters is not None and not engine.adapters.listed()
     assert not engine.adapters._weights, "nobody needs them any more"
 

@@ -119,7 +119,7 @@ def test_all_silent_workers_are_lost_at_once():
     recorder.registry.on_lost = lambda worker, reason: live_then.append(len(recorder.registry.live()))
     recorder.registry.sweep(0.0)
     for worker in workers:
-        recorder.registry.heard(worker)
+        recorder.registry.note_message(worker)
     sweep_for(recorder.registry, 6.0)
     assert live_then == [0, 0]
 
@@ -127,7 +127,7 @@ def test_all_silent_workers_are_lost_at_once():
 def suspect_after(worker: Worker, registry: Registry, begin: float) -> float:
     """Let a worker fall silent. Return the silence after which it is suspect."""
     for turn in range(1, 40):
-        registry.heard(registry.named("other"))
+        registry.note_message(registry.named("other"))
         registry.sweep(begin + turn * WATCH_INTERVAL_S)
         if worker.is_suspect:
             return turn * WATCH_INTERVAL_S
@@ -154,16 +154,16 @@ def test_a_late_worker_is_suspect(decoding: int, step_s: float, delay: int, sile
     registry.update(msgspec.structs.replace(state("one"), costs=costs))
     worker.num_decoding, now = decoding, time.monotonic()
     registry.sweep(now)
-    registry.heard(worker)
+    registry.note_message(worker)
     for turn in range(1, delay + 1):
-        registry.heard(registry.named("other"))
+        registry.note_message(registry.named("other"))
         registry.sweep(now + turn * WATCH_INTERVAL_S)
-    registry.heard(worker)
+    registry.note_message(worker)
     assert suspect_after(worker, registry, now + delay * WATCH_INTERVAL_S) == pytest.approx(silence_s)
     assert in_cluster(registry) == ["other"] and worker in registry.live()
     registry.sweep(now + 2.0)
     for each in registry:
-        registry.heard(each)
+        registry.note_message(each)
     registry.sweep(now + 2.05)
     assert not worker.is_suspect and sorted(in_cluster(registry)) == ["other", "w"]
 
@@ -177,7 +177,7 @@ def test_no_worker_is_suspect_if_no_other_is_better():
     for turn in range(20):
         registry.sweep(now + turn * WATCH_INTERVAL_S)
     assert not worker.is_suspect and not other.is_suspect
-    registry.heard(other)
+    registry.note_message(other)
     registry.sweep(now + 20 * WATCH_INTERVAL_S)
     assert worker.is_suspect
     registry.mark_dead("other", "two", "it was killed")
