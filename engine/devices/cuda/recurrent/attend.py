@@ -46,15 +46,9 @@ def _totals(decay, decays, sources, offset, inside, WIDTH: tl.constexpr):
 @triton.jit
 def _read(
     query,
-    key,
-    decay,
-    keys,
-    decays,
-    cells,
-    sources,
     new,
-    head,
-    key_head,
+    tokens,
+    cells,
     is_value,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -67,6 +61,7 @@ def _read(
     BLOCK: tl.constexpr,
 ):
     """Multiply queries and keys with the state, [ROWS, BLOCK], and with each row's key, [ROWS, ROWS]."""
+    key, decay, keys, decays, sources, head, key_head = tokens
     row = sources[0]
     slot = tl.arange(0, ROWS)
     lower = slot[:, None] >= slot[None, :]
@@ -120,16 +115,10 @@ def _solved(low, high, value, strength, lacks, by_key, added):
 
 @triton.jit
 def _advance(
-    key,
-    decay,
-    keys,
-    decays,
+    tokens,
     cells,
     target,
-    sources,
     added,
-    head,
-    key_head,
     is_value,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -140,6 +129,7 @@ def _advance(
     ROWS: tl.constexpr,
 ):
     """Write the state after a whole grid of rows to `target`."""
+    key, decay, keys, decays, sources, head, key_head = tokens
     last = (tl.arange(0, ROWS) == ROWS - 1)[:, None]
     for first in range(0, KEY_DIM, PART):
         d = first + tl.arange(0, PART)
@@ -220,6 +210,7 @@ def attend(
         row = tl.where(is_row, source, 0).to(tl.int64)
         place = tl.where(is_row, (start + source - first) % WINDOW, tl.where(is_kept, -1 - source, 0))
         sources = (row, is_row, place, is_kept)
+        tokens = (key, decay, keys, decays, sources, head, key_head)
         new = (slot >= low) & (slot < high)
         cells = tl.where((flags & DRAFTED) != 0, ahead, settled)
 
@@ -232,15 +223,9 @@ def attend(
         if low < high:
             seen, lacks, by_query, by_key = _read(
                 query,
-                key,
-                decay,
-                keys,
-                decays,
-                cells,
-                sources,
                 new,
-                head,
-                key_head,
+                tokens,
+                cells,
                 is_value,
                 HEADS,
                 KEY_HEADS,
@@ -263,16 +248,10 @@ def attend(
         if flags & ADVANCE:
             tl.debug_barrier()  # all threads have read the state
             _advance(
-                key,
-                decay,
-                keys,
-                decays,
+                tokens,
                 cells,
                 tl.where((flags & CERTAIN) != 0, settled, ahead),
-                sources,
                 added,
-                head,
-                key_head,
                 is_value,
                 HEADS,
                 KEY_HEADS,
