@@ -100,7 +100,7 @@ class _DraftConnection:
     """
 
     address: PeerAddress
-    heard_at: float
+    last_message_at: float
     awaited_since: float | None = None
     is_lost: bool = False
     ask_at: float = 0.0
@@ -139,12 +139,12 @@ class DraftClient:
         self._epochs = itertools.count(1)
         self._numbers = itertools.count(1)
         self._orders: dict[str, DraftOrder] = {}
-        self._lines: dict[str, _DraftConnection] = {}
+        self._connections: dict[str, _DraftConnection] = {}
         self._answered_at: dict[str, float] = {}
 
     def incarnations(self) -> Iterable[str]:
         """Return the incarnations of the draft workers from which an answer or drafts may come."""
-        return self._lines.keys()
+        return self._connections.keys()
 
     # --- out ----------------------------------------------------------------------------------------
 
@@ -156,22 +156,24 @@ class DraftClient:
         self._remote.ended.clear()
         for remote in self._remote.requests.values():
             self._collect(remote, now)
-        for line in self._lines.values():
-            if line.has_updates and not line.is_lost:
-                self._send_to(line, now)
+        for connection in self._connections.values():
+            if connection.has_updates and not connection.is_lost:
+                self._send_to(connection, now)
 
     def _close(self, remote: RemoteRequest) -> None:
         order = self._orders.get(remote.request_id)
         if order is None or order.remote is not remote:
             return
         del self._orders[remote.request_id]
-        self._lines[remote.at.incarnation].ended[order.key] = 0
+        self._connections[remote.at.incarnation].ended[order.key] = 0
 
     def _collect(self, remote: RemoteRequest, now: float) -> None:
-        line = self._lines.get(remote.at.incarnation)
-        if line is None:
-            line = self._lines[remote.at.incarnation] = _DraftConnection(remote.at, heard_at=now)
-        if line.is_lost or line.num_tokens > MAX_TOKENS_AT_ONCE:
+        connection = self._connections.get(remote.at.incarnation)
+        if connection is None:
+            connection = self._connections[remote.at.incarnation] = _DraftConnection(
+                remote.at, last_message_at=now
+            )
+        if connection.is_lost or connection.num_tokens > MAX_TOKENS_AT_ONCE:
             return
         order = self._orders.get(remote.request_id)
         if order is None:
@@ -179,31 +181,31 @@ class DraftClient:
                 return
             order = self._orders[remote.request_id] = DraftOrder(remote, next(self._epochs))
         if (update := order.update(now)) is not None:
-            line.updates.append(update)
-            line.num_tokens += len(update.token_ids)
+            connection.updates.append(update)
+            connection.num_tokens += len(update.token_ids)
 
-    def _send_to(self, line: _DraftConnection, now: float) -> None:
-        line.ask_at = now + ASK_AGAIN_S
-        is_taken = self._peers.offer(line.address, line.message(next(self._numbers)))
-        if line.is_lost:
+    def _send_to(self, connection: _DraftConnection, now: float) -> None:
+        connection.ask_at = now + ASK_AGAIN_S
+        is_taken = self._peers.offer(connection.address, connection.message(next(self._numbers)))
+        if connection.is_lost:
             return
         if not is_taken:
-            self._lose(line, now, "it takes no more messages")
-        elif line.awaited_since is None:
-            line.awaited_since = now
+            self._lose(connection, now, "it takes no more messages")
+        elif connection.awaited_since is None:
+            connection.awaited_since = now
 
     # --- in -----------------------------------------------------------------------------------------
 
     def on_drafts(self, peer: PeerAddress, message: Drafts) -> None:
-        line = self._lines.get(peer.incarnation)
-        if line is None or message.incarnation != peer.incarnation:
+        connection = self._connections.get(peer.incarnation)
+        if connection is None or message.incarnation != peer.incarnation:
             self._counters.add("stale_messages_total")
             return
-        self._note_answer(line)
-        line.heard_at = time.monotonic()
-        line.confirm(message.number)
-        if line.is_lost:
-            line.is_lost = False
+        self._note_answer(connection)
+        connection.last_message_at = time.monotonic()
+        connection.confirm(message.number)
+        if connection.is_lost:
+            connection.is_lost = False
             log.info("draft worker %s answers again", peer.worker_id)
         for chain in message.chains:
             self._on_chain(peer, chain)
@@ -212,11 +214,11 @@ class DraftClient:
         for refused in message.refused:
             self._on_refused(peer, refused)
 
-    def _note_answer(self, line: _DraftConnection) -> None:
-        since, line.awaited_since = line.awaited_since, None
+    def _note_answer(self, connection: _DraftConnection) -> None:
+        since, connection.awaited_since = connection.awaited_since, None
         if since is None:
             return
-        now, worker_id = time.monotonic(), line.address.worker_id
+        now, worker_id = time.monotonic(), connection.address.worker_id
         answers, seconds = self._remote.answers, now - since
         known = answers.get(worker_id, seconds)
         answers[worker_id] = known + ANSWER_PACE * (seconds - known)
@@ -261,20 +263,20 @@ class DraftClient:
             if now - answered_at > ANSWERS_STAND_S:
                 del self._answered_at[worker_id], self._remote.answers[worker_id]
         used = {remote.at.incarnation for remote in self._remote.requests.values()}
-        for incarnation, line in list(self._lines.items()):
-            is_used, since = incarnation in used, line.awaited_since
-            if not is_used and (not line.ended or now - line.heard_at > DRAFT_LEASE_S):
-                del self._lines[incarnation]
+        for incarnation, connection in list(self._connections.items()):
+            is_used, since = incarnation in used, connection.awaited_since
+            if not is_used and (not connection.ended or now - connection.last_message_at > DRAFT_LEASE_S):
+                del self._connections[incarnation]
             elif is_used and since is not None and now - since > self._silence_s:
-                self._lose(line, now, f"it sent nothing for {now - since:.1f} s")
-            elif (line.is_lost or line.ended) and now >= line.ask_at:
-                self._send_to(line, now)
+                self._lose(connection, now, f"it sent nothing for {now - since:.1f} s")
+            elif (connection.is_lost or connection.ended) and now >= connection.ask_at:
+                self._send_to(connection, now)
 
-    def _lose(self, line: _DraftConnection, now: float, why: str) -> None:
+    def _lose(self, connection: _DraftConnection, now: float, why: str) -> None:
         self._counters.add("draft_workers_lost_total")
-        log.warning("no drafts from %s: %s", line.address.worker_id, why)
-        line.is_lost, line.awaited_since, line.ask_at = True, None, now + ASK_AGAIN_S
+        log.warning("no drafts from %s: %s", connection.address.worker_id, why)
+        connection.is_lost, connection.awaited_since, connection.ask_at = True, None, now + ASK_AGAIN_S
         for request_id, order in list(self._orders.items()):
-            if order.remote.at.incarnation == line.address.incarnation:
+            if order.remote.at.incarnation == connection.address.incarnation:
                 del self._orders[request_id]
-                line.ended[order.key] = 0
+                connection.ended[order.key] = 0

@@ -34,7 +34,7 @@ class RollCall:
         silent: defaultdict[Worker, list[str]] = defaultdict(list)
         for request, at in self._journal.assigned():
             is_sent = at.stage is not Stage.HELD
-            if is_sent and now - max(request.heard_at, request.asked_at) > ASK_AFTER_S:
+            if is_sent and now - max(request.last_message_at, request.asked_at) > ASK_AFTER_S:
                 silent[at.worker].append(request.request_id)
                 request.asked_at = now
         for worker, request_ids in silent.items():

@@ -184,7 +184,7 @@ class LiveRequest:
         self.timing = timing
 
     @property
-    def heard_at(self) -> float:
+    def last_message_at(self) -> float:
         """Time of the newest token, or of the current placement if that is later."""
         return max(self.times.placed_at, self.last_token_time)
 

@@ -511,7 +511,7 @@ def test_a_silent_request_is_asked_for_once_in_a_while():
     generation = Generation(choices, arrival=time.monotonic(), timeout_s=600.0)
     world.run(lambda: world.state.dispatcher.start(generation))
     (request,) = generation.requests
-    silent_since = request.heard_at + ASK_AFTER_S
+    silent_since = request.last_message_at + ASK_AFTER_S
     asked = []
     for number in range(1, 12):
         world.run(lambda at=silent_since + 0.3 * number: world.state.roll_call.sweep(at))

@@ -259,7 +259,7 @@ class DraftStages(RuleBasedStateMachine):
         client = self.decode.loop._drafts
         assert client is not None and not client._orders
         self.decode.loop.expire(clock.monotonic() + 20)
-        assert not client._lines
+        assert not client._connections
         assert not self.decode.remote.requests and not self.decode.remote.ended
         assert not self.decode.engine._speculator._requests  # type: ignore[union-attr]
         for side in (self.decode, self.drafter):
