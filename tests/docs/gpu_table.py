@@ -186,8 +186,9 @@ _SAMPLER_HEAD = """
 
 For four rows with Qwen3's vocabulary of 151,936 tokens, in bfloat16. A batch launches one kernel for the
 top logits, whose last program of a row finds its likeliest token and bounds its filters, and unless all rows
-are greedy one for the choice, which the last program of a row to list its candidates makes. Decisive sums
-and logarithms are in float64.
+are greedy one for the choice, which the last program of a row to list its candidates makes. With
+top-p each token takes one float64 exponential, and the search for the nucleus adds integers; logarithms of
+noise are in float64, for tokens that may win.
 
 {columns}"""
 

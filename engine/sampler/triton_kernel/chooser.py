@@ -29,13 +29,13 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """Options of all kernels. Fused multiply-adds would round differently from the host."""
 _REGISTERS = 128
 """Registers per thread of `sift`: with more, only one program fits a multiprocessor."""
-LISTS_BYTES = 256 * 1024**2
+LISTS_BYTES = 384 * 1024**2
 """The most memory for edited logits and candidate lists. A step with more rows takes several launches."""
 
 _ALIGNED_ROWS = 16
 """The row alignment of launches, so that no tensor's address needs another compilation."""
-_LISTED_BYTES = 10
-"""The bytes of a listed token: two float32 and its place in the tile."""
+_LISTED_BYTES = 18
+"""The bytes of a listed token: its edited logit, value, weight and place in the tile."""
 
 
 class Chosen(NamedTuple):
@@ -196,6 +196,7 @@ def choose(
         kept(torch.int32),
         kept(torch.float64),
         kept(torch.float32, TILE),
+        kept(torch.int64, TILE),
         kept(torch.int16, TILE),
         chosen.arrivals,
         chosen.tokens,

@@ -14,6 +14,8 @@ _SLACK = tl.constexpr(1e-6)
 """The greatest error of bounds computed in float32."""
 ROUNDING = tl.constexpr(1e-4)
 """More than the rounding of a value + noise."""
+UNIT = tl.constexpr(2.0**50)
+"""Weights, the exp of values of at most 0, are integers in units of 1 / UNIT. A tile's sum fits int64."""
 SPAN = tl.constexpr(NOISE_SPAN)
 LEAST = tl.constexpr(-0x7F800001)
 """The `order` of -inf."""

@@ -12,6 +12,7 @@ from engine.sampler.triton_kernel.noise import (
     LEAST,
     ROUNDING,
     SPAN,
+    UNIT,
     at_order,
     gumbel,
     may_reach,
@@ -19,6 +20,9 @@ from engine.sampler.triton_kernel.noise import (
     order,
     stream_key,
 )
+
+_EXACTLY = tl.constexpr(1 - 2.0**-49)
+"""A factor that makes a sum of rounded weights as much as `top_p` asks for, if it exactly is."""
 
 
 @triton.jit
@@ -35,22 +39,36 @@ def read_row(integers, numbers, row, num_rows):
 
 @triton.jit
 def _above(
-    bound, values, lists, lengths, longest, WEIGHED: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr
+    bound,
+    values,
+    weights,
+    lists,
+    lengths,
+    longest,
+    WEIGHED: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Return the number of listed values above `bound` and the sum of exp over them, in a fixed order."""
+    """Return the number of listed values above `bound`, and the sum of their weights in units of 1 / UNIT."""
     counts = tl.zeros([PADDED, WIDTH], tl.int32)
-    masses = tl.zeros([PADDED, WIDTH], tl.float64)
+    masses = tl.zeros([PADDED, WIDTH], tl.int64)
     for first in range(0, longest, WIDTH):
         at = first + tl.arange(0, WIDTH)
-        value = tl.load(
-            values + lists[:, None] + at[None, :], mask=at[None, :] < lengths[:, None], other=float("-inf")
-        )
-        counts += (value > bound).to(tl.int32)
+        place, here = lists[:, None] + at[None, :], at[None, :] < lengths[:, None]
+        is_above = tl.load(values + place, mask=here, other=float("-inf")) > bound
+        counts += is_above.to(tl.int32)
         if WEIGHED:
-            masses += tl.where(value > bound, tl.exp(value.to(tl.float64)), 0.0)
+            masses += tl.load(weights + place, mask=here & is_above, other=0)
     count = tl.sum(tl.sum(counts, 1), 0)
-    mass = tl.sum(tl.sum(masses, 1), 0) if WEIGHED else count.to(tl.float64)
+    mass = tl.sum(tl.sum(masses, 1).to(tl.float64), 0) if WEIGHED else count.to(tl.float64)
     return count, mass
+
+
+@triton.jit
+def _mass(masses, row, TILES: tl.constexpr, PADDED: tl.constexpr):
+    """Return the sum of the tiles' masses in units of 1 / UNIT."""
+    tiles = tl.arange(0, PADDED)
+    return tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0) * UNIT
 
 
 @triton.jit
@@ -59,6 +77,7 @@ def _floor(
     low,
     count,
     values,
+    weights,
     lists,
     lengths,
     longest,
@@ -72,7 +91,9 @@ def _floor(
     # A single value between the two is inside as well: no more is above it than above `inside`.
     while (inside - outside > 1) & (num_outside - num_inside > 1):
         middle = outside + (inside - outside) // 2
-        number, mass = _above(at_order(middle), values, lists, lengths, longest, WEIGHED, PADDED, WIDTH)
+        number, mass = _above(
+            at_order(middle), values, weights, lists, lengths, longest, WEIGHED, PADDED, WIDTH
+        )
         is_inside = mass < wanted
         inside, num_inside = tl.where(is_inside, middle, inside), tl.where(is_inside, number, num_inside)
         outside, num_outside = tl.where(is_inside, outside, middle), tl.where(is_inside, num_outside, number)
@@ -136,6 +157,7 @@ def settle_row(
     counts,
     masses,
     values,
+    weights,
     places,
     scales,
     num_rows,
@@ -155,27 +177,28 @@ def settle_row(
     floor = min_p_floor
     if top_k > 0:
         kth = _floor(
-            top_k.to(tl.float64), floor, count, values, lists, lengths, longest, False, PADDED, WIDTH
+            top_k.to(tl.float64), floor, count, values, weights, lists, lengths, longest, False, PADDED, WIDTH
         )
         floor = tl.maximum(floor, kth)
     if top_p < 1:
         if top_k > 0:
             below = at_order(tl.maximum(order(floor) - 1, LEAST))
-            count, mass = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
+            count, mass = _above(below, values, weights, lists, lengths, longest, True, PADDED, WIDTH)
         else:
-            mass = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
-        floor = _floor(top_p * mass, floor, count, values, lists, lengths, longest, True, PADDED, WIDTH)
+            mass = _mass(masses, row, TILES, PADDED)
+        wanted = top_p * mass * _EXACTLY
+        floor = _floor(wanted, floor, count, values, weights, lists, lengths, longest, True, PADDED, WIDTH)
     if scales is not None:
         if (top_k > 0) | (top_p < 1):
             floor = _least(floor, values, lists, lengths, longest, PADDED, WIDTH)
             # 0, the greatest value, is not above -0, the next lower value in order.
             below = at_order(tl.maximum(tl.minimum(order(floor) - 1, -2), LEAST))
-            count, total = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
+            count, total = _above(below, values, weights, lists, lengths, longest, True, PADDED, WIDTH)
         else:
-            total = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
+            total = _mass(masses, row, TILES, PADDED)
         tl.store(scales + row * 3, tl.load(limits + row * 3))
         tl.store(scales + row * 3 + 1, floor)
-        tl.store(scales + row * 3 + 2, total)
+        tl.store(scales + row * 3 + 2, total / UNIT)
     score = tl.load(limits + row * 3 + 2)
     return _race(key, best, score, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.sampler.triton_kernel.noise import ROUNDING, SPAN, may_reach, noise_bits
+from engine.sampler.triton_kernel.noise import ROUNDING, SPAN, UNIT, may_reach, noise_bits
 from engine.sampler.triton_kernel.settle import read_row, settle_row
 
 
@@ -18,6 +18,7 @@ def sift(
     counts,
     masses,
     values,
+    weights,
     places,
     arrivals,
     chosen,
@@ -32,9 +33,9 @@ def sift(
 ):
     """Grid: (tiles, rows). List the tile's tokens that can be chosen, in order, in `values` and `places`
     [rows, TILES, TILE], their number in `counts` [rows, TILES]: with top-k or top-p all that these can leave,
-    else all that the noise can lift above the likeliest. If top-p, or `scales` without top-k, needs it,
-    `masses` gets min-p's sum of exp. A row's last program lets `settle_row` choose from all of the row's
-    lists.
+    else all that the noise can lift above the likeliest. If top-p or `scales` needs them, `weights` gets the
+    listed tokens' exp, and without top-k `masses` [rows, TILES] min-p's sum of exp. A row's last program lets
+    `settle_row` choose from all of the row's lists.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
@@ -57,11 +58,18 @@ def sift(
     elif top_k <= 0:
         mass = tl.sum(tl.where(value >= min_p_floor, tl.exp(value.to(tl.float64)), 0.0), 0)
         tl.store(masses + row * TILES + tile, mass)
-    rank = tl.cumsum(listed.to(tl.int32), 0)
-    to = (row * TILES + tile) * TILE + rank - 1
-    tl.store(values + to, value, mask=listed)
-    tl.store(places + to, (tokens - tile * TILE).to(tl.int16), mask=listed)
-    tl.store(counts + row * TILES + tile, tl.sum(listed.to(tl.int32), 0))
+    to = tl.cumsum(listed.to(tl.int32), 0) - 1
+    first = (row * TILES + tile) * TILE
+    tl.store(values + first + to, value, mask=listed)
+    tl.store(places + first + to, (tokens - tile * TILE).to(tl.int16), mask=listed)
+    count = tl.sum(listed.to(tl.int32), 0)
+    tl.store(counts + row * TILES + tile, count)
+    if (top_p < 1) | (scales is not None):
+        tl.debug_barrier()
+        for begin in range(0, count, TILE // 4):
+            at = begin + tl.arange(0, TILE // 4)
+            one = tl.load(values + first + at, mask=at < count, other=0.0).to(tl.float64)
+            tl.store(weights + first + at, (tl.exp(one) * UNIT + 0.5).to(tl.int64), mask=at < count)
     tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them
     if tl.atomic_add(arrivals + row, 1) == TILES - 1:
         token = settle_row(
@@ -73,6 +81,7 @@ def sift(
             counts,
             masses,
             values,
+            weights,
             places,
             scales,
             num_rows,
