@@ -42,6 +42,13 @@ def test_its_own_time_counts(ledger: Ledger) -> None:
     assert SPENT_S <= ledger.read() - before < 2 * SPENT_S
 
 
+def test_readings_cost_nothing(ledger: Ledger) -> None:
+    before, began = ledger.read(), time.process_time()
+    while time.process_time() < began + SPENT_S:
+        spent = ledger.read() - before
+    assert spent < SPENT_S / 2
+
+
 def test_a_child_counts_once_while_it_runs_and_after_its_end(ledger: Ledger) -> None:
     before = ledger.read()
     child = subprocess.Popen(
