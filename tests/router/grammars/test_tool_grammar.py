@@ -70,11 +70,16 @@ class Model:
             self.fast.add_tokens([AddedToken(text, normalized=False) for text in sorted(MARKERS)])
         self.ll = LLTokenizer(self.fast.to_str(), eos_token=1)
         self.spelling = Spelling(MARKERS, self.fast.token_to_id)
+        self._matcher = functools.cache(self._compiled)
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self.ll, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
 
     def takes(self, grammar: str, text: str) -> bool:
         """Tell whether `text` can be a whole answer."""
-        matcher = LLMatcher(self.ll, grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
+        matcher = self._matcher(grammar).deep_copy()
         token_ids = self.fast.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
