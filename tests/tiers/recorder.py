@@ -92,8 +92,8 @@ class Recorder:
         try:
             yield
         finally:
-            row.cpu_s += self._ledger.read() - cpu_s
             row.wall_s += time.monotonic() - wall_s
+            row.cpu_s += self._ledger.read() - cpu_s
 
 
 def _shared_fixtures(item: pytest.Item) -> Iterator[str]:
