@@ -40,9 +40,12 @@ class MatrixTiles {
 
     // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
     void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) const {
-        const auto weights = [&](int64_t k, bool is_first) {
+        const auto weights = [&](int64_t k, int64_t turn, int64_t turns) {
             const uint16_t* w = p.weights + (panel * p.in_features + k) * PANEL;
-            for (int64_t i = 0; is_first && i < STEP; i += 32) __builtin_prefetch(w + AHEAD * STEP + i);
+            const bool many = turns > 1;  // then each turn fetches a share of the next panel to the L2 cache
+            const uint16_t* next = w + (many ? PANEL * p.in_features : AHEAD * STEP);
+            for (int64_t line = LINES * turn / turns; line < LINES * (turn + 1) / turns; line++)
+                many ? __builtin_prefetch(next + line * LINE_VALUES, 0, 2) : __builtin_prefetch(next + line * LINE_VALUES);
             return w;
         };
         tiles(p, x, first, end, 0, p.in_features, weights, [&](const Tile* sums, int64_t row, int n) {
@@ -57,7 +60,7 @@ class MatrixTiles {
     template <class Weights>
     void rows_of_run(
         const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) const {
-        const auto of_step = [&](int64_t k, bool) {
+        const auto of_step = [&](int64_t k, int64_t, int64_t) {
             const uint16_t* w = weights(k, DEPTH);
             tiles_will_load();
             return w;
@@ -77,12 +80,13 @@ class MatrixTiles {
     static constexpr int ROWS = TileRegisters::ROWS, OUTPUTS = Outputs::COUNT, DEPTH = 32;
     static constexpr int64_t STEP = DEPTH * PANEL;                   // a panel's weights in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
-    static constexpr int64_t AHEAD = 3;                              // prefetch distance, in steps
+    static constexpr int64_t LINES = STEP / LINE_VALUES;
+    static constexpr int64_t AHEAD = 3;  // prefetch distance for few rows, in steps
     using Tile = float[ROWS][OUTPUTS];
     using Sums = Tile[4];
 
-    // Multiplies the inputs [k, k + count). weights(k, is_first) returns a step's weights; it is called more than once
-    // for many rows. Calls use(sums, row, n) for each 16 rows and 32 outputs, whose sums are two tiles.
+    // Multiplies the inputs [k, k + count). weights(k, turn, turns) returns a step's weights; for many rows it is called
+    // in several turns. Calls use(sums, row, n) for each 16 rows and 32 outputs, whose sums are two tiles.
     template <class Weights, class Use>
     void tiles(const Product& p, const Input* x, int64_t first, int64_t end, int64_t k, int64_t count,
                const Weights& weights, const Use& use) const {
@@ -102,14 +106,14 @@ class MatrixTiles {
         for (int64_t number = 0; number < pairs; number++) {  // all rows by one half of the panel, which stays in the L1 cache
             const int64_t row = row_of(number);
             two_by_two(inputs(row), inputs(row + ROWS), K, k, count, [&](int64_t at) {
-                return weights(at, number == 0) + 2 * part_of(number);
+                return weights(at, number, pairs) + 2 * part_of(number);
             });
             store(sums[number % 2]);
             if (number) use_pair(number - 1);
         }
         if (pairs) use_pair(pairs - 1);
         if (whole >= end) return;
-        one_by_four(inputs(whole), K, k, count, [&](int64_t at) { return weights(at, true); });
+        one_by_four(inputs(whole), K, k, count, [&](int64_t at) { return weights(at, 0, 1); });
         store(sums[0]);
         for (int i = 0; i < 4; i += 2) use(&sums[0][i], whole, i * OUTPUTS);
     }
