@@ -87,7 +87,8 @@ def build_runner(
     Pack the model (`pack_model`) if it is not packed yet. Recurrent layers need `state_slots`.
     """
     if loaded.share is not None:
-        program = TorchProgram(loaded.share.program, loaded.max_model_len, hidden_layers)
+        whole = loaded.share.program, loaded.max_model_len, hidden_layers
+        program = TorchProgram(*whole, adapters=loaded.adapters)
         forward, is_ours = ProgramForward(program, backend), kernel_fault(loaded.device, loaded.dtype) is None
         return TorchRunner(forward, backend, loaded.device, "off", products="a rank's own", packed=is_ours)
     loaded = pack_model(loaded, compile, type(by_table(backend)[0][0]))

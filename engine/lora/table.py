@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.batch.step_inputs import SequenceRows
 from engine.copies import HugePages
-from engine.linear.packed import kernel_fault
+from engine.linear.packed import kernel_fault, rows_of
 from engine.linear.quantized import QuantizedLinear
 from engine.lora.files import (
     AdapterError,
@@ -176,11 +176,19 @@ class Adapters:
         self, linears: Mapping[str, LinearShape], device: torch.device, dtype: torch.dtype, max_rank: int
     ) -> None:
         self.linears = linears
+        self.outputs: dict[str, Sequence[range]] = {}
+        """The outputs of linear layers that this rank computes, by path; it computes others whole."""
         self.device, self.dtype, self.max_rank = device, dtype, max_rank
         self._slots: dict[str, int] = {}
         self._weights: dict[int, Weights] = {}
         self._numbers = itertools.count(1)
         self._others: OtherTables | None = None
+
+    def own_shape(self, path: str) -> LinearShape:
+        """Return the shape of this rank's part of a linear layer."""
+        whole = self.linears[path]
+        own = self.outputs.get(path)
+        return whole if own is None else whole._replace(outputs=sum(map(len, own)))
 
     def share(self, others: OtherTables) -> None:
         """Keep `others` equal to this table from now on. Raises like their `keep`, and `AdapterError`."""
@@ -292,11 +300,15 @@ class Adapters:
 
     def _put(self, slot: int, path: str, files: AdapterFiles) -> None:
         found = files.products  # stored in the order in which layers run
-        ordered = {layer: found[layer] for layer in self.linears if layer in found}
+        ordered = {layer: self._own(layer, found[layer]) for layer in self.linears if layer in found}
         self._slots[files.digest] = slot
         self._weights[slot] = weights = self._prepared(ordered, path, files.digest)
         num_bytes = sum(product.down.nbytes + product.up.nbytes for product in weights.products.values())
         logger.info("adapter %s: %d layers, %.1f MB", path, len(ordered), num_bytes / 1e6)
+
+    def _own(self, path: str, whole: LowRankProduct) -> LowRankProduct:
+        own = self.outputs.get(path)
+        return whole if own is None else whole._replace(up=rows_of(whole.up, own))
 
     def _prepared(self, products: Mapping[str, LowRankProduct], path: str, digest: str) -> Weights:
         if kernel_fault(self.device, self.dtype) is None:

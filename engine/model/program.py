@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -58,15 +58,23 @@ class Norm:
     kind: NormKind = NormKind.PLAIN
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Linear layers that read one input; their outputs are concatenated."""
+    """Linear layers that read one input; their outputs are concatenated. A tensor-parallel rank has some
+    outputs of them: `enter` makes the whole input from the rank's part, `leave` whole outputs from its own.
+    """
 
     linears: tuple[Any, ...]
     paths: tuple[str, ...] = ()
     """The layers' paths in the model, which adapters use as names; empty in a draft head."""
     multipliers: Tensor | None = None
     """Factors of the outputs, float32 [outputs]."""
+    enter: Callable[[Tensor], Tensor] = _unchanged
+    leave: Callable[[Tensor], Tensor] = _unchanged
 
     @property
     def outputs(self) -> int:

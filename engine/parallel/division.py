@@ -95,16 +95,11 @@ def part_of(linear: nn.Module, rows: Sequence[range]) -> Any:
 class LinearShare(nn.Module):
     """A linear layer that computes this rank's outputs and gathers the outputs of all ranks."""
 
-    def __init__(
-        self, linear: nn.Module, columns: Columns, ranks: Ranks, inputs: Columns | None = None
-    ) -> None:
-        """Take this rank's `columns` of `linear`. With `inputs`, the input's columns are gathered first."""
+    def __init__(self, linear: nn.Module, columns: Columns, ranks: Ranks) -> None:
+        """Take this rank's `columns` of `linear`."""
         super().__init__()
         self.part = part_of(linear, [columns.parts[ranks.rank]])
-        self.out_features = columns.width
-        self._columns, self._inputs, self._ranks = columns, inputs, ranks
+        self._columns, self._ranks = columns, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._inputs is not None:
-            x = self._ranks.gather(x, self._inputs)
         return self._ranks.gather(self.part(x), self._columns)

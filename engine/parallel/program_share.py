@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.devices.torch.operations import side_by_side
 from engine.linear.packed import PANEL
+from engine.lora.table import Adapters
 from engine.model.program import Attention, Experts, Mlp, ModelProgram, Product, Rotation
-from engine.parallel.division import LINEARS, LinearShare, columns_of, heads_of, moved, part_of, query_columns
+from engine.parallel.division import LINEARS, columns_of, heads_of, moved, part_of, query_columns
 from engine.parallel.group import Columns, Ranks
 from engine.parallel.layers import ExpertsShare, are_experts
 
@@ -27,18 +30,25 @@ Prepare = Callable[[nn.Module], nn.Module]
 
 
 def program_share(
-    program: ModelProgram, ranks: Ranks, device: torch.device, prepare: Prepare = lambda part: part
+    program: ModelProgram,
+    ranks: Ranks,
+    device: torch.device,
+    prepare: Prepare = lambda part: part,
+    adapters: Adapters | None = None,
 ) -> ModelProgram:
     """Return this rank's share of the program, on its device. Linear layers are prepared there. The whole
-    program keeps its weights.
+    program keeps its weights. `adapters` are told which outputs this rank computes.
     """
-    share: ModelProgram = _Divider(ranks, device, prepare).share(program)
+    outputs = {} if adapters is None else adapters.outputs
+    share: ModelProgram = _Divider(ranks, device, prepare, outputs).share(program)
     return share
 
 
 class _Divider:
-    def __init__(self, ranks: Ranks, device: torch.device, prepare: Prepare) -> None:
-        self._ranks, self._device, self._prepare = ranks, device, prepare
+    def __init__(
+        self, ranks: Ranks, device: torch.device, prepare: Prepare, outputs: dict[str, Sequence[range]]
+    ) -> None:
+        self._ranks, self._device, self._prepare, self._outputs = ranks, device, prepare, outputs
 
     def share(self, whole: Any) -> Any:
         """Divide what can be divided, and move the rest to the device."""
@@ -50,7 +60,7 @@ class _Divider:
             case Attention():
                 return self._attention(whole)
             case Product():
-                return replace(whole, linears=tuple(map(self._whole_outputs, whole.linears)))
+                return self._divided(whole, PANEL * self._ranks.size)
             case Mlp():
                 return self._mlp(whole)
             case Experts():
@@ -99,11 +109,14 @@ class _Divider:
     def _rows(self, whole: Product, rows: Sequence[range]) -> Product:
         """Return a product with only these outputs, which stay on this rank."""
         parts, first = [], 0
-        for linear in whole.linears:
+        for number, linear in enumerate(whole.linears):
             last = first + linear.out_features
             own = [range(max(each.start, first) - first, min(each.stop, last) - first) for each in rows]
-            if own := [each for each in own if len(each)]:
-                parts.append(self._placed(part_of(linear, own)))
+            own = [each for each in own if len(each)]
+            is_whole = own == [range(linear.out_features)]
+            parts.append(self._placed(copy.deepcopy(linear) if is_whole else part_of(linear, own)))
+            if whole.paths:
+                self._outputs[whole.paths[number]] = own
             first = last
         factors = whole.multipliers
         if factors is not None:
@@ -112,19 +125,29 @@ class _Divider:
 
     def _gathering(self, whole: Product, inputs: Columns) -> Product:
         """Return a product whose input is gathered first: each rank has some columns, `inputs`."""
-        (linear,) = whole.linears
-        return replace(whole, linears=(self._linear(linear, inputs),))
+        return replace(self._divided(whole, 0), enter=partial(self._ranks.gather, columns=inputs))
 
-    def _whole_outputs(self, linear: Any) -> nn.Module:
-        """Return a layer with all outputs on every rank. For a small layer a gather would not pay."""
-        is_small = type(linear) not in LINEARS or linear.out_features < PANEL * self._ranks.size
-        return self._placed(copy.deepcopy(linear)) if is_small else self._linear(linear, None)
+    def _divided(self, whole: Product, least: int) -> Product:
+        """Divide a product whose outputs all ranks need. For layers with fewer outputs than `least` a gather
+        would not pay.
+        """
+        columns: list[Columns | None] = []
+        rows, first = [], 0
+        for linear in whole.linears:
+            count = linear.out_features
+            own = columns_of(count, self._ranks) if type(linear) in LINEARS and count >= least else None
+            columns.append(own)
+            rows.append(moved(range(count) if own is None else own.parts[self._ranks.rank], first))
+            first += count
 
-    def _linear(self, linear: Any, inputs: Columns | None) -> nn.Module:
-        columns = columns_of(linear.out_features, self._ranks)
-        share = LinearShare(linear, columns, self._ranks, inputs)
-        share.part = self._placed(share.part)
-        return share
+        def leave(out: Tensor) -> Tensor:
+            parts = out.split([len(each) for each in rows], dim=-1)
+            pairs = zip(parts, columns, strict=True)
+            return side_by_side(
+                [part if own is None else self._ranks.gather(part, own) for part, own in pairs]
+            )
+
+        return replace(self._rows(whole, rows), leave=leave)
 
     def _placed(self, part: nn.Module) -> nn.Module:
         return self._prepare(part.to(self._device))

@@ -28,7 +28,7 @@ from engine.parallel.native_share import DescriptionShare
 from engine.parallel.program_share import program_share
 from engine.parallel.shared_ranks import SharedRanks
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError, UnsupportedModelError
+from protocol.errors import UnsupportedModelError
 
 
 def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedModel:
@@ -43,15 +43,14 @@ def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedMo
         )
     if not isinstance(ranks, DistributedRanks):
         return loaded
-    if loaded.adapters is not None:
-        raise ConfigError("--enable-lora: not supported on tensor-parallel ranks with KV pools of their own")
     program = loaded.program
     if program is None:
         raise UnsupportedModelError(
             f"{model}: no tensor-parallel ranks with KV pools of their own, as on GPUs, run its modules"
         )
     prepare = tiling(config, loaded.device, loaded.dtype)
-    return replace(loaded, share=Share(program_share(program, ranks, loaded.device, prepare), ranks.agree))
+    share = program_share(program, ranks, loaded.device, prepare, loaded.adapters)
+    return replace(loaded, share=Share(share, ranks.agree))
 
 
 class ShareRunner:

@@ -127,7 +127,6 @@ def test_each_rank_takes_a_gpu(gpus: int, ranks: int | None) -> None:
     ("options", "reason"),
     [
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size on GPUs"),
-        ({"enable_lora": True}, "--enable-lora on GPUs"),
         ({"compile": "off"}, "--compile off on GPUs"),
         ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype on GPUs"),
         ({"speculative_config": SpeculativeConfig(method="medusa", model="heads")}, "draft heads on GPUs"),

@@ -362,11 +362,8 @@ def in_child(work: Callable[..., None], *arguments: Any) -> Any:
 
 
 def start(folder: Path, size: int, kind: str = KINDS[0], **options: Any) -> Any:
-    lora, asked = {"lora_modules": {ADAPTERS[0]: str(folder / ADAPTERS[0])}}, requests(folder)
-    if kind == "gloo":  # with pools of their own, ranks take no adapters
-        lora, asked = {}, asked[: -len(ADAPTERS)]
-    config = tiny_config(folder, **lora, **options)
-    encoded = [msgspec.msgpack.encode(each) for each in asked]
+    config = tiny_config(folder, lora_modules={ADAPTERS[0]: str(folder / ADAPTERS[0])}, **options)
+    encoded = [msgspec.msgpack.encode(each) for each in requests(folder)]
     return in_child(parallel_child.run, msgspec.to_builtins(config), size, kind, encoded)
 
 

@@ -64,25 +64,29 @@ class SeveralWeights(NamedTuple):
     linears: tuple[nn.Module, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return side_by_side(self.linears, x)
+        return side_by_side([linear(x) for linear in self.linears])
 
 
 Weight = PlainWeight | TiledWeight | SeveralWeights
 
 
 class JoinedProduct(NamedTuple):
-    """A weight, the adapters' products that are added to its output, and the sum's factors, if any."""
+    """The joined weight of a `product`, the adapters' products that are added to its output, and the sum's
+    factors, if any.
+    """
 
+    product: Product
     weight: Weight
     adapted: AdaptedProduct | None
     multipliers: Tensor | None
 
     def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
         """Multiply, and add the rows' `adapters`; None if no row can have one."""
+        x = self.product.enter(x)
         out = self.weight(x)
         if self.adapted is not None and adapters is not None:
             self.adapted.add(out, x, adapters)
-        return multiplied(out, self.multipliers)
+        return self.product.leave(multiplied(out, self.multipliers))
 
 
 class CudaDecoder(Operations[StepInputs]):
@@ -313,7 +317,7 @@ def _packed(product: Product, adapters: Adapters | None) -> JoinedProduct:
     multipliers = product.multipliers
     if multipliers is not None:
         multipliers = multipliers.to(product.linears[0].weight.device)
-    return JoinedProduct(_joined(product.linears), adapted, multipliers)
+    return JoinedProduct(product, _joined(product.linears), adapted, multipliers)
 
 
 def _joined(linears: tuple[nn.Module, ...]) -> Weight:

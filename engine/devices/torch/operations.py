@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,8 +63,9 @@ class Operations(ABC, Generic[Rows]):
     ) -> Tensor:
         """Attend over the pool. All tensors are [rows, heads, dims]."""
 
+    @abstractmethod
     def multiply(self, product: Product, x: Tensor, rows: Rows) -> Tensor:
-        return multiplied(side_by_side(product.linears, x), product.multipliers)
+        """Return whole outputs of a product."""
 
     def activate(self, made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
         gate, values = made.chunk(2, dim=-1) if is_gated else (made, None)
@@ -223,10 +224,8 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def side_by_side(linears: Sequence[Any], x: Tensor) -> Tensor:
-    """Return the concatenated outputs of linear layers with one input."""
-    outputs: list[Tensor] = [linear(x) for linear in linears]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+def side_by_side(outputs: Sequence[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat([*outputs], dim=-1)
 
 
 def multiplied(out: Tensor, multipliers: Tensor | None) -> Tensor:

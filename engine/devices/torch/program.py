@@ -10,12 +10,14 @@ from torch.nn.functional import embedding
 
 from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepInputs
-from engine.devices.torch.operations import Operations, apply_norm, scaled
+from engine.devices.torch.operations import Operations, apply_norm, multiplied, scaled, side_by_side
 from engine.devices.torch.runner import TorchForward
 from engine.devices.torch.transformers_hook import paged_attention
 from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import RecurrentLayer
-from engine.model.program import Attention, HeadInput, Layer, ModelProgram, Norm, Rotation
+from engine.lora.layers import add_adapters, begin_step
+from engine.lora.table import Adapters
+from engine.model.program import Attention, HeadInput, Layer, ModelProgram, Norm, Product, Rotation
 
 _Turns = tuple[Tensor, Tensor] | None
 """Cosines and sines of rows [rows, rotated dims]; None if heads are not rotated."""
@@ -35,11 +37,14 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         operators: StepOperators | None = None,
         recurrent: Sequence[RecurrentLayer] = (),
         attend: Callable[..., Tensor] = paged_attention,
+        adapters: Adapters | None = None,
     ) -> None:
         """Make the executor. `hidden_layers` are captured, numbered like in Transformers' `hidden_states`."""
         super().__init__()
         self.program = program
-        self._hidden_layers = hidden_layers
+        self._hidden_layers, self.adapters = hidden_layers, adapters
+        self._runs_all = bool(hidden_layers) or adapters is not None
+        """Whether the last layer's products run for all rows, as adapters' additions know only these."""
         self.operators, self.recurrent, self._attend_rows = operators, recurrent, attend
         made: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._tables: list[tuple[Tensor, Tensor] | None] = []
@@ -57,7 +62,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         the previous hidden states `before`, and returns the hidden states of `logit_rows` instead.
         """
         last, x, captured = self.states(token_ids, positions, logit_rows, before)
-        scored = last[logit_rows] if self._hidden_layers else last
+        scored = last[logit_rows] if self._runs_all else last
         logits = self.multiply(self.program.head, scored, None)
         if self.program.logits_divisor != 1:
             logits = logits / self.program.logits_divisor
@@ -71,7 +76,8 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor | None, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         """Return the last layer's normed output, its output, and all layers' inputs by number. The outputs
-        are for all rows without `logit_rows` or if hidden states are captured, else for `logit_rows`.
+        are for all rows without `logit_rows`, with adapters or if hidden states are captured, else for
+        `logit_rows`.
         """
         program, entry = self.program, self.program.entry
         x = scaled(embedding(token_ids, program.embeddings), program.embedding_multiplier)
@@ -83,7 +89,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         captured: dict[int, Tensor] = {}
         for number, layer in enumerate(program.layers):
             captured[number] = x
-            is_last = number + 1 == len(program.layers) and not self._hidden_layers
+            is_last = number + 1 == len(program.layers) and not self._runs_all
             tables = self._tables[number]
             turns = None if tables is None else (tables[0][positions], tables[1][positions])
             x = self._layer(layer, x, normed, turns, logit_rows if is_last else None)
@@ -118,6 +124,14 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         normed = apply_norm(layer.mlp_norm, x)
         made = self.feed_forward(layer, normed, turns)
         return x + scaled(made if layer.made_norm is None else apply_norm(layer.made_norm, made), factor)
+
+    def multiply(self, product: Product, x: Tensor, rows: _Turns) -> Tensor:
+        x = product.enter(x)
+        outputs = [linear(x) for linear in product.linears]
+        if self.adapters is not None:
+            for out, path in zip(outputs, product.paths, strict=False):  # the head has no paths
+                add_adapters(out, x, path)
+        return product.leave(multiplied(side_by_side(outputs), product.multipliers))
 
     def attend(self, mixer: Attention, made: Tensor, rows: _Turns) -> Tensor:
         own = mixer.heads * mixer.head_dim * (2 if mixer.is_gated else 1)
@@ -168,13 +182,14 @@ class ProgramForward(TorchForward):
     """The forward of a program, which may be a draft head."""
 
     def __init__(self, program: TorchProgram, backend: AttentionBackend) -> None:
-        super().__init__(backend, operators=program.operators)
+        super().__init__(backend, program.adapters, program.operators)
         self._program = program
         described = program.program
         if described.entry is not None:
             self.no_hidden = described.embeddings.new_zeros((0, described.hidden_size))
 
     def _call(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        begin_step(self._additions)
         rows = inputs.token_ids, inputs.positions, inputs.logit_rows
         return self.compute(*rows) if inputs.hidden is None else self.compute(*rows, inputs.hidden)
 

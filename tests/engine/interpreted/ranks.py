@@ -9,7 +9,9 @@ import copy
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +27,13 @@ from engine.devices.cuda.products import tile_linears, tiled
 from engine.devices.cuda.runner import CudaRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
+from engine.lora.table import Adapters, adaptable
 from engine.model.describe import describe
 from engine.model.program import ModelProgram
 from engine.parallel.group import Columns, Ranks
 from engine.parallel.pools import rank_layout
 from engine.parallel.program_share import program_share
+from tests.engine.adapter_files import write_adapter
 from tests.engine.interpreted.decoder import CONFIGS, CPU, HIDDEN_LAYERS, STEPS, made
 from tests.engine.interpreted.recorder import pageable_memory
 
@@ -64,10 +68,13 @@ class TurnRanks(Ranks):
         raise NotImplementedError
 
 
-def runner_of(program: ModelProgram, pool: KVPool) -> Runner:
+def runner_of(program: ModelProgram, pool: KVPool, adapters: Adapters, adapter: Path) -> Runner:
+    """Make a runner with an adapter in slot 1."""
     backend = TritonBackend(pool.layers(TARGET), rows=pool.groups[TARGET].rows)
-    decoder = CudaDecoder(program, backend, 128, HIDDEN_LAYERS)
-    return CudaRunner(decoder, backend, CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
+    adapters.acquire(adapters.load("one", str(adapter)))
+    decoder = CudaDecoder(program, backend, 128, HIDDEN_LAYERS, adapters)
+    buckets = Buckets([1, 2, 4], [1, 3], [1, 2], trees=True, adapters=True)
+    return CudaRunner(decoder, backend, CPU, "", buckets)
 
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -79,12 +86,16 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("gemma3", 4), ("qwen3_moe", 2)])
-def test_ranks_have_the_bits_of_one(name: str, size: int) -> None:
+@pytest.mark.parametrize(("name", "size", "slot"), [("llama", 2, 1), ("gemma3", 4, 1), ("qwen3_moe", 2, 0)])
+def test_ranks_have_the_bits_of_one(name: str, size: int, slot: int, tmp_path: Path) -> None:
+    """The second sequence has the adapter in the slot, if it is not 0."""
+    steps = [[step[0], replace(step[1], adapter=slot)] for step in STEPS]
     config = copy.deepcopy(MODELS[name])
     for field, value in SHAPE.items():
         setattr(config, field, value)
     model = made(config)
+    model.save_pretrained(tmp_path)
+    adapter, linears = write_adapter(tmp_path, tmp_path / "one", 1), adaptable(model)
     layout = PoolLayout((Group.uniform(TARGET, Segment(2, 2, 16, torch.float32)),), 16)
     parts, meeting, turn = [None] * size, threading.Barrier(size), threading.Lock()
 
@@ -92,15 +103,19 @@ def test_ranks_have_the_bits_of_one(name: str, size: int) -> None:
         with turn:
             ranks = TurnRanks(rank, parts, meeting, turn)
             prepare = partial(tiled, dtype=torch.float32, plain=True)
-            share = program_share(describe(model), ranks, CPU, prepare)
-            runner = runner_of(share, KVPool(rank_layout(layout, size, rank), 8, CPU, None))
-            return [runner.run(Step(step, [1, 3])) for step in STEPS]
+            adapters = Adapters(linears, CPU, torch.float32, 64)
+            share = program_share(describe(model), ranks, CPU, prepare, adapters)
+            runner = runner_of(
+                share, KVPool(rank_layout(layout, size, rank), 8, CPU, None), adapters, adapter
+            )
+            return [runner.run(Step(step, [1, 3])) for step in steps]
 
     with ThreadPoolExecutor(size) as threads:
         shared = list(threads.map(run, range(size)))
     tile_linears(model, torch.float32, plain=True)
-    whole = runner_of(describe(model), KVPool(layout, 8, CPU, None))
-    for number, step in enumerate(STEPS):
+    adapters = Adapters(linears, CPU, torch.float32, 64)
+    whole = runner_of(describe(model), KVPool(layout, 8, CPU, None), adapters, adapter)
+    for number, step in enumerate(steps):
         logits, hidden = whole.run(Step(step, [1, 3]))
         for outputs in shared:
             assert torch.equal(outputs[number].logits, logits)
