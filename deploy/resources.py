@@ -11,7 +11,7 @@ from typing import Any
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError
 from protocol.roles import ROLES
-from protocol.speculation import WEIGHTLESS
+from protocol.speculation import SELF
 
 _HEADS = ("num_attention_heads", "n_head")
 """Fields of a `config.json` with the number of attention heads."""
@@ -44,8 +44,8 @@ def check_gpu_ranks(config: ServeConfig, num_gpus: float, ranks: int) -> None:
         "with --kv-offloading-size on GPUs": config.kv_offloading_size > 0,
         "with --kv-wire-dtype on GPUs": config.kv_wire_dtype != "auto",
         f"with --compile {config.compile} on GPUs": config.compile != "auto",
-        "with draft heads on GPUs, which read weights that are divided": options is not None
-        and options.method not in (*WEIGHTLESS, "draft_model"),
+        f"with method {SELF} on GPUs, whose draft runs layers that are divided": options is not None
+        and options.method == SELF,
     }
     for why, excludes in reasons.items():
         if excludes:

@@ -96,7 +96,8 @@ def load_extra_layers(
     elif target.device.type == "cuda":
         tile_on_gpu(model, target.device, target.dtype)
     kept = probe(model, target.dtype, len(layer_types))
-    return replace(target, model=model, kv_group=kept.kv, description=None, recurrent=None, adapters=None)
+    head = replace(target, model=model, kv_group=kept.kv, share=None)
+    return replace(head, description=None, recurrent=None, adapters=None)
 
 
 def make_layers(

@@ -29,6 +29,7 @@ from engine.parallel.program_share import program_share
 from engine.parallel.shared_ranks import SharedRanks
 from protocol.config import ServeConfig
 from protocol.errors import UnsupportedModelError
+from protocol.speculation import WEIGHTLESS
 
 
 def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedModel:
@@ -48,6 +49,10 @@ def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedMo
         raise UnsupportedModelError(
             f"{model}: no tensor-parallel ranks with KV pools of their own, as on GPUs, run its modules"
         )
+    options = config.speculative_config
+    if ranks.rank == 0 and options is not None and options.method not in (*WEIGHTLESS, "draft_model"):
+        for table in (loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()):
+            table.to(loaded.device)  # draft heads read them whole; the share's parts of them are views
     prepare = tiling(config, loaded.device, loaded.dtype)
     share = program_share(program, ranks, loaded.device, prepare, loaded.adapters)
     return replace(loaded, share=Share(share, ranks.agree))

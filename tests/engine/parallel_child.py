@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +27,23 @@ from engine.parallel.messages import AdapterKept, DropAdapter, KeepAdapter, rece
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
+from speculation.speculator import BatchSpeculator
+
+ANSWER_S = 60.0
+
+
+def in_child(work: Callable[..., None], *arguments: Any) -> Any:
+    """Start work in a process of one thread. Return the pipe's end that gets its answer."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
+    theirs.close()
+    return ours
+
+
+def answer(pipe: Any) -> Any:
+    assert pipe.poll(ANSWER_S)
+    return pipe.recv()
 
 
 def join_of(kind: str, size: int) -> Join:
@@ -37,8 +55,8 @@ def join_of(kind: str, size: int) -> Join:
 
 
 def run(config: dict[str, Any], size: int, kind: str, requests: list[bytes], pipe: Connection) -> None:
-    """Send the engine's description and each request's tokens and log-probabilities, or why it
-    cannot start.
+    """Send the engine's description and each request's tokens with their log-probabilities and numbers of
+    drafted and accepted ones, and the counters; or why it cannot start.
     """
     checked = msgspec.convert(config, ServeConfig)
 
@@ -54,7 +72,8 @@ def run(config: dict[str, Any], size: int, kind: str, requests: list[bytes], pip
         return PoolMemory(nbytes, lend=lend).buffer
 
     try:
-        engine = Engine(checked, allocate=allocate, leader=leader)
+        speculate = None if checked.speculative_config is None else BatchSpeculator
+        engine = Engine(checked, allocate=allocate, speculate=speculate, leader=leader)
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -66,7 +85,7 @@ def run(config: dict[str, Any], size: int, kind: str, requests: list[bytes], pip
         if request.cache_salt:  # alone, before the others
             _finish(engine, results)
     _finish(engine, results)
-    pipe.send((engine.start_up["forward"], results))
+    pipe.send((engine.start_up["forward"], results, engine.counters()))
     engine.close()
     if leader is not None:
         leader.close()
@@ -160,4 +179,5 @@ def _finish(engine: Engine, results: dict[str, list[Any]]) -> None:
     while engine.has_work():
         for output in engine.step().outputs:
             logprobs = msgspec.to_builtins(output.logprobs)
-            results[output.request_id] += [output.token_ids, logprobs]
+            details = logprobs, output.drafted_tokens, output.accepted_tokens
+            results[output.request_id] += [output.token_ids, details]

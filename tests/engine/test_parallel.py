@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import multiprocessing
 import os
 import signal
 import socket
@@ -55,9 +54,9 @@ from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_
 from tests.engine import parallel_child
 from tests.engine.adapter_files import write_adapter
 from tests.engine.kernels import CPU, needs_kernel
+from tests.engine.parallel_child import ANSWER_S, answer, in_child
 from tests.worker.harness import request, tiny_config
 
-ANSWER_S = 60.0
 BLOCK_SIZE = 16
 
 
@@ -352,24 +351,10 @@ def requests(folder: Path) -> list[EngineRequest]:
     return [alone, *batch]
 
 
-def in_child(work: Callable[..., None], *arguments: Any) -> Any:
-    """Start work in a process of one thread. Return the pipe's end that gets its answer."""
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
-    theirs.close()
-    return ours
-
-
 def start(folder: Path, size: int, kind: str = KINDS[0], **options: Any) -> Any:
     config = tiny_config(folder, lora_modules={ADAPTERS[0]: str(folder / ADAPTERS[0])}, **options)
     encoded = [msgspec.msgpack.encode(each) for each in requests(folder)]
     return in_child(parallel_child.run, msgspec.to_builtins(config), size, kind, encoded)
-
-
-def answer(pipe: Any) -> Any:
-    assert pipe.poll(ANSWER_S)
-    return pipe.recv()
 
 
 @pytest.mark.parametrize(
@@ -382,7 +367,7 @@ def answer(pipe: Any) -> Any:
 )
 def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile: str, size: int) -> None:
     pipes = [start(folder, each, dtype=dtype, compile=compile) for each in (1, size)]
-    (one, expected), (several, results) = map(answer, pipes)
+    (one, expected, _), (several, results, _) = map(answer, pipes)
     assert several == f"{one}, on {size} ranks"
     tokens, expected_tokens = [{k: r[::2] for k, r in each.items()} for each in (results, expected)]
     assert tokens == expected_tokens
@@ -398,7 +383,7 @@ def test_ranks_with_pools_of_their_own_give_the_tokens_of_one_process(
     folder: Path, dtype: str, size: int
 ) -> None:
     pipes = [start(folder, each, "gloo", dtype=dtype) for each in (1, size)]
-    (_, expected), (forward, results) = map(answer, pipes)
+    (_, expected, _), (forward, results, _) = map(answer, pipes)
     assert forward == f"eager (--compile off), on {size} ranks"
     assert {k: r[::2] for k, r in results.items()} == {k: r[::2] for k, r in expected.items()}
     if dtype == "bfloat16":
