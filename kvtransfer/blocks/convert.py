@@ -107,16 +107,19 @@ class Quantizer:
 
     def pack(
         self,
-        pool: memoryview | Tensor,
+        pool: memoryview | Tensor | JoinedBlocks,
         blocks: npt.NDArray[np.int64],
         num_tokens: npt.NDArray[np.int64],
         out: memoryview | Tensor,
     ) -> None:
         """Write the pool's `blocks`, in this order, to the start of `out`: writable buffers, or blocks.
+        Blocks divided among devices are joined first, and errors then number them from 0.
 
         `num_tokens` (same length) is the number of valid leading tokens of each block. The blocks exist and
         fit into `out`. Raises NonFiniteError.
         """
+        if isinstance(pool, JoinedBlocks):
+            pool, blocks = pool[torch.from_numpy(blocks)], np.arange(len(blocks))
         source, target = self._pool_layout.blocks(pool), self._wire_layout.blocks(out)
         for ours, wire in zip(self._pool_layout.segments, self._wire_layout.segments, strict=True):
             if codes.compiled(ours, wire, self._device):

@@ -38,16 +38,16 @@ class JoinedBlocks:
         self.device = parts[0].blocks.device
         """The device on which blocks are joined."""
 
-    def __getitem__(self, run: slice) -> Tensor:
-        """Join consecutive blocks: uint8 [n, block_bytes]."""
-        count = len(range(*run.indices(self.shape[0])))
+    def __getitem__(self, chosen: slice | Tensor) -> Tensor:
+        """Join consecutive blocks, or those with these numbers: uint8 [n, block_bytes]."""
+        count = len(chosen) if isinstance(chosen, Tensor) else len(range(*chosen.indices(self.shape[0])))
         whole = torch.empty((count, self.shape[1]), dtype=torch.uint8, device=self.device)
         segments = {segment.info.name: segment for segment in self._layout.segments}
         for part, layout in self._parts:
             for own in layout.segments:
                 heads = part.heads[own.info.name]
                 pairs = zip(
-                    _tensors(segments[own.info.name], whole), _tensors(own, part.blocks[run]), strict=True
+                    _tensors(segments[own.info.name], whole), _tensors(own, part.blocks[chosen]), strict=True
                 )
                 for target, source in pairs:
                     target[..., heads, :].copy_(source, non_blocking=True)

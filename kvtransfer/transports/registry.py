@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtransfer.blocks.extents import Mode
 from kvtransfer.blocks.joined import JoinedBlocks
-from kvtransfer.blocks.layout import LayoutError, wire_segments
+from kvtransfer.blocks.layout import wire_segments
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.pairs import Pairs
 from kvtransfer.transports.object_store import Carrier, ObjectStoreTransport
@@ -55,8 +55,6 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
             return UcxTransport(pool, name, options.ports)
         case "tcp":
             wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if the dtype is impossible
-            if isinstance(pool.device, JoinedBlocks) and options.wire_dtype != "auto":
-                raise LayoutError("quantization", "blocks in the memory of several GPUs are sent as they are")
             chosen = options.tcp_streams, options.wire_dtype, options.wire_codec
             return TcpTransport(*chosen) if options.tls is None else TlsTransport(options.tls, *chosen)
         case _:

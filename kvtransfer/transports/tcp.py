@@ -17,7 +17,6 @@ from kvtransfer.blocks.codec import CODEC, Codec, UndecodableError, is_available
 from kvtransfer.blocks.convert import Quantizer
 from kvtransfer.blocks.device import ArrivingViews, BlockGatherer, pinned
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, ScatterList, blocks_per_part, views
-from kvtransfer.blocks.joined import JoinedBlocks
 from kvtransfer.blocks.layout import tokens_in_blocks
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
@@ -69,7 +68,6 @@ class QuantizingWriter(PieceWriter):
     """A writer that packs each piece, one byte a value and some scales, on the pool's device."""
 
     def __init__(self, pool: RegisteredPool, wire_dtype: str) -> None:
-        assert not isinstance(pool.device, JoinedBlocks)
         self._values = pool.buffer if pool.device is None else pool.device
         device = torch.device("cpu") if pool.device is None else pool.device.device
         self._quantizer = Quantizer(pool.segments, wire_dtype, device)

@@ -128,7 +128,6 @@ def test_each_rank_takes_a_gpu(gpus: int, ranks: int | None) -> None:
     [
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size on GPUs"),
         ({"compile": "off"}, "--compile off on GPUs"),
-        ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype on GPUs"),
         ({"speculative_config": SpeculativeConfig(method="self_speculative")}, "self_speculative on GPUs"),
     ],
 )

@@ -112,7 +112,7 @@ Llama 70B in bf16, two ranks of 80 GB (85.5e9 bytes): 71.6 GB of weights each, 2
 and at `--gpu-memory-utilization 0.9` KV for 17,000 tokens, 164 KB each; 43,000 at 0.95.
 
 Refused on several GPUs: models that no family describes or with recurrent layers, self-speculation,
-`--kv-offloading-size`, `--kv-wire-dtype`, `--compile` other than `auto`, ranks on several hosts.
+`--kv-offloading-size`, `--compile` other than `auto`, ranks on several hosts.
 
 ## Waits for the device
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.parallel.pools import HeldPool
 from kvtransfer.blocks import device
+from kvtransfer.blocks.convert import Converter
 from kvtransfer.blocks.device import BlockGatherer, Queue, queue_of
-from kvtransfer.blocks.layout import DTYPES, block_bytes
+from kvtransfer.blocks.joined import JoinedBlocks
+from kvtransfer.blocks.layout import DTYPES, block_bytes, wire_segments
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Completed, Progress, RegisteredPool
 from kvtransfer.transports.registry import TransportOptions
+from kvtransfer.transports.tcp import QuantizingWriter
 from kvtransfer.transports.ucx_agent import Agent, Memory, Remote
 from protocol.handoff import Extent, SegmentInfo
 from tests.kvtransfer.ordered_device import SEGMENT, OrderedDevice
@@ -142,6 +148,34 @@ def test_a_devices_blocks_are_quantized_on_the_wire(closing: Closing, device: st
     _, on_host, _ = transfer(closing, "tcp", "bfloat16", "bfloat16", 75, 1, options)
     _, on_device, _ = transfer(closing, "tcp", "bfloat16", "bfloat16", 75, 1, options, (device, device))
     assert torch.equal(on_host[16:75], on_device[16:75])
+
+
+def in_parts(whole: RegisteredPool, tensor: Tensor) -> tuple[RegisteredPool, JoinedBlocks]:
+    """Return a pool of the same blocks, with each head on a device of its own."""
+    parts = []
+    for head in range(HEADS):
+        own = tensor[..., head : head + 1, :].contiguous()
+        segment = msgspec.structs.replace(whole.segments[0], shape=tuple(own.shape[1:]))
+        blocks = own.view(torch.uint8).view(NUM_BLOCKS, -1)
+        parts.append(HeldPool(blocks, (segment,), {segment.name: slice(head, head + 1)}))
+    joined = JoinedBlocks(whole.segments, parts)
+    return replace(whole, device=joined), joined
+
+
+@pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
+def test_blocks_in_parts_are_packed_and_unpacked_like_whole_ones(wire_dtype: str) -> None:
+    whole, tensor = pool("bfloat16", "cpu")
+    tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    divided, joined = in_parts(whole, tensor)
+    sent, num_tokens = np.array([[9, 2, 3, 5], [0, 1, 2, 3]]), 55
+    packed = [QuantizingWriter(each, wire_dtype).source(sent, num_tokens)[0] for each in (whole, divided)]
+    wire, to = wire_segments(whole.segments, wire_dtype), np.array([4, 11, 0, 1])
+    end = sent.shape[1] * block_bytes(wire)
+    assert packed[0][:end] == packed[1][:end]
+    for each in (whole, divided):
+        assert each.device is not None
+        Converter(wire, whole.segments, each.device).place(packed[0], sent[1], to, num_tokens)
+    assert torch.equal(joined[:], tensor.view(torch.uint8).view(NUM_BLOCKS, -1))
 
 
 ORDERED_BLOCKS, BLOCK_BYTES = 8, block_bytes([SEGMENT])
