@@ -41,7 +41,7 @@ def check_gpu_ranks(config: ServeConfig, num_gpus: float, ranks: int) -> None:
     options = config.speculative_config
     reasons = {
         f"on {num_gpus:g} GPUs of a node for {ranks} ranks, which take a GPU each": ranks > num_gpus,
-        "with --kv-offloading-size on GPUs": config.kv_offloading_size > 0,
+        "with --kv-disk-path on GPUs": config.kv_disk_path is not None,
         f"with --compile {config.compile} on GPUs": config.compile != "auto",
         f"with method {SELF} on GPUs, whose draft runs layers that are divided": options is not None
         and options.method == SELF,

@@ -158,7 +158,8 @@ class Assembly:
         config = self.config
         if config.kv_offloading_size == 0:
             return None
-        memory = HostMemory(pool.memory, _host_slots(config, pool))
+        num_slots, leader = _host_slots(config, pool), self._divider_of_pools
+        memory = HostMemory(pool.memory, num_slots) if leader is None else leader.host_memory(pool, num_slots)
         if config.kv_disk_path is None:
             return HostTier(memory)
         if not hasattr(os, "posix_fallocate"):
@@ -303,7 +304,7 @@ def reckoned_step(
 
 
 def _host_slots(config: ServeConfig, pool: KVPool) -> int:
-    block_bytes = pool.memory.shape[1]
+    block_bytes = pool.block_bytes
     nbytes = _gib(config.kv_offloading_size)
     num_slots = nbytes // block_bytes
     least = MIN_SLOTS_WITH_DISK if config.kv_disk_path is not None else 1

@@ -78,9 +78,9 @@ class Engine:
         self.feature_size = len(self._speculator.hidden_layers) * loaded.hidden_size
         """Number of values in the hidden states that the drafter reads for one token."""
         self.pool = assembly.pool(allocate)
+        self._runner = assembly.runner(self.pool)
         self.tiers = assembly.tiers(self.pool, self._ready)
         self.blocks = assembly.blocks(self.pool, self.tiers)
-        self._runner = assembly.runner(self.pool)
         self._grammars = assembly.grammars
         self._sampler = assembly.sampler()
         self.times = assembly.times(self.pool)

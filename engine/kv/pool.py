@@ -67,6 +67,11 @@ class KVPool:
         return self.memory.nbytes
 
     @property
+    def block_bytes(self) -> int:
+        """Number of bytes of a block, on all ranks."""
+        return self.memory.shape[1]
+
+    @property
     def token_bytes(self) -> int:
         """Number of bytes of one token's KV in all tables."""
         return self.num_tables * self.num_bytes // (self.num_blocks * self.block_size)

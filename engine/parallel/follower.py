@@ -11,6 +11,7 @@ from engine.batch.runner import Step
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
+from engine.kv.tiers.host import HostMemory
 from engine.load.select import load_packed
 from engine.lora.config import AdapterError
 from engine.parallel import messages
@@ -18,11 +19,15 @@ from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.messages import (
     READY,
     AdapterKept,
+    AllocateSlots,
     CopyBlock,
     DropAdapter,
+    FinishCopies,
     KeepAdapter,
+    LoadBlock,
     MoveTokens,
     RunStep,
+    SaveBlock,
     WarmUp,
     receive,
 )
@@ -55,6 +60,7 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
 
 def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, link: socket.socket) -> None:
     """Run rank 0's commands until it is gone."""
+    host: HostMemory
     while (message := receive(link, messages.to_others)) is not None:
         match message:
             case WarmUp():
@@ -65,6 +71,15 @@ def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, link: socket.s
                 pool.copy_block(source, target)
             case MoveTokens(tables, first, places):
                 pool.move_tokens(tables, first, places)
+            case AllocateSlots(count):
+                host = HostMemory(pool.memory, count)
+            case SaveBlock(block, slot):
+                host.save(block, slot)
+            case LoadBlock(slot, block):
+                host.load(slot, block)
+            case FinishCopies():
+                host.finish()
+                link.sendall(READY)
             case KeepAdapter():
                 messages.send(link, messages.encode(_keep(loaded, message)))
             case DropAdapter(slot):

@@ -19,6 +19,7 @@ from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
+from engine.kv.tiers.host import HostMemory
 from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
@@ -28,6 +29,7 @@ from engine.parallel.messages import (
     READY,
     BuildRunners,
     DropAdapter,
+    FinishCopies,
     KeepAdapter,
     RunStep,
     WarmUp,
@@ -110,6 +112,16 @@ class Leader:
             layout, num_blocks, device, self.ranks.size, lambda message: self.broadcast(encode(message))
         )
 
+    def host_memory(self, pool: KVPool, num_slots: int) -> HostMemory:
+        """Allocate slots for blocks of `Leader.pool`'s, on all ranks, which have built their runners."""
+        assert isinstance(pool, LeadingPool)
+
+        def finish() -> None:
+            self.broadcast(encode(FinishCopies()))
+            self._await(GATHER_TIMEOUT_S)
+
+        return pool.host_memory(num_slots, finish)
+
     def runner(
         self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
     ) -> LeadingRunner:
@@ -135,7 +147,7 @@ class Leader:
             with _link_timeout(link, patience_s):
                 blocks = borrow_pool(rank_layout(pool.whole, size, rank), pool.num_blocks, device, link)
             if blocks is None:
-                raise _lost_at_start()
+                raise _lost()
             self.held.append(held_pool(blocks, pool.whole, size, rank))
 
     def watch(self) -> None:
@@ -170,7 +182,7 @@ class Leader:
         for link in self._links:
             with _link_timeout(link, patience_s):
                 if not link.recv(len(READY)):
-                    raise _lost_at_start()
+                    raise _lost()
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -219,8 +231,8 @@ class LeadingRunner(ShareRunner):
         return super().run(step)
 
 
-def _lost_at_start() -> LostRankError:
-    return LostRankError("a rank has ended while it started; see its log")
+def _lost() -> LostRankError:
+    return LostRankError("a rank has ended; see its log")
 
 
 @contextlib.contextmanager

@@ -73,6 +73,44 @@ class MoveTokens(msgspec.Struct, frozen=True, array_like=True, tag=5):
     places: list[int]
 
 
+class AllocateSlots(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """An order to allocate host memory for `count` blocks, for ranks with pools of their own."""
+
+    count: int
+
+
+class SaveBlock(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The arguments of `HostMemory.save`."""
+
+    block: int
+    slot: int
+
+
+class LoadBlock(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """The arguments of `HostMemory.load`."""
+
+    slot: int
+    block: int
+
+
+class FinishCopies(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """An order to call `HostMemory.finish`, answered by `READY`."""
+
+
+ToOthers = (
+    RunStep
+    | KeepAdapter
+    | DropAdapter
+    | WarmUp
+    | CopyBlock
+    | MoveTokens
+    | AllocateSlots
+    | SaveBlock
+    | LoadBlock
+    | FinishCopies
+)
+
+
 class LentPool(msgspec.Struct, frozen=True):
     """The parts of a CUDA IPC handle, with which rank 0 maps another rank's KV pool."""
 
@@ -86,9 +124,7 @@ class AdapterKept(msgspec.Struct, frozen=True):
 
 
 begin: Decoder[BuildRunners] = Decoder(BuildRunners)
-to_others: Decoder[RunStep | KeepAdapter | DropAdapter | WarmUp | CopyBlock | MoveTokens] = Decoder(
-    RunStep | KeepAdapter | DropAdapter | WarmUp | CopyBlock | MoveTokens
-)
+to_others: Decoder[ToOthers] = Decoder(ToOthers)
 lent: Decoder[LentPool] = Decoder(LentPool)
 answers: Decoder[AdapterKept] = Decoder(AdapterKept)
 

@@ -19,9 +19,18 @@ from torch import Tensor
 
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
+from engine.kv.tiers.host import HostMemory
 from engine.parallel import messages
 from engine.parallel.division import keys_of
-from engine.parallel.messages import READY, CopyBlock, LentPool, MoveTokens
+from engine.parallel.messages import (
+    READY,
+    AllocateSlots,
+    CopyBlock,
+    LentPool,
+    LoadBlock,
+    MoveTokens,
+    SaveBlock,
+)
 from protocol.errors import UnsupportedModelError
 from protocol.handoff import SegmentInfo
 
@@ -75,7 +84,16 @@ class LeadingPool(KVPool):
     ) -> None:
         super().__init__(rank_layout(layout, size, 0), num_blocks, device, None)
         self.whole, self.segments = layout, layout.describe()
-        self._broadcast = broadcast
+        self._size, self._broadcast = size, broadcast
+
+    @property
+    def block_bytes(self) -> int:
+        each = (rank_layout(self.whole, self._size, rank).block_bytes for rank in range(self._size))
+        return sum(each)
+
+    def host_memory(self, num_slots: int, finish: Callable[[], None]) -> LeadingMemory:
+        """Allocate slots on all ranks. `finish` waits for the copies of the others."""
+        return LeadingMemory(self, num_slots, self._broadcast, finish)
 
     def copy_block(self, source: int, target: int) -> None:
         self._broadcast(CopyBlock(source, target))
@@ -84,6 +102,34 @@ class LeadingPool(KVPool):
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
         self._broadcast(MoveTokens([[*table] for table in tables], first, [*places]))
         super().move_tokens(tables, first, places)
+
+
+class LeadingMemory(HostMemory):
+    """Rank 0's slots in host memory. The other ranks copy their parts of the same blocks."""
+
+    def __init__(
+        self,
+        pool: LeadingPool,
+        num_slots: int,
+        broadcast: Callable[[msgspec.Struct], None],
+        finish: Callable[[], None],
+    ) -> None:
+        super().__init__(pool.memory, num_slots)
+        self.block_bytes = pool.block_bytes
+        self._broadcast, self._finish = broadcast, finish
+        broadcast(AllocateSlots(num_slots))
+
+    def save(self, block: int, slot: int) -> None:
+        self._broadcast(SaveBlock(block, slot))
+        super().save(block, slot)
+
+    def load(self, slot: int, block: int) -> None:
+        self._broadcast(LoadBlock(slot, block))
+        super().load(slot, block)
+
+    def finish(self) -> None:
+        super().finish()
+        self._finish()
 
 
 def lend_pool(layout: PoolLayout, num_blocks: int, device: torch.device, link: socket.socket) -> KVPool:

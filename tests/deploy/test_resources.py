@@ -126,7 +126,7 @@ def test_each_rank_takes_a_gpu(gpus: int, ranks: int | None) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size on GPUs"),
+        ({"kv_disk_path": "kv"}, "--kv-disk-path on GPUs"),
         ({"compile": "off"}, "--compile off on GPUs"),
         ({"speculative_config": SpeculativeConfig(method="self_speculative")}, "self_speculative on GPUs"),
     ],

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import absorb
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
+from engine.kv.tiers.host import HostMemory
 from engine.linear.packed import PackedLinear, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.quantized import round_head, round_linears
@@ -217,9 +218,11 @@ def test_other_ranks_change_their_pools_alike() -> None:
     for pool in (lead, other):
         pool.memory.copy_(torch.randint(256, pool.memory.shape, dtype=torch.uint8))
     whole.memory.copy_(joined[:])
-    for pool in (lead, whole):
+    for pool, host in ((lead, lead.host_memory(2, lambda: None)), (whole, HostMemory(whole.memory, 2))):
+        host.save(2, 1)
         pool.copy_block(0, 3)
         pool.move_tokens([[3, 1]], 2, [4, 5])
+        host.load(1, 0)
     ours.close()
     unused: Any = None
     follower._obey(unused, other, unused, theirs)
@@ -351,9 +354,15 @@ def requests(folder: Path) -> list[EngineRequest]:
     return [alone, *batch]
 
 
-def start(folder: Path, size: int, kind: str = KINDS[0], **options: Any) -> Any:
+def start(
+    folder: Path,
+    size: int,
+    kind: str = KINDS[0],
+    asked: Sequence[EngineRequest] | None = None,
+    **options: Any,
+) -> Any:
     config = tiny_config(folder, lora_modules={ADAPTERS[0]: str(folder / ADAPTERS[0])}, **options)
-    encoded = [msgspec.msgpack.encode(each) for each in requests(folder)]
+    encoded = [msgspec.msgpack.encode(each) for each in asked or requests(folder)]
     return in_child(parallel_child.run, msgspec.to_builtins(config), size, kind, encoded)
 
 
@@ -388,6 +397,21 @@ def test_ranks_with_pools_of_their_own_give_the_tokens_of_one_process(
     assert {k: r[::2] for k, r in results.items()} == {k: r[::2] for k, r in expected.items()}
     if dtype == "bfloat16":
         assert results == expected, "the log-probabilities have the same bits"
+
+
+@needs_kernel
+def test_blocks_in_the_host_memory_of_all_ranks_are_found_again(folder: Path) -> None:
+    prompts = requests(folder)[1 : -len(ADAPTERS)]
+    again = [msgspec.structs.replace(each, request_id=f"{each.request_id} again") for each in prompts]
+    bounds = {"dtype": "bfloat16", "max_num_seqs": 1, "max_model_len": 150, "kv_offloading_size": 2**-6}
+    blocks = 12 * 16 * 3 * 2 * 2 * 16 * 2
+    pipes = [
+        start(folder, each, "gloo", [*prompts, *again], kv_cache_memory_bytes=blocks // each, **bounds)
+        for each in (1, 2)
+    ]
+    (_, expected, _), (_, results, counters) = map(answer, pipes)
+    assert results == expected
+    assert counters["kv_host_hit_blocks_total"] > 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
