@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from kvtransfer.blocks.extents import PARTS_AT_ONCE
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.messages import Channel, Hello
 from kvtransfer.transports.transport import PieceWriter, Transport, tune
-from kvtransfer.transports.ucx_agent import Agent, Memory
+from kvtransfer.transports.ucx_agent import Agent, Memory, is_installed
 from kvtransfer.transports.ucx_reader import (
     WORD_BYTES,
     ConnectionWord,
@@ -70,10 +72,34 @@ class UcxWriter(PieceWriter):
         self._word.release()
 
 
+class _End:
+    """The process' end of all connections: its agent, with the memory that the agent may use."""
+
+    def __init__(self, pool: RegisteredPool, name: str, *, on_this_host: bool, ports: Sequence[int]) -> None:
+        self.agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=on_this_host, ports=ports)
+        self.orphans = OrphanedReads(self.agent)
+        self.words = Words()
+        self.probed = torch.zeros((1, WORD_BYTES), dtype=torch.uint8, device=_device(pool))
+        try:
+            self.agent.register(Memory.of(pool))
+            self.agent.register(self.words.memory)
+            self.agent.register(Memory.of_blocks(self.probed))
+            self.metadata = self.agent.metadata()
+        except BaseException:
+            self.agent.close()
+            raise
+
+    def close(self) -> None:
+        self.orphans.stop()
+        self.agent.close()
+        self.orphans.release()
+
+
 class UcxTransport(Transport):
     """The `ucx` transport of one process and pool. `name` tells agents apart in NIXL's messages.
 
-    Raises TransferError if NIXL is not installed, OSError if it does not work.
+    Raises TransferError if NIXL is not installed, OSError if it does not work. A worker that has no peers yet
+    opens it `late`, at the first connection: NIXL takes a quarter of a second and 25 MB.
     """
 
     name = "ucx"
@@ -81,37 +107,42 @@ class UcxTransport(Transport):
     parts_at_once = PARTS_AT_ONCE
     reaches_devices = True
 
-    def __init__(self, pool: RegisteredPool, name: str, ports: Sequence[int] = ANY_PORT) -> None:
+    def __init__(
+        self, pool: RegisteredPool, name: str, ports: Sequence[int] = ANY_PORT, *, late: bool = False
+    ) -> None:
         self._pool = pool  # the pool's memory must outlive the agent
-        self._agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=self.same_host, ports=ports)
-        self._orphans = OrphanedReads(self._agent)
-        self._words = Words()
-        self._probed = torch.zeros((1, WORD_BYTES), dtype=torch.uint8, device=_device(pool))
-        try:
-            self._agent.register(Memory.of(pool))
-            self._agent.register(self._words.memory)
-            self._agent.register(Memory.of_blocks(self._probed))
-            self._metadata = self._agent.metadata()
-        except BaseException:
-            self._agent.close()
-            raise
+        self._make = partial(_End, pool, name, on_this_host=self.same_host, ports=ports)
+        self._made: _End | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+        if not late or not is_installed():
+            self._end()
+
+    def _end(self) -> _End:
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the transport is closed")
+            if self._made is None:
+                self._made = self._make()
+            return self._made
 
     @property
     def num_orphaned_reads(self) -> int:
         """Return the number of abandoned reads that may still write."""
-        return len(self._orphans)
+        return 0 if self._made is None else len(self._made.orphans)
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> UcxWriter:
         memory = Memory.of(pool)
         if memory != Memory.of(self._pool):
             raise OSError("the pool is not the one that this transport was opened for")
-        word = self._words.take()
+        end = self._end()
+        word = end.words.take()
         word.write(word.token)
         try:
             channel.send(
                 Introduction(
-                    agent=self._agent.name,
-                    metadata=self._metadata,
+                    agent=end.agent.name,
+                    metadata=end.metadata,
                     address=memory.address,
                     kind=memory.kind,
                     device_id=memory.device_id,
@@ -139,9 +170,10 @@ class UcxTransport(Transport):
             raise ProtocolError(f"block_bytes is {hello.block_bytes}, expected {target.block_bytes}")
         sender = channel.recv(Introduction, deadline)
         source = Memory(sender.address, hello.block_bytes, hello.num_blocks, sender.kind, sender.device_id)
-        word = self._words.take()
-        probe = word.memory if target.device is None else Memory.of_blocks(self._probed)
-        reader = UcxReader(self._agent, self._orphans, channel, sender, source, target, word, probe)
+        end = self._end()
+        word = end.words.take()
+        probe = word.memory if target.device is None else Memory.of_blocks(end.probed)
+        reader = UcxReader(end.agent, end.orphans, channel, sender, source, target, word, probe)
         try:
             reader.warm_up(deadline)
             channel.send(UcxWelcome(), deadline)
@@ -156,6 +188,7 @@ class UcxTransport(Transport):
 
     def close(self) -> None:
         """Release NIXL's resources and end its threads in this process. Idempotent."""
-        self._orphans.stop()
-        self._agent.close()
-        self._orphans.release()
+        with self._lock:
+            self._is_closed = True
+        if self._made is not None:
+            self._made.close()

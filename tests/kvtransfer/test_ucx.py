@@ -56,6 +56,15 @@ def test_blocks_arrive_in_the_wanted_places(closing: Closing, tls: str) -> None:
     assert sender.ask("block_digests") == theirs
 
 
+def test_a_late_end_is_opened_by_the_first_connection(closing: Closing) -> None:
+    sender, receiver = pair(closing, "all")
+    assert [each.ask("open_late") for each in (sender, receiver)] == [False, False]
+    join(sender, receiver)
+    assert receiver.ask("read", EVERYTHING) is True
+    assert receiver.ask("digest") == sender.ask("digest")
+    assert [each.ask("is_open") for each in (sender, receiver)] == [True, True]
+
+
 def test_it_listens_on_the_given_ports_and_leaves_logging_alone(tmp_path: Path) -> None:
     """Loopback is exempt from the ports, where UCX has a further one."""
     code = """if True:
