@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -101,6 +102,7 @@ class Template:
             self._launcher_fd = os.pidfd_open(launcher_pid)
 
     def run(self) -> None:
+        gc.disable()  # until the heap is frozen: a collection scans all that has been imported so far
         loops = (role.loop.partition(":")[0] for role in ROLES.values())
         for module in (*_IMPORTED, *loops):
             importlib.import_module(module)
