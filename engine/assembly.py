@@ -61,7 +61,7 @@ def load_served(config: ServeConfig, leader: Leader | None) -> LoadedModel:
         except AdapterError as error:
             raise ConfigError(f"--lora-modules: {name}: {error}") from error
     if loaded.recurrent is not None:
-        check_hybrid(config, leader is not None, loaded.recurrent.state.grid)
+        check_hybrid(config, loaded.recurrent.state.grid)
     return loaded
 
 

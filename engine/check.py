@@ -45,7 +45,7 @@ def check_adapter(adapter: Adapter, adapters: Adapters | None) -> None:
         raise InvalidRequestError("model", f"{adapter.name}: {error}") from error
 
 
-def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:
+def check_hybrid(config: ServeConfig, grid: int) -> None:
     """Raise `ConfigError`, naming the option, if a model with recurrent layers cannot have it. States of
     these layers are kept every `grid` tokens.
     """
@@ -55,7 +55,6 @@ def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:
             "of the two numbers must divide the other"
         )
     options = {
-        "--prefill-tensor-parallel-size, --decode-tensor-parallel-size": is_parallel,
         "--compile: on": config.compile == "on",
         "--kv-wire-dtype": config.kv_wire_dtype != "auto",
     }

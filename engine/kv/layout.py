@@ -374,6 +374,12 @@ class PoolLayout:
             for index, segment in enumerate(group.segments)
         }
 
+    def views(self, memory: Tensor) -> dict[str, StoredRows]:
+        """Return views of the segments in blocks, uint8 [num_blocks, block_bytes], by name."""
+        parts = memory.split([each.block_bytes(self.block_size) for each in self.segments.values()], 1)
+        pairs = zip(self.segments.items(), parts, strict=True)
+        return {name: segment.views(part, self.block_size) for (name, segment), part in pairs}
+
     def describe(self) -> list[SegmentInfo]:
         """Return the segments in the form that other workers read."""
         size = self.block_size

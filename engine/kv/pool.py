@@ -14,7 +14,7 @@ from engine.copies import host_zeros, upload_to
 from engine.kv.attention import LayerKv
 from engine.kv.layout import LayerPlace, LayerShape, PoolLayout
 from engine.kv.row_codes import StoredRows
-from engine.kv.state_slots import StateSlots
+from engine.kv.state_slots import Blocks, StateSlots
 from engine.limits import cpu_pool_budget
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -56,11 +56,9 @@ class KVPool:
         else:
             memory = host_zeros(total)
         self.memory = memory.view(num_blocks, layout.block_bytes)
-        parts = self.memory.split([each.block_bytes(self.block_size) for each in layout.segments.values()], 1)
-        self._segments = {
-            name: segment.views(part, self.block_size)
-            for (name, segment), part in zip(layout.segments.items(), parts, strict=True)
-        }
+        self.state_memory: Blocks = self.memory
+        """The blocks in which states are kept."""
+        self._segments = layout.views(self.memory)
 
     @property
     def num_bytes(self) -> int:

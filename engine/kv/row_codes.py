@@ -38,6 +38,10 @@ class StoredRows(NamedTuple):
     values: Tensor
     scales: Tensor | None
 
+    def heads(self, own: slice) -> StoredRows:
+        """Return the rows of some KV heads."""
+        return StoredRows(self.values[..., own, :], None if self.scales is None else self.scales[..., own])
+
     def part(self, *index: int | slice) -> StoredRows:
         """Return a part of values and scales; `index` applies to the dimensions before head_dim."""
         return StoredRows(self.values[index], None if self.scales is None else self.scales[index])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -157,10 +157,24 @@ class LayerStateSlots(NamedTuple):
     """float32 [state slots, window, heads, decay_dim]"""
 
 
+class Blocks(Protocol):
+    """Blocks of a pool, uint8 [num_blocks, block_bytes], indexed by a block and a range of its bytes."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    def __getitem__(self, place: tuple[int, slice], /) -> Tensor: ...
+    def __setitem__(self, place: tuple[int, slice], value: Tensor, /) -> None: ...
+
+
 class StateSlots:
     """State slots of running sequences. A slot's state is at a grid point of certain tokens: the last one or,
     if drafts were accepted since, an earlier one. So rejecting a draft needs no roll-back.
     """
+
+    on_load: Callable[[int, int], None] = staticmethod(lambda state_slot, num_tokens: None)
+    """A function called after a state is loaded, with the slot and the number of tokens."""
+    on_move: Callable[[int, int, Sequence[int]], None] = staticmethod(lambda state_slot, first, places: None)
+    """A function called before inputs are moved, with the arguments of `move`."""
 
     def __init__(self, layout: StateLayout, count: int, device: torch.device) -> None:
         self.layout = layout
@@ -228,24 +242,31 @@ class StateSlots:
         """Move the inputs of a draft's accepted tokens from place `first + places[i]` to `first + i`."""
         if not places or places[-1] < len(places):
             return
+        self.on_move(state_slot, first, places)
         moves = first + np.array([places, range(len(places))], np.int64)
         sources, targets = self._upload([moves % self.layout.window])[0]
         for layer in self.layers:
             for rows in (layer.inputs, layer.keys, layer.deltas, layer.decays):
                 rows[state_slot].index_copy_(0, targets, rows[state_slot].index_select(0, sources))
 
-    def save(self, state_slot: int, memory: Tensor, blocks: Sequence[int]) -> None:
-        """Copy the slot's state to `blocks` of the pool's `memory`, uint8 [num_blocks, block_bytes]."""
+    def save(self, state_slot: int, memory: Blocks, blocks: Sequence[int]) -> None:
+        """Copy the slot's state to `blocks` of the pool's `memory`."""
         state = self._states[state_slot]
         for block, part in zip(blocks, state.split(memory.shape[1]), strict=True):
             memory[block, : len(part)] = part
 
-    def load(self, state_slot: int, memory: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+    def load(self, state_slot: int, memory: Blocks, blocks: Sequence[int], num_tokens: int) -> int:
         """Load the state at the last grid point in `num_tokens` tokens, and return that point."""
         for block, part in zip(blocks, self._states[state_slot].split(memory.shape[1]), strict=True):
             part.copy_(memory[block, : len(part)])
+        self.on_load(state_slot, num_tokens)
         self._bases[state_slot] = self.layout.position(num_tokens)
         return self._bases[state_slot]
+
+    def exchange(self, state_slot: int, num_tokens: int, replaced: Callable[[Tensor], Tensor]) -> None:
+        """Replace a slot's state, uint8 [state_bytes], by one that another rank has loaded."""
+        self._states[state_slot].copy_(replaced(self._states[state_slot]))
+        self._bases[state_slot] = self.layout.position(num_tokens)
 
 
 class _Views:

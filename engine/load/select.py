@@ -87,8 +87,14 @@ def build_runner(
     Pack the model (`pack_model`) if it is not packed yet. Recurrent layers need `state_slots`.
     """
     if loaded.share is not None:
-        whole = loaded.share.program, loaded.max_model_len, hidden_layers
-        program = TorchProgram(*whole, adapters=loaded.adapters)
+        program = TorchProgram(
+            loaded.share.program,
+            loaded.max_model_len,
+            hidden_layers,
+            None if state_slots is None else operators_of(state_slots),
+            () if state_slots is None else state_slots.layout.layers,
+            adapters=loaded.adapters,
+        )
         forward, is_ours = ProgramForward(program, backend), kernel_fault(loaded.device, loaded.dtype) is None
         return TorchRunner(forward, backend, loaded.device, "off", products="a rank's own", packed=is_ours)
     loaded = pack_model(loaded, compile, type(by_table(backend)[0][0]))
@@ -198,8 +204,8 @@ def modules_runner_of_head(
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:
-    """Return whether the native decoder runs the model. Ranks share experts by their modules, and the kernels
-    of experts and adapters need bfloat16.
+    """Return whether the native decoder runs the model. Ranks share experts and recurrent layers by their
+    modules, and the kernels of experts and adapters need bfloat16.
     """
     if kernel_fault(loaded.device, loaded.dtype, DTYPES) is not None:
         return False
@@ -208,7 +214,7 @@ def _runs_natively(loaded: LoadedModel) -> bool:
         return False
     if loaded.dtype is not torch.bfloat16 and (program.has_experts or loaded.adapters is not None):
         return False
-    return not (program.has_experts and loaded.in_ranks)
+    return not (loaded.in_ranks and (program.has_experts or loaded.recurrent is not None))
 
 
 def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import socket
+from dataclasses import replace
 
 import torch
 
@@ -20,11 +21,14 @@ from engine.parallel.messages import (
     READY,
     AdapterKept,
     AllocateSlots,
+    BuildRunners,
     CopyBlock,
     DropAdapter,
     FinishCopies,
     KeepAdapter,
     LoadBlock,
+    LoadState,
+    MoveInputs,
     MoveTokens,
     RunStep,
     SaveBlock,
@@ -33,8 +37,9 @@ from engine.parallel.messages import (
 )
 from engine.parallel.pools import lend_pool, rank_layout
 from engine.parallel.runner import ShareRunner, share_of
+from engine.parallel.states import share_state
 from protocol.config import ServeConfig
-from protocol.handoff import WINDOWED, SegmentInfo
+from protocol.handoff import WINDOWED
 
 
 def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
@@ -43,7 +48,7 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     memory = _map_pool(link) if ranks.shares_memory else None
     if (ranks.shares_memory and memory is None) or (begin := receive(link, messages.begin)) is None:
         return
-    layout = _layout(loaded, begin.segments, config.block_size)
+    layout = _layout(loaded, begin, config.block_size, config.max_num_seqs)
     if memory is None:
         own = rank_layout(layout, ranks.size, ranks.rank)
         pool = lend_pool(own, begin.num_blocks, loaded.device, link)
@@ -52,15 +57,15 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
     link.sendall(READY)
     try:
-        _obey(loaded, pool, runner, link)
+        _obey(loaded, pool, runner, ranks, link)
     except LostRankError:
         if receive(link, messages.to_others) is not None:
             raise  # rank 0 still runs: another rank is lost
 
 
-def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, link: socket.socket) -> None:
+def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, ranks: Ranks, link: socket.socket) -> None:
     """Run rank 0's commands until it is gone."""
-    host: HostMemory
+    host: HostMemory | None = None
     while (message := receive(link, messages.to_others)) is not None:
         match message:
             case WarmUp():
@@ -71,14 +76,23 @@ def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, link: socket.s
                 pool.copy_block(source, target)
             case MoveTokens(tables, first, places):
                 pool.move_tokens(tables, first, places)
+            case LoadState(state_slot, num_tokens):
+                assert pool.state_slots is not None
+                share_state(ranks, pool.state_slots, state_slot, num_tokens)
+            case MoveInputs(state_slot, first, places):
+                assert pool.state_slots is not None
+                pool.state_slots.move(state_slot, first, places)
             case AllocateSlots(count):
                 host = HostMemory(pool.memory, count)
             case SaveBlock(block, slot):
+                assert host is not None
                 host.save(block, slot)
             case LoadBlock(slot, block):
+                assert host is not None
                 host.load(slot, block)
             case FinishCopies():
-                host.finish()
+                if host is not None:
+                    host.finish()
                 link.sendall(READY)
             case KeepAdapter():
                 messages.send(link, messages.encode(_keep(loaded, message)))
@@ -104,14 +118,17 @@ def _map_pool(link: socket.socket) -> mmap.mmap | None:
     return memory
 
 
-def _layout(loaded: LoadedModel, segments: list[SegmentInfo], block_size: int) -> PoolLayout:
-    is_windowed = any(info.kind == WINDOWED for info in segments)
+def _layout(loaded: LoadedModel, begin: BuildRunners, block_size: int, num_slots: int) -> PoolLayout:
+    is_windowed = any(info.kind == WINDOWED for info in begin.segments)
     groups = [loaded.kv_group.in_tables(loaded.max_model_len) if is_windowed else loaded.kv_group]
-    for info in segments:
+    for info in begin.segments:
         if not info.name.startswith(TARGET):
             layers, planes, _, heads, size = info.shape
             segment = Segment(
                 layers, heads, size, getattr(torch, info.dtype), planes, quantization=info.quantization
             )
             groups.append(Group.uniform(info.name, segment))
-    return PoolLayout(tuple(groups), block_size)
+    state = None
+    if loaded.recurrent is not None:
+        state = replace(loaded.recurrent.state, window=begin.state_window)
+    return PoolLayout(tuple(groups), block_size, state, num_slots)

@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
+from engine.kv.state_slots import StateSlots
 from engine.kv.tiers.host import HostMemory
 from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
@@ -31,15 +32,24 @@ from engine.parallel.messages import (
     DropAdapter,
     FinishCopies,
     KeepAdapter,
+    LoadState,
+    MoveInputs,
     RunStep,
     WarmUp,
     encode,
     receive,
     send,
 )
-from engine.parallel.pools import HeldPool, LeadingPool, borrow_pool, held_pool, rank_layout
+from engine.parallel.pools import (
+    HeldPool,
+    LeadingPool,
+    borrow_pool,
+    held_pool,
+    rank_layout,
+)
 from engine.parallel.runner import ShareRunner
 from engine.parallel.shared_ranks import SharedRanks
+from engine.parallel.states import WholeBlocks, share_state
 from protocol.config import ServeConfig
 
 log = logging.getLogger(__name__)
@@ -115,12 +125,12 @@ class Leader:
     def host_memory(self, pool: KVPool, num_slots: int) -> HostMemory:
         """Allocate slots for blocks of `Leader.pool`'s, on all ranks, which have built their runners."""
         assert isinstance(pool, LeadingPool)
+        return pool.host_memory(num_slots, self._finish_copies)
 
-        def finish() -> None:
-            self.broadcast(encode(FinishCopies()))
-            self._await(GATHER_TIMEOUT_S)
-
-        return pool.host_memory(num_slots, finish)
+    def _finish_copies(self) -> None:
+        """Wait for the copies that the other ranks were told to make. Raises LostRankError."""
+        self.broadcast(encode(FinishCopies()))
+        self._await(GATHER_TIMEOUT_S)
 
     def runner(
         self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
@@ -128,7 +138,9 @@ class Leader:
         """Make the runner of all ranks over `pool`: the one that was lent, or `Leader.pool`'s. Raises
         LostRankError, UnsupportedModelError.
         """
-        begin = BuildRunners(pool.num_blocks, pool.segments, hidden_layers)
+        states = pool.state_slots
+        window = 0 if states is None else states.layout.window
+        begin = BuildRunners(pool.num_blocks, pool.segments, hidden_layers, window)
         self.broadcast(encode(begin))
         if isinstance(pool, LeadingPool):
             self._hold(pool, loaded.device, config.start_timeout)
@@ -136,8 +148,22 @@ class Leader:
         self._await(_BUILD_S)
         if loaded.adapters is not None:
             loaded.adapters.share(self)
+        if states is not None:
+            self._share_states(states)
         self.watch()
         return runner
+
+    def _share_states(self, states: StateSlots) -> None:
+        """Have the other ranks change the states of their slots like rank 0."""
+
+        def load(state_slot: int, num_tokens: int) -> None:
+            self.broadcast(encode(LoadState(state_slot, num_tokens)))
+            share_state(self.ranks, states, state_slot, num_tokens)
+
+        def move(state_slot: int, first: int, places: Sequence[int]) -> None:
+            self.broadcast(encode(MoveInputs(state_slot, first, [*places])))
+
+        states.on_load, states.on_move = load, move  # type: ignore[method-assign]
 
     def _hold(self, pool: LeadingPool, device: torch.device, patience_s: float) -> None:
         """Map the other ranks' pools. Waits up to `patience_s` for each, since they load the model first."""
@@ -149,6 +175,7 @@ class Leader:
             if blocks is None:
                 raise _lost()
             self.held.append(held_pool(blocks, pool.whole, size, rank))
+        pool.state_memory = WholeBlocks(pool.whole, self.held, self._finish_copies)
 
     def watch(self) -> None:
         """Watch the ranks from now on: when one has ended, make gathers fail and call `on_lost`."""

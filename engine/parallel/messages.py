@@ -30,6 +30,8 @@ class BuildRunners(msgspec.Struct, frozen=True):
     num_blocks: int
     segments: list[SegmentInfo]
     hidden_layers: tuple[int, ...]
+    state_window: int = 0
+    """`StateLayout.window`, for a model with recurrent layers."""
 
 
 class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -97,6 +99,21 @@ class FinishCopies(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """An order to call `HostMemory.finish`, answered by `READY`."""
 
 
+class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """An order to take part in `share_state`."""
+
+    state_slot: int
+    num_tokens: int
+
+
+class MoveInputs(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """The arguments of `StateSlots.move`."""
+
+    state_slot: int
+    first: int
+    places: list[int]
+
+
 ToOthers = (
     RunStep
     | KeepAdapter
@@ -108,6 +125,8 @@ ToOthers = (
     | SaveBlock
     | LoadBlock
     | FinishCopies
+    | LoadState
+    | MoveInputs
 )
 
 

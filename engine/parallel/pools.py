@@ -45,7 +45,9 @@ def rank_layout(layout: PoolLayout, size: int, rank: int) -> PoolLayout:
         for segment in target.segments
     )
     own = replace(target, segments=segments)
-    return replace(layout, groups=(own, *others) if rank == 0 else (own,))
+    if rank == 0:
+        return replace(layout, groups=(own, *others))
+    return replace(layout, groups=(own,), draft_state=None)
 
 
 @dataclass(eq=False)
@@ -83,7 +85,7 @@ class LeadingPool(KVPool):
         broadcast: Callable[[msgspec.Struct], None],
     ) -> None:
         super().__init__(rank_layout(layout, size, 0), num_blocks, device, None)
-        self.whole, self.segments = layout, layout.describe()
+        self.whole, self.segments, self.state_blocks = layout, layout.describe(), layout.state_blocks
         self._size, self._broadcast = size, broadcast
 
     @property

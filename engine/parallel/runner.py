@@ -78,10 +78,10 @@ class ShareRunner:
         if isinstance(ranks, SharedRanks):
             # Not compiled: torch.compile does not know the gathers.
             share, backend = _over_shared_pool(loaded, pool, ranks, backend_class)
-            self._runner: Runner = build_runner(share, backend, "off", hidden_layers)
+            self._runner: Runner = build_runner(share, backend, "off", hidden_layers, pool.state_slots)
         else:
             backend = backend_over(backend_class, pool.layers(TARGET), pool.groups[TARGET])
-            self._runner = runner_of(config, loaded, backend, hidden_layers)
+            self._runner = runner_of(config, loaded, backend, hidden_layers, pool.state_slots)
         self.products = self._runner.products
 
     @property

@@ -27,7 +27,7 @@ class StateSlotAllocator:
         self._state_slots = state_slots
         self._blocks = blocks
         self._store = blocks.states
-        self._memory = pool.memory
+        self._memory = pool.state_memory
         self._num_hits = 0
 
     def admit(self, sequence: SequenceState) -> None:

@@ -106,14 +106,16 @@ gloo in place of NCCL.
   one before.
 - A lost rank ends its worker, which is started again.
 - Rank 0 alone drafts, by any method except self-speculation. For draft heads it has the whole LM head, too.
+- Recurrent layers run whole on every rank, between products that are divided; rank 0 sends the states that it
+  loads, from blocks or from another worker, to the others.
 - Each rank keeps its part of evicted blocks in the host's memory (`--kv-offloading-size`, of all ranks).
 - Experts are multiplied by torch's operators, and quantized ones are dequantized.
 
 Llama 70B in bf16, two ranks of 80 GB (85.5e9 bytes): 71.6 GB of weights each, 2.5 GB for steps and graphs,
 and at `--gpu-memory-utilization 0.9` KV for 17,000 tokens, 164 KB each; 43,000 at 0.95.
 
-Refused on several GPUs: models that no family describes or with recurrent layers, self-speculation,
-`--kv-disk-path`, `--compile` other than `auto`, ranks on several hosts.
+Refused on several GPUs: models that no family describes, self-speculation, `--kv-disk-path`, `--compile`
+other than `auto`, ranks on several hosts.
 
 ## Waits for the device
 

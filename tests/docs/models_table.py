@@ -46,7 +46,8 @@ _SECTIONS = {
 In float32 each gives the tokens of `generate` from a prompt in chunks beside another one; those with a class
 in bold do so through a prefill and a decode worker, too (`tests/e2e/test_token_equality.py`). Of those with
 `latents` the pool keeps these instead of all heads' keys and values ([design.md](design.md#kv-pool)).
-Nemotron-H runs natively unless its experts work on latents; models with experts do where no worker has ranks.
+Nemotron-H runs natively unless its experts work on latents; models with experts or recurrent layers do where
+no worker has ranks.
 On GPUs the models that run natively on CPUs run by the CUDA decoder ([gpu.md](gpu.md)), with experts and
 recurrent layers, too. With adapters, for which latents are expanded, Kimi Linear's own modules run. In
 float32, models with experts and those with adapters run as the others do on CPUs, by torch.compile or, with

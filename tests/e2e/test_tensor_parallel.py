@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from tests.e2e.architectures import prompt
+from tests.e2e.architectures import prompt, write_model
 from tests.e2e.serving import HttpServing
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import assert_greedy
@@ -53,6 +53,32 @@ def test_hand_offs_between_different_sizes(folder: Path, reference: PreTrainedMo
         cluster.wait_empty(small, large, alone, ranks)
         left = other_ranks(large) + other_ranks(ranks)
     assert not psutil.wait_procs(left, ENDED_S)[1], "ranks end with their worker"
+
+
+@pytest.mark.parametrize("fault", ["", "gloo"])
+def test_states_are_handed_over_between_different_sizes(tmp_path: Path, fault: str) -> None:
+    write_model("qwen3_5_text", tmp_path)
+    prompts = [prompt(length) for length in (5, 48, 130)]
+    one = tiny_config(tmp_path)
+    two = replace(one, **TWO)
+    with Cluster() as cluster:
+        prefill = [
+            cluster._launch("prefill", f"prefill-{i}", each, fault) for i, each in enumerate((one, two))
+        ]
+        decode = [cluster._launch("decode", f"decode-{i}", each, fault) for i, each in enumerate((one, two))]
+        for worker in (*prefill, *decode):
+            cluster._await(worker)
+        found = []
+        for sender, receiver in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            ids = [f"{sender}-{receiver}-{index}" for index in range(len(prompts))]
+            for request_id, each in zip(ids, prompts, strict=True):
+                asked = request(request_id, each, NUM_TOKENS)
+                cluster.generate(prefill[sender], asked, decode[receiver].address)
+            cluster.run(*ids)
+            found.append([cluster.tokens(request_id) for request_id in ids])
+            assert set(cluster.sources(ids[-1])) == {prefill[sender].worker_id, decode[receiver].worker_id}
+        assert found[1:] == found[:1] * 3
+        cluster.wait_empty(*prefill, *decode)
 
 
 def test_hand_offs_between_ranks_with_pools_of_their_own(folder: Path, reference: PreTrainedModel) -> None:

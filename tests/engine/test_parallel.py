@@ -43,7 +43,7 @@ from engine.parallel import follower, group, messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.layers import model_share
-from engine.parallel.messages import RunStep, encode
+from engine.parallel.messages import BuildRunners, RunStep, encode
 from engine.parallel.pools import LeadingPool, held_pool, rank_layout
 from engine.parallel.program_share import program_share
 from engine.parallel.runner import ShareRunner, share_of
@@ -225,7 +225,7 @@ def test_other_ranks_change_their_pools_alike() -> None:
         host.load(1, 0)
     ours.close()
     unused: Any = None
-    follower._obey(unused, other, unused, theirs)
+    follower._obey(unused, other, unused, unused, theirs)
     assert torch.equal(joined[:], whole.memory)
     assert joined[1:3].shape == (2, layout.block_bytes)
 
@@ -234,7 +234,8 @@ def test_other_ranks_divide_layers_like_the_first() -> None:
     loaded = load("gemma2", torch.float32)
     for kept in (loaded.kv_group, loaded.kv_group.in_tables(512)):
         layout = PoolLayout((kept,), BLOCK_SIZE)
-        assert follower._layout(loaded, layout.describe(), BLOCK_SIZE) == layout
+        begin = BuildRunners(1, layout.describe(), ())
+        assert follower._layout(loaded, begin, BLOCK_SIZE, 0) == layout
 
 
 @needs_kernel
@@ -336,15 +337,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ADAPTERS = ("of the start", "late")
 
 
-def requests(folder: Path) -> list[EngineRequest]:
-    """Return long and short requests, greedy and sampled. The last one also runs first, alone, and with
-    adapters, one of which the worker does not have yet.
-    """
+def plain_requests() -> list[EngineRequest]:
+    """Return long and short requests, greedy and sampled."""
     prompts = [[3 + (7 * i + j * j) % 300 for j in range(5 + 40 * i)] for i in range(4)]
     sampling: dict[str, Any] = {"logprobs": 5}
-    batch = [
+    return [
         request(str(i), prompt, 16, temperature=i % 2, seed=i, **sampling) for i, prompt in enumerate(prompts)
     ]
+
+
+def requests(folder: Path) -> list[EngineRequest]:
+    """Return plain requests. The last one also runs first, alone, and with adapters, one of which the worker
+    does not have yet.
+    """
+    batch = plain_requests()
     alone = msgspec.structs.replace(batch[-1], request_id="alone", cache_salt="alone")
     linears = adaptable(AutoModelForCausalLM.from_pretrained(folder))
     for name in ADAPTERS:
@@ -361,7 +367,8 @@ def start(
     asked: Sequence[EngineRequest] | None = None,
     **options: Any,
 ) -> Any:
-    config = tiny_config(folder, lora_modules={ADAPTERS[0]: str(folder / ADAPTERS[0])}, **options)
+    lora = None if asked else {ADAPTERS[0]: str(folder / ADAPTERS[0])}
+    config = tiny_config(folder, lora_modules=lora, **options)
     encoded = [msgspec.msgpack.encode(each) for each in asked or requests(folder)]
     return in_child(parallel_child.run, msgspec.to_builtins(config), size, kind, encoded)
 
@@ -399,14 +406,35 @@ def test_ranks_with_pools_of_their_own_give_the_tokens_of_one_process(
         assert results == expected, "the log-probabilities have the same bits"
 
 
+def twice() -> list[EngineRequest]:
+    """Return plain requests, and each again after all, to find the blocks of its prompt."""
+    once = plain_requests()
+    return once + [msgspec.structs.replace(each, request_id=f"{each.request_id} again") for each in once]
+
+
+HYBRIDS = [("gloo", "qwen3_5_text", 2), ("gloo", "falcon_h1", 4), ("shared memory", "qwen3_5_text", 4)]
+
+
+@needs_kernel
+@pytest.mark.parametrize(("kind", "model_type", "size"), HYBRIDS)
+def test_all_ranks_have_the_states_of_recurrent_layers(
+    tmp_path: Path, kind: str, model_type: str, size: int
+) -> None:
+    write_model(model_type, tmp_path)
+    options = {"dtype": "bfloat16", "max_num_seqs": 2, "decode_tensor_parallel_size": size}
+    pipes = [start(tmp_path, each, kind, twice(), **options) for each in (1, size)]
+    (_, expected, _), (_, results, counters) = map(answer, pipes)
+    assert {k: r[::2] for k, r in results.items()} == {k: r[::2] for k, r in expected.items()}
+    assert counters["kept_state_hits_total"] > 0
+    assert len({token for ids in results["3"][::2] for token in ids}) > 4, "a test that cannot fail"
+
+
 @needs_kernel
 def test_blocks_in_the_host_memory_of_all_ranks_are_found_again(folder: Path) -> None:
-    prompts = requests(folder)[1 : -len(ADAPTERS)]
-    again = [msgspec.structs.replace(each, request_id=f"{each.request_id} again") for each in prompts]
     bounds = {"dtype": "bfloat16", "max_num_seqs": 1, "max_model_len": 150, "kv_offloading_size": 2**-6}
     blocks = 12 * 16 * 3 * 2 * 2 * 16 * 2
     pipes = [
-        start(folder, each, "gloo", [*prompts, *again], kv_cache_memory_bytes=blocks // each, **bounds)
+        start(folder, each, "gloo", twice(), kv_cache_memory_bytes=blocks // each, **bounds)
         for each in (1, 2)
     ]
     (_, expected, _), (_, results, counters) = map(answer, pipes)

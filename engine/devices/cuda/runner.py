@@ -25,6 +25,7 @@ from engine.devices.torch.runner import Modules
 from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import StateSlots
 from protocol.config import ServeConfig
+from protocol.errors import UnsupportedModelError
 
 
 class CudaRunner(StepRunner):
@@ -131,7 +132,10 @@ def runner_of(
     adapters, longest, program = loaded.adapters, loaded.max_model_len, loaded.program
     operators = None if state_slots is None else TritonOperators(state_slots)
     forward: Forward
-    if program is not None and unfit(program, adapters) is None:
+    fault = "no family describes it" if program is None else unfit(program, adapters)
+    if fault is not None and loaded.share is not None:
+        raise UnsupportedModelError(f"{loaded.model.config.model_type}: not on several GPUs: {fault}")
+    if program is not None and fault is None:
         recurrent = () if state_slots is None else state_slots.layout.layers
         forward = CudaDecoder(program, backend, longest, hidden_layers, adapters, operators, recurrent)
     else:
