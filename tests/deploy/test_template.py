@@ -27,6 +27,8 @@ from tests.worker.harness import Cluster, request, tiny_config
 from worker.launch import Launch
 
 PROMPT = list(range(1, 40))
+PATIENCE_S = 300.0
+"""The patience of clients: a template may have to compile the kernels first, or wait while others do."""
 ANSWERED = 400
 """More answers than a connection's buffer holds."""
 RESTART_CPU_S = 2.0
@@ -64,7 +66,7 @@ class Host:
             shares_cores=shares_cores,
         )
         self.cluster.registered.pop(worker_id, None)
-        worker = (client or self.client()).spawn(msgspec.msgpack.encode(launch), 60.0)
+        worker = (client or self.client()).spawn(msgspec.msgpack.encode(launch), PATIENCE_S)
         self.workers.append(worker)
         return worker
 
