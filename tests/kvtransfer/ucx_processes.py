@@ -256,17 +256,6 @@ class Receiver(Sender):
     def num_orphaned_reads(self) -> int:
         return self.transport.num_orphaned_reads
 
-    def open_late(self) -> bool:
-        """Open the transport again, at its first connection. Return whether NIXL is loaded by now."""
-        from kvtransfer.transports.ucx import UcxTransport
-
-        self.transport.close()
-        self.transport = UcxTransport(self.pool, type(self).__name__, late=True)
-        return self.is_open()
-
-    def is_open(self) -> bool:
-        return self.transport._made is not None
-
     def left_after_close(self) -> dict[str, list[str]]:
         self.listener.close()
         return super().left_after_close()
