@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from kvtransfer.blocks.extents import PARTS_AT_ONCE
-from kvtransfer.interface import RegisteredPool
+from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.messages import Channel, Hello
 from kvtransfer.transports.transport import PieceWriter, Transport, tune
 from kvtransfer.transports.ucx_agent import Agent, Memory, is_installed
@@ -170,7 +170,11 @@ class UcxTransport(Transport):
             raise ProtocolError(f"block_bytes is {hello.block_bytes}, expected {target.block_bytes}")
         sender = channel.recv(Introduction, deadline)
         source = Memory(sender.address, hello.block_bytes, hello.num_blocks, sender.kind, sender.device_id)
-        end = self._end()
+        try:
+            end = self._end()
+        except (OSError, TransferError) as error:  # it is opened late, and NIXL does not work
+            channel.send(UcxWelcome(str(error)[:512]), deadline)
+            raise OSError(str(error)) from error
         word = end.words.take()
         probe = word.memory if target.device is None else Memory.of_blocks(end.probed)
         reader = UcxReader(end.agent, end.orphans, channel, sender, source, target, word, probe)

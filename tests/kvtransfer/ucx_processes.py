@@ -77,7 +77,7 @@ class Side:
         self.transport = UcxTransport(self.pool, type(self).__name__)
 
     def open_late(self) -> bool:
-        """Open the transport again, at its first connection. Return whether NIXL is loaded by now."""
+        """Open the transport again, at its first connection. Return whether NIXL's agent exists by now."""
         from kvtransfer.transports.ucx import UcxTransport
 
         self.transport.close()
