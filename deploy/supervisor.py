@@ -43,7 +43,7 @@ class StartUpError(TandemError):
 
 
 class Supervisor:
-    """The supervisor of the workers, until `stop`. Calls `on_ready` once all workers are registered."""
+    """Starts workers and replaces lost ones until `stop` is set. Calls `on_ready` once all are registered."""
 
     def __init__(
         self,

@@ -32,16 +32,16 @@ class DraftRequest(StagedRequest[DraftStage]):
 
     | stage    | what happens                                                | next     |
     |----------|-------------------------------------------------------------|----------|
-    | (new)    | `DraftUpdate` with an opening                                     | ARRIVING |
+    | (new)    | `DraftUpdate` with an opening                               | ARRIVING |
     | ARRIVING | the last of its tokens: its target has use for drafts       | QUEUED   |
     | QUEUED   | no other text of its target is being read                   | DRAFTING |
     | DRAFTING | a commit: the agreeing drafts stay, the rest is dropped     |          |
     | any      | `DraftFor` ends it or opens it again, its lease runs out,   |          |
     |          | it is refused, its tokens are invalid, its target is lost   | ENDED    |
 
-    `committed` are the target's tokens that have arrived in order. In DRAFTING the engine's sequence
-    has them too, and owns the blocks. The target can use `num_wanted` tokens after them; `num_drafted` are
-    drafted already.
+    `committed` holds the target's committed tokens that have arrived in order. In DRAFTING the engine's
+    sequence has them too, and owns the blocks. The target can use `num_wanted` tokens after them;
+    `num_drafted` are drafted already.
     """
 
     next_stages: ClassVar[Mapping[Any, Collection[Any]]] = {
