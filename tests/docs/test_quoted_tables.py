@@ -197,7 +197,7 @@ def test_what_paging_saves_equals_the_lesson() -> None:
     }
     filled, running = ({name: cells[place] for name, cells in rows.items()} for place in (4, 2))
     shares = (filled[name].replace("%", " %") for name in ("paged", "continuous"))
-    quoted = "{} of the memory are filled instead of {}, and {} requests run instead of {}"
+    quoted = "{} of the memory is filled instead of {}, and {} requests run instead of {}"
     assert quoted.format(*shares, running["paged"], running["continuous"]) in DOCUMENT
 
 
