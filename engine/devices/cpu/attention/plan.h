@@ -11,12 +11,12 @@
 #include "tiles.h"
 
 constexpr int SPLIT = 512;      // keys; a multiple of the tile
+// The query rows (positions times query heads per KV head) of one task: more share the packed keys, fewer leave no
+// thread without a task. Packing a key costs about as much as PACK_COST rows.
 #if defined(MATRIX_TILES)
-constexpr int TASK_ROWS = 96;  // query rows (positions times query heads per KV head) of one task
-constexpr int PACK_COST = 30;  // packing a key costs about as much as this number of query rows
+constexpr int MOST_TASK_ROWS = 192, LEAST_TASK_ROWS = 48, PACK_COST = 30;
 #else
-constexpr int TASK_ROWS = 72;
-constexpr int PACK_COST = 10;
+constexpr int MOST_TASK_ROWS = 72, LEAST_TASK_ROWS = 72, PACK_COST = 10;
 #endif
 constexpr int TASKS_EACH = 4;   // target number of tasks per thread, so that no thread waits long for another
 
@@ -50,6 +50,8 @@ class Plan {
     void build(const Step& step, int num_kv_heads, int query_heads_per_kv_head) {
         group = query_heads_per_kv_head;
         kv_heads = num_kv_heads;
+        const int64_t rows = step.total_tokens * group * kv_heads, tasks_wanted = step.threads * TASKS_EACH;
+        for (task_rows = MOST_TASK_ROWS; task_rows > LEAST_TASK_ROWS && rows < task_rows * tasks_wanted;) task_rows /= 2;
         cost = partial_rows = 0;
         tasks.clear();
         shared.clear();
@@ -65,7 +67,9 @@ class Plan {
     }
 
   private:
-    int tile_queries() const { return std::max(1, TASK_ROWS / group); }
+    int task_rows = MOST_TASK_ROWS;
+
+    int tile_queries() const { return std::max(1, task_rows / group); }
     int64_t head_cost(int64_t keys, int queries) const { return keys * (queries * group + PACK_COST); }
     static int64_t keys_of(const Step& step, int s, int q, int queries) {
         return step.first_position(s) + q + queries;
