@@ -201,7 +201,7 @@ def test_a_forward_never_waits_for_the_gpu(tmp_path: Path) -> None:
     with torch.inference_mode():
         model = MadeUpModel(DecoderShape(2, 64, 96, 4, 2, 16, 320), device, tmp_path, 128)
         forwards = model.forwards(4 * 128)
-        batch = forwards.batch(4, 3, 100)
+        batch = forwards.batch([100] * 4, 3)
         for _ in range(2):
             forwards.run(batch, 3)
             torch.cuda.synchronize()
