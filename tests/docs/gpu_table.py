@@ -654,7 +654,9 @@ def memory() -> str:
     """Return the weight memory of two models with experts."""
     sizes = {name: (sum(weight_bytes(name).values()), dense_bytes(name)) for name in EXPERT_MODELS}
     each = (
-        f"{name} {size / 1e9:.1f} GB, {dense / 1e9:.1f} GB in bf16" for name, (size, dense) in sizes.items()
+        f"{name} {size / 1e9:.1f} GB, {dense / 1e9:.1f} GB in bf16"
+        for name, (size, dense) in sizes.items()
+        if size != dense
     )
     return "; ".join(each)
 
