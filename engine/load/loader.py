@@ -65,14 +65,14 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     _refuse_chunks(text_config, longest)
     dtype = choose_dtype(config.dtype, hf_config, device)
     held_on = torch.device("cpu") if on_host else device
+    has_kernel = kernel_fault(device, dtype) is None
     in_tiles = config.deterministic and device.type == "cuda"
     if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
-        model = _load_weights(config, hf_config, dtype, held_on)
+        model = _load_weights(config, hf_config, dtype, held_on, has_kernel=has_kernel)
     if in_tiles and (fault := fault_of_weights(model)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
-    has_kernel = kernel_fault(device, dtype) is None
     packs_experts = packing_of_experts(held_on, dtype) is not None
     checkpoint = ""
     if config.load_format != "dummy":
@@ -226,8 +226,11 @@ def _size(config: ServeConfig) -> str:
 
 
 def _load_weights(
-    config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+    config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, *, has_kernel: bool
 ) -> PreTrainedModel:
+    """Load the weights to `device`. Without `has_kernel`, quantized experts that nothing packs for a GPU are
+    dequantized.
+    """
     options: dict[str, Any] = {
         "attn_implementation": transformers_hook.NAME,
         "trust_remote_code": config.trust_remote_code,
@@ -245,7 +248,7 @@ def _load_weights(
                 dtype,
                 options,
                 device,
-                keeps_experts=packed is not None or kernel_fault(device, dtype) is None,
+                keeps_experts=packed is not None or has_kernel,
                 packed=packed,
             )
         else:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.devices.cuda import tiles
 from engine.engine import Engine
 from engine.kv.layout import Group, Segment
+from engine.linear.experts import fused_experts
 from engine.load import loader
 from engine.load.loader import load_model
 from engine.load.preloaded import is_preloaded, keep_preloaded
@@ -22,6 +23,8 @@ from engine.load.select import load_packed
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, config_of, write_model
+from tests.engine.kernels import needs_kernel
+from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
 from tests.engine.refused_models import REFUSED
 from tests.worker.tiny_model import write_tiny_llama
 
@@ -121,7 +124,7 @@ def test_deterministic_is_refused_if_torch_would_sum(
 ) -> None:
     """On a GPU, before any weight is read."""
     monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("it reads the weights"))
+    monkeypatch.setattr(loader, "_load_weights", lambda *_, **__: pytest.fail("it reads the weights"))
     with pytest.raises(ConfigError, match=f"--deterministic: {reason}"):
         load_model(config_for(folder, deterministic=True, **options))
 
@@ -139,6 +142,17 @@ def test_memory_that_other_processes_cannot_map_is_refused(
     assert loader.choose_device("cuda").type == "cuda"
 
 
+def load_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load models as for a GPU, with their weights on the CPU."""
+    load_weights = loader._load_weights
+
+    def on_the_cpu(*args: Any, has_kernel: bool) -> Any:
+        return load_weights(*args[:3], torch.device("cpu"), has_kernel=has_kernel)
+
+    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loader, "_load_weights", on_the_cpu)
+
+
 def test_deterministic_is_refused_for_products_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,13 +160,7 @@ def test_deterministic_is_refused_for_products_left_to_torch(
     write_model("qwen3_moe", tmp_path)
     config = config_for(tmp_path, dtype="bfloat16", deterministic=True)
     load_model(config)
-    load_weights = loader._load_weights
-
-    def on_the_cpu(config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        return load_weights(config, hf_config, dtype, torch.device("cpu"))
-
-    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(loader, "_load_weights", on_the_cpu)
+    load_for_a_gpu(monkeypatch)
     monkeypatch.setattr(tiles, "backend_fault", lambda *_: None)
     with pytest.raises(
         ConfigError, match=r"--deterministic: model\.layers\.0\.mlp\.experts\.gate_up_proj, of Qwen3"
@@ -175,12 +183,21 @@ def test_experts_are_packed_for_a_gpu_that_holds_the_model(
     """Ranks divide a model that is still in the host's memory, where its layers are probed."""
     write_model("qwen3_moe", tmp_path)
     packed: list[str] = []
-    load_weights = loader._load_weights
-    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(loader, "_load_weights", lambda *args: load_weights(*args[:3], torch.device("cpu")))
+    load_for_a_gpu(monkeypatch)
     monkeypatch.setattr(
         loader, "tile_experts_on_gpu", lambda model, device, dtype: packed.append(device.type)
     )
     monkeypatch.setattr(loader, "tile_on_gpu", lambda *_, plain: packed.append("linear layers"))
     load_model(config_for(tmp_path, dtype="float32"), on_host=on_host)
     assert packed == ([] if on_host else ["cuda", "linear layers"])
+
+
+@needs_kernel
+def test_quantized_experts_are_dequantized_for_ranks_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host holds the model only until it is divided, whatever the host could multiply by."""
+    write_quantized(tmp_path, "qwen3_moe", "fp8", **EXPERTS)
+    load_for_a_gpu(monkeypatch)
+    config = config_for(tmp_path, dtype="bfloat16", load_format="auto")
+    assert fused_experts(load_model(config, on_host=True).model, by_kernel=False)
