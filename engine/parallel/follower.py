@@ -91,8 +91,8 @@ def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, ranks: Ranks, 
                 assert host is not None
                 host.load(slot, block)
             case FinishCopies():
-                if host is not None:
-                    host.finish()
+                if pool.memory.is_cuda:
+                    torch.cuda.current_stream(pool.memory.device).synchronize()
                 link.sendall(READY)
             case KeepAdapter():
                 messages.send(link, messages.encode(_keep(loaded, message)))

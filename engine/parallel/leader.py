@@ -40,13 +40,7 @@ from engine.parallel.messages import (
     receive,
     send,
 )
-from engine.parallel.pools import (
-    HeldPool,
-    LeadingPool,
-    borrow_pool,
-    held_pool,
-    rank_layout,
-)
+from engine.parallel.pools import HeldPool, LeadingPool, borrow_pool, held_pool, rank_layout
 from engine.parallel.runner import ShareRunner
 from engine.parallel.shared_ranks import SharedRanks
 from engine.parallel.states import WholeBlocks, share_state

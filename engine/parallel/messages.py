@@ -96,7 +96,7 @@ class LoadBlock(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class FinishCopies(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """An order to call `HostMemory.finish`, answered by `READY`."""
+    """An order to wait for all copies so far, answered by `READY`."""
 
 
 class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=10):

@@ -116,10 +116,10 @@ class LeadingMemory(HostMemory):
         broadcast: Callable[[msgspec.Struct], None],
         finish: Callable[[], None],
     ) -> None:
+        broadcast(AllocateSlots(num_slots))  # before our own: pinning memory takes seconds
         super().__init__(pool.memory, num_slots)
         self.block_bytes = pool.block_bytes
         self._broadcast, self._finish = broadcast, finish
-        broadcast(AllocateSlots(num_slots))
 
     def save(self, block: int, slot: int) -> None:
         self._broadcast(SaveBlock(block, slot))

@@ -15,7 +15,7 @@ from engine.parallel.pools import HeldPool, rank_layout
 
 class WholeBlocks:
     """Whole blocks over the pools of all ranks, for states: only rank 0 reads and writes these. The other
-    ranks may copy them from and to host memory. `finish` waits for these copies.
+    ranks may copy them in their pools, and from and to host memory. `finish` waits for these copies.
     """
 
     def __init__(self, layout: PoolLayout, held: Sequence[HeldPool], finish: Callable[[], None]) -> None:
