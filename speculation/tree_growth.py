@@ -204,7 +204,7 @@ class TreeGrowth:
         return TreeLevel(self._state, self._num_rows, num_before, self._depth, self._block_size, followed)
 
     def end(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the nodes, int64 [4, trees, most nodes], in the form of `late_tokens.LateTrees`."""
+        """Return the nodes, int64 [4, trees, most nodes], in the form of `engine.step.draft.LateTrees`."""
         if self._by_kernels:
             from speculation.tree_kernels import end
 

@@ -16,6 +16,11 @@ from protocol.config import field_docs, flag_name
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+SOURCES = [
+    path.relative_to(ROOT).as_posix()
+    for kind in ("py", "h", "cpp")
+    for path in ROOT.glob(f"[a-z]*/**/*.{kind}")
+]
 
 
 def command_flags(command: click.Command) -> set[str]:
@@ -39,6 +44,16 @@ SGLANG_CELL = re.compile(r"^\| `--model-path`[^|]*\|", re.MULTILINE)
 def test_every_test_that_a_document_names_exists(document: Path) -> None:
     for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text()):
         assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (path, name)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_module_that_a_document_names_exists(document: Path) -> None:
+    """Some leave out the first folders. A module's part follows a colon."""
+    named = re.findall(r"`([\w/]+\.(?:py|h|cpp))(?::([\w.:]+))?`", document.read_text())
+    for path, part in named:
+        sources = [source for source in SOURCES if f"/{source}".endswith(f"/{path}")]
+        word = re.compile(rf"\b{re.split('[.:]', part)[-1]}\b" if part else "")
+        assert any(word.search((ROOT / source).read_text()) for source in sources), (path, part)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
