@@ -29,7 +29,6 @@ from native.ownership import cache_dir, check_own, open_own, own_folder
 
 logger = logging.getLogger("tandem.native")
 
-
 T = TypeVar("T")
 
 _FLAGS = [

@@ -235,9 +235,8 @@ def rope(checkpoint: Checkpoint, layer: Mapping[str, Any], theirs: Any) -> dict[
     the file has no base, use the model's.
     """
     parameters = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    parameters = dict(
-        parameters.get("sliding_attention") or parameters
-    )  # like speculators, with parameters by layer type
+    # Like speculators, some have parameters by layer type.
+    parameters = dict(parameters.get("sliding_attention") or parameters)
     if (factor := parameters.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))) != 1:
         raise checkpoint.error("partial_rotary_factor", f"must be 1, got {factor}")
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"

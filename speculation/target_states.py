@@ -14,7 +14,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from speculation.drafter import ComputedRows, Drafter, HiddenRows
 
-_SIGHT = 64
+_ENOUGH_CONTEXT = 64
 """Tokens of context with which a draft is about as good as with a whole text."""
 MOST_UNREAD = 32
 """The most tokens of a request whose hidden states wait for a draft; each keeps its whole step's alive."""
@@ -40,7 +40,7 @@ class DraftedKv:
     @property
     def is_blind(self) -> bool:
         """Whether drafts see little more than the newest tokens of a longer text."""
-        return self.first > 1 and self.end - self.first < _SIGHT
+        return self.first > 1 and self.end - self.first < _ENOUGH_CONTEXT
 
     def begin(self, place: int) -> None:
         """Restart at `place`: nothing before it is known."""

@@ -169,7 +169,7 @@ def requests(made: DraftController, count: int, fixed: int | None = None) -> lis
     return [made.estimator.new_request("eagle", fixed) for _ in range(count)]
 
 
-def stands(made: DraftController, asked: list[SpeculatingRequest]) -> int:
+def plan_steps(made: DraftController, asked: list[SpeculatingRequest]) -> int:
     """Return the number of steps from one plan to the next."""
     made.begin_step(len(asked))
     made.plan(asked)
@@ -181,16 +181,16 @@ def stands(made: DraftController, asked: list[SpeculatingRequest]) -> int:
 
 def test_a_plan_with_fewer_drafts_lasts_longer() -> None:
     drafting, idle = controller(row_seconds=1e-3), controller(row_seconds=1.0)
-    assert stands(drafting, requests(drafting, 2)) == DRAFT_PLAN_STEPS
+    assert plan_steps(drafting, requests(drafting, 2)) == DRAFT_PLAN_STEPS
     assert drafting.drafts and drafting.reads_steps
-    assert stands(idle, requests(idle, 2)) == IDLE_PLAN_STEPS
+    assert plan_steps(idle, requests(idle, 2)) == IDLE_PLAN_STEPS
     assert not idle.drafts
     hard = requests(drafting, 2)
     for request in hard:
         for _ in range(20):
             request.acceptance.observe(8, 0, 0, is_blind=True)
-    assert stands(drafting, hard) == PLAIN_PLAN_STEPS
-    assert stands(drafting, requests(drafting, 2, fixed=3)) == IDLE_PLAN_STEPS
+    assert plan_steps(drafting, hard) == PLAIN_PLAN_STEPS
+    assert plan_steps(drafting, requests(drafting, 2, fixed=3)) == IDLE_PLAN_STEPS
 
 
 def test_new_requests_are_planned_for_and_ended_ones_are_not() -> None:

@@ -345,7 +345,7 @@ def test_the_next_step_is_launched_before_anyone_waits_for_the_last(gpu: AbsentG
     pool = pool_of()
     backend = TritonBackend(pool.layers(TARGET))
     runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
-    assert launches_behind(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
+    assert launches_ahead(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
 
 
 @needs_hooks
@@ -357,11 +357,11 @@ def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_early_too(gp
     runner = warm_runner(loaded, pool)
     blocks = BlockManager(pool)
     slot_allocator = StateSlotAllocator(pool.state_slots, blocks, pool)
-    assert launches_behind(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18
+    assert launches_ahead(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18
     assert blocks.states is not None and len(blocks.states.entries) == 2
 
 
-def launches_behind(
+def launches_ahead(
     gpu: AbsentGpu,
     runner: Runner,
     vocab_size: int,
