@@ -189,9 +189,9 @@ _SAMPLER_HEAD = """
 
 For four rows with Qwen3's vocabulary of 151,936 tokens, in bfloat16. A batch launches one kernel for the
 top logits, whose last program of a row finds its likeliest token and bounds its filters, and unless all rows
-are greedy one for the choice, which the last program of a row to list its candidates makes. With
-top-p each token takes one float64 exponential, and the search for the nucleus adds integers; logarithms of
-noise are in float64, for tokens that may win.
+are greedy one for the choice, which the last program of a row to list its candidates makes. With top-p each
+token takes one float64 exponential, a candidate two, and the search for the nucleus adds integers; logarithms
+of noise are in float64, for tokens that may win.
 
 {columns}"""
 
@@ -233,8 +233,8 @@ the rows by expert, one multiplies by all experts' first weights, one activates 
 by the second weights, and one adds up each row's results. Models that run by their own modules, gpt-oss
 among them, choose and activate by torch's operators. Only weights of experts that some row chose are read, in
 the form in which they are stored: MXFP4, int4, int8, FP8 or 16 bits. Tiles have 16 rows, or 64 if experts
-have more than 32 on average. Here are gpt-oss-120b's experts (128 of 2880 x 2880, four for a row) and, in
-bf16, Qwen3-30B-A3B's.
+have more than 32 on average or the step more than 512. Here are gpt-oss-120b's experts (128 of 2880 x 2880,
+four for a row) and, in bf16, Qwen3-30B-A3B's.
 
 Weights in memory: {memory}.
 
