@@ -41,7 +41,7 @@ class MtpHeads(DraftHead):
         self._factors: Tensor | None = None
         if layout.before_norm:
             norm = final_norm(target.model.get_decoder())
-            self._factors = norm(torch.ones_like(norm.weight)).to(target.device)
+            self._factors = norm(torch.ones_like(norm.weight)).to(target.device, target.dtype)
 
     def combine(self, features: Tensor) -> Tensor:
         """Undo the final norm's weights for heads that read the state before the norm. They norm it
