@@ -192,7 +192,7 @@ class Experts:
     """A mixture of experts with its router."""
 
     holder: Any
-    """The module whose `experts` are Transformers' fused experts or `engine.linear.experts.Experts`."""
+    """The module whose `experts` are Transformers' fused experts or `ExpertsModule`."""
     router: Tensor
     """The router's weight [experts, inputs]."""
     chosen: int

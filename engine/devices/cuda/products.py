@@ -196,7 +196,9 @@ class HoldsTiles(nn.Module):
 
     def __init__(self, weight: TiledWeight) -> None:
         super().__init__()
-        self.format, self._depth, self.out_features = weight.format, weight.depth, weight.weight.shape[-2]
+        self.format, self._depth = weight.format, weight.depth
+        self.out_features, width = weight.weight.shape[-2:]
+        self.in_features = width * (2 if weight.format in _IN_HALVES else 1)
         for name in TENSORS:
             self.register_buffer(name, getattr(weight, name))
 

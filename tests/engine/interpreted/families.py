@@ -15,6 +15,7 @@ from engine.devices.attention import backend_over
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder, unfit
+from engine.devices.cuda.products import tile_linears
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.cuda.runner import CudaRunner
 from engine.kv.layout import TARGET, PoolLayout
@@ -47,14 +48,16 @@ MODELS = {
 """Together they have all operations that a program may have."""
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_family_computes_what_its_program_does(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "in_tiles"), [*((name, False) for name in MODELS), ("kimi_linear", True)])
+def test_a_family_computes_what_its_program_does(name: str, in_tiles: bool, tmp_path: Path) -> None:
     """In chunks, with another text, with drafts of which none is right, and as a tree."""
     write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS[name])
     loaded = load_model(ServeConfig(model=str(tmp_path), dtype="float32", device="cpu", max_model_len=96))
     for weight in loaded.model.parameters():
         if weight.ndim == 1:  # norms and biases that matter
             weight.data += 0.3 * torch.randn_like(weight)
+    if in_tiles:
+        tile_linears(loaded.model, torch.float32, plain=True)
     program = describe(loaded.model)
     assert unfit(program) is None
     state = None if loaded.recurrent is None else loaded.recurrent.state.with_drafts(16)

@@ -61,7 +61,8 @@ def check(weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     x = torch.randn(3, weight.codes.shape[1])
     expected = QuantizedLinear(weight, bias)(x)
     assert fits(weight)
-    tiled = TiledWeight.quantized(weight, bias)
+    tiled = TiledLinear(TiledWeight.quantized(weight, bias))
+    assert (tiled.out_features, tiled.in_features) == weight.codes.shape
     torch.testing.assert_close(tiled(x), expected, atol=1e-6 * float(expected.abs().max()), rtol=0)
 
 
