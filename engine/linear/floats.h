@@ -19,8 +19,8 @@ namespace {
 class Floats {
   public:
     using Input = float;
-    static constexpr bool EXPANDS = false, ROUNDS = false, WIDENS = true;
-    static constexpr int64_t FEW_ROWS = BLOCK_ROWS, LONGEST_RUN = 128;  // each run's weights are prefetched once
+    static constexpr bool EXPANDS = false, ROUNDS = false, TAKES_RUNS = false;
+    static constexpr int64_t LONGEST_RUN = 128;  // each run's weights are prefetched once
     struct Registers {
         explicit Registers(const Product&) {}
     };
@@ -42,10 +42,9 @@ class Floats {
         });
     }
 
-    // Computes the same rows for a run. weights(k, count) returns the panel's weights for inputs [k, k + count).
-    template <class Weights> static void rows_of_run(
-        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) {
-        const uint16_t* w = weights(run.k, run.count);
+    // Computes the same rows for a run with the panel's weights `w`.
+    static void rows_of_run(
+        const Product& p, const uint16_t* w, const Input* x, int64_t first, int64_t end, const Run& run) {
         in_tiles<MOST_ROWS>(first, end, [&](auto rows, int64_t row) {
             tile_of_run<rows()>(p, w, x + (row - first) * p.in_features + run.k, row - first, run);
         });

@@ -18,8 +18,9 @@ namespace {
 class MatrixTiles {
   public:
     using Input = uint16_t;
-    static constexpr bool EXPANDS = false, ROUNDS = false, WIDENS = false;
+    static constexpr bool EXPANDS = false, ROUNDS = false, TAKES_RUNS = true;
     static constexpr int64_t FEW_ROWS = 16, LONGEST_RUN = INT64_MAX;
+    static constexpr int DEPTH = 32;  // inputs multiplied at once
 
     struct Registers : TileRegisters {
         explicit Registers(const Product& p) { shape(int(std::clamp<int64_t>(p.rows, 1, ROWS))); }
@@ -40,44 +41,66 @@ class MatrixTiles {
 
     // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
     void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) const {
-        const auto weights = [&](int64_t k, int64_t turn, int64_t turns) {
-            const uint16_t* w = p.weights + (panel * p.in_features + k) * PANEL;
-            const bool many = turns > 1;  // then each turn fetches a share of the next panel to the L2 cache
-            const uint16_t* next = w + (many ? PANEL * p.in_features : AHEAD * STEP);
-            for (int64_t line = LINES * turn / turns; line < LINES * (turn + 1) / turns; line++)
-                many ? __builtin_prefetch(next + line * LINE_VALUES, 0, 2) : __builtin_prefetch(next + line * LINE_VALUES);
-            return w;
+        const int64_t K = p.in_features, whole = end_of_pairs(first, end);
+        const int64_t row_pairs = (whole - first) / (2 * ROWS), pairs = 2 * row_pairs;
+        const auto row_of = [&](int64_t number) { return first + number % row_pairs * 2 * ROWS; };
+        const auto part_of = [&](int64_t number) { return int(number / row_pairs) * PANEL / 2; };
+        Sums sums[2];
+        // Stored tiles can be read only late, so the next pair is multiplied first.
+        const auto put_pair = [&](int64_t number) {
+            put<2>(p, sums[number % 2], row_of(number), end, panel * PANEL + part_of(number));
         };
-        tiles(p, x, first, end, 0, p.in_features, weights, [&](const Tile* sums, int64_t row, int n) {
-            const Outputs outputs(p, panel * PANEL + n);
-            for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++)
-                outputs.put(row + r, _mm512_loadu_ps(sums[0][r]), _mm512_loadu_ps(sums[1][r]));
+        for (int64_t number = 0; number < pairs; number++) {  // all rows by one half of the panel, which stays in the L1 cache
+            const int64_t row = row_of(number);
+            two_by_two(inputs(p, x, first, row, end), inputs(p, x, first, row + ROWS, end), K, 0, K, [&](int64_t k) {
+                const uint16_t* w = p.weights + (panel * K + k) * PANEL;
+                const uint16_t* next = w + K * PANEL;  // a share of the next panel comes to the L2 cache
+                for (int64_t line = LINES * number / pairs; line < LINES * (number + 1) / pairs; line++)
+                    __builtin_prefetch(next + line * LINE_VALUES, 0, 2);
+                return w + 2 * part_of(number);
+            });
+            store(sums[number % 2]);
+            if (number) put_pair(number - 1);
+        }
+        if (pairs) put_pair(pairs - 1);
+        if (whole >= end) return;
+        one_by_four(inputs(p, x, first, whole, end), K, 0, K, [&](int64_t k) {
+            const uint16_t* w = p.weights + (panel * K + k) * PANEL;
+            for (int64_t i = 0; i < STEP; i += LINE_VALUES) __builtin_prefetch(w + AHEAD * STEP + i);
+            return w;
         });
+        store(sums[0]);
+        put<4>(p, sums[0], whole, end, panel * PANEL);
     }
 
-    // Computes the same rows for a run. weights(k, count) returns the panel's weights for inputs [k, k + count). It is
-    // called step by step, once for FEW_ROWS, so that the CPU expands the next weights while it multiplies.
+    // Computes the same rows with quantized weights. weights(k) returns the panel's weights for the DEPTH inputs from k
+    // on. For FEW_ROWS it is called once for each, so that the CPU expands the next weights while it multiplies.
     template <class Weights>
-    void rows_of_run(
-        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) const {
-        const auto of_step = [&](int64_t k, int64_t, int64_t) {
-            const uint16_t* w = weights(k, DEPTH);
-            tiles_will_load();
-            return w;
+    void rows_of_runs(const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel,
+                      const Weights& weights) const {
+        const int64_t K = p.in_features, whole = end_of_pairs(first, end);
+        const auto at = [&](int n) {
+            return [&, n](int64_t k) {
+                const uint16_t* of_step = weights(k);
+                tiles_will_load();
+                return of_step + 2 * n;
+            };
         };
-        tiles(p, x, first, end, run.k, run.count, of_step, [&](const Tile* sums, int64_t row, int n) {
-            for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++)
-                for (int i = 0; i < 2; i++)
-                    Outputs::add(run, row - first + r, n + i * OUTPUTS, _mm512_loadu_ps(sums[i][r]));
-        });
-    }
-
-    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
-        Outputs::put_totals(p, totals, row, end, panel);
+        for (int64_t row = first; row < whole; row += 2 * ROWS) {
+            const Input *upper = inputs(p, x, first, row, end), *lower = inputs(p, x, first, row + ROWS, end);
+            for (int n = 0; n < PANEL; n += 2 * OUTPUTS)
+                add_runs<2>(p, w, row, end, panel, n, [&](int64_t k, int64_t count) {
+                    two_by_two(upper, lower, K, k, count, at(n));
+                });
+        }
+        if (whole < end)
+            add_runs<4>(p, w, whole, end, panel, 0, [&](int64_t k, int64_t count) {
+                one_by_four(inputs(p, x, first, whole, end), K, k, count, at(0));
+            });
     }
 
   private:
-    static constexpr int ROWS = TileRegisters::ROWS, OUTPUTS = Outputs::COUNT, DEPTH = 32;
+    static constexpr int ROWS = TileRegisters::ROWS, OUTPUTS = Outputs::COUNT;
     static constexpr int64_t STEP = DEPTH * PANEL;                   // a panel's weights in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
     static constexpr int64_t LINES = STEP / LINE_VALUES;
@@ -85,37 +108,57 @@ class MatrixTiles {
     using Tile = float[ROWS][OUTPUTS];
     using Sums = Tile[4];
 
-    // Multiplies the inputs [k, k + count). weights(k, turn, turns) returns a step's weights; for many rows it is called
-    // in several turns. Calls use(sums, row, n) for each 16 rows and 32 outputs, whose sums are two tiles.
-    template <class Weights, class Use>
-    void tiles(const Product& p, const Input* x, int64_t first, int64_t end, int64_t k, int64_t count,
-               const Weights& weights, const Use& use) const {
-        const int64_t K = p.in_features;
-        const auto inputs = [&](int64_t row) {
-            return end - row < ROWS && p.rows > ROWS ? last_rows.data() : x + (row - first) * K;
-        };
-        const int64_t whole = first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);  // end of the pairs of tiles
-        const int64_t row_pairs = (whole - first) / (2 * ROWS), pairs = 2 * row_pairs;
-        const auto row_of = [&](int64_t number) { return first + number % row_pairs * 2 * ROWS; };
-        const auto part_of = [&](int64_t number) { return int(number / row_pairs) * PANEL / 2; };
-        Sums sums[2];
-        // Stored tiles can be read only late, so the next pair is multiplied first.
-        const auto use_pair = [&](int64_t number) {
-            for (int i = 0; i < 2; i++) use(&sums[number % 2][2 * i], row_of(number) + i * ROWS, part_of(number));
-        };
-        for (int64_t number = 0; number < pairs; number++) {  // all rows by one half of the panel, which stays in the L1 cache
-            const int64_t row = row_of(number);
-            two_by_two(inputs(row), inputs(row + ROWS), K, k, count, [&](int64_t at) {
-                return weights(at, number, pairs) + 2 * part_of(number);
-            });
-            store(sums[number % 2]);
-            if (number) use_pair(number - 1);
+    // Returns the end of the rows that are multiplied as pairs of tiles.
+    static int64_t end_of_pairs(int64_t first, int64_t end) {
+        return first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);
+    }
+
+    const Input* inputs(const Product& p, const Input* x, int64_t first, int64_t row, int64_t end) const {
+        return end - row < ROWS && p.rows > ROWS ? last_rows.data() : x + (row - first) * p.in_features;
+    }
+
+    // Multiplies run by run, and adds up the scaled sums of four tiles, COLUMNS of them beside each other from output
+    // `n` of the panel on. The next run is multiplied before a run's stored tiles are read.
+    template <int COLUMNS, class Multiply>
+    static void add_runs(const Product& p, const Coded& w, int64_t row, int64_t end, int64_t panel, int n,
+                         const Multiply& multiply) {
+        alignas(64) Sums totals = {}, sums[2];
+        for (int64_t i = 0; i <= w.runs; i++) {
+            if (i < w.runs) {
+                multiply(i * w.run, std::min(w.run, p.in_features - i * w.run));
+                store(sums[i % 2]);
+            }
+            if (i) add_run<COLUMNS>(w, i - 1, row, end, n, sums[(i - 1) % 2], totals);
         }
-        if (pairs) use_pair(pairs - 1);
-        if (whole >= end) return;
-        one_by_four(inputs(whole), K, k, count, [&](int64_t at) { return weights(at, 0, 1); });
-        store(sums[0]);
-        for (int i = 0; i < 4; i += 2) use(&sums[0][i], whole, i * OUTPUTS);
+        put<COLUMNS>(p, totals, row, end, panel * PANEL + n);
+    }
+
+    template <int COLUMNS>
+    static void add_run(const Coded& w, int64_t run, int64_t row, int64_t end, int n, const Sums& sums, Sums& totals) {
+        for (int tile = 0; tile < 4; tile++) {
+            const int64_t from = row + tile / COLUMNS * ROWS, rows = std::min<int64_t>(end - from, ROWS);
+            const int64_t scale = run * w.run / w.group * PANEL + n + tile % COLUMNS * OUTPUTS;
+            const __m512 scales = _mm512_loadu_ps(w.scales + scale);
+            const __m512 offsets = w.offsets ? _mm512_loadu_ps(w.offsets + scale) : _mm512_setzero_ps();
+            const float* input_sum = w.input_sums + from * w.runs + run;
+            for (int64_t r = 0; r < rows; r++) {
+                const __m512 sum = _mm512_loadu_ps(sums[tile][r]);
+                __m512 total = _mm512_fmadd_ps(sum, scales, _mm512_loadu_ps(totals[tile][r]));
+                if (w.offsets) total = _mm512_fnmadd_ps(_mm512_set1_ps(input_sum[r * w.runs]), offsets, total);
+                _mm512_storeu_ps(totals[tile][r], total);
+            }
+        }
+    }
+
+    // Writes four tiles' sums, COLUMNS of them beside each other from output `n` on.
+    template <int COLUMNS>
+    static void put(const Product& p, const Sums& sums, int64_t row, int64_t end, int64_t n) {
+        for (int tile = 0; tile < 4; tile += 2) {
+            const int64_t from = row + tile / COLUMNS * ROWS;
+            const Outputs outputs(p, n + tile % COLUMNS * OUTPUTS);
+            for (int64_t r = 0; r < std::min<int64_t>(end - from, ROWS); r++)
+                outputs.put(from + r, _mm512_loadu_ps(sums[tile][r]), _mm512_loadu_ps(sums[tile + 1][r]));
+        }
     }
 
     // Multiplies 16 rows by a panel's 64 outputs. Tile registers 0 to 3 hold the sums.

@@ -42,22 +42,6 @@ class Outputs {
         return _mm512_fnmadd_ps(_mm512_set1_ps(input_sum), _mm512_loadu_ps(offsets), total);
     }
 
-    // Adds a row's sums, scaled, to its totals. `row` is the row within the block, `n` the output within the panel.
-    static void add(const Run& run, int64_t row, int64_t n, __m512 sums) {
-        float* totals = run.totals + row * PANEL + n;
-        __m512 total = scaled(sums, run.scales + n, _mm512_loadu_ps(totals));
-        if (run.offsets) total = less(total, run.offsets + n, run.input_sums[row * run.sums_stride]);
-        _mm512_storeu_ps(totals, total);
-    }
-
-    // Writes the outputs of rows [row, end); `totals` begin at row `row`.
-    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
-        for (int n = 0; n < PANEL; n += COUNT) {
-            const Outputs outputs(p, panel * PANEL + n);
-            for (int64_t r = row; r < end; r++) outputs.put(r, _mm512_loadu_ps(totals + (r - row) * PANEL + n));
-        }
-    }
-
   private:
     static __m512 widen(__m256i bf16) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));

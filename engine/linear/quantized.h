@@ -1,7 +1,5 @@
-// A product with quantized weights. Tiles that can expand weights in registers do so for few rows; for many rows they
-// expand a panel at a time, into the L2 cache. Other tiles expand some inputs' weights of a panel in memory, where they
-// stay in the L1 cache while all rows are multiplied by them, like bfloat16 weights; for many rows and long runs the
-// whole panel is expanded at once. A run of inputs, which share their scales, is summed in float32; then the sums are
+// A product with quantized weights. Tiles expand them in registers for few rows if they can, or some inputs' weights of
+// a panel at a time into the L1 cache; for many rows most expand a whole panel into the L2 cache. A run of inputs, which share their scales, is summed in float32; then the sums are
 // scaled and added up in ascending order of inputs. So a row's result has the same bits in every batch.
 
 #pragma once
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "floats.h"
 #include "product.h"
 #include "rounded.h"
 #include "shares.h"
@@ -83,39 +82,43 @@ inline uint16_t* room(int64_t count) {
     return lines.data()->values;
 }
 
-// Computes rows [first, end) of one panel, expanding weights in memory. `inputs` begin at row `first`.
-template <class Codes, class Tiles>
-void rows_of_expanded(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs,
-                      int64_t first, int64_t end, int64_t panel) {
+// Computes rows [first, end) of one panel, at most BLOCK_ROWS, run by run. For more rows than the registers have sums,
+// a run's weights are expanded in memory. `inputs` begin at row `first`.
+template <class Codes>
+void rows_of_expanded(Floats& tiles, const Product& p, const Coded& w, const Floats::Input* inputs, int64_t first,
+                      int64_t end, int64_t panel) {
     static thread_local float totals[BLOCK_ROWS * PANEL];
     const int64_t K = p.in_features;
-    const bool are_few = end - first <= Tiles::FEW_ROWS, whole = !are_few && w.run > SLICE;
-    const int64_t at_once = whole ? 2 * Tiles::FEW_ROWS : BLOCK_ROWS;
-    uint16_t* expanded = room(whole ? K : SLICE);
-    if (whole) expand<Codes>(w, 0, K, expanded);
-    for (int64_t row = first; row < end; row += at_once) {
-        const int64_t last = std::min(row + at_once, end);
-        std::fill_n(totals, (last - row) * PANEL, 0.0f);
-        for (int64_t i = 0, k = 0; k < K; i++, k += w.run) {
-            const int64_t count = std::min(w.run, K - k), scale = k / w.group * PANEL;
-            const Run of_run{k, count, w.scales + scale, w.offsets ? w.offsets + scale : nullptr,
-                             w.input_sums + row * w.runs + i, w.runs, totals};
-            if constexpr (Tiles::WIDENS)
-                if (last - row <= Tiles::MOST_ROWS) {
-                    const uint16_t* words = w.words + k * (PANEL / Codes::CODES);
-                    tiles.template rows_of_coded_run<Codes>(p, words, inputs + (row - first) * K, row, last, of_run);
-                    continue;
-                }
-            if (!are_few && !whole) expand<Codes>(w, k, count, expanded);
-            tiles.rows_of_run(p, inputs + (row - first) * K, row, last, of_run, [&](int64_t from, int64_t some) {
-                if (!are_few) return expanded + (whole ? from : from - k) * PANEL;
-                uint16_t* to = expanded + from % SLICE * PANEL;
-                expand<Codes>(w, from, some, to);
-                return to;
-            });
+    uint16_t* expanded = room(SLICE);
+    std::fill_n(totals, (end - first) * PANEL, 0.0f);
+    for (int64_t i = 0, k = 0; k < K; i++, k += w.run) {
+        const int64_t count = std::min(w.run, K - k), scale = k / w.group * PANEL;
+        const Run run{k, count, w.scales + scale, w.offsets ? w.offsets + scale : nullptr,
+                      w.input_sums + first * w.runs + i, w.runs, totals};
+        if (end - first <= Floats::MOST_ROWS) {
+            tiles.rows_of_coded_run<Codes>(p, w.words + k * (PANEL / Codes::CODES), inputs, first, end, run);
+        } else {
+            expand<Codes>(w, k, count, expanded);
+            tiles.rows_of_run(p, expanded, inputs, first, end, run);
         }
-        tiles.put_totals(p, totals, row, last, panel);
     }
+    tiles.put_totals(p, totals, first, end, panel);
+}
+
+// Computes the same rows with tiles that take all runs of a panel. For few rows, a step's weights are expanded just
+// before they are multiplied, for many the panel's.
+template <class Codes, class Tiles>
+void rows_of_runs(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs, int64_t first,
+                  int64_t end, int64_t panel) {
+    const bool are_few = end - first <= Tiles::FEW_ROWS;
+    uint16_t* expanded = room(are_few ? SLICE : p.in_features);
+    if (!are_few) expand<Codes>(w, 0, p.in_features, expanded);
+    tiles.rows_of_runs(p, w, inputs, first, end, panel, [&](int64_t k) {
+        if (!are_few) return expanded + k * PANEL;
+        uint16_t* to = expanded + k % SLICE * PANEL;
+        expand<Codes>(w, k, Tiles::DEPTH, to);
+        return to;
+    });
 }
 
 // Computes the same rows with tiles that can expand weights in registers, which they do for few rows.
@@ -145,6 +148,7 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
                       q.offsets ? q.offsets + scale : nullptr, input_sums, q.group, run, runs};
         if constexpr (Tiles::ROUNDS) tiles.rows_of_codes(p, w, inputs, first, end, panel);
         else if constexpr (Tiles::EXPANDS) rows_of_codes<Codes>(tiles, p, w, inputs, first, end, panel);
+        else if constexpr (Tiles::TAKES_RUNS) rows_of_runs<Codes>(tiles, p, w, inputs, first, end, panel);
         else rows_of_expanded<Codes>(tiles, p, w, inputs, first, end, panel);
     });
 }
