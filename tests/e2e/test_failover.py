@@ -283,7 +283,7 @@ def test_random_kills_and_freezes_change_no_answer(tmp_path: Path) -> None:
     try:
         with httpx.Client(base_url=server.wait_ready().url, timeout=300) as http:
             every = 1.5
-            seen = SmallStorm(http).measure(requests=24, seconds=every * (len(FAULTS) + 1), every=every)
+            seen = SmallStorm(http).measure(requests=72, seconds=every * (len(FAULTS) + 1), every=every)
         wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
         assert seen | wanted == seen
         assert seen["restarted"]
