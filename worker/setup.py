@@ -142,7 +142,6 @@ def open_wires(
         tls=tls_files(config),
         carrier=carrier,
         ports=worker_ports(config),
-        late_ucx=config.num_workers == 1,
     )
     return open_transports(config.transport_names, pool, name, options, pairs)
 

@@ -106,6 +106,9 @@ class Template:
         loops = (role.loop.partition(":")[0] for role in ROLES.values())
         for module in (*_IMPORTED, *loops):
             importlib.import_module(module)
+        from kvtransfer.transports.ucx_agent import preload_nixl
+
+        preload_nixl()
         adopt_orphans()  # the other ranks of killed workers
         freeze_heap()
         self._waker.setblocking(False)
@@ -201,12 +204,9 @@ class Template:
                         _send(worker.client, Ended(pid, status))
 
     def _preload(self, config: ServeConfig) -> None:
-        from kvtransfer.transports.ucx_agent import preload_nixl
         from worker.setup import preload_models, set_up_worker_logging
 
         set_up_worker_logging(config, "template")
-        if config.num_workers > 1:
-            preload_nixl()
         if preload_models(config):
             freeze_heap()
 

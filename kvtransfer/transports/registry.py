@@ -29,7 +29,7 @@ class TransportOptions:
     never does.
 
     `checksum` covers the sender's pieces, `tls` encrypts `tcp`, `object_store` needs a `carrier`, and UCX
-    itself listens on one of `ports`; with `late_ucx` it is opened at the first connection.
+    itself listens on one of `ports`.
     """
 
     tcp_streams: int = 1
@@ -39,7 +39,6 @@ class TransportOptions:
     tls: TlsFiles | None = None
     carrier: Carrier | None = None
     ports: Sequence[int] = ANY_PORT
-    late_ucx: bool = False
 
 
 def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
@@ -53,7 +52,7 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
                 raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
             if isinstance(pool.device, JoinedBlocks):
                 raise TransferError("it sends from one GPU's memory, and these blocks lie in several")
-            return UcxTransport(pool, name, options.ports, late=options.late_ucx)
+            return UcxTransport(pool, name, options.ports)
         case "tcp":
             wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if the dtype is impossible
             chosen = options.tcp_streams, options.wire_dtype, options.wire_codec

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvtransfer.blocks.extents import PARTS_AT_ONCE
-from kvtransfer.interface import RegisteredPool, TransferError
+from kvtransfer.interface import RegisteredPool
 from kvtransfer.messages import Channel, Hello
 from kvtransfer.transports.transport import PieceWriter, Transport, tune
-from kvtransfer.transports.ucx_agent import Agent, Memory, is_installed
+from kvtransfer.transports.ucx_agent import Agent, Memory
 from kvtransfer.transports.ucx_reader import (
     WORD_BYTES,
     ConnectionWord,
@@ -72,34 +70,10 @@ class UcxWriter(PieceWriter):
         self._word.release()
 
 
-class _End:
-    """The process' end of all connections: its agent, with the memory that the agent may use."""
-
-    def __init__(self, pool: RegisteredPool, name: str, *, on_this_host: bool, ports: Sequence[int]) -> None:
-        self.agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=on_this_host, ports=ports)
-        self.orphans = OrphanedReads(self.agent)
-        self.words = Words()
-        self.probed = torch.zeros((1, WORD_BYTES), dtype=torch.uint8, device=_device(pool))
-        try:
-            self.agent.register(Memory.of(pool))
-            self.agent.register(self.words.memory)
-            self.agent.register(Memory.of_blocks(self.probed))
-            self.metadata = self.agent.metadata()
-        except BaseException:
-            self.agent.close()
-            raise
-
-    def close(self) -> None:
-        self.orphans.stop()
-        self.agent.close()
-        self.orphans.release()
-
-
 class UcxTransport(Transport):
     """The `ucx` transport of one process and pool. `name` tells agents apart in NIXL's messages.
 
-    Raises TransferError if NIXL is not installed, OSError if it does not work. A worker that has no peers yet
-    opens it `late`, at the first connection: NIXL takes a quarter of a second and 25 MB.
+    Raises TransferError if NIXL is not installed, OSError if it does not work.
     """
 
     name = "ucx"
@@ -107,42 +81,37 @@ class UcxTransport(Transport):
     parts_at_once = PARTS_AT_ONCE
     reaches_devices = True
 
-    def __init__(
-        self, pool: RegisteredPool, name: str, ports: Sequence[int] = ANY_PORT, *, late: bool = False
-    ) -> None:
+    def __init__(self, pool: RegisteredPool, name: str, ports: Sequence[int] = ANY_PORT) -> None:
         self._pool = pool  # the pool's memory must outlive the agent
-        self._make = partial(_End, pool, name, on_this_host=self.same_host, ports=ports)
-        self._made: _End | None = None
-        self._lock = threading.Lock()
-        self._is_closed = False
-        if not late or not is_installed():
-            self._end()
-
-    def _end(self) -> _End:
-        with self._lock:
-            if self._is_closed:
-                raise OSError("the transport is closed")
-            if self._made is None:
-                self._made = self._make()
-            return self._made
+        self._agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=self.same_host, ports=ports)
+        self._orphans = OrphanedReads(self._agent)
+        self._words = Words()
+        self._probed = torch.zeros((1, WORD_BYTES), dtype=torch.uint8, device=_device(pool))
+        try:
+            self._agent.register(Memory.of(pool))
+            self._agent.register(self._words.memory)
+            self._agent.register(Memory.of_blocks(self._probed))
+            self._metadata = self._agent.metadata()
+        except BaseException:
+            self._agent.close()
+            raise
 
     @property
     def num_orphaned_reads(self) -> int:
         """Return the number of abandoned reads that may still write."""
-        return 0 if self._made is None else len(self._made.orphans)
+        return len(self._orphans)
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> UcxWriter:
         memory = Memory.of(pool)
         if memory != Memory.of(self._pool):
             raise OSError("the pool is not the one that this transport was opened for")
-        end = self._end()
-        word = end.words.take()
+        word = self._words.take()
         word.write(word.token)
         try:
             channel.send(
                 Introduction(
-                    agent=end.agent.name,
-                    metadata=end.metadata,
+                    agent=self._agent.name,
+                    metadata=self._metadata,
                     address=memory.address,
                     kind=memory.kind,
                     device_id=memory.device_id,
@@ -170,14 +139,9 @@ class UcxTransport(Transport):
             raise ProtocolError(f"block_bytes is {hello.block_bytes}, expected {target.block_bytes}")
         sender = channel.recv(Introduction, deadline)
         source = Memory(sender.address, hello.block_bytes, hello.num_blocks, sender.kind, sender.device_id)
-        try:
-            end = self._end()
-        except (OSError, TransferError) as error:  # it is opened late, and NIXL does not work
-            channel.send(UcxWelcome(str(error)[:512]), deadline)
-            raise OSError(str(error)) from error
-        word = end.words.take()
-        probe = word.memory if target.device is None else Memory.of_blocks(end.probed)
-        reader = UcxReader(end.agent, end.orphans, channel, sender, source, target, word, probe)
+        word = self._words.take()
+        probe = word.memory if target.device is None else Memory.of_blocks(self._probed)
+        reader = UcxReader(self._agent, self._orphans, channel, sender, source, target, word, probe)
         try:
             reader.warm_up(deadline)
             channel.send(UcxWelcome(), deadline)
@@ -192,7 +156,6 @@ class UcxTransport(Transport):
 
     def close(self) -> None:
         """Release NIXL's resources and end its threads in this process. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-        if self._made is not None:
-            self._made.close()
+        self._orphans.stop()
+        self._agent.close()
+        self._orphans.release()

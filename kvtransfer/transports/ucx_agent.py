@@ -80,12 +80,6 @@ def _load(package: str) -> ModuleType | None:
     return module
 
 
-def is_installed() -> bool:
-    """Return whether there is a package of NIXL, without loading it."""
-    return any(importlib.util.find_spec(package) for package in _PACKAGES)
-
-
-@functools.cache
 def preload_nixl() -> None:
     """Load NIXL's libraries, if installed, in the process that forks the workers."""
     with contextlib.suppress(TransferError):

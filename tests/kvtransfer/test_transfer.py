@@ -375,7 +375,7 @@ def test_errors_by_kind_and_peer(closing: Closing) -> None:
 
 
 def test_a_missing_transport_is_reported_without_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_: Any) -> None:
         raise OSError("no such device")
 
     monkeypatch.setattr("kvtransfer.transports.ucx.UcxTransport", fail)

@@ -15,14 +15,9 @@ from typing import Any
 import pytest
 
 from kvtransfer.interface import TransferError
-from kvtransfer.messages import Channel
-from kvtransfer.transports import ucx, ucx_agent
-from kvtransfer.transports.ucx import UcxTransport
-from kvtransfer.transports.ucx_reader import Introduction, UcxWelcome
-from messaging.wake import Wake
+from kvtransfer.transports import ucx_agent
 from tests.faults.leftovers import shared_segments, wait_no_orphans
-from tests.kvtransfer.transfer_sides import make_pool
-from tests.kvtransfer.ucx_processes import WAIT_S, Process, Receiver, Sender, hello_of, join
+from tests.kvtransfer.ucx_processes import WAIT_S, Process, Receiver, Sender, join
 from tests.kvtransfer.ucx_tls import on_this_host
 from tests.waiting import wait_until
 
@@ -59,37 +54,6 @@ def test_blocks_arrive_in_the_wanted_places(closing: Closing, tls: str) -> None:
     assert receiver.ask("read", []) is True
     assert receiver.ask("block_digests") == ours
     assert sender.ask("block_digests") == theirs
-
-
-def test_a_late_end_is_opened_by_the_first_connection(closing: Closing) -> None:
-    sender, receiver = pair(closing, "all")
-    assert [each.ask("open_late") for each in (sender, receiver)] == [False, False]
-    join(sender, receiver)
-    assert receiver.ask("read", EVERYTHING) is True
-    assert receiver.ask("digest") == sender.ask("digest")
-    assert [each.ask("is_open") for each in (sender, receiver)] == [True, True]
-
-
-def test_a_receiver_whose_late_end_cannot_be_opened_says_why(
-    monkeypatch: pytest.MonkeyPatch, closing: Closing
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise TransferError("no NIXL")
-
-    monkeypatch.setattr(ucx, "Agent", fail)
-    pool, deadline = make_pool(4, 64, 1), time.monotonic() + WAIT_S
-    transport, wake = closing(UcxTransport(pool, "receiver", late=True)), closing(Wake())
-    listener, address = transport.listen("127.0.0.1")
-    with listener:
-        sender = closing(Channel(transport.connect(address), wake, WAIT_S))
-        receiver = closing(Channel(listener.accept()[0], wake, WAIT_S))
-    introduction = Introduction(
-        agent="sender", metadata=b"m", address=0, kind="cpu", device_id=0, word_address=0, token=1
-    )
-    sender.send(introduction, deadline)
-    with pytest.raises(OSError, match="no NIXL"):
-        transport.reader(receiver, pool, hello_of(4, 64), deadline)
-    assert sender.recv(UcxWelcome, deadline).refusal == "no NIXL"
 
 
 def test_it_listens_on_the_given_ports_and_leaves_logging_alone(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def test_ucx_is_tested_with_the_memory_that_blocks_are_read_into(
     sender.push(receiver.peer, "lease", [0])
     receiver.wait_lease("lease")
     (transport,) = receiver.wires
-    assert (transport._end().probed.data_ptr() in prepared) == on_device
+    assert (transport._probed.data_ptr() in prepared) == on_device
 
 
 def test_slices_are_processed_one_after_the_other(

@@ -76,17 +76,6 @@ class Side:
 
         self.transport = UcxTransport(self.pool, type(self).__name__)
 
-    def open_late(self) -> bool:
-        """Open the transport again, at its first connection. Return whether NIXL's agent exists by now."""
-        from kvtransfer.transports.ucx import UcxTransport
-
-        self.transport.close()
-        self.transport = UcxTransport(self.pool, type(self).__name__, late=True)
-        return self.is_open()
-
-    def is_open(self) -> bool:
-        return self.transport._made is not None
-
     def left_after_close(self) -> dict[str, list[str]]:
         """Close, and return what was not there before the transport was opened."""
         self.transport.close()
