@@ -142,10 +142,8 @@ class BlockBackend(TablesBackend):
         self, backend: type[AttentionBackend], layers: Sequence[LayerKv], layer_windows: Sequence[int | None]
     ) -> None:
         self._layer_windows = list(dict.fromkeys(layer_windows))
-        super().__init__(
-            [backend(layers) for _ in self._layer_windows],
-            list(map(self._layer_windows.index, layer_windows)),
-        )
+        tables = list(map(self._layer_windows.index, layer_windows))
+        super().__init__([backend(layers) for _ in self._layer_windows], tables)
         self.num_tables, self.can_capture = 1, False
 
     def begin_step(self, metadata: AttentionMetadata) -> None:

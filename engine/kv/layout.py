@@ -181,10 +181,8 @@ class Group:
         is_coded = not rows or self.rows.coded or any(place.value_dim for place in self.layers)
         if self._has_several_shapes and is_coded:
             return "layers have KV of several shapes, which is kept or sent in codes"
-        divided, whole = (
-            self._divided(layer_windows),
-            sum(self._shape(place).num_values for place in window_of),
-        )
+        divided = self._divided(layer_windows)
+        whole = sum(self._shape(place).num_values for place in window_of)
         if divided.num_tables <= MOST_TABLES and divided.num_values <= whole / (1 - _MOST_PADDING):
             return ""
         if self._has_several_shapes:
@@ -196,9 +194,8 @@ class Group:
         """Return why a draft's KV cannot be in blocks of these tables; "" if it can. It is in the first
         table, whose layers must see as much as the draft's. In other tables its places stay empty.
         """
-        if self.windows[0] and not all(
-            0 < window <= self.windows[0] for window in draft.layer_windows or (0,)
-        ):
+        widest = self.windows[0]
+        if widest and not all(0 < window <= widest for window in draft.layer_windows or (0,)):
             return "a draft sees more of a sequence"
         own, drafted = (sum(segment.block_bytes(1) for segment in each.segments) for each in (self, draft))
         padding = (self.num_tables - 1) * drafted / (self.num_tables * (own + drafted))

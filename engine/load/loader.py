@@ -102,6 +102,9 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
         tile_on_gpu(model, device, dtype, plain=in_tiles)
     hooks = hook(model)
     kept = probe(model, dtype, text_config.num_hidden_layers, hooks)
+    recurrent = None
+    if hooks is not None and kept.state is not None:
+        recurrent = RecurrentLayers(hooks, kept.state)
     return LoadedModel(
         model=model,
         device=device,
@@ -111,9 +114,7 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
         max_model_len=longest,
         eos_token_ids=_eos_token_ids(config, model, text_config),
         weights=weights,
-        recurrent=RecurrentLayers(hooks, kept.state)
-        if hooks is not None and kept.state is not None
-        else None,
+        recurrent=recurrent,
         adapters=adapters,
         in_ranks=max(config.prefill_tensor_parallel_size, config.decode_tensor_parallel_size) > 1,
         expansion=expansion,

@@ -5,8 +5,8 @@ depends on the row only. The processing, in vLLM's order: logit bias, allowed to
 penalties, grammar, temperature, min-p, top-k, top-p. Greedy rows take the argmax before the temperature.
 Among equal values the lowest token id wins.
 
-On a CPU with a compiler, one native call (`native.py`) samples a batch; on a CUDA device, two kernels do
-(`triton_kernel/`). Elsewhere torch's operators (`torch_sampler.py`) give the same tokens.
+On a CPU with a compiler, one native call (`native.py`) samples a batch; on a CUDA device, one or two kernels
+do (`triton_kernel/`). Elsewhere torch's operators (`torch_sampler.py`) give the same tokens.
 """
 
 from __future__ import annotations
