@@ -36,8 +36,9 @@ class WholeBlocks:
         whole[0, run] = value
         for ours, theirs in self._pairs(whole, block):
             theirs.copy_(ours)
-            if theirs.is_cuda:
-                torch.cuda.current_stream(theirs.device).synchronize()
+        for held in self._held:
+            if held.blocks.is_cuda:
+                torch.cuda.current_stream(held.blocks.device).synchronize()
 
     def _empty(self) -> Tensor:
         return torch.zeros((1, self.shape[1]), dtype=torch.uint8, device=self._held[0].blocks.device)
