@@ -412,16 +412,21 @@ def twice() -> list[EngineRequest]:
     return once + [msgspec.structs.replace(each, request_id=f"{each.request_id} again") for each in once]
 
 
-HYBRIDS = [("gloo", "qwen3_5_text", 2), ("gloo", "falcon_h1", 4), ("shared memory", "qwen3_5_text", 4)]
+HYBRIDS = [
+    ("gloo", "qwen3_5_text", 2, "bfloat16"),
+    ("gloo", "falcon_h1", 4, "bfloat16"),
+    ("gloo", "kimi_linear", 2, "float32"),  # which our kernels do not pack, as on a GPU
+    ("shared memory", "qwen3_5_text", 4, "bfloat16"),
+]
 
 
 @needs_kernel
-@pytest.mark.parametrize(("kind", "model_type", "size"), HYBRIDS)
+@pytest.mark.parametrize(("kind", "model_type", "size", "dtype"), HYBRIDS)
 def test_all_ranks_have_the_states_of_recurrent_layers(
-    tmp_path: Path, kind: str, model_type: str, size: int
+    tmp_path: Path, kind: str, model_type: str, size: int, dtype: str
 ) -> None:
     write_model(model_type, tmp_path)
-    options = {"dtype": "bfloat16", "max_num_seqs": 2, "decode_tensor_parallel_size": size}
+    options = {"dtype": dtype, "max_num_seqs": 2, "decode_tensor_parallel_size": size}
     pipes = [start(tmp_path, each, kind, twice(), **options) for each in (1, size)]
     (_, expected, _), (_, results, counters) = map(answer, pipes)
     assert {k: r[::2] for k, r in results.items()} == {k: r[::2] for k, r in expected.items()}
