@@ -286,22 +286,28 @@ def stages(tmp_path: Path) -> Iterator[type[DraftStages]]:
         yield DraftStages
 
 
+EVENTS = (
+    *(stage.value for stage in (DraftStage.ARRIVING, DraftStage.QUEUED, DraftStage.DRAFTING)),
+    "accepted",
+    "remote_drafts_stale_total",
+    "remote_drafts_late_total",
+    "remote_drafts_refused_total",
+    "draft_workers_lost_total",
+    "draft_requests_expired_total",
+    "freed",
+    "duplicate_messages_total",
+    "drafted_tokens_wrong_total",
+)
+
+
 def test_every_message_in_every_stage(stages: type[DraftStages]) -> None:
-    walk(stages)
-    for stage in (DraftStage.ARRIVING, DraftStage.QUEUED, DraftStage.DRAFTING):
-        assert stages.seen[stage.value] > 0
-    for happened in (
-        "accepted",
-        "remote_drafts_stale_total",
-        "remote_drafts_late_total",
-        "remote_drafts_refused_total",
-        "draft_workers_lost_total",
-        "draft_requests_expired_total",
-        "freed",
-        "duplicate_messages_total",
-        "drafted_tokens_wrong_total",
-    ):
-        assert stages.seen[happened] > 0, happened
+    """Some orders of the rules miss a rare event, so there are up to three walks."""
+    for _ in range(3):
+        walk(stages)
+        missed = [event for event in EVENTS if not stages.seen[event]]
+        if not missed:
+            break
+    assert missed == []
 
 
 @pytest.mark.parametrize("before", DraftStage)
