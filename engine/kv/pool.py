@@ -14,7 +14,7 @@ from engine.copies import host_zeros, upload_to
 from engine.kv.attention import LayerKv
 from engine.kv.layout import LayerPlace, LayerShape, PoolLayout
 from engine.kv.row_codes import StoredRows
-from engine.kv.state_slots import Blocks, StateSlots
+from engine.kv.state_slots import StateMemory, StateSlots
 from engine.limits import cpu_pool_budget
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -56,7 +56,7 @@ class KVPool:
         else:
             memory = host_zeros(total)
         self.memory = memory.view(num_blocks, layout.block_bytes)
-        self.state_memory: Blocks = self.memory
+        self.state_memory: StateMemory = self.memory
         """The blocks in which states are kept."""
         self._segments = layout.views(self.memory)
 

@@ -157,7 +157,7 @@ class LayerStateSlots(NamedTuple):
     """float32 [state slots, window, heads, decay_dim]"""
 
 
-class Blocks(Protocol):
+class StateMemory(Protocol):
     """Blocks of a pool, uint8 [num_blocks, block_bytes], indexed by a block and a range of its bytes."""
 
     @property
@@ -249,13 +249,13 @@ class StateSlots:
             for rows in (layer.inputs, layer.keys, layer.deltas, layer.decays):
                 rows[state_slot].index_copy_(0, targets, rows[state_slot].index_select(0, sources))
 
-    def save(self, state_slot: int, memory: Blocks, blocks: Sequence[int]) -> None:
+    def save(self, state_slot: int, memory: StateMemory, blocks: Sequence[int]) -> None:
         """Copy the slot's state to `blocks` of the pool's `memory`."""
         state = self._states[state_slot]
         for block, part in zip(blocks, state.split(memory.shape[1]), strict=True):
             memory[block, : len(part)] = part
 
-    def load(self, state_slot: int, memory: Blocks, blocks: Sequence[int], num_tokens: int) -> int:
+    def load(self, state_slot: int, memory: StateMemory, blocks: Sequence[int], num_tokens: int) -> int:
         """Load the state at the last grid point in `num_tokens` tokens, and return that point."""
         for block, part in zip(blocks, self._states[state_slot].split(memory.shape[1]), strict=True):
             part.copy_(memory[block, : len(part)])
