@@ -1,6 +1,7 @@
 // A product with quantized weights. Tiles expand them in registers for few rows if they can, or some inputs' weights of
-// a panel at a time into the L1 cache; for many rows most expand a whole panel into the L2 cache. A run of inputs, which share their scales, is summed in float32; then the sums are
-// scaled and added up in ascending order of inputs. So a row's result has the same bits in every batch.
+// a panel at a time into the L1 cache; for many rows most expand a whole panel into the L2 cache. A run of inputs, which
+// share their scales, is summed in float32; then the sums are scaled and added up in ascending order of inputs. So a
+// row's result has the same bits in every batch.
 
 #pragma once
 
