@@ -51,4 +51,26 @@ class TileRegisters {
     int shaped = 0;
 };
 
+// Adds the product of a tile of first factors with each of COLUMNS tiles of second ones, which are beside each other, to
+// sums 0 to COLUMNS - 1. `a` and `b` point to their first rows, which lie this number of bytes apart.
+template <int COLUMNS>
+inline void multiply_tiles(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+    const auto column = [&](int index) { return static_cast<const char*>(b) + 64 * index; };
+    _tile_loadd(4, a, a_bytes);
+    _tile_loadd(5, column(0), b_bytes);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (COLUMNS > 1) {
+        _tile_loadd(6, column(1), b_bytes);
+        _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (COLUMNS > 2) {
+        _tile_loadd(5, column(2), b_bytes);
+        _tile_dpbf16ps(2, 4, 5);
+    }
+    if constexpr (COLUMNS > 3) {
+        _tile_loadd(6, column(3), b_bytes);
+        _tile_dpbf16ps(3, 4, 6);
+    }
+}
+
 }  // namespace

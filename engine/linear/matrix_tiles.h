@@ -165,18 +165,8 @@ class MatrixTiles {
     template <class Weights>
     static void one_by_four(const Input* x, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
         clear();
-        for (int64_t k = begin; k < begin + count; k += DEPTH) {
-            const uint16_t* w = weights(k);
-            _tile_loadd(4, x + k, stride * sizeof(Input));
-            _tile_loadd(5, w, STRIDE);
-            _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(6, w + 2 * OUTPUTS, STRIDE);
-            _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(5, w + 4 * OUTPUTS, STRIDE);
-            _tile_dpbf16ps(2, 4, 5);
-            _tile_loadd(6, w + 6 * OUTPUTS, STRIDE);
-            _tile_dpbf16ps(3, 4, 6);
-        }
+        for (int64_t k = begin; k < begin + count; k += DEPTH)
+            multiply_tiles<4>(x + k, stride * sizeof(Input), weights(k), STRIDE);
     }
 
     // Multiplies 32 rows, 16 in `upper` and 16 in `lower`, by 32 outputs.

@@ -31,23 +31,8 @@ static void product_in_tiles(const uint32_t* a, int64_t a_stride, const uint32_t
         if constexpr (COLUMNS > 2) _tile_zero(2);
         if constexpr (COLUMNS > 3) _tile_zero(3);
     }
-    for (int d = 0; d < depth; d += TileMath::DEPTH, b += TileMath::DEPTH * b_stride) {
-        _tile_loadd(4, a + d, a_bytes);
-        _tile_loadd(5, b, b_bytes);
-        _tile_dpbf16ps(0, 4, 5);
-        if constexpr (COLUMNS > 1) {
-            _tile_loadd(6, b + LANES, b_bytes);
-            _tile_dpbf16ps(1, 4, 6);
-        }
-        if constexpr (COLUMNS > 2) {
-            _tile_loadd(5, b + 2 * LANES, b_bytes);
-            _tile_dpbf16ps(2, 4, 5);
-        }
-        if constexpr (COLUMNS > 3) {
-            _tile_loadd(6, b + 3 * LANES, b_bytes);
-            _tile_dpbf16ps(3, 4, 6);
-        }
-    }
+    for (int d = 0; d < depth; d += TileMath::DEPTH, b += TileMath::DEPTH * b_stride)
+        multiply_tiles<COLUMNS>(a + d, a_bytes, b, b_bytes);
     _tile_stored(0, sums, bytes);
     if constexpr (COLUMNS > 1) _tile_stored(1, sums + LANES, bytes);
     if constexpr (COLUMNS > 2) _tile_stored(2, sums + 2 * LANES, bytes);
