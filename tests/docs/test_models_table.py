@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from tests.docs.models_table import DOCUMENT, TYPES, head, row
+from tests.docs.models_table import DOCUMENT, TYPES, row
 from tests.docs.verdicts import verdict
 
 LINES = DOCUMENT.read_text().splitlines()
@@ -33,7 +33,7 @@ def test_a_types_verdict_is_the_listed_one(model_type: str) -> None:
 
 def test_every_type_is_listed_once() -> None:
     assert not any("Different" in line for line in LINES)
-    if head() not in DOCUMENT.read_text():
+    if f"with Transformers {transformers.__version__};" not in DOCUMENT.read_text():
         pytest.skip(f"the list is of another version than Transformers {transformers.__version__}")
     listed = [line.split("`")[1] for line in LINES if line.startswith("| `")]
     assert sorted(listed) == TYPES
