@@ -15,30 +15,13 @@ _SLACK = tl.constexpr(1e-3)
 
 
 @triton.jit
-def _edit(
-    values,
-    logits,
-    edited,
-    tokens,
-    inside,
-    bounds,
-    edit_tokens,
-    amounts,
-    factors,
-    masked,
-    masks,
-    WORDS: tl.constexpr,
-):
-    """Apply the edits of `edits.edit_lists` to a tile of a row; write it to `edited` and return it. Each step
-    reads the results of the one before.
+def _edit(values, logits, edited, tokens, inside, edits, WORDS: tl.constexpr):
+    """Apply a row's part of the lists of `edits.edit_lists` to a tile; write it to `edited` and return it.
+    Each step reads the results of the one before.
     """
-    allowed, biased, forbidden, penalized, end = (
-        tl.load(bounds),
-        tl.load(bounds + 1),
-        tl.load(bounds + 2),
-        tl.load(bounds + 3),
-        tl.load(bounds + 4),
-    )
+    bounds, edit_tokens, amounts, factors, masked, masks = edits
+    allowed, biased, forbidden = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
+    penalized, end = tl.load(bounds + 3), tl.load(bounds + 4)
     least, last = tl.min(tokens, 0), tl.max(tokens, 0)
     tl.store(edited + tokens, tl.where(biased > allowed, float("-inf"), values), mask=inside)
     tl.debug_barrier()
@@ -106,19 +89,9 @@ def _likeliest(tops, firsts, row, TILES: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _low(
-    peaks,
-    row,
-    top,
-    top_k,
-    temperature,
-    min_p_floor,
-    top_p,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+def _low(peaks, row, top, request, SIZE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
     """Return a lower bound of the floors of all filters."""
+    _, top_k, temperature, min_p_floor, top_p = request
     groups = tl.arange(0, PADDED)
     of_groups = tl.load(peaks + row * GROUPS + groups, mask=groups < GROUPS, other=float("-inf"))
     of_groups = tl.div_rn(of_groups - top, temperature)
@@ -175,20 +148,8 @@ def scan(
     values = tl.load(logits + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     if edited is not None:
         of_row = edited + row * SIZE
-        values = _edit(
-            values,
-            logits,
-            of_row,
-            tokens,
-            inside,
-            bounds + row * 5,
-            edit_tokens,
-            amounts,
-            factors + row * 3,
-            masked + row,
-            masks,
-            WORDS,
-        )
+        edits = bounds + row * 5, edit_tokens, amounts, factors + row * 3, masked + row, masks
+        values = _edit(values, logits, of_row, tokens, inside, edits, WORDS)
     has_nan = tl.max((values != values).to(tl.int32), 0) > 0
     top = tl.max(values, 0)
     tl.store(firsts + row * TILES + tile, tl.min(tl.where(values == top, tokens, SIZE), 0))
@@ -199,21 +160,11 @@ def scan(
     tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them
     if tl.atomic_add(arrivals + row, 1) == TILES - 1:
         top, best = _likeliest(tops, firsts, row, TILES, PADDED)
-        key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
+        request = read_row(integers, numbers, row, num_rows)
+        key, _, temperature, _, _ = request
         tl.store(chosen + row, best.to(tl.int64))
         if (best >= 0) & (temperature > 0):
-            low = _low(
-                peaks,
-                row,
-                top,
-                top_k,
-                temperature,
-                min_p_floor,
-                top_p,
-                SIZE,
-                TILES * groups,
-                PADDED * groups,
-            )
+            low = _low(peaks, row, top, request, SIZE, TILES * groups, PADDED * groups)
             tl.store(limits + row * 3, top)
             tl.store(limits + row * 3 + 1, low)
             tl.store(limits + row * 3 + 2, gumbel(noise_bits(key, best)))

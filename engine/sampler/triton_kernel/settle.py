@@ -38,18 +38,9 @@ def read_row(integers, numbers, row, num_rows):
 
 
 @triton.jit
-def _above(
-    bound,
-    values,
-    weights,
-    lists,
-    lengths,
-    longest,
-    WEIGHED: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _above(bound, listed, WEIGHED: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
     """Return the number of listed values above `bound`, and the sum of their weights in units of 1 / UNIT."""
+    lists, lengths, longest, values, weights, _ = listed
     counts = tl.zeros([PADDED, WIDTH], tl.int32)
     masses = tl.zeros([PADDED, WIDTH], tl.int64)
     for first in range(0, longest, WIDTH):
@@ -72,28 +63,14 @@ def _mass(masses, row, TILES: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _floor(
-    wanted,
-    low,
-    count,
-    values,
-    weights,
-    lists,
-    lengths,
-    longest,
-    WEIGHED: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _floor(wanted, low, count, listed, WEIGHED: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
     """Return the least of the `count` listed values from `low` on that has less than `wanted` above it."""
     outside, inside = order(low) - 1, tl.full([], 0, tl.int32)
     num_outside, num_inside = count, tl.full([], 0, tl.int32)
     # A single value between the two is inside as well: no more is above it than above `inside`.
     while (inside - outside > 1) & (num_outside - num_inside > 1):
         middle = outside + (inside - outside) // 2
-        number, mass = _above(
-            at_order(middle), values, weights, lists, lengths, longest, WEIGHED, PADDED, WIDTH
-        )
+        number, mass = _above(at_order(middle), listed, WEIGHED, PADDED, WIDTH)
         is_inside = mass < wanted
         inside, num_inside = tl.where(is_inside, middle, inside), tl.where(is_inside, number, num_inside)
         outside, num_outside = tl.where(is_inside, outside, middle), tl.where(is_inside, num_outside, number)
@@ -101,8 +78,9 @@ def _floor(
 
 
 @triton.jit
-def _least(floor, values, lists, lengths, longest, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+def _least(floor, listed, PADDED: tl.constexpr, WIDTH: tl.constexpr):
     """Return the least listed value that is at least `floor`."""
+    lists, lengths, longest, values, _, _ = listed
     least = tl.zeros([PADDED, WIDTH], tl.float32)
     for first in range(0, longest, WIDTH):
         at = first + tl.arange(0, WIDTH)
@@ -112,23 +90,11 @@ def _least(floor, values, lists, lengths, longest, PADDED: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _race(
-    key,
-    best,
-    score,
-    floor,
-    values,
-    places,
-    lists,
-    lengths,
-    longest,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _race(key, best, score, floor, listed, TILE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
     """Return the token with the greatest value + noise, the first of equal ones. `best` has the value 0 and
     the noise `score`.
     """
+    lists, lengths, longest, values, _, places = listed
     bar = score - ROUNDING
     for first in range(0, longest, WIDTH):
         at = first + tl.arange(0, WIDTH)
@@ -152,55 +118,49 @@ def settle_row(
     row,
     best,
     limits,
-    integers,
-    numbers,
+    requests,
     counts,
     masses,
-    values,
-    weights,
-    places,
+    lists,
     scales,
-    num_rows,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the token of a non-greedy row, chosen from the lists of `sift`. Write the row's greatest logit,
-    the least value that can be chosen and the sum of exp of all that can be to `scales` [rows, 3], if given.
+    """Return the token of a non-greedy row, chosen from the `lists` of `sift`: values, weights and places.
+    Write the row's greatest logit, the least value that can be chosen and the sum of exp of all that can be
+    to `scales` [rows, 3], if given.
     """
+    integers, numbers, num_rows = requests
     key, top_k, _, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
+    values, weights, places = lists
     tiles = tl.arange(0, PADDED)
-    lists = (row * TILES + tiles) * TILE
     lengths = tl.load(counts + row * TILES + tiles, mask=tiles < TILES, other=0)
     longest, count = tl.max(lengths, 0), tl.sum(lengths, 0)
+    listed = (row * TILES + tiles) * TILE, lengths, longest, values, weights, places
     floor = min_p_floor
     if top_k > 0:
-        kth = _floor(
-            top_k.to(tl.float64), floor, count, values, weights, lists, lengths, longest, False, PADDED, WIDTH
-        )
-        floor = tl.maximum(floor, kth)
+        floor = tl.maximum(floor, _floor(top_k.to(tl.float64), floor, count, listed, False, PADDED, WIDTH))
     if top_p < 1:
         if top_k > 0:
             below = at_order(tl.maximum(order(floor) - 1, LEAST))
-            count, mass = _above(below, values, weights, lists, lengths, longest, True, PADDED, WIDTH)
+            count, mass = _above(below, listed, True, PADDED, WIDTH)
         else:
             mass = _mass(masses, row, TILES, PADDED)
-        wanted = top_p * mass * _EXACTLY
-        floor = _floor(wanted, floor, count, values, weights, lists, lengths, longest, True, PADDED, WIDTH)
+        floor = _floor(top_p * mass * _EXACTLY, floor, count, listed, True, PADDED, WIDTH)
     if scales is not None:
         if (top_k > 0) | (top_p < 1):
-            floor = _least(floor, values, lists, lengths, longest, PADDED, WIDTH)
+            floor = _least(floor, listed, PADDED, WIDTH)
             # 0, the greatest value, is not above -0, the next lower value in order.
             below = at_order(tl.maximum(tl.minimum(order(floor) - 1, -2), LEAST))
-            count, total = _above(below, values, weights, lists, lengths, longest, True, PADDED, WIDTH)
+            count, total = _above(below, listed, True, PADDED, WIDTH)
         else:
             total = _mass(masses, row, TILES, PADDED)
         tl.store(scales + row * 3, tl.load(limits + row * 3))
         tl.store(scales + row * 3 + 1, floor)
         tl.store(scales + row * 3 + 2, total / UNIT)
-    score = tl.load(limits + row * 3 + 2)
-    return _race(key, best, score, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
+    return _race(key, best, tl.load(limits + row * 3 + 2), floor, listed, TILE, PADDED, WIDTH)
 
 
 @triton.jit

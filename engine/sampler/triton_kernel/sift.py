@@ -72,23 +72,10 @@ def sift(
             tl.store(weights + first + at, (tl.exp(one) * UNIT + 0.5).to(tl.int64), mask=at < count)
     tl.debug_barrier()  # after the stores of all threads; the atomic addition releases and acquires them
     if tl.atomic_add(arrivals + row, 1) == TILES - 1:
+        requests, lists = (integers, numbers, num_rows), (values, weights, places)
+        likeliest = best.to(tl.int32)
         token = settle_row(
-            row,
-            best.to(tl.int32),
-            limits,
-            integers,
-            numbers,
-            counts,
-            masses,
-            values,
-            weights,
-            places,
-            scales,
-            num_rows,
-            TILES,
-            TILE,
-            PADDED,
-            WIDTH,
+            row, likeliest, limits, requests, counts, masses, lists, scales, TILES, TILE, PADDED, WIDTH
         )
         tl.store(chosen + row, token.to(tl.int64))
         tl.store(arrivals + row, 0)
