@@ -7,13 +7,9 @@ tokens, a text that must follow. It is done once per text, and only if all allow
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from queue import SimpleQueue
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,23 +36,19 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self.compile = lru_cache(MAX_COMPILED)(self._begin_compile)
         self._matchers: dict[str, Matcher] = {}
-        self._mask_thread = MaskThread("masks")
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._filling: Future[None] | None = None
+        """The call in the mask thread, until `wait`."""
         self._expected: _Expected | None = None
         self._words = np.empty((0, 0), np.int32)
         self._first_bytes = np.empty(0, np.int16)
 
-    def compile(self, grammar: str) -> Future[LLMatcher]:
+    def _begin_compile(self, grammar: str) -> Future[LLMatcher]:
         """Compile a grammar in a separate thread. The future has a matcher at the grammar's start, to be
         copied, or raises `InvalidRequestError`."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return compiled
+        return self._thread.submit(self._compile, grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:
@@ -69,7 +61,7 @@ class Grammars:
 
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
         """Return whether these tokens may follow the row. The last one may be an end token."""
-        self._mask_thread.wait()
+        self.wait()
         matcher = self._matcher_of(row)
         assert self._tokenizer is not None
         ends = token_ids[-1] in self._tokenizer.eos_tokens
@@ -81,7 +73,7 @@ class Grammars:
         """Return the tokens that must follow the row: the text that the grammar forces, as the tokenizer
         writes it.
         """
-        self._mask_thread.wait()
+        self.wait()
         matcher = self._matcher_of(row)
         return matcher.forced() if matcher.follow_row(row) else []
 
@@ -91,19 +83,25 @@ class Grammars:
         return "" if matcher is None else matcher.problem
 
     def forget(self, request_id: str) -> None:
-        self._mask_thread.wait()
+        self.wait()
         self._matchers.pop(request_id, None)
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:
         """Begin to compute the masks of these rows in the mask thread; `masks`, like the other methods, waits
         for them. At least one row has a grammar.
         """
-        self._mask_thread.wait()
-        self._mask_thread.begin(partial(self._fill_expected, rows))
+        self.wait()
+        self._filling = self._mask_thread.submit(self._fill_expected, rows)
+
+    def wait(self) -> None:
+        """Wait until no masks are being computed in the mask thread. Raise its error."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.result()
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         """Return the tokens that the rows may get, valid until the next call; None without grammars."""
-        self._mask_thread.wait()
+        self.wait()
         if self._expected is not None and self._expected.keys == [_key(row) for row in rows]:
             return self._expected.masks
         constrained = [number for number, row in enumerate(rows) if row.params.grammar is not None]
@@ -290,50 +288,6 @@ def _first_bytes(tokenizer: LLTokenizer) -> np.ndarray:
         if not tokenizer.is_special_token(token) and (text := tokenizer.decode_bytes([token])):
             found[token] = text[0]
     return found
-
-
-Call = Callable[[], object]
-
-
-class MaskThread:
-    """A thread that starts with the first call and ends when this object is garbage-collected."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: SimpleQueue[Call | None] | None = None
-        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._is_busy = False
-
-    def begin(self, call: Call) -> None:
-        """Begin a call in the thread. `wait` must have returned for the previous call."""
-        assert not self._is_busy
-        if self._calls is None:
-            self._calls = SimpleQueue()
-            threading.Thread(
-                target=_work, args=(self._calls, self._ends), name=self._name, daemon=True
-            ).start()
-            weakref.finalize(self, self._calls.put, None)
-        self._is_busy = True
-        self._calls.put(call)
-
-    def wait(self) -> None:
-        """Wait for the end of the call, if one was begun. Raise the call's error."""
-        if self._is_busy:
-            self._is_busy = False
-            error = self._ends.get()
-            if error is not None:
-                raise error
-
-
-def _work(calls: SimpleQueue[Call | None], ends: SimpleQueue[BaseException | None]) -> None:
-    while (call := calls.get()) is not None:
-        try:
-            call()
-        except BaseException as error:  # for `wait` to raise
-            ends.put(error)
-        else:
-            ends.put(None)
-        del call
 
 
 def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:

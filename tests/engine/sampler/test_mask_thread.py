@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 from engine.batch.runner import ForwardOutput
 from engine.engine import Engine
 from engine.sampler import Grammars, SamplingRow
-from engine.sampler.grammars import MaskThread, Matcher
+from engine.sampler.grammars import Matcher
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row
@@ -76,7 +76,7 @@ def test_a_mask_never_belongs_to_another_place(tokenizer: LLTokenizer) -> None:
 
     def expect() -> None:
         grammars.expect([row])
-        grammars._mask_thread.wait()
+        grammars.wait()
 
     for text in ",]":
         row.drafted = tokenizer.tokenize_str(text)
@@ -133,28 +133,6 @@ def test_a_matcher_is_not_used_while_its_mask_is_computed(
     grammars.forget("r")
     check(grammars, [other], tokenizer)
     assert [*grammars._matchers] == ["other"] and overlaps == [False] * 4
-
-
-def test_an_error_in_the_thread_is_raised_at_the_wait() -> None:
-    beside, threads = MaskThread("test"), []
-    beside.wait()
-    beside.begin(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        beside.wait()
-    beside.wait()
-    beside.begin(lambda: threads.append(threading.current_thread().name))
-    beside.wait()
-    assert threads == ["test"]
-
-
-def test_the_thread_ends_with_its_owner() -> None:
-    beside, threads = MaskThread("test"), []
-    beside.begin(lambda: threads.append(threading.current_thread()))
-    beside.wait()
-    assert threads[0].is_alive()
-    del beside
-    threads[0].join(60)
-    assert not threads[0].is_alive()
 
 
 @pytest.fixture
