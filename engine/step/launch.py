@@ -128,7 +128,7 @@ class StepLauncher:
         chosen = LateTokens(launched.choice.token_ids, self._sampler.download)
         packed = pack_ahead(step.sequences, launched.packed, chosen)
         logits, _ = self._run(packed, wants_hidden=False)
-        rows = [sequence.row_after_next() for sequence in step.sequences]
+        rows = [sequence.row_after(1) for sequence in step.sequences]
         self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
 
     def _is_plain(self, step: ScheduledStep) -> bool:

@@ -100,26 +100,14 @@ class SequenceState:
 
     def sampling_row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """Return the row that samples the next token, or the token after the `drafted` ones."""
+        return self.row_after(len(drafted), drafted)
+
+    def row_after(self, count: int, drafted: Sequence[int] = ()) -> SamplingRow:
+        """Return the row for the token after `count` draft tokens. A sequence whose parameters need no
+        history may leave out the `drafted` tokens.
+        """
         prompt, output = self.prompt_token_ids, self.output_token_ids
-        position = len(self.token_ids) + len(drafted)
-        return SamplingRow(self.params, prompt, output, position, self.request_id, drafted)
-
-    def row_after_next(self) -> SamplingRow:
-        """Return the row for the token after the next one, while the next one is still unknown."""
-        return self.sampling_row([0])
-
-    def chain_rows(self, drafted: list[int]) -> list[SamplingRow]:
-        """Return the rows for the next token and for the token after each of the `drafted` ones."""
-        if needs_history(self.params):
-            return [self.sampling_row(drafted[:end]) for end in range(len(drafted) + 1)]
-        return [self._row_after(count) for count in range(len(drafted) + 1)]
-
-    def _row_after(self, count: int) -> SamplingRow:
-        """Return the row for the token after `count` draft tokens, for parameters that need no history."""
-        position = self.position + count
-        return SamplingRow(
-            self.params, self.prompt_token_ids, self.output_token_ids, position, self.request_id
-        )
+        return SamplingRow(self.params, prompt, output, self.position + count, self.request_id, drafted)
 
     def step_rows(self) -> list[SamplingRow]:
         """Return the rows for the next token and for the token after each draft token. The row after a probe
@@ -128,12 +116,10 @@ class SequenceState:
         draft = self.draft
         if draft is None:
             return [self.sampling_row()]
-        if draft.parents is None and not draft.probes:
-            return self.chain_rows(draft.token_ids if needs_history(self.params) else draft.ids)
         if needs_history(self.params):
             rows = [self.sampling_row(), *map(self.sampling_row, draft.paths())]
         else:
-            rows = [self._row_after(depth) for depth in (0, *draft.depths())]
+            rows = [self.row_after(depth) for depth in (0, *draft.depths())]
         probe = SamplingRow(_LIKELIEST, [], [], self.position, self.request_id)
         return rows + [probe] * len(draft.probes)
 

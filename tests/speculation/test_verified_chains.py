@@ -62,8 +62,7 @@ def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[Sequenc
         sequence = sequence_with(number, draft, **PARAMS[number % len(PARAMS)])
         if draft is not None and draft.distributions is None:
             foreseen = pick.randrange(length + 1)
-            rows = sequence.chain_rows(draft.token_ids)
-            draft.token_ids[:foreseen] = sampler.choose(logits, rows)[0].tolist()[:foreseen]
+            draft.token_ids[:foreseen] = sampler.choose(logits, sequence.step_rows())[0].tolist()[:foreseen]
         sequences.append(sequence)
         parts.append(logits)
     return sequences, torch.cat(parts)
