@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from engine.sampler.edits import EditLists
@@ -24,6 +25,11 @@ class Batch:
     edits: EditLists | None
     """Edits of the rows' logits, if there are any."""
     masks: TokenMasks | None
+
+    @property
+    def seeds(self) -> np.ndarray:
+        """Each row's seed, int64."""
+        return self.requests.table["seed"][np.array(self.index)]
 
     @property
     def positions(self) -> list[int]:

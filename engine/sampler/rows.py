@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from ctypes import Structure, c_double, c_float, c_int64
@@ -110,23 +111,14 @@ class RequestParams:
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         self.params = list(params)
-        self.seeds = np.array([p.seed for p in params], np.int64)
-        temperature, top_k, self.top_p, min_p, repetition, presence, frequency = np.array(
-            [_numbers(p) for p in params]
-        ).T
-        self.greedy = temperature == 0
-        self.temperature = np.where(self.greedy, 1.0, np.maximum(temperature, _MIN_TEMPERATURE))
-        self.min_p_floor = np.log(min_p, where=min_p > 0, out=np.full_like(min_p, -np.inf))
-        limits = (top_k > 0) & (top_k < vocab_size) & ~self.greedy
-        self.top_k = np.where(limits, top_k, 0).astype(np.int64)
-        """The top-k limit; 0: no filter."""
-        self.is_nucleus = (self.top_p < 1.0) & ~self.greedy
-        self.penalized = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
-        self.penalties = np.stack([repetition, presence, frequency], axis=1).astype(np.float32)
+        self.table = np.array([_fields(each, vocab_size) for each in params], np.dtype(SamplingArgs))
+        """The parameters that the samplers read: those of `SamplingArgs`."""
+        self.table_address: int = self.table.ctypes.data
+        self.greedy = self.table["temperature"] == 0
+        penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        self.penalties = np.array(penalties, np.float32)
+        self.penalized = (self.penalties != (1, 0, 0)).any(axis=1)
         self.edits_logits = any(map(edits_logits, params))
-        self._table = self._make_table()
-        self.table_address: int = self._table.ctypes.data
-        """Address of the table that the compiled sampler reads."""
 
     @functools.cached_property
     def listed(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -144,33 +136,17 @@ class RequestParams:
         """Return whether the arrays were made from exactly these objects."""
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
-    def _make_table(self) -> np.ndarray:
-        table = np.empty(len(self.params), np.dtype(SamplingArgs))
-        table["seed"] = self.seeds
-        table["top_k"] = self.top_k
-        table["top_p"] = self.top_p
-        table["temperature"] = np.where(self.greedy, 0.0, self.temperature)
-        table["min_p_floor"] = self.min_p_floor
-        return table
-
     def device_rows(self, index: np.ndarray, positions: Sequence[int], seeds: np.ndarray) -> list[np.ndarray]:
         """Return the arrays from which the Triton kernels' `read_row` reads: int64 and float64 [3, n]."""
-        temperature = np.where(self.greedy, 0.0, self.temperature).astype(np.float32)
-        floor = self.min_p_floor.astype(np.float32)
-        top_p = np.where(self.is_nucleus, self.top_p, 1.0)
-        return [
-            np.array([seeds, positions, self.top_k[index]]),
-            np.array([temperature[index], floor[index], top_p[index]], np.float64),
-        ]
+        rows = self.table[index]
+        numbers = np.array([rows[name] for name in ("temperature", "min_p_floor", "top_p")], np.float64)
+        return [np.array([seeds, positions, rows["top_k"]]), numbers]
 
 
-def _numbers(params: SamplingParams) -> tuple[float, ...]:
-    return (
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-    )
+def _fields(params: SamplingParams, vocab_size: int) -> tuple[int, int, float, float, float]:
+    """Return a request's `SamplingArgs`. A top-k limit that excludes nothing becomes 0."""
+    is_greedy = params.temperature == 0
+    top_k = params.top_k if 0 < params.top_k < vocab_size and not is_greedy else 0
+    temperature = 0.0 if is_greedy else max(params.temperature, _MIN_TEMPERATURE)
+    floor = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    return params.seed, top_k, params.top_p, temperature, floor

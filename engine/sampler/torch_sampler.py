@@ -27,7 +27,7 @@ class TorchSampler:
         greedy = _column(batch, batch.requests.greedy)[:, 0]
         if not batch.requests.greedy.all():
             apply_filters(values, batch)
-            keys = stream_keys(_column(batch, batch.requests.seeds)[:, 0], _tensor(batch, batch.positions))
+            keys = stream_keys(_tensor(batch, batch.seeds), _tensor(batch, batch.positions))
             chosen = torch.where(greedy, chosen, race(values, keys))
         return TokenChoice.made(chosen, failed_rows)
 
@@ -41,7 +41,7 @@ class TorchSampler:
         return shares.masked_fill_(failed, 0.0)
 
     def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        probabilities, seeds = self.probabilities(batch), _column(batch, batch.requests.seeds)[:, 0]
+        probabilities, seeds = self.probabilities(batch), _tensor(batch, batch.seeds)
         places = _tensor(batch, [*starts]), _tensor(batch, batch.positions)
         return draw(probabilities, round_keys(seeds, *places, Purpose.DRAFT)), probabilities
 
@@ -56,7 +56,8 @@ def _values(batch: Batch) -> tuple[Tensor, Tensor]:
         apply_edits(values, batch.edits)
     best = values.amax(dim=1, keepdim=True)
     failed = ~best.isfinite()
-    values.sub_(best).div_(_column(batch, batch.requests.temperature))
+    requests = batch.requests
+    values.sub_(best).div_(_column(batch, np.where(requests.greedy, 1.0, requests.table["temperature"])))
     return values.masked_fill_(failed, 0.0), failed
 
 
@@ -69,19 +70,19 @@ def apply_filters(values: Tensor, batch: Batch) -> None:
     threshold on a token's value. So equal values are all kept or all excluded, and the result depends neither
     on a sort's order nor on other rows. Greedy rows are not filtered.
     """
-    requests, index = batch.requests, np.array(batch.index)
-    floor = _column(batch, np.where(requests.greedy, -np.inf, requests.min_p_floor))
-    top_k = requests.top_k[index]
+    rows = batch.requests.table[np.array(batch.index)]
+    floor = _tensor(batch, np.where(rows["temperature"] == 0, -np.inf, rows["min_p_floor"])[:, None]).float()
+    top_k = rows["top_k"]
     if top_k.any():
         last = _tensor(batch, np.maximum(top_k - 1, 0)[:, None])
         kth = values.topk(int(top_k.max())).values.gather(1, last)
         floor = torch.maximum(floor, kth.masked_fill_(_tensor(batch, top_k == 0)[:, None], -torch.inf))
     values.masked_fill_(values < floor, -torch.inf)
-    rows = np.flatnonzero(requests.is_nucleus[index])
-    if len(rows):
-        some = values[rows]
-        top_p = _tensor(batch, requests.top_p[index[rows], None])
-        values[rows] = some.masked_fill_(some < _nucleus_floor(some, top_p), -torch.inf)
+    nuclei = np.flatnonzero((rows["top_p"] < 1) & (rows["temperature"] > 0))
+    if len(nuclei):
+        some = values[nuclei]
+        top_p = _tensor(batch, rows["top_p"][nuclei, None])
+        values[nuclei] = some.masked_fill_(some < _nucleus_floor(some, top_p), -torch.inf)
 
 
 def _nucleus_floor(values: Tensor, top_p: Tensor) -> Tensor:
@@ -115,6 +116,5 @@ def _tensor(batch: Batch, values: np.ndarray | list[int]) -> Tensor:
 
 
 def _column(batch: Batch, values: np.ndarray) -> Tensor:
-    """Return [n, 1], the values of the rows' requests; floats as float32."""
-    of_rows = values[np.array(batch.index), None]
-    return _tensor(batch, of_rows.astype(np.float32) if of_rows.dtype == np.float64 else of_rows)
+    """Return [n, 1], the values of the rows' requests."""
+    return _tensor(batch, values[np.array(batch.index), None])

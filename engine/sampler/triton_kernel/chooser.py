@@ -79,7 +79,7 @@ class TritonSampler:
         return self.shares(self.chosen(batch))
 
     def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        keys = round_seeds(batch.requests.seeds[np.array(batch.index)], np.array(starts), Purpose.DRAFT)
+        keys = round_seeds(batch.seeds, np.array(starts), Purpose.DRAFT)
         chosen = self._chosen(batch, keys, None, keeps=True)
         return chosen.tokens, self.shares(chosen)
 
@@ -87,11 +87,11 @@ class TritonSampler:
         """Return the tokens on the device, -1 where none has a finite score. `offsets`, int64 [n], is added
         to the rows' positions.
         """
-        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], offsets, keeps=False).tokens
+        return self._chosen(batch, batch.seeds, offsets, keeps=False).tokens
 
     def chosen(self, batch: Batch, offsets: Tensor | None = None) -> Chosen:
         """Like `tokens`, but return all of `Chosen`, valid until the next call."""
-        return self._chosen(batch, batch.requests.seeds[np.array(batch.index)], offsets, keeps=True)
+        return self._chosen(batch, batch.seeds, offsets, keeps=True)
 
     @staticmethod
     def shares(chosen: Chosen) -> Tensor:
