@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.mutants.children import end_children
-from tests.mutants.job import JOB, Job, Module, Verdict, read
+from tests.mutants.inside import JOB, Job
 from tests.mutants.operators import Mutant
 from tests.mutants.tree import changed, environment
+from tests.mutants.verdicts import Module, Verdict
 from tests.tiers.reach import Imports
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.quick")
@@ -41,62 +44,51 @@ class Judging:
         self._sound: dict[str, bool] = {}
         self._age = int(time.time()) - 10**8
 
-    def judge(
-        self, mutants: Sequence[Mutant], files: Collection[str], say: Callable[[Verdict], None]
-    ) -> None:
-        """Yield a verdict about each mutant through `say`: first those killed in memory, then the others."""
-        job = Job(
-            sorted(files),
-            list(mutants),
-            self._folder / "records.jsonl",
-            self._folder / "verdicts.jsonl",
-            self._timeout_s,
-        )
-        job.verdicts.unlink(missing_ok=True)
-        self._in_memory(job, say)
-        verdicts = {row["key"]: Verdict(**row) for row in read(job.verdicts)}
-        modules = job.recorded()
-        for mutant in mutants:
-            verdict = verdicts.get(mutant.key, Verdict(mutant.key, in_place=False))
-            if not verdict.killed_by:
-                say(self._from_file(mutant, verdict, modules))
+    def judge(self, mutants: Sequence[Mutant]) -> Iterator[Verdict]:
+        """Yield a verdict about each mutant: first those killed in memory, then the others."""
+        left = []
+        answers = self._in_memory(mutants)
+        modules: dict[str, Module] = next(answers)
+        for mutant, verdict in zip(mutants, answers, strict=True):
+            if verdict.killed_by:
+                yield verdict
+            else:
+                left.append((mutant, verdict))
+        for mutant, verdict in left:
+            yield self._from_file(mutant, verdict, modules)
 
-    def _in_memory(self, job: Job, say: Callable[[Verdict], None]) -> None:
-        path = self._folder / "job.json"
-        job.save(path)
-        log = self._folder / "judge.log"
-        command = [*PYTEST, "-p", "tests.mutants.inside", "--continue-on-collection-errors", *self._tests]
-        with log.open("w") as output:
+    def _in_memory(self, mutants: Sequence[Mutant]) -> Iterator[Any]:
+        """Yield the modules with the lines that their tests run, then a verdict about each mutant."""
+        reading, writing = os.pipe()
+        files = sorted({mutant.file for mutant in mutants})
+        job, log = self._folder / "job.pickle", self._folder / "judge.log"
+        job.write_bytes(pickle.dumps(Job(files, list(mutants), self._timeout_s, writing)))
+        command = [*PYTEST, "-p", "tests.mutants.inside", "--continue-on-collection-errors"]
+        with log.open("w") as output, open(reading, "rb") as answers:
             process = subprocess.Popen(
-                command,
+                [*command, self._listed(self._tests)],
                 cwd=self._tree,
-                env={**environment(self._tree), JOB: str(path)},
+                env={**environment(self._tree), JOB: str(job)},
+                pass_fds=[writing],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            said = 0
-            running = True
-            while running:
-                running = process.poll() is None
-                rows = read(job.verdicts)
-                for row in rows[said:]:
-                    if row["killed_by"]:
-                        say(Verdict(**row))
-                said = len(rows)
-                time.sleep(0.2 if running else 0)
-        if said < len(job.mutants):
-            raise RuntimeError(
-                f"pytest judged {said} of {len(job.mutants)} mutants:\n{log.read_text()[-3000:]}"
-            )
+            os.close(writing)
+            try:
+                for _ in range(1 + len(mutants)):
+                    yield pickle.load(answers)
+            except EOFError:
+                raise RuntimeError(f"pytest did not judge all mutants:\n{log.read_text()[-3000:]}") from None
+            process.wait()
 
     def _from_file(self, mutant: Mutant, verdict: Verdict, modules: dict[str, Module]) -> Verdict:
         """Run in a new process the tests that a mutant in memory does not reach: those that start processes,
         or all.
         """
         distances = self._imports.distances([mutant.file])
-        paths = sorted(distances.keys() & modules.keys(), key=lambda path: (distances[path], path))
         tests: dict[str, float] = {}
-        for module in map(modules.__getitem__, paths):
+        for path in sorted(distances.keys() & modules.keys(), key=lambda path: (distances[path], path)):
+            module = modules[path]
             names = module.starting() if verdict.in_place else module.passing()
             tests |= {name: module.tests[name].seconds for name in names if self._sound.get(name, True)}
         if not tests:
@@ -120,10 +112,8 @@ class Judging:
 
     def _first_failure(self, tests: Sequence[str], limit_s: float) -> str:
         """Return the test that fails first, or the reason why the run ended early."""
-        listed = self._folder / "tests.txt"
-        listed.write_text("\n".join(tests))
         with subprocess.Popen(
-            [*PYTEST, "-x", f"@{listed}"],
+            [*PYTEST, "-x", self._listed(tests)],
             cwd=self._tree,
             env=environment(self._tree),
             stdout=subprocess.PIPE,
@@ -142,3 +132,9 @@ class Judging:
         if found:
             return found[1]
         return "" if process.returncode in _FINE else f"{_NO_TEST} {process.returncode}"
+
+    def _listed(self, tests: Sequence[str]) -> str:
+        """Return pytest's argument for these tests, which may be too many for a command line."""
+        listed = self._folder / "tests.txt"
+        listed.write_text("\n".join(tests))
+        return f"@{listed}"

@@ -106,7 +106,9 @@ class _Finder(ast.NodeVisitor):
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.stmt):
-            self._lines = (node.lineno, node.end_lineno or node.lineno)
+            body = getattr(node, "body", None)
+            end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno
+            self._lines = (node.lineno, end or node.lineno)
         super().visit(node)
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
@@ -134,63 +136,34 @@ class _Finder(ast.NodeVisitor):
             return
         for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
             self.visit(default)
-        outer = self._names, self._in_function
-        self._names = [*self._names, *(["<locals>"] if self._in_function else []), node.name]
-        self._in_function = True
-        for statement in node.body:
-            self.visit(statement)
-        self._names, self._in_function = outer
+        self._enter(node, is_function=True)
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        outer = self._names
+        self._enter(node, is_function=self._in_function)
+
+    def _enter(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, is_function: bool) -> None:
+        outer = self._names, self._in_function
         self._names = [*self._names, *(["<locals>"] if self._in_function else []), node.name]
+        self._in_function = is_function
         for statement in node.body:
             self.visit(statement)
-        self._names = outer
+        self._names, self._in_function = outer
 
     def visit_If(self, node: ast.If) -> None:
-        if self._text(node.test).endswith("TYPE_CHECKING"):
-            return
-        self._test(node)
-        for statement in (*node.body, *node.orelse):
-            self.visit(statement)
+        if not self._text(node.test).endswith("TYPE_CHECKING"):
+            self.visit_While(node)
 
-    def visit_While(self, node: ast.While) -> None:
-        self._test(node)
-        for statement in (*node.body, *node.orelse):
-            self.visit(statement)
-
-    def _test(self, node: ast.If | ast.While) -> None:
-        self._lines = (node.lineno, node.test.end_lineno or node.lineno)
+    def visit_While(self, node: ast.While | ast.If | ast.IfExp) -> None:
         self._negate(node.test)
-        self.visit(node.test)
+        self.generic_visit(node)
+
+    visit_IfExp = visit_While  # noqa: N815
 
     def _negate(self, test: ast.expr) -> None:
         if not isinstance(test, ast.Compare | ast.Constant) and not _is_not(test):
             self._add("negate a condition", test, f"not ({self._text(test)})")
-
-    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        self._lines = (node.lineno, node.iter.end_lineno or node.lineno)
-        self.visit(node.iter)
-        for statement in (*node.body, *node.orelse):
-            self.visit(statement)
-
-    visit_AsyncFor = visit_For  # noqa: N815
-
-    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        self._lines = (node.lineno, node.body[0].lineno - 1)
-        for item in node.items:
-            self.visit(item)
-        for statement in node.body:
-            self.visit(statement)
-
-    visit_AsyncWith = visit_With  # noqa: N815
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._negate(node.test)
-        self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value and _name(node.annotation) != "TypeAlias":

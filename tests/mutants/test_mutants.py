@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.mutants.__main__ import summary
+from tests.mutants.__main__ import drawn, files_of, summary
 from tests.mutants.children import in_child
-from tests.mutants.job import Baseline
-from tests.mutants.job import Module as Recorded
 from tests.mutants.living import functions_of, replace
 from tests.mutants.operators import Mutant, mutants_of
-from tests.mutants.sample import drawn, files_of
-from tests.mutants.tiers import nearest
-from tests.tiers.costs import Cost, Costs, Module
+from tests.mutants.verdicts import Baseline, Module
 
 ROOT = Path(__file__).parents[2]
 SOURCE = b'''"""Adds."""
@@ -87,10 +83,10 @@ def test_a_mutant_keeps_its_name_when_lines_move_and_moves_no_lines() -> None:
 
 
 def test_the_draw_follows_from_the_seed() -> None:
-    files = files_of(ROOT, ["router/placement/*.py", "engine/sampler/triton_kernel/*.py"])
+    files = files_of(["router/placement/*.py", "engine/sampler/triton_kernel/*.py"])
     assert "router/placement/predict.py" in files and "engine/sampler/triton_kernel/scan.py" not in files
-    assert drawn(ROOT, files[:3], 8, seed=1) == drawn(ROOT, files[:3], 8, seed=1)
-    assert drawn(ROOT, files[:3], 8, seed=1) != drawn(ROOT, files[:3], 8, seed=2)
+    assert drawn(files[:3], 8, seed=1) == drawn(files[:3], 8, seed=1)
+    assert drawn(files[:3], 8, seed=1) != drawn(files[:3], 8, seed=2)
 
 
 def test_a_living_function_gets_the_mutated_code(tmp_path: Path) -> None:
@@ -123,18 +119,8 @@ def test_tests_reach_mutants_in_their_own_and_their_fixtures_lines() -> None:
         "b": Baseline(0.1, True),
         "c": Baseline(0.1, False),
     }
-    assert Recorded(tests).reaching(mutant) == ["a"]
-    assert Recorded(tests, {"sums.py": [19, 20]}).reaching(mutant) == ["a", "b"]
-
-
-def test_the_nearest_modules_take_part_up_to_a_bound() -> None:
-    expensive = {"test_x": Cost(6.0, 6.0)}
-    known = Costs(
-        {"far": Module(Cost(1, 1)), "near": Module(Cost(1, 1), expensive), "nearer": Module(Cost(1, 1))}
-    )
-    distances = {"far": 2, "near": 1, "nearer": 1, "unknown": 1}
-    assert nearest(distances, known, 12.0) == ["near", "nearer", "unknown", "far"]
-    assert nearest(distances, known, 2.5) == ["near", "nearer"]
+    assert Module(tests).reaching(mutant) == ["a"]
+    assert Module(tests, {"sums.py": [19, 20]}).reaching(mutant) == ["a", "b"]
 
 
 def test_the_closing_line_counts_what_each_tier_kills() -> None:
@@ -143,7 +129,8 @@ def test_the_closing_line_counts_what_each_tier_kills() -> None:
         {"killed_by": "b", "tier": "full"},
         {"killed_by": "", "tier": "full"},
     ]
-    assert summary(rows) == "the fast tier kills 1 of the 2 that the full tier kills, of 3 mutants"
+    assert summary(rows) == "2 of 3 mutants are killed, the fast tier 1 of them"
+    assert summary([{"killed_by": "a", "tier": ""}]) == "1 of 1 mutants are killed"
 
 
 TESTS = """
@@ -185,7 +172,8 @@ file = "product/sums.py"
 mutants = mutants_of(file, Path(file).read_bytes())
 chosen = [m for m in mutants if m.before in ("5", "1") or m.operator == "drop an assignment"]
 judging = Judging(Path.cwd(), Path("..").resolve(), ["tests/test_sums.py"], 20)
-judging.judge(chosen, [file], lambda verdict: print(verdict.key, "by", verdict.killed_by or "none"))
+for verdict in judging.judge(chosen):
+    print(verdict.key, "by", verdict.killed_by or "none")
 """
 
 
