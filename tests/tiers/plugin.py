@@ -13,7 +13,7 @@ import pytest
 from tests.tiers import costs
 from tests.tiers.changes import Changes, find_changes
 from tests.tiers.choice import Situation, choose, missing
-from tests.tiers.closing import NO_REASON, LeftOut, closing_line, reasons_of
+from tests.tiers.closing import NO_REASON, closing_line, reasons_of
 from tests.tiers.recorder import PROPERTY, Recorder, shared_out
 from tests.tiers.seeds import set_seed
 from tests.tiers.situation import situation_of
@@ -160,12 +160,12 @@ class Host:
 
     def _closing(self, reporter: Any, skips: Counter[str]) -> str:
         counts = [text for text, _ in reporter.build_summary_stats_line()[0] if "deselected" not in text]
-        left_out = None
+        left_out = ""
         if self.situation:
-            cpu_s = sum(self._left_out.values())
-            reached_s = sum(self._left_out[test] for test in self._reached)
-            modules = len({costs.split(test)[0] for test in self._left_out})
-            left_out = LeftOut(modules, cpu_s, reached_s, self._changes.since)
+            modules = {costs.split(test)[0] for test in self._left_out}
+            left_out = f"{sum(self._left_out.values()):.0f} CPU-s left out in {len(modules)} modules"
+        if reached_s := sum(self._left_out[test] for test in self._reached):
+            left_out += f", {reached_s:.0f} of them reached by changes since {self._changes.since}"
         wall_s = time.monotonic() - self._began
         return closing_line(self._tier, counts, skips, left_out, self._seed, wall_s)
 
