@@ -23,7 +23,7 @@ from bench import turns
 from bench.options import counts
 from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
-from bench.report import RESULTS, command_line, publish, terminal_table
+from bench.report import RESULTS, publish, terminal_table
 from bench.serve.client import ServerTarget
 from bench.serve.load import WARMUP_SEED
 from bench.serve.runner import run_load
@@ -154,7 +154,6 @@ def main(
     output: Annotated[Path | None, typer.Option(help="folder [default: one in bench/results/]")] = None,
 ) -> None:
     """Measure several systems under the same load, in turns, and compare them with the first."""
-    command = command_line("tandem bench compare", main, dict(locals()))
     setting = SystemSettings(model.resolve(), env_dir.expanduser().resolve(), max_model_len, threads=threads)
     labels = labels_of(system, setting)
     concurrencies = counts("--concurrency", concurrency)
@@ -169,4 +168,4 @@ def main(
         "medians": msgspec.to_builtins(comparisons),
         "measurements": msgspec.to_builtins(measurements),
     }
-    publish(folder, command, content, as_table(comparisons))
+    publish(folder, content, as_table(comparisons))

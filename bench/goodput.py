@@ -24,7 +24,7 @@ from bench import turns
 from bench.options import parsed
 from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
-from bench.report import RESULTS, command_line, publish, show, terminal_table
+from bench.report import RESULTS, publish, show, terminal_table
 from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import drive, run_on_fast_loop
 from bench.serve.statistics import latencies, meets
@@ -172,7 +172,6 @@ def main(
     output: Annotated[Path, typer.Option(help="folder for the figures")] = RESULTS / "goodput",
 ) -> None:
     """Measure requests a second within the SLO over the rate of a trace, of several systems in turns."""
-    command = command_line("tandem bench goodput", main, dict(locals()))
     speeds = parsed("--speedups", speedups, float)
     if speeds != sorted(speeds) or speeds[0] <= 0:
         raise typer.BadParameter(f"--speedups: not ascending, or not above 0: {speedups}")
@@ -183,5 +182,5 @@ def main(
     replays = Replays(lines, vocab_size, scale_lengths, max_input_len, speeds, seconds, **slo, seed=seed)
     found = turns.take_turns(system, setting, rounds, replays.measure)
     content = {"best": msgspec.to_builtins(best(found)), "replays": msgspec.to_builtins(found)}
-    publish(output, command, content, as_table(found))
+    publish(output, content, as_table(found))
     show(describe(best(found)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,30 +54,25 @@ def commit() -> str:
         return "unknown"
 
 
-def command_line(command: str, function: Callable[..., object], settings: Mapping[str, Any]) -> str:
-    """Return the shell command that calls `function`, with the options that differ from their defaults."""
-    defaults = inspect.signature(function).parameters
-    parts = []
-    for key, value in settings.items():
-        if value != defaults[key].default:
-            for each in value if isinstance(value, list) else [value]:
-                parts += ["--" + key.replace("_", "-"), str(each)]
-    return shlex.join([*command.split(), *parts])
+def command() -> str:
+    """Return the command that this process runs, as one types it."""
+    arguments = sys.argv[1:]
+    return shlex.join(["tandem", "bench", *arguments[arguments[:1] == ["bench"] :]])
 
 
-def made_by(command: str) -> str:
+def made_by() -> str:
     """Return a sentence for reports on how results were made."""
     host = machine()
     return (
-        f"Made by `{command}`\nat {commit()}, on {host['cores']} cores of {host['cpu']}, "
+        f"Made by `{command()}`\nat {commit()}, on {host['cores']} cores of {host['cpu']}, "
         f"Linux {host['kernel']}, Python {host['python']}."
     )
 
 
-def write_results(folder: Path, command: str, content: dict[str, Any]) -> None:
+def write_results(folder: Path, content: dict[str, Any]) -> None:
     """Write `results.json` into `folder`, which is created. Times are in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"command": command, "commit": commit(), "machine": machine()} | content
+    document = {"command": command(), "commit": commit(), "machine": machine()} | content
     (folder / "results.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
 
 
@@ -87,9 +81,9 @@ def show(text: object) -> None:
     Console().print(str(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def publish(folder: Path, command: str, content: dict[str, Any], report: str | Table) -> None:
+def publish(folder: Path, content: dict[str, Any], report: str | Table) -> None:
     """Print the report, and write it (`README.md`, if it is text) and the content into `folder`."""
-    write_results(folder, command, content)
+    write_results(folder, content)
     if isinstance(report, str):
         (folder / "README.md").write_text(report)
         show(report)

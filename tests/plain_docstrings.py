@@ -12,32 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = (
-    "bench",
-    "checkpoints",
-    "costs",
-    "decode_worker",
-    "deploy",
-    "draft_worker",
-    "engine",
-    "examples",
-    "kvtransfer",
-    "labs",
-    "messaging",
-    "models",
-    "native",
-    "planner",
-    "prefill_worker",
-    "protocol",
-    "quantization",
-    "router",
-    "speculation",
-    "tests",
-    "training",
-    "worker",
-)
-"""The folders that are checked."""
-
 _FRAGMENT = re.compile(r"(Of|What|Where|Whose|Who|Those|Beside|Behind)\b")
 _PRONOUN = re.compile(r"(It|Its|They|These|That|As|None|Until|Whoever|Whatever|Nobody)\b")
 """Openings that need the lines before to be understood. In tests the subject is the test's name."""
@@ -56,12 +30,7 @@ def fragments(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    found = [
-        line
-        for package in PACKAGES
-        for path in sorted(Path(package).rglob("*.py"))
-        for line in fragments(path)
-    ]
+    found = [line for path in sorted(Path().glob("[a-z]*/**/*.py")) for line in fragments(path)]
     print("\n".join(found), end="\n" if found else "")
     return bool(found)
 

@@ -16,7 +16,7 @@ from bench.five.factors import FACTORS
 from bench.five.measure import CellOutcome, ExperimentSetting, Objective, measure_cell
 from bench.five.workloads import WORKLOADS
 from bench.options import chosen
-from bench.report import RESULTS, command_line, publish, show
+from bench.report import RESULTS, publish, show
 from models.bundled import BUNDLED_MODEL
 from protocol.errors import ConfigError
 from protocol.speculation import parse_speculative_config
@@ -46,7 +46,6 @@ def five(
     You may stop it at any time: the same command resumes with the missing cells. The tables show every
     workload whose cells are all in the folder.
     """
-    command = command_line("tandem bench five", five, dict(locals()))
     from bench.five.figures import finding  # SciPy is in the extra `bench`
     from bench.five.report import as_markdown
 
@@ -59,7 +58,7 @@ def five(
         texts = held_out(model)
     except (ConfigError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    failed = _measure(experiment, runs_of(names, on, repeats, seed), setting, command, texts)
+    failed = _measure(experiment, runs_of(names, on, repeats, seed), setting, texts)
     if failed:
         show(f"failed: {'; '.join(failed)}; run it again for these")
         raise typer.Exit(1)
@@ -70,8 +69,8 @@ def five(
         show(error)
         raise typer.Exit(1) from error
     content = experiment.content() | {"price": price, "findings": msgspec.to_builtins(findings)}
-    text = as_markdown(command, setting, price, findings, list(chain.from_iterable(complete.values())))
-    publish(output, command, content, text)
+    text = as_markdown(setting, price, findings, list(chain.from_iterable(complete.values())))
+    publish(output, content, text)
 
 
 def _check(setting: ExperimentSetting, workloads: Sequence[str]) -> None:
@@ -100,7 +99,6 @@ def _measure(
     experiment: Experiment,
     runs: Sequence[PlannedRun],
     setting: ExperimentSetting,
-    command: str,
     texts: Sequence[Sequence[int]],
 ) -> list[str]:
     """Measure the missing runs. Return the titles of the runs that failed."""
@@ -112,7 +110,7 @@ def _measure(
             return measure_cell(setting, traffic, run.cell, run.repeat, texts, folder)
 
         missing = len(experiment.missing(runs))
-        for number, (run, outcome) in enumerate(experiment.measure(runs, command, one), 1):
+        for number, (run, outcome) in enumerate(experiment.measure(runs, one), 1):
             if isinstance(outcome, RuntimeError):
                 failed.append(run.title)
             show(f"{number} of {missing}: {run.title}: {outcome}")

@@ -77,7 +77,7 @@ class Experiment:
         return [each for each in mine if each.repeat < whole]
 
     def measure(
-        self, runs: Sequence[PlannedRun], command: str, one: Callable[[PlannedRun], CellOutcome]
+        self, runs: Sequence[PlannedRun], one: Callable[[PlannedRun], CellOutcome]
     ) -> Iterator[tuple[PlannedRun, CellOutcome | RuntimeError]]:
         """Measure the missing runs. Write each outcome to the folder at once; yield errors without keeping
         them.
@@ -89,7 +89,7 @@ class Experiment:
                 yield run, error
                 continue
             self.outcomes.append(outcome)
-            write_results(self._folder, command, self.content())
+            write_results(self._folder, self.content())
             yield run, outcome
 
     def content(self) -> dict[str, Any]:

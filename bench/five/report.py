@@ -24,7 +24,6 @@ brackets 95 % intervals; bold where they leave out 1."""
 
 
 def as_markdown(
-    command: str,
     setting: ExperimentSetting,
     price: float,
     findings: Sequence[WorkloadFinding],
@@ -34,7 +33,7 @@ def as_markdown(
     text = INTRODUCTION.format(
         attainment=objective.attainment, ttft=objective.ttft_s, tpot=objective.tpot_s, price=price
     )
-    lines = ["# Five techniques", "", made_by(command), "", text]
+    lines = ["# Five techniques", "", made_by(), "", text]
     for finding in findings:
         lines += ["", *section(finding)]
         mine = [outcome for outcome in outcomes if outcome.workload == finding.workload]

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from bench.options import counts
-from bench.report import RESULTS, command_line, publish, show
+from bench.report import RESULTS, publish, show
 
 NO_GPU = 2
 """The exit status if there is no GPU to measure."""
@@ -34,7 +34,6 @@ def gpu(
     output: Annotated[Path, typer.Option(help="folder for the tables and the JSON")] = RESULTS / "gpu",
 ) -> None:
     """Measure decoding, verification and prefill on this host's GPU against its roofline."""
-    command = command_line("tandem bench gpu", gpu, dict(locals()))
     logging.basicConfig(level="ERROR")
     import torch
 
@@ -77,4 +76,4 @@ def gpu(
         "results": asdict(results),
         "checks": checks(results),
     }
-    publish(output, command, figures, text)
+    publish(output, figures, text)

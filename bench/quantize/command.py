@@ -13,7 +13,7 @@ import typer
 
 from bench.options import counts
 from bench.quantize.formats import HEAD, KV_FORMATS, PLAIN, ROUNDED, parse_checkpoints, parse_pairs
-from bench.report import RESULTS, command_line, made_by, publish
+from bench.report import RESULTS, made_by, publish
 from models.bundled import BUNDLED_MODEL, bundled_path, is_bundled_model
 
 _WEIGHTS = ",".join([PLAIN, *ROUNDED])
@@ -41,7 +41,6 @@ def quantize(
     output: Annotated[Path, typer.Option(help="folder for the table and the JSON")] = RESULTS / "quantize",
 ) -> None:
     """Time a model with weights and KV in each format, and measure the bundled one's predictions."""
-    command = command_line("tandem bench quantize", quantize, dict(locals()))
     logging.basicConfig(level="ERROR")
     from bench.shapes.write import SHAPES, write_shape
 
@@ -82,4 +81,4 @@ def quantize(
         "quality": {name: dataclasses.asdict(each) for name, each in qualities.items()},
     }
     text = as_markdown(f"{name}, {threads} threads", rows)
-    publish(output, command, content, f"{text}\n{made_by(command)}\n")
+    publish(output, content, f"{text}\n{made_by()}\n")

@@ -26,7 +26,7 @@ from bench.options import chosen
 from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
 from bench.regret.workloads import ALONE_INPUT_LEN, ALONE_OUTPUT_LEN, WORKLOADS, Chain, Draw
-from bench.report import RESULTS, command_line, publish, terminal_table
+from bench.report import RESULTS, publish, terminal_table
 from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import run_on_fast_loop
 from bench.serve.statistics import latencies, meets
@@ -180,11 +180,10 @@ def regret(
     output: Annotated[Path, typer.Option(help="folder for the figures")] = RESULTS / "regret",
 ) -> None:
     """Measure what the first system loses to the best of the others on twelve workloads, in turns."""
-    command = command_line("tandem bench regret", regret, dict(locals()))
     names = chosen("--workload", workload, list(WORKLOADS))
     setting = SystemSettings(model.resolve(), env_dir.expanduser().resolve(), max_model_len=4096)
     labels = labels_of(system, setting)
     turn = Turn(names, seconds, load, vocab_size_of(model), seed)
     found = turns.take_turns(system, setting, rounds, turn.measure)
     content = {"alone": turn.alone, "measurements": msgspec.to_builtins(found)}
-    publish(output, command, content, as_table(found, labels[0]))
+    publish(output, content, as_table(found, labels[0]))

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from bench.options import chosen, counts, parsed
-from bench.report import RESULTS, command_line, publish, show
+from bench.report import RESULTS, publish, show
 from bench.speculate.workload import WORKLOADS
 from models.bundled import BUNDLED_MODEL
 from protocol.errors import TandemError
@@ -47,7 +47,6 @@ def speculate(
 ) -> None:
     """Sweep method, K, concurrency and temperature on real text, against none in the same run."""
     settings: dict[str, Any] = dict(locals())
-    command = command_line("tandem bench speculate", speculate, settings)
     logging.basicConfig(level="ERROR")
     import torch
 
@@ -92,7 +91,7 @@ def speculate(
         "figures": msgspec.to_builtins(figures),
         "measurements": msgspec.to_builtins(measurements),
     }
-    publish(output, command, content, as_markdown(command, settings, figures, verdicts))
+    publish(output, content, as_markdown(settings, figures, verdicts))
 
 
 def measure(plan: SpeculationPlan, engines: Engines, model: str) -> list[CaseMeasurement]:

@@ -31,7 +31,6 @@ SHOWN_POSITIONS = 8
 
 
 def as_markdown(
-    command: str,
     settings: dict[str, Any],
     figures: Sequence[CaseFigures],
     verdicts: Sequence[SpeculationVerdict],
@@ -40,7 +39,7 @@ def as_markdown(
     lines = [
         "# Speculation",
         "",
-        made_by(command),
+        made_by(),
         f"{settings['model']}, {settings['target']}. Medians over {settings['rounds']} rounds; speedups in",
         'output tokens per second (prefill included) over "off" in the same round, which does not speculate.',
         "Predicted: S = tau / (v + K c), from the times of decode steps and the tokens per forward. Tokens",

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from bench.options import chosen
-from bench.report import RESULTS, command_line, publish, show, terminal_table
+from bench.report import RESULTS, publish, show, terminal_table
 from bench.transfer.row import TransferRow
 from models.bundled import BUNDLED_MODEL
 
@@ -41,7 +41,6 @@ def transfer(
     output: Annotated[Path, typer.Option(help="folder for the results")] = RESULTS / "transfer",
 ) -> None:
     """Measure KV transfers against the machine's own limits, as ratios within the same run."""
-    command = command_line("tandem bench transfer", transfer, dict(locals()))
     names = chosen("--rows", rows, list(ROWS))
 
     logging.basicConfig(level="ERROR")
@@ -56,9 +55,9 @@ def transfer(
             show(f"{name}: {error}")
     table = terminal_table(
         "KV transfer; medians, baselines measured in the same run",
-        ("what", "value", "target", ""),
-        [(row.what, f"{row.value:.3g}{row.unit}", row.target, row.verdict) for row in found],
+        ("what", "value", ""),
+        [(row.what, f"{row.value:.3g}{row.unit}", row.verdict) for row in found],
     )
-    publish(output, command, {"figures": msgspec.to_builtins(found)}, table)
+    publish(output, {"figures": msgspec.to_builtins(found)}, table)
     if failed:
         raise typer.Exit(1)

@@ -22,31 +22,31 @@ TLS = ("tcp", "cma,tcp")
 _POLL_S = 0.0002
 
 
-class BareAgent:
-    """A NIXL agent over a side's pool, in addition to the transport's own."""
+class BareAgent(Side):
+    """A side with a NIXL agent over its pool, in addition to the transport's own."""
 
-    def __init__(self, side: Side) -> None:
-        self._side = side
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         nixl = self._nixl = bindings()
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, 50_000
-        self._agent = nixl.nixlAgent(f"bare-{side.name}", config)
+        self._agent = nixl.nixlAgent(f"bare-{self.name}", config)
         parameters, _ = self._agent.getPluginParams("UCX")
         self._backend = self._agent.createBackend("UCX", {**parameters, "engine_config": ENGINE_CONFIG})
-        region = nixl.nixlRegDList(nixl.DRAM_SEG, [(side.address, side.pool.nbytes, 0, "")])
+        region = nixl.nixlRegDList(nixl.DRAM_SEG, [(self.address, self.pool.nbytes, 0, "")])
         self._agent.registerMem(region, [self._backend])
 
     def introduction(self) -> tuple[bytes, int]:
         """Return the metadata and the pool's address, which the other agent needs."""
-        return self._agent.getLocalMD(), self._side.address
+        return self._agent.getLocalMD(), self.address
 
-    def meet(self, metadata: bytes, address: int) -> None:
+    def meet_agent(self, metadata: bytes, address: int) -> None:
         name = self._agent.loadRemoteMD(metadata)
-        self._ours = self._prepare(self._nixl.NIXL_INIT_AGENT, self._side.address)
+        self._ours = self._prepare(self._nixl.NIXL_INIT_AGENT, self.address)
         self._theirs = self._prepare(name, address)
 
     def _prepare(self, owner: str | bytes, address: int) -> int:
-        pool = self._side.pool
+        pool = self.pool
         blocks = np.array(
             [[address, pool.block_bytes, 0, pool.block_bytes, pool.num_blocks]], dtype=np.uint64
         )
@@ -73,26 +73,11 @@ class BareAgent:
         return time.perf_counter() - started
 
 
-class _WithAgent(Side):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.agent = BareAgent(self)
-
-    def introduction(self) -> tuple[bytes, int]:
-        return self.agent.introduction()
-
-    def meet_agent(self, metadata: bytes, address: int) -> None:
-        self.agent.meet(metadata, address)
-
-    def move(self, operation: str, here: Sequence[int], there: Sequence[int]) -> float:
-        return self.agent.move(operation, here, there)
-
-
-class NixlReceiving(_WithAgent, ReceivingSide):
+class NixlReceiving(BareAgent, ReceivingSide):
     pass
 
 
-class NixlSending(_WithAgent, SendingSide):
+class NixlSending(BareAgent, SendingSide):
     pass
 
 

@@ -21,26 +21,19 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[float] = []
 
     @property
-    def reached(self) -> bool | None:
-        """Return whether the target is reached; None if there is no target."""
-        if self.at_least is not None:
-            return self.value >= self.at_least
-        return self.value <= self.at_most if self.at_most is not None else None
-
-    @property
-    def target(self) -> str:
-        if self.at_least is not None:
-            return f">= {self.at_least:g}{self.unit}"
-        return f"<= {self.at_most:g}{self.unit}" if self.at_most is not None else ""
-
-    @property
     def verdict(self) -> str:
-        return {True: "reached", False: "missed", None: ""}[self.reached]
+        """Return the target, and whether it is reached; empty without a target."""
+        if self.at_least is not None:
+            sign, target, is_reached = ">=", self.at_least, self.value >= self.at_least
+        elif self.at_most is not None:
+            sign, target, is_reached = "<=", self.at_most, self.value <= self.at_most
+        else:
+            return ""
+        return f"target {sign} {target:g}{self.unit}: {'reached' if is_reached else 'missed'}"
 
     def __str__(self) -> str:
         text = f"{self.what}: {self.value:.3g}{self.unit}"
-        if self.target:
-            text += f" (target {self.target}: {self.verdict})"
+        text += f" ({self.verdict})" if self.verdict else ""
         sides = [part for part in (self.ours, self.baseline) if part]
         return text + (f"; {' against '.join(sides)}" if sides else "")
 

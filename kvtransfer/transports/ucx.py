@@ -96,11 +96,6 @@ class UcxTransport(Transport):
             self._agent.close()
             raise
 
-    @property
-    def num_orphaned_reads(self) -> int:
-        """Return the number of abandoned reads that may still write."""
-        return len(self._orphans)
-
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> UcxWriter:
         memory = Memory.of(pool)
         if memory != Memory.of(self._pool):

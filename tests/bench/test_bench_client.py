@@ -10,7 +10,7 @@ from bench.peers.http_server import LAST_CHUNK, chunk, head
 from bench.serve.client import Client, EventStream, Record, ServerTarget
 from bench.serve.http import Endpoint, HttpError, exchange
 from bench.serve.runner import drive, run_load
-from bench.serve.workload import LoadRequest, synthetic
+from bench.serve.workload import LoadRequest
 
 REQUEST = LoadRequest([20, 21, 22], output_len=4)
 
@@ -182,11 +182,6 @@ async def test_timeout(start_server):
     assert time.monotonic() - started < 5
 
 
-async def test_no_server(start_server, unused_tcp_port):
-    record = await client(f"http://127.0.0.1:{unused_tcp_port}").send(REQUEST)
-    assert record.error == "no connection"
-
-
 async def test_concurrency_is_bounded_and_arrivals_are_kept(start_server):
     running = peak = 0
 
@@ -215,30 +210,6 @@ async def test_run_load_fails_when_the_warm_up_does(start_server):
     target = ServerTarget(await start_server(serve), "m")
     with pytest.raises(RuntimeError, match="HTTP 503"):
         await asyncio.to_thread(run_load, target, [REQUEST], warmups=[REQUEST])
-
-
-async def test_run_load_measures(start_server):
-    async def serve(_, writer):
-        await stream(writer, [token("a"), token("b"), token("c"), token("d", "length"), USAGE, DONE], 0.002)
-
-    target = ServerTarget(await start_server(serve), "m")
-    requests = synthetic(6, 3, 4, 100, seed=0)
-    result = await asyncio.to_thread(run_load, target, requests, 2, {"ttft": 5.0})
-    assert result.summary.completed == 6
-    assert result.summary.output_tokens == 24
-    assert result.summary.goodput == pytest.approx(result.summary.request_throughput)
-    assert 0 < result.client_cpu < 1
-
-
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
-def test_bad_url(url):
-    with pytest.raises(ValueError, match="URL"):
-        Endpoint.parse(url)
-
-
-def test_chat_needs_text():
-    with pytest.raises(ValueError, match="--prompt-file"):
-        ServerTarget("http://x", "m", chat=True).body(REQUEST)
 
 
 async def test_a_chunked_body_may_come_in_any_pieces(start_server):

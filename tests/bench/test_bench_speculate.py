@@ -209,17 +209,6 @@ def test_figures_are_medians_and_ratios_within_rounds() -> None:
     assert figure.same
 
 
-def test_the_speedup_is_the_median_of_ratios() -> None:
-    """The ratio of medians would be 1 here, because the machine's speed differs between rounds."""
-    rounds = [(1.0, 2.0), (2.0, 1.0), (4.0, 2.0)]
-    measurements = []
-    for number, (base, mine) in enumerate(rounds):
-        measurements += [measured(None, base, number), measured(3, mine, number)]
-    _, figure = figures_of(measurements, 1.0)
-    assert figure.speedup == pytest.approx(2.0)
-    assert figure.decode_speedup == pytest.approx(2.0)
-
-
 def test_tokens_are_the_same_only_if_they_are_in_every_round() -> None:
     rounds = [measured(None, 1.0, number) for number in (0, 1)]
     equal, other = measured(3, 1.0, 0), measured(3, 1.0, 1, token_ids=[8] * 100)
@@ -275,6 +264,4 @@ def test_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert drafted["None"] is None and drafted["0"] is None
     assert 0 < drafted["3"] <= 1
     assert all(each["predicted"] > 0 for each in document["figures"])
-    table = (tmp_path / "README.md").read_text()
-    assert "| 1 | draft_model | 3 |" in table
-    assert "`tandem bench speculate --method draft_model --num-tokens 0,3,auto --concurrency 1,2" in table
+    assert "| 1 | draft_model | 3 |" in (tmp_path / "README.md").read_text()

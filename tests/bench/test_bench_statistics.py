@@ -1,8 +1,11 @@
 """Figures of a run against values worked out by hand."""
 
+from math import inf
+
 import pytest
 
 from bench.compare import SystemMeasurement, compare
+from bench.cost import cost_per_million
 from bench.serve.client import Record
 from bench.serve.statistics import LatencySummary, parse_objectives, summarize
 
@@ -104,3 +107,8 @@ def test_a_round_that_one_system_missed_is_left_out_of_the_ratio():
     _, other = compare(measurements, "base")
     assert other.rounds == 2
     assert other.throughput_ratio == pytest.approx(3.0)
+
+
+def test_a_token_costs_its_share_of_the_workers_time():
+    assert [cost_per_million(3.6, workers, 1000.0) for workers in (1, 4)] == pytest.approx([1.0, 4.0])
+    assert cost_per_million(3.6, 1, 0.0) == inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -160,10 +161,10 @@ def test_an_experiment_resumes_where_it_stopped(tmp_path: Path) -> None:
         return outcome(run)
 
     with pytest.raises(KeyboardInterrupt):
-        list(Experiment(tmp_path, SETTING).measure(runs, "command", one))
+        list(Experiment(tmp_path, SETTING).measure(runs, one))
     again = Experiment(tmp_path, SETTING)
     assert again.missing(runs) == [runs[0], *runs[2:]], "what failed is missing too"
-    assert [run for run, _ in again.measure(runs, "command", outcome)] == [runs[0], *runs[2:]]
+    assert [run for run, _ in again.measure(runs, outcome)] == [runs[0], *runs[2:]]
     assert Experiment(tmp_path, SETTING).missing(runs) == []
 
 
@@ -171,7 +172,7 @@ def test_tables_show_complete_workloads_and_repeats(tmp_path: Path) -> None:
     experiment = Experiment(tmp_path, SETTING)
     factors = ["sharing", "paging"]
     runs = runs_of(["chat", "long-prompts"], factors, 2, seed=0)
-    list(experiment.measure(runs[:-1], "command", outcome))
+    list(experiment.measure(runs[:-1], outcome))
     [lacks] = experiment.missing(runs)
     other = "chat" if lacks.workload == "long-prompts" else "long-prompts"
     assert len(experiment.complete(other, factors)) == 8
@@ -181,7 +182,7 @@ def test_tables_show_complete_workloads_and_repeats(tmp_path: Path) -> None:
 
 
 def test_cells_of_another_setting_are_not_mixed(tmp_path: Path) -> None:
-    write_results(tmp_path, "command", Experiment(tmp_path, SETTING).content())
+    write_results(tmp_path, Experiment(tmp_path, SETTING).content())
     with pytest.raises(ValueError, match="was measured with kv_mib 16, now it is 8: choose another folder"):
         Experiment(tmp_path, msgspec.structs.replace(SETTING, kv_mib=8))
     (tmp_path / "results.json").write_text("{}")
@@ -203,7 +204,7 @@ def test_findings_are_shown_as_tables() -> None:
     goodput, cost = found.figures[0], found.figures[-1]
     assert goodput.all_on == pytest.approx(1 / cost.all_on), "a token costs what its worker's time costs"
     assert found.floored == ["none", "none"]
-    text = as_markdown("tandem bench five", SETTING, 2.0, [found], outcomes)
+    text = as_markdown(SETTING, 2.0, [found], outcomes)
     assert "| paged KV x prefix sharing |" in text and "No rate met the SLO in: none, none." in text
     both = 4.0 * 1.05
     assert f"| paging+sharing | {both:.2f} | 20.0 | 2.00 | 256 |" in text
@@ -211,8 +212,10 @@ def test_findings_are_shown_as_tables() -> None:
         finding("chat", factors, [each for each in outcomes if each.cell != ["paging"] or each.repeat], 2.0)
 
 
-def test_results_describe_how_they_were_made(tmp_path: Path) -> None:
-    write_results(tmp_path, "tandem bench five --seconds 1", Experiment(tmp_path, SETTING).content())
-    document = json.loads((tmp_path / "results.json").read_text())
-    assert document["command"] == "tandem bench five --seconds 1" and document["machine"]["cores"]
+def test_results_describe_how_they_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["tandem", "bench", "five", "--seconds", "1"], ["bench", "five", "--seconds", "1"]):
+        monkeypatch.setattr(sys, "argv", arguments)
+        write_results(tmp_path, Experiment(tmp_path, SETTING).content())
+        document = json.loads((tmp_path / "results.json").read_text())
+        assert document["command"] == "tandem bench five --seconds 1" and document["machine"]["cores"]
     assert document["setting"]["objective"] == {"ttft_s": 0.5, "tpot_s": 0.02, "attainment": 0.9}

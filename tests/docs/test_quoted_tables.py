@@ -165,6 +165,9 @@ def test_what_an_example_costs_equals_the_profile() -> None:
         text.split()
     )
     assert f"computes {PROMPT / prompt:,.0f} tokens of a prompt a second, and decodes 164 for one" in DOCUMENT
+    assert f"{price * prompt / PROMPT * 1e6:.3f} for a million" in " ".join(text.split())
+    steps = f"step_s = {costs.step_s * 1e3:g} ms, row_s = {costs.row_s * 1e6:g} us"
+    assert f"{steps}, context_s = {costs.context_s * 1e9:g} ns" in " ".join(text.split())
     assert (
         f"on that H100 {prompt * 1e3:.1f} ms and {costs.kv_bytes * PROMPT / 1e6:.0f} MB a request" in DOCUMENT
     )

@@ -372,7 +372,7 @@ class ReceiverEnd(End):
         table = self.receiver._leases
         if table._leases or table._closing or any(leased.any() for leased in table._leased):
             found.append(f"the receiver holds leases {[*table._leases, *table._closing]}")
-        if any(wire.num_orphaned_reads for wire in self.wires if wire.name == "ucx"):
+        if any(len(wire._orphans) for wire in self.wires if wire.name == "ucx"):
             found.append("a read was given up and is not over")
         return found
 

@@ -18,7 +18,6 @@ from kvtransfer.blocks import convert
 from kvtransfer.blocks.convert import Converter, RangeError
 from kvtransfer.blocks.layout import (
     CODE_DTYPES,
-    BlockLayout,
     LayoutError,
     block_bytes,
     conversion_problem,
@@ -40,26 +39,6 @@ from tests.kvtransfer.plain_layout import (
 TARGET = segment(3, 16, 2, 8, dtype="bfloat16")
 DRAFT = segment(1, 16, 1, 4, name="draft", dtype="float32")
 LATENT = msgspec.structs.replace(TARGET, shape=(3, 1, 16, 1, 12))
-
-
-@pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
-@pytest.mark.parametrize("segments", [(TARGET,), (TARGET, DRAFT), (DRAFT, TARGET), (LATENT, DRAFT)])
-def test_views_show_the_values_of_the_bytes(segments: tuple[SegmentInfo, ...], wire_dtype: str) -> None:
-    wire = wire_segments(segments, wire_dtype)
-    layout = BlockLayout(wire)
-    assert layout.block_bytes == block_bytes(wire) == plain_block_bytes(wire)
-    blocks = random_blocks(wire, 3, torch.Generator().manual_seed(1))
-    tensor = layout.blocks(memoryview(blocks))
-    assert tensor.shape == (3, layout.block_bytes)
-    for index in range(3):
-        block = memoryview(blocks)[index * layout.block_bytes : (index + 1) * layout.block_bytes]
-        for view, part in zip(layout.segments, parts(block, wire), strict=True):
-            values = view.values(tensor)[index].float()
-            if view.quantized:
-                values = values * view.scales(tensor)[index]
-            for slot in range(16):
-                expected = read_token(part, view.info, slot).flatten(0, 1)
-                assert torch.equal(values[:, slot], expected)
 
 
 def test_the_wire_layout_differs_only_in_quantization() -> None:
@@ -255,28 +234,6 @@ def place_one(wire: SegmentInfo, ours: SegmentInfo, values: torch.Tensor) -> tor
     converter = Converter([wire], [ours], memoryview(pool))
     converter.place(memoryview(bytearray(raw(values))), block, block, ours.shape[2])
     return torch.frombuffer(pool, dtype=getattr(torch, ours.dtype))
-
-
-def test_bfloat16_becomes_float32_exactly_whatever_its_bits() -> None:
-    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-    wire = segment(1, 1024, 1, 32, dtype="bfloat16")
-    ours = segment(1, 1024, 1, 32, dtype="float32")
-    placed = place_one(wire, ours, bits)
-    assert torch.equal(placed.view(torch.int32), bits.to(torch.int32) << 16)
-
-
-def test_float32_becomes_bfloat16_rounded_to_nearest_even() -> None:
-    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -(1 + 2**-8)])
-    placed = place_one(segment(1, 1, 1, 2), segment(1, 1, 1, 2, dtype="bfloat16"), values)
-    assert placed.tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
-
-
-def test_int8_becomes_bfloat16_rounded_to_nearest_even() -> None:
-    wire = segment(1, 1, 1, 4, planes=1, dtype="bfloat16", quantization="int8")
-    ours = segment(1, 1, 1, 4, planes=1, dtype="bfloat16")
-    codes, scale = torch.tensor([1, -1, 3, 0], dtype=torch.int8), torch.tensor([1 + 2**-8])
-    placed = place_one(wire, ours, torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)]))
-    assert placed.tolist() == [1.0, -1.0, 3 + 2**-6, 0.0]
 
 
 @pytest.mark.parametrize("bad", [1e6, -7e4, float("inf"), float("nan")])

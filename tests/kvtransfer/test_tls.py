@@ -210,18 +210,6 @@ def test_a_certificate_does_not_replace_the_key(closing: Closing, tls: Transport
     assert "handshake" in refused(sender, receiver)
 
 
-def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, tls: TransportOptions) -> None:
-    """The deadline of this receiver. An earlier connection to a more patient receiver is still there."""
-    patient = closing(ReceiverEnd(["tcp"], None, tls, **PATIENT_TO_STRANGERS))
-    receiver = closing(ReceiverEnd(["tcp"], None, tls, handshake_timeout_s=0.3))
-    with connected(patient) as earlier, connected(receiver) as silent:
-        assert silent.recv(1) == b""
-        earlier.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            earlier.recv(1)
-    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
-
-
 def test_a_silent_receiver_is_given_up(closing: Closing, tls: TransportOptions) -> None:
     """The sender does not spin until then."""
     sender, receiver = (

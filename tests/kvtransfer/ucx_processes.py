@@ -243,7 +243,7 @@ class Receiver(Sender):
         self.wake.stop()
 
     def num_orphaned_reads(self) -> int:
-        return self.transport.num_orphaned_reads
+        return len(self.transport._orphans)
 
     def left_after_close(self) -> dict[str, list[str]]:
         self.listener.close()

@@ -33,7 +33,7 @@ SLOWER = 5
 SILENT_S = 300.0
 """The time limit of each test while it is recorded."""
 FAILED, UNSEEN = "FAILED", "UNSEEN"
-"""What a fork says besides tests' names: one has failed; no living function has the mutant."""
+"""A fork says these besides tests' names: a test has failed, or no living function has the mutant."""
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,6 @@ def check(**params) -> None:
     check_sampling_params(SamplingParams(**{"max_tokens": 16, **params}), VOCAB_SIZE, MAX_LOGPROBS)
 
 
-def refused_field(params) -> str | None:
-    try:
-        check(**params)
-    except InvalidRequestError as error:
-        return error.field
-    return None
-
-
 BAD = [
     ("temperature", {"temperature": -0.1}),
     ("temperature", {"temperature": 100.1}),
@@ -102,7 +94,7 @@ GOOD = [
 
 @pytest.mark.parametrize("params", GOOD)
 def test_the_limits_themselves_are_accepted(params):
-    assert refused_field(params) is None
+    check(**params)
 
 
 def test_messages_name_the_limit():
