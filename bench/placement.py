@@ -19,7 +19,7 @@ import psutil
 import typer
 
 from bench.options import counts
-from protocol.kv_events import CacheFormat, Medium
+from protocol.kv_events import CacheFormat
 from router.workers.kv_index import KvIndex, block_keys, hash_blocks
 
 BLOCK_SIZE = 16
@@ -43,12 +43,12 @@ class FilledIndex:
         slots = [self.index.add_holder(f"worker {worker}") for worker in range(workers)]
         took = []
         for slot in slots:
-            self.index.store(slot, Medium.GPU, self.preamble)
+            self.index.store(slot, self.preamble)
         for number in range(self.num_prompts):
             keys = _keys(f"held {number}", length)
             for slot in random.Random(number).sample(slots, 2):
                 began = time.perf_counter()
-                self.index.store(slot, Medium.GPU, keys)
+                self.index.store(slot, keys)
                 took.append(time.perf_counter() - began)
         self.bytes = psutil.Process().memory_info().rss - before
         self.store_s, self.longest_store_s = sum(took) / len(took) / length, max(took)
@@ -78,9 +78,10 @@ class FilledIndex:
         self.index.remove_holder(0)
         removed = time.perf_counter() - began
         sweeps = []
-        while self.index.is_dirty:
+        remains = True
+        while remains:
             began = time.perf_counter()
-            self.index.sweep(0.002)
+            remains = self.index.sweep(0.002)
             sweeps.append(time.perf_counter() - began)
         return removed, max(sweeps), sum(sweeps)
 

@@ -19,7 +19,7 @@ from planner.profile import Profile
 from planner.trace import TraceRequest
 from protocol.costs import StepCosts, itl_bound
 from protocol.ids import PeerAddress
-from protocol.kv_events import CacheFormat, Medium
+from protocol.kv_events import CacheFormat
 from protocol.requests import EngineRequest
 from protocol.roles import Task
 from protocol.sampling import SamplingParams
@@ -256,7 +256,7 @@ class SimulatedCluster:
         for kind, run in groupby(worker.engine.log.take(), key=attrgetter("kind")):
             keys = block_keys(b"".join([event.identity for event in run]))
             change = self._index.store if kind == "stored" else self._index.evict
-            change(worker.slot, Medium.GPU, keys)
+            change(worker.slot, keys)
 
     def _report(self) -> None:
         if self.clock.now - self._reported_at < REPORT_INTERVAL_S:

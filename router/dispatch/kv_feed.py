@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from protocol.kv_events import IDENTITY_BYTES, CacheFormat, KvChange
+from protocol.kv_events import IDENTITY_BYTES, CacheFormat, KvChange, Medium
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.worker_to_router import KvEvents, WorkerState
 from router.dispatch import Core
@@ -129,11 +129,13 @@ class KvFeed:
                 self.index.remove_holder(source.slot)
                 source.slot = self.index.add_holder(source.worker.key.worker_id)
                 source.has_blocks = False
+        elif change.medium is not Medium.GPU:
+            pass  # placement counts only what lies in the pool
         elif change.kind == "stored":
             source.has_blocks = True
-            self.index.store(source.slot, change.medium, block_keys(change.identities))
+            self.index.store(source.slot, block_keys(change.identities))
         else:
-            self.index.evict(source.slot, change.medium, block_keys(change.identities))
+            self.index.evict(source.slot, block_keys(change.identities))
 
     def _ask(self, source: _Source) -> None:
         worker, now = source.worker, time.monotonic()

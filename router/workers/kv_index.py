@@ -1,9 +1,9 @@
-"""An index of the KV blocks that workers hold, by tier, as their KV events report, in little memory.
+"""An index of the KV blocks that workers hold in their pools, as their KV events report, in little memory.
 
 A block has one entry, however many workers hold it. The key has 60 bits, so two of a million times a million
-blocks might be confused. The value is the set of holders as an integer, with four bits per worker, one per
-tier. Equal sets share one object. Many small dictionaries share the entries, since a large one blocks for a
-third of a second when it grows.
+blocks might be confused. The value is the set of holders as an integer, with a bit per worker. Equal sets
+share one object. Many small dictionaries share the entries, since a large one blocks for a third of a second
+when it grows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import compress
 from typing import Generic, NamedTuple, TypeVar
 
 from protocol.ids import BlockIdentity, block_identities
-from protocol.kv_events import IDENTITY_BYTES, CacheFormat, Medium, Window
+from protocol.kv_events import IDENTITY_BYTES, CacheFormat, Window
 
 KEY_BITS = (1 << 60) - 1
 """Mask of a key: integers up to this take 32 bytes, larger ones 48."""
@@ -23,11 +23,8 @@ NUM_SHARDS = 4096
 MAX_SHARED_SETS = 2**16
 """Most distinct sets to share; beyond them, equal sets may be stored twice."""
 
-_SLOT_BITS = 4
-_ALL_TIERS = (1 << _SLOT_BITS) - 1
-_IS_SET = bytes(digit != ord("0") for digit in range(256))
-"""Table for `bytes.translate`: whether a hexadecimal digit, which is one slot, is not 0."""
-_FEW = 16
+_IS_SET = bytes(digit == ord("1") for digit in range(256))
+"""Table for `bytes.translate`: whether a binary digit, which is one slot, is 1."""
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -59,10 +56,10 @@ class KvIndex(Generic[Name]):
         self._names: list[Name] = []
         self._free: list[int] = []
         self._live = 0
-        """Lowest bit of each slot in use."""
+        """Bit of each slot in use."""
         self._shared: dict[int, int] = {}
         self._dead = 0
-        """All bits of the removed slots that are not swept yet."""
+        """Bits of the removed slots that are not swept yet."""
         self._sweeping = 0
         """Bits of `_dead` that the current round over the shards removes."""
         self._next_shard = 0
@@ -81,18 +78,18 @@ class KvIndex(Generic[Name]):
             slot = len(self._names)
             self._names.append(name)
         self._names[slot] = name
-        self._live |= 1 << slot * _SLOT_BITS
+        self._live |= 1 << slot
         return slot
 
     def remove_holder(self, slot: int) -> None:
         """Remove a holder. Its blocks are no longer found; `sweep` frees their memory."""
-        self._live ^= 1 << slot * _SLOT_BITS
-        self._dead |= _ALL_TIERS << slot * _SLOT_BITS
+        self._live ^= 1 << slot
+        self._dead |= 1 << slot
 
     # --- blocks -------------------------------------------------------------------------------------
 
-    def store(self, slot: int, medium: Medium, keys: Sequence[int]) -> None:
-        shards, bit = self._shards, self._bit(slot, medium)
+    def store(self, slot: int, keys: Sequence[int]) -> None:
+        shards, bit = self._shards, self._share(1 << slot)
         for key in keys:
             shard = shards[key % NUM_SHARDS]
             holders = shard.get(key)
@@ -101,9 +98,9 @@ class KvIndex(Generic[Name]):
             elif not holders & bit:
                 shard[key] = self._share(holders | bit)
 
-    def evict(self, slot: int, medium: Medium, keys: Sequence[int]) -> None:
+    def evict(self, slot: int, keys: Sequence[int]) -> None:
         """Remove blocks of a holder. Blocks that the holder is not known to have are ignored."""
-        shards, bit = self._shards, self._bit(slot, medium)
+        shards, bit = self._shards, 1 << slot
         for key in keys:
             shard = shards[key % NUM_SHARDS]
             holders = shard.get(key, 0)
@@ -122,8 +119,8 @@ class KvIndex(Generic[Name]):
             leading = self.find(keys)
         return {name: num_blocks * cache.block_size for name, num_blocks in leading.items()}
 
-    def find(self, keys: Sequence[int], lowest: Medium = Medium.GPU) -> dict[Name, int]:
-        """Return how many leading blocks of a prompt each holder has, in the tiers down to `lowest`.
+    def find(self, keys: Sequence[int]) -> dict[Name, int]:
+        """Return how many leading blocks of a prompt each holder has.
 
         By binary search: a holder of one block is assumed to hold all blocks before it, since a pool evicts
         the end of a prefix first. Few look-ups matter, because each one misses the CPU's caches.
@@ -131,7 +128,7 @@ class KvIndex(Generic[Name]):
         found: dict[Name, int] = {}
         if not keys:
             return found
-        spans = [(0, self._holders(keys[0], lowest), len(keys), 0)]
+        spans = [(0, self._holders(keys[0]), len(keys), 0)]
         while spans:
             start, holders, end, left = spans.pop()
             if holders == left:
@@ -140,7 +137,7 @@ class KvIndex(Generic[Name]):
                 self._note(found, holders ^ left, end)
                 continue
             middle = (start + end) // 2
-            halfway = self._holders(keys[middle], lowest) & holders
+            halfway = self._holders(keys[middle]) & holders
             spans.append((start, holders, middle, halfway))
             spans.append((middle, halfway, end, left & halfway))
         return found
@@ -150,7 +147,7 @@ class KvIndex(Generic[Name]):
         found: dict[Name, int] = {}
         seen = 0
         for end in range(len(keys), 0, -1):
-            holders = self._holders(keys[end - 1], Medium.GPU) & ~seen
+            holders = self._holders(keys[end - 1]) & ~seen
             if holders:
                 self._note(found, holders, end)
                 seen |= holders
@@ -160,10 +157,10 @@ class KvIndex(Generic[Name]):
         """Return how many leading blocks each holder has if the next token reads only a window of them."""
         found: dict[Name, int] = {}
         ends: dict[int, int] = {}
-        """End of the current run of consecutive blocks, by the lowest bit of its holder."""
+        """End of the current run of consecutive blocks, by the bit of its holder."""
         seen = 0
         for place in range(len(keys) - 1, -1, -1):
-            holders = self._holders(keys[place], Medium.GPU) & ~seen
+            holders = self._holders(keys[place]) & ~seen
             for holder in [holder for holder in ends if not holder & holders]:
                 del ends[holder]
             for holder in _lowest_bits(holders):
@@ -174,26 +171,13 @@ class KvIndex(Generic[Name]):
                     del ends[holder]
         return found
 
-    def _holders(self, key: int, lowest: Medium) -> int:
-        """Return the lowest bit of each slot in use that has the block."""
-        tiers = holders = self._shards[key % NUM_SHARDS].get(key, 0)
-        for tier in range(1, lowest + 1):
-            holders |= tiers >> tier
-        return holders & self._live
+    def _holders(self, key: int) -> int:
+        """Return the bits of the slots in use that have the block."""
+        return self._shards[key % NUM_SHARDS].get(key, 0) & self._live
 
     def _note(self, found: dict[Name, int], holders: int, num_blocks: int) -> None:
-        """Set `num_blocks` for the holders, given by the lowest bits of their slots."""
-        names = self._names
-        if holders.bit_count() > _FEW:
-            found.update(dict.fromkeys(compress(names, _flags(holders)), num_blocks))
-            return
-        while holders:
-            slot = (holders.bit_length() - 1) // _SLOT_BITS
-            found[names[slot]] = num_blocks
-            holders ^= 1 << slot * _SLOT_BITS
-
-    def _bit(self, slot: int, medium: Medium) -> int:
-        return self._share(1 << slot * _SLOT_BITS + medium)
+        """Set `num_blocks` for the holders, given by their bits."""
+        found.update(dict.fromkeys(compress(self._names, _flags(holders)), num_blocks))
 
     def _share(self, holders: int) -> int:
         if len(self._shared) > MAX_SHARED_SETS:
@@ -202,13 +186,11 @@ class KvIndex(Generic[Name]):
 
     # --- removed holders ----------------------------------------------------------------------------
 
-    @property
-    def is_dirty(self) -> bool:
-        """Whether blocks of removed holders remain to be swept."""
-        return bool(self._dead)
+    def sweep(self, seconds: float) -> bool:
+        """Remove blocks of removed holders for about `seconds`. Return whether any may remain.
 
-    def sweep(self, seconds: float) -> None:
-        """Remove blocks of removed holders for about `seconds`. A complete round frees their slots."""
+        A complete round frees their slots.
+        """
         deadline = time.perf_counter() + seconds
         while self._dead and time.perf_counter() < deadline:
             if self._next_shard == 0:
@@ -217,6 +199,7 @@ class KvIndex(Generic[Name]):
             self._next_shard = (self._next_shard + 1) % NUM_SHARDS
             if self._next_shard == 0:
                 self._end_round()
+        return bool(self._dead)
 
     def _sweep_shard(self, shard: dict[int, int]) -> None:
         dead = self._sweeping
@@ -242,5 +225,5 @@ def _lowest_bits(holders: int) -> Iterator[int]:
 
 
 def _flags(bits: int) -> bytes:
-    """Return a byte per slot, whether any of its bits is set."""
-    return f"{bits:x}"[::-1].encode().translate(_IS_SET)
+    """Return a byte per slot: whether its bit is set."""
+    return f"{bits:b}"[::-1].encode().translate(_IS_SET)

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from protocol.kv_events import Medium, Window
+from protocol.kv_events import Window
 from router.workers import kv_index
 from router.workers.kv_index import KvIndex, block_keys
 
@@ -24,42 +24,38 @@ def chain(seed: int, length: int = CHAIN) -> list[int]:
 
 @pytest.mark.parametrize("num_holders", [3, 40])
 def test_random_holdings(num_holders: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each holder has a leading part of some prompts in some tiers, and loses the end first."""
+    """Each holder has a leading part of some prompts, and loses the end first."""
     monkeypatch.setattr(kv_index, "MAX_SHARED_SETS", 50)
     rng = random.Random(num_holders)
     index: KvIndex[str] = KvIndex()
     prompts = [chain(seed) for seed in range(1, 6)]
-    held: dict[str, dict[tuple[int, Medium], int]] = {}
+    held: dict[str, dict[int, int]] = {}
     slots: dict[str, int] = {}
     most_slots = 0
     for step in range(3000):
         name = f"worker {rng.randrange(num_holders)}"
         if name not in slots:
             slots[name], held[name] = index.add_holder(name), defaultdict(int)
-        prompt, medium, length = rng.randrange(len(prompts)), Medium(rng.randrange(3)), rng.randrange(CHAIN)
-        keys, now = prompts[prompt], held[name][prompt, medium]
+        prompt, length = rng.randrange(len(prompts)), rng.randrange(CHAIN)
+        keys, now = prompts[prompt], held[name][prompt]
         match rng.randrange(20):
             case 0:
                 index.remove_holder(slots.pop(name))
                 del held[name]
             case 1 | 2 | 3 | 4 if length >= SHARED:
-                index.evict(slots[name], medium, keys[length:])
-                held[name][prompt, medium] = min(now, length)
+                index.evict(slots[name], keys[length:])
+                held[name][prompt] = min(now, length)
             case 5:
                 index.sweep(rng.choice([0.0005, 1.0]))
             case _:
-                index.store(slots[name], medium, keys[:length])
+                index.store(slots[name], keys[:length])
                 for other in range(len(prompts)):
                     shared = length if other == prompt else min(length, SHARED)
-                    held[name][other, medium] = max(held[name][other, medium], shared)
+                    held[name][other] = max(held[name][other], shared)
         most_slots = max(most_slots, max(slots.values(), default=0))
         if step % 10 == 0:
-            lowest = rng.choice(list(Medium))
-            expected = {
-                name: max(lengths[prompt, tier] for tier in Medium if tier <= lowest)
-                for name, lengths in held.items()
-            }
-            assert index.find(keys, lowest) == {name: most for name, most in expected.items() if most}
+            expected = {name: lengths[prompt] for name, lengths in held.items() if lengths[prompt]}
+            assert index.find(keys) == expected
     assert most_slots < num_holders + 50, "slots are used again"
 
 
@@ -67,13 +63,12 @@ def test_removed_holders_leave_nothing() -> None:
     index: KvIndex[str] = KvIndex()
     slots = [index.add_holder(f"worker {number}") for number in range(40)]
     for slot in slots:
-        index.store(slot, Medium.GPU, chain(slot + 1))
-        index.store(slot, Medium.STORAGE, chain(slot + 1))
+        index.store(slot, chain(slot + 1))
     for slot in slots[1:]:
         index.remove_holder(slot)
     assert index.find(chain(5)) == {"worker 0": SHARED}
-    while index.is_dirty:
-        index.sweep(0.001)
+    while index.sweep(0.001):
+        pass
     assert len(index) == CHAIN
     assert index.find(chain(1)) == {"worker 0": CHAIN}
     assert index.add_holder("new") in slots[1:]
@@ -83,9 +78,9 @@ def test_removed_holders_leave_nothing() -> None:
 def test_a_gap_ends_a_prefix() -> None:
     index: KvIndex[str] = KvIndex()
     for name, length in {"a": CHAIN, "b": CHAIN, "c": CHAIN, "d": CHAIN // 3}.items():
-        index.store(index.add_holder(name), Medium.GPU, chain(1)[:length])
-    index.evict(1, Medium.GPU, chain(1)[CHAIN // 2 :][:1])
-    index.evict(2, Medium.GPU, chain(1)[CHAIN // 4 :][:1])
+        index.store(index.add_holder(name), chain(1)[:length])
+    index.evict(1, chain(1)[CHAIN // 2 :][:1])
+    index.evict(2, chain(1)[CHAIN // 4 :][:1])
     assert index.find(chain(1)) == {"a": CHAIN, "b": CHAIN // 2, "c": CHAIN // 4, "d": CHAIN // 3}
 
 
@@ -96,7 +91,7 @@ def test_with_a_window_a_prefix_needs_only_its_last_blocks(block_size: int) -> N
     keys = chain(1)
     held = {name: {place for place in range(CHAIN) if rng.random() < share} for name, share in SHARES.items()}
     for name, places in held.items():
-        index.store(index.add_holder(name), Medium.GPU, [keys[place] for place in places])
+        index.store(index.add_holder(name), [keys[place] for place in places])
 
     def longest(places: set[int], limit: int) -> int:
         ends = range(limit, 0, -1)
