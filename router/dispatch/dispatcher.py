@@ -201,7 +201,7 @@ class Dispatcher:
         if unknown:  # an abort got lost, or crossed this message
             self._send(worker, Abort(request_ids=unknown))
         if num_tokens:
-            self._metrics.generation_tokens.inc(num_tokens)
+            self._metrics.count("generation_tokens_total", by=num_tokens)
         self.send_waiting()
 
     def _handle_or_fail(

@@ -193,7 +193,10 @@ class DraftPlanner:
         counts = period.counts
         if counts.steps:
             predicted = period.decision.chosen.tokens_per_step * counts.steps
-            self._metrics.drafts_made(period.decision.place.where, counts.steps, predicted, counts.tokens)
+            where = period.decision.place.where
+            self._metrics.count("draft_plan_steps_total", where, by=counts.steps)
+            self._metrics.count("draft_plan_predicted_tokens_total", where, by=predicted)
+            self._metrics.count("draft_plan_observed_tokens_total", where, by=counts.tokens)
 
     def _count(self, period: DraftPeriod, sign: int) -> None:
         """Add `sign` to the load of the period's draft worker, if it has one."""

@@ -177,14 +177,13 @@ class Placer:
             logger.warning("no worker can take requests: they wait for %s", awaited or "their turn")
         self._parked[request] = None
         request.times.park()
-        self._metrics.parked(len(self._parked))
+        self._metrics.count("requests_parked_total")
 
     def _unpark(self, request: LiveRequest) -> None:
         if request not in self._parked:
             return
         del self._parked[request]
         request.times.unpark()
-        self._metrics.num_parked.set(len(self._parked))
         if not self._parked:
             logger.info("no request waits for a worker any more")
 

@@ -97,7 +97,9 @@ class Races:
             return False
         seconds, tokens = alone_s(copy.assignment), copy.assignment.num_uncached
         self._spent_s += seconds
-        self._metrics.raced(tokens, seconds)
+        self._metrics.count("races_total")
+        self._metrics.count("raced_tokens_total", by=tokens)
+        self._metrics.count("raced_seconds_total", by=seconds)
         logger.info(
             "request %s of %s races as %s on %s",
             request.request_id,

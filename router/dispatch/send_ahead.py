@@ -76,7 +76,7 @@ class SendAhead:
             self._leave(request, at, queue)
             return self._send(request, at, queue)
         request.times.park()
-        self._metrics.key_waits(request.generation.key, 1)
+        self._metrics.count("num_requests_held", request.generation.key)
         return True
 
     def forget(self, request: LiveRequest, at: Assignment) -> None:
@@ -154,15 +154,16 @@ class SendAhead:
     ) -> None:
         self._leave(request, at, queue, in_turn)
         request.times.unpark()
-        self._metrics.key_waits(request.generation.key, -1)
-        self._metrics.key_waited(request.generation.key, time.monotonic() - request.times.parked_at)
+        key, waited_s = request.generation.key, time.monotonic() - request.times.parked_at
+        self._metrics.count("num_requests_held", key, by=-1)
+        self._metrics.count("request_held_seconds_total", key, by=waited_s)
 
     def _send(self, request: LiveRequest, at: Assignment, queue: _WorkerQueue) -> bool:
         if not self._transmit(request, at):
             return False
         queue.sent[request.generation.key] += request.cost
         if request.owner is None:
-            self._metrics.key_sent(request.generation.key, request.cost)
+            self._metrics.count("api_key_tokens_total", request.generation.key, by=request.cost)
         return True
 
     # --- how much is sent ahead -------------------------------------------------------------------

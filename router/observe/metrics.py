@@ -30,7 +30,6 @@ from protocol.metrics import (
 )
 from protocol.outputs import RequestTiming
 from protocol.worker_to_router import PairState, WorkerState
-from router.placement.drafts.prospects import DraftSite
 from router.requests.journal import LiveRequest
 from router.workers.registry import Worker
 
@@ -88,24 +87,26 @@ class Metrics:
         self._model_name = model_name
         self._families: list[Any] = []
         self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in ROUTER}
-        self.prompt_tokens: Counter = self._metrics["prompt_tokens_total"]
-        self.generation_tokens: Counter = self._metrics["generation_tokens_total"]
         self.inter_token_latency: LoopHistogram = self._metrics["inter_token_latency_seconds"]
-        self.num_parked: Gauge = self._metrics["num_requests_parked"]
-        self.num_indexed_blocks: Gauge = self._metrics["kv_index_blocks"]
-        self.ready: Gauge = self._metrics["ready"]
-        self.num_awaited: Gauge = self._metrics["num_workers_awaited"]
         self._cpu_s = self._core_wait_s = 0.0
-        self._children: dict[tuple[str, object], Any] = {}
+        self._children: dict[tuple[str, tuple[object, ...]], Any] = {}
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format. With many workers, call it in a thread."""
         text = generate_latest(self.registry)
         return _AS_VLLM.sub(rb"\1vllm:\2", text) if self._as_vllm else text
 
-    def count(self, name: str, label: object = None) -> None:
-        """Increase a counter; `label` is the value of its own label, if it has one."""
-        self._child(name, label).inc()
+    def count(self, name: str, *labels: object, by: float = 1) -> None:
+        """Increase a counter, or change a gauge; `labels` are the values of its own labels."""
+        self._child(name, labels).inc(by)
+
+    def set(self, name: str, *labels: object, to: float) -> None:
+        """Set a gauge; `labels` are the values of its own labels."""
+        self._child(name, labels).set(to)
+
+    def follow(self, name: str, read: Callable[[], float]) -> None:
+        """Let a gauge without labels of its own call `read` at each scrape."""
+        self._metrics[name].set_function(read)
 
     def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
         """Yield name, labels and value of the router's own samples; for histograms only sum and count."""
@@ -117,8 +118,8 @@ class Metrics:
     def observe_loop(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
         """Record the lateness of a timer, and the event loop's total CPU time and wait for a core."""
         self._observe("router_loop_lag_seconds", max(late_s, 0.0))
-        self._metrics["router_cpu_seconds_total"].inc(max(cpu_s - self._cpu_s, 0.0))
-        self._metrics["router_core_wait_seconds_total"].inc(max(core_wait_s - self._core_wait_s, 0.0))
+        self.count("router_cpu_seconds_total", by=max(cpu_s - self._cpu_s, 0.0))
+        self.count("router_core_wait_seconds_total", by=max(core_wait_s - self._core_wait_s, 0.0))
         self._cpu_s, self._core_wait_s = cpu_s, core_wait_s
 
     def predicted(self, quantity: Literal["ttft", "tpot"], predicted_s: float, observed_s: float) -> None:
@@ -126,43 +127,11 @@ class Metrics:
         error_s = abs(predicted_s - observed_s)
         for name, seconds in (("predicted", predicted_s), ("observed", observed_s), ("error", error_s)):
             if 0 <= seconds < inf:
-                self._child(f"placement_{name}_seconds_total", quantity).inc(seconds)
-
-    def drafts_made(self, where: DraftSite, steps: int, predicted: float, observed: int) -> None:
-        """Record a request's steps under one draft plan, and their predicted and observed tokens."""
-        for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
-            self._child(f"draft_plan_{name}_total", where).inc(value)
-
-    def scaled(self, role: str, direction: Literal["up", "down", "change"]) -> None:
-        self._metrics["scaling_decisions_total"].labels(role, direction, self._model_name).inc()
-
-    def workers_wanted(self, role: str, wanted: int) -> None:
-        self._child("workers_wanted", role).set(wanted)
-
-    def raced(self, tokens: int, seconds: float) -> None:
-        """Count a race whose copy has `tokens` to compute, in `seconds` as predicted."""
-        for name, value in (("races", 1), ("raced_tokens", tokens), ("raced_seconds", seconds)):
-            self._metrics[f"{name}_total"].inc(value)
-
-    def parked(self, total: int) -> None:
-        """Count one more parked request; `total` requests are parked now."""
-        self._metrics["requests_parked_total"].inc()
-        self.num_parked.set(total)
-
-    def key_waits(self, key: str, change: int) -> None:
-        """Add `change` to the number of the API key's requests that wait for room at their worker."""
-        self._child("num_requests_held", key).inc(change)
-
-    def key_waited(self, key: str, seconds: float) -> None:
-        self._child("request_held_seconds_total", key).inc(seconds)
-
-    def key_sent(self, key: str, cost: float) -> None:
-        """Add `cost` tokens to the use of the API key."""
-        self._child("api_key_tokens_total", key).inc(cost)
+                self.count(f"placement_{name}_seconds_total", quantity, by=seconds)
 
     def first_token(self, request: LiveRequest, now: float) -> None:
         self._observe("time_to_first_token_seconds", now - request.generation.arrival)
-        self.prompt_tokens.inc(len(request.choice.prompt.token_ids))
+        self.count("prompt_tokens_total", by=len(request.choice.prompt.token_ids))
 
     def observe_timing(self, timing: RequestTiming) -> None:
         if timing.queue_s or timing.prefill_s:
@@ -183,13 +152,13 @@ class Metrics:
     def _observe(self, name: str, value: float) -> None:
         self._metrics[name].observe(value)
 
-    def _child(self, name: str, label: object) -> Any:
-        """Return the metric with this value of its label."""
-        known = self._children.get((name, label))
+    def _child(self, name: str, labels: tuple[object, ...]) -> Any:
+        """Return the metric with these values of its own labels."""
+        known = self._children.get((name, labels))
         if known is None:
             family = self._metrics[name]
-            known = family if label is None else family.labels(str(label), self._model_name)
-            self._children[name, label] = known
+            known = family.labels(*labels, self._model_name) if labels else family
+            self._children[name, labels] = known
         return known
 
     def _create(self, metric: Metric) -> Any:

@@ -243,7 +243,7 @@ class Autoscaler:
         decision, self._state = decide(facts, self._policy, self._state)
         for role, load in loads.items():
             wanted = load.have if decision is None else decision.targets.get(role, load.have)
-            self._metrics.workers_wanted(role, wanted)
+            self._metrics.set("workers_wanted", role, to=wanted)
         if decision is not None:
             self._carry_out(decision, loads)
 
@@ -262,11 +262,12 @@ class Autoscaler:
             wanted = decision.targets.get(role, had[role] + 1)
             logger.info("%s workers: %d instead of %d: %s", role, wanted, had[role], reason)
         if decision.changes_role is not None:
-            self._metrics.scaled(decision.changes_role[1], "change")
+            self._metrics.count("scaling_decisions_total", decision.changes_role[1], "change")
             self._run_in_background(self._change_role(*decision.changes_role), event)
             return
         for role, wanted in decision.targets.items():
-            self._metrics.scaled(role, "up" if wanted > had[role] else "down")
+            direction = "up" if wanted > had[role] else "down"
+            self._metrics.count("scaling_decisions_total", role, direction)
         self._run_in_background(self._scaler.scale(decision.targets), event)
 
     def _run_in_background(self, work: Coroutine[Any, Any, Any], event: ScalingEvent) -> None:
