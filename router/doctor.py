@@ -6,38 +6,27 @@ The cost of a finding is the mean number of requests that the bottleneck delays 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from costs.drafting import StepCurve
-from protocol.costs import UNKNOWN_COSTS, StepCosts
-from protocol.roles import Task
-from protocol.speculation import StepTimeState
-from protocol.worker_to_router import PairState
+from protocol.speculation import SpeculationState
+from protocol.worker_to_router import WorkerState
+from router.placement.interface import WorkerSnapshot
 
 
-class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Values of one worker. `rows`: requests that decode here now or will. `prompts`: requests whose first
-    token is due from here. `held`: requests that still wait in the router.
-    """
+class WorkerSample(NamedTuple):
+    """A worker's latest heartbeat, its load, and the number of its requests that still wait in the router."""
 
-    id: str
-    tasks: tuple[Task, ...]
-    running: int = 0
-    waiting: int = 0
-    rows: float = 0.0
-    prompts: float = 0.0
+    state: WorkerState
+    load: WorkerSnapshot
     held: int = 0
-    context_tokens: float = 0.0
-    kv_usage: float = 0.0
-    kv_tokens: float = 0.0
-    steps: int = 0
-    preemptions: int = 0
-    counters: dict[str, float] = {}
-    costs: StepCosts = UNKNOWN_COSTS
-    step_time: StepTimeState = StepTimeState()
-    pairs: list[PairState] = []
+
+    @property
+    def id(self) -> str:
+        return self.load.worker_id
 
 
 class ClusterSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +103,7 @@ class Interval(NamedTuple):
     def workers(self) -> Iterator[WorkerSpan]:
         for after in self.after.workers:
             before = self.before.worker(after.id)
-            if before is not None and before.steps <= after.steps:
+            if before is not None and before.state.steps <= after.state.steps:
                 yield WorkerSpan(before, after, self.seconds)
 
 
@@ -125,19 +114,21 @@ class WorkerSpan(NamedTuple):
 
     def gained(self, counter: str) -> float:
         """Return the increase of one of the worker's counters, summed over its labels."""
-        return max(_sum(self.after.counters, counter) - _sum(self.before.counters, counter), 0.0)
+        before, after = (_sum(each.state.counters, counter) for each in (self.before, self.after))
+        return max(after - before, 0.0)
 
     def sent(self, peer: str, name: str) -> float:
         """Return the increase of a total of the transfers to a peer, over all transports."""
         before, after = (
             sum(each.counters.get(f"kv_transfer_{name}_total", 0.0) for each in pairs if each.peer == peer)
-            for pairs in (self.before.pairs, self.after.pairs)
+            for pairs in (self.before.state.pairs, self.after.state.pairs)
         )
         return after - before
 
     def mean(self, name: str) -> float:
-        """Return the mean of a load."""
-        return float((getattr(self.before, name) + getattr(self.after, name)) / 2)
+        """Return the mean of an attribute of the samples."""
+        value = attrgetter(name)
+        return float((value(self.before) + value(self.after)) / 2)
 
     @property
     def busy(self) -> float:
@@ -152,20 +143,21 @@ class WorkerSpan(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        return self.after.steps - self.before.steps
+        return self.after.state.steps - self.before.state.steps
 
     @property
     def decode_share(self) -> float:
         """Share of the time that the steps would take without prompts, by the cost model."""
-        if self.after.tasks[0] == "prefill" and self.mean("rows") == 0:
+        if self.after.load.purpose == "prefill" and self.mean("load.rows") == 0:
             return 0.0
-        steps_s = self.num_steps * self.after.costs.decode_s(self.mean("running"), self.running_context)
+        step_s = self.after.state.costs.decode_s(self.mean("state.num_running"), self.running_context)
+        steps_s = self.num_steps * step_s
         return min(steps_s / max(self.gained("engine_seconds_total"), 1e-9), 1.0)
 
     @property
     def running_context(self) -> float:
-        rows = self.mean("rows")
-        return self.mean("context_tokens") * min(self.mean("running") / rows, 1.0) if rows else 0.0
+        rows, running = self.mean("load.rows"), self.mean("state.num_running")
+        return self.mean("load.context_tokens") * min(running / rows, 1.0) if rows else 0.0
 
 
 def examine(before: ClusterSample, after: ClusterSample) -> list[Finding]:
@@ -181,12 +173,12 @@ def examine(before: ClusterSample, after: ClusterSample) -> list[Finding]:
 def prefill(interval: Interval) -> Iterator[Finding]:
     """Find workers at which prompts wait for other prompts."""
     for worker in interval.workers():
-        prompts, share = worker.mean("prompts"), 1 - worker.decode_share
+        prompts, share = worker.mean("load.prompts"), 1 - worker.decode_share
         wants_room = worker.blocked > 0.5
         if worker.busy < BUSY or share < 0.5 or prompts < WAITING_PROMPTS or wants_room:
             continue
         rate = worker.gained("computed_tokens_total") / interval.seconds
-        alone = worker.after.tasks[0] == "prefill"
+        alone = worker.after.load.purpose == "prefill"
         yield Finding(
             "prefill",
             prompts,
@@ -200,7 +192,8 @@ def prefill(interval: Interval) -> Iterator[Finding]:
 def decode(interval: Interval) -> Iterator[Finding]:
     """Find workers whose batches slow each request down, by the cost model's step times."""
     for worker in interval.workers():
-        running, costs, share = worker.mean("running"), worker.after.costs, worker.decode_share
+        running, costs = worker.mean("state.num_running"), worker.after.state.costs
+        share = worker.decode_share
         if worker.busy < BUSY or share < 0.5 or running <= 1:
             continue
         step_s = costs.decode_s(running, worker.running_context)
@@ -227,7 +220,7 @@ def transfer(interval: Interval) -> Iterator[Finding]:
     pairs = [
         (worker.sent(pair.peer, "busy_seconds") - worker.sent(pair.peer, "hidden_seconds"), worker, pair)
         for worker in interval.workers()
-        for pair in worker.after.pairs
+        for pair in worker.after.state.pairs
         if pair.in_use
     ]
     if exposed_s < max(EXPOSED_S, EXPOSED_SHARE * whole_s) or not pairs:
@@ -276,24 +269,24 @@ def router(interval: Interval) -> Iterator[Finding]:
 def kv_room(interval: Interval) -> Iterator[Finding]:
     """Find workers at which requests wait for KV blocks or are preempted."""
     for worker in interval.workers():
-        after = worker.after
+        load = worker.after.load
         reserved_s = worker.gained("reservation_wait_seconds_total")
-        preempted = after.preemptions - worker.before.preemptions
-        waiting = worker.mean("waiting") * worker.blocked
+        preempted = worker.after.state.num_preemptions - worker.before.state.num_preemptions
+        waiting = worker.mean("state.num_waiting") * worker.blocked
         cost = waiting + reserved_s / interval.seconds + preempted / interval.seconds
         if cost < LEAST_COST:
             continue
         yield Finding(
             "kv_room",
             cost,
-            f"{after.id} uses {after.kv_usage:.0%} of {after.kv_tokens:.0f} tokens of KV: requests wait "
+            f"{load.worker_id} uses {load.kv_usage:.0%} of {load.kv_tokens:.0f} tokens of KV: requests wait "
             f"for blocks {worker.blocked:.0%} of the time, {preempted / interval.seconds:.1f} a second lose "
             "theirs",
             "give the pool more memory (--kv-cache-memory-bytes, --gpu-memory-utilization), keep evicted "
             "blocks on the host (--kv-offloading-size), or " + MORE_DECODE,
-            after.id,
+            load.worker_id,
             {
-                "kv_usage": after.kv_usage,
+                "kv_usage": load.kv_usage,
                 "blocked_share": worker.blocked,
                 "reservation_wait_s": reserved_s,
                 "preemptions_per_s": preempted / interval.seconds,
@@ -325,9 +318,10 @@ def queue(interval: Interval) -> Iterator[Finding]:
         summary = f"{parked:g} requests wait for a worker to start"
         yield Finding("queue", parked, summary, _REFUSALS["no_worker"], None, {"parked": parked})
     for worker in interval.workers():
-        running, limit = worker.mean("running"), after.max_num_seqs
-        waiting = worker.mean("waiting") + worker.mean("held")
-        full = limit > 0 and min(worker.before.running, worker.after.running) >= limit
+        running, limit = worker.mean("state.num_running"), after.max_num_seqs
+        waiting = worker.mean("state.num_waiting") + worker.mean("held")
+        always_running = min(worker.before.state.num_running, worker.after.state.num_running)
+        full = 0 < limit <= always_running
         if full and waiting > 0:
             summary = f"{worker.after.id} decodes --max-num-seqs={limit} requests, and {waiting:g} more wait"
             change = "raise --max-num-seqs, or " + MORE_DECODE
@@ -347,8 +341,9 @@ def draft(interval: Interval) -> Iterator[Finding]:
         accepted = worker.gained("spec_decode_num_accepted_tokens_total")
         drafted = worker.gained("spec_decode_num_draft_tokens_total")
         tau, rows = 1 + accepted / drafts, drafts / steps
-        after = worker.after
-        plain_s = StepCurve(rows, after.step_time, after.costs, worker.running_context).seconds(0)
+        known = worker.after.state.speculation or SpeculationState()
+        costs = worker.after.state.costs
+        plain_s = StepCurve(rows, known.step_time, costs, worker.running_context).seconds(0)
         gain = tau * plain_s / (spent_s / steps)
         if gain > 1 - DRAFT_LOSS:
             continue

@@ -7,13 +7,13 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from protocol.speculation import StepTimeState
 from router.api.access import Json, State
 from router.dispatch.placer import MAX_DECISIONS
 from router.doctor import ClusterSample, WorkerSample, examine
@@ -204,7 +204,10 @@ def _sample(state: RouterState) -> ClusterSample:
     totals, refused = _totals(state)
     return ClusterSample(
         at=time.monotonic(),
-        workers=[_worker_sample(state, worker) for worker in state.registry.live()],
+        workers=[
+            WorkerSample(worker.state, replace(worker.load), state.placer.ahead.num_held(worker))
+            for worker in state.registry.live()
+        ],
         live=len(state.journal),
         parked=state.placer.num_parked,
         max_num_seqs=state.config.max_num_seqs,
@@ -222,26 +225,3 @@ def _totals(state: RouterState) -> tuple[dict[str, float], dict[str, float]]:
         if name == "requests_refused_total":
             refused[labels["reason"]] = value
     return dict(totals), refused
-
-
-def _worker_sample(state: RouterState, worker: Worker) -> WorkerSample:
-    load, reported = worker.load, worker.state
-    speculation = reported.speculation
-    return WorkerSample(
-        id=worker.key.worker_id,
-        tasks=worker.role.tasks,
-        running=reported.num_running,
-        waiting=reported.num_waiting,
-        rows=load.rows,
-        prompts=load.prompts,
-        held=state.placer.ahead.num_held(worker),
-        context_tokens=load.context_tokens,
-        kv_usage=reported.kv_usage,
-        kv_tokens=load.kv_tokens,
-        steps=reported.steps,
-        preemptions=reported.num_preemptions,
-        counters=reported.counters,
-        costs=reported.costs,
-        step_time=speculation.step_time if speculation is not None else StepTimeState(),
-        pairs=reported.pairs,
-    )
