@@ -128,7 +128,6 @@ class SimulatedHandoff:
     def reserve(self) -> bool:
         """Reserve room on the receiver. Return False if it has none. Blocks cached there are not sent."""
         engine = self.receiver.engine
-        engine.interrupt()
         root = engine.root(self.request)
         found = reserve_blocks(engine.blocks, self.request.prompt_token_ids, root)
         if found is not None:
@@ -273,7 +272,6 @@ class SimulatedCluster:
 
     def _fetch(self, asked: EngineRequest, first: SimulatedWorker, holder: SimulatedWorker) -> float:
         """Send the blocks that `first` lacks, after the holder's current step. Return the time of arrival."""
-        first.engine.interrupt()
         room = find_room(first.engine.blocks, asked.prompt_token_ids, first.engine.root(asked))
         if room is None:
             return self.clock.now

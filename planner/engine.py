@@ -1,17 +1,14 @@
 """A worker's engine on a virtual clock: the real scheduler and block manager. Steps are not computed, but
 take the time that the profile predicts.
-
-While no request arrives or ends, many decode steps are committed at once.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, floor
+from math import floor
 
 from costs.steps import ChunkBound, work_of
 from engine.kv.block_manager import BlockManager
@@ -112,15 +109,11 @@ class TimedEngine:
         self._step: ScheduledStep | None = None
         self._rows: list[SequenceState] = []
         """The sequences that decode in the current step."""
-        self._ends: list[float] = []
-        """The ends of the planned steps. Only steps that decode the same rows are planned together."""
-        self._version = 0
-        """The version of the planned end; events of older versions are ignored."""
         self._credit = 0.0
         """The fraction of a token per row that is carried over from earlier steps."""
         self.neighbours: Sequence[TimedEngine] = ()
         """Engines of the same host, which slow this one down while they work."""
-        self._began = 0.0
+        self._began = self._ends_at = 0.0
         self.decode_s = self.row_seconds = 0.0
         """Seconds during which something was decoded, and the same seconds times the rows."""
 
@@ -152,89 +145,43 @@ class TimedEngine:
 
     def _add(self, sequence: SequenceState) -> None:
         self.scheduler.add_waiting(sequence)
-        self._wake()
+        self._begin_if_idle()
 
     def release(self, sequence: SequenceState) -> None:
         """Free the blocks of a sequence that has ended or was handed over."""
         self.scheduler.remove(sequence)
         self.scheduler.free(sequence)
         self.on_room()
-        self._wake()
+        self._begin_if_idle()
 
     def boundary(self) -> float:
         """Return the end of the current step, when messages are handled."""
-        return self._ends[self._current()] if self.is_busy else self._clock.now
+        return self._ends_at if self.is_busy else self._clock.now
 
-    def interrupt(self) -> None:
-        """Drop the planned steps after the current one, since work has come. Take the room up to its end."""
-        if len(self._ends) > 1:
-            self._ends = self._ends[: self._current() + 1]
-            self._grow(len(self._ends))
-            self._plan_end()
-
-    def _current(self) -> int:
-        """Return the index of the current step."""
-        return min(bisect.bisect_left(self._ends, self._clock.now - 1e-12), len(self._ends) - 1)
-
-    def _wake(self) -> None:
-        """Begin a step, or end the planned ones early, because something new has come."""
+    def _begin_if_idle(self) -> None:
         if self._step is None:
             self._begin()
-        else:
-            self.interrupt()
 
     # --- steps ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        was_busy, step = self.is_busy, self.scheduler.schedule()
-        self._step, self._ends = None, []
+        step = self.scheduler.schedule()
+        self._step = None
         if step.sequences:
             self._step, self._began = step, self._clock.now
             self._rows = [row for row in step.sequences if row.output_token_ids and row.num_uncomputed == 1]
-            first_s, growth_s, count = self._seconds(step)
-            seconds = [first_s + growth_s * number for number in range(count)]
-            self._ends = [self._began + passed for passed in itertools.accumulate(seconds)]
-            self._plan_end()
+            self._ends_at = self._began + self._seconds(step)
+            self._clock.at(self._ends_at, self._end)
         for request in step.first_time:
             self.on_scheduled(request)
-        if self.is_busy != was_busy:
-            for other in self.neighbours:
-                other.interrupt()
 
-    def _seconds(self, step: ScheduledStep) -> tuple[float, float, int]:
-        """Return the seconds of the step, the additional seconds of each following step, and how many steps
-        decode the same rows.
-        """
+    def _seconds(self, step: ScheduledStep) -> float:
         costs, work = self._costs, work_of(step.sequences, step.num_tokens)
-        slower = self._slower(self._profile.decode_beside)
         prompt_s = work.tokens * costs.token_s + work.pairs * costs.attention_s
         prompt_s += costs.chunk_s if work.tokens else 0.0
-        first_s = slower * costs.decode_s(work.rows, work.context)
-        first_s += self._slower(self._profile.prefill_beside) * prompt_s
-        growth_s = slower * costs.context_s * work.rows * costs.tokens_per_row
-        return first_s, growth_s, self._count(step)
-
-    def _count(self, step: ScheduledStep) -> int:
-        """Return the number of like steps after which a row ends or room may run out."""
-        if not len(self._rows) == len(step.sequences) == len(self.scheduler.running):
-            return 1
-        left = min(map(_left, self._rows))
-        count = max(ceil((left - self._credit) / self._costs.tokens_per_row), 1)
-        while count > 1 and not self._has_room(count):
-            count //= 2
-        return count
-
-    def _has_room(self, steps: int) -> bool:
-        new, tables = self._new_tokens(steps), len(self.blocks.tables)
-        most = len(self._rows) * tables * (new // self._block_size + 3)
-        if most <= self.blocks.available:
-            return True
-        needed = (row.held.needs(row.num_computed, row.num_computed + new) for row in self._rows)
-        return sum(needed) <= self.blocks.available
-
-    def _new_tokens(self, steps: int) -> int:
-        """Return the tokens that a row gets in `steps` steps."""
-        return max(floor(self._credit + steps * self._costs.tokens_per_row + 1e-9), 1)
+        decode_s = costs.decode_s(work.rows, work.context)
+        slower, prompts_slower = self._profile.decode_beside, self._profile.prefill_beside
+        return self._slower(slower) * decode_s + self._slower(prompts_slower) * prompt_s
 
     def _slower(self, beside: float) -> float:
         """Return the factor by which work takes longer while the neighbours work."""
@@ -243,31 +190,23 @@ class TimedEngine:
         working = sum(other.is_busy for other in self.neighbours) / len(self.neighbours)
         return 1 + working * (beside - 1)
 
-    def _plan_end(self) -> None:
-        self._version += 1
-        version = self._version
-        self._clock.at(self._ends[-1], lambda: self._end(version))
-
-    def _grow(self, steps: int) -> int:
-        """Take the room for the rows' tokens in `steps` steps. Return how many tokens each row gets: one if
-        there is no room for more.
+    def _grow(self) -> int:
+        """Take the room for the rows' tokens. Return how many each row gets: one if there is no room for
+        more.
         """
-        new = self._new_tokens(steps)
+        new = max(floor(self._credit + self._costs.tokens_per_row + 1e-9), 1)
         has_room = new == 1 or all(
             row.held.grow(row.num_computed, row.num_computed + min(new, _left(row))) for row in self._rows
         )
         return new if has_room else 1
 
-    def _end(self, version: int) -> None:
-        if version != self._version:
-            return  # the end was planned again
-        step, steps = self._step, len(self._ends)
+    def _end(self) -> None:
+        step = self._step
         assert step is not None
-        new, passed = self._grow(steps), self._clock.now - self._began
+        new, passed = self._grow(), self._clock.now - self._began
         self.decode_s += passed if self._rows else 0.0
         self.row_seconds += passed * len(self._rows)
-        self._credit = max(self._credit + steps * self._costs.tokens_per_row - new, 0.0)
-        self._ends = []  # requests that arrive meanwhile wait for the next step
+        self._credit = max(self._credit + self._costs.tokens_per_row - new, 0.0)
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             self._commit(sequence, count, new)
         self._begin()

@@ -108,16 +108,6 @@ def test_accepted_drafts_save_steps():
     assert one.ended - one.first_token == pytest.approx(50 * 0.011)
 
 
-def test_a_batch_simulated_as_one_run_takes_as_long_as_step_by_step():
-    """A short-lived second request splits the run into single steps, and adds only its own time."""
-    alone = [request(0.0, 10, 400)]
-    run(ALONE, alone, profile(context_s=1e-6, row_s=0.0))
-    cut = [request(0.0, 10, 400)]
-    visits = [request(0.05 + 0.013 * number, 1, 1) for number in range(100)]
-    run(ALONE, [*cut, *visits], profile(context_s=1e-6, row_s=0.0))
-    assert cut[0].ended == pytest.approx(alone[0].ended, rel=1e-3)
-
-
 # --- sliding windows ----------------------------------------------------------------------------------
 
 
