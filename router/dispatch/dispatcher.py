@@ -252,7 +252,7 @@ class Dispatcher:
                 self._placer.withdraw([copy])
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
-            self._log.finished(request, now)
+            self._log.finished(request)
             generation = request.generation
             generation.num_unfinished -= 1
             if generation.is_over:
