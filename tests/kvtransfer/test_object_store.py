@@ -17,7 +17,7 @@ from bench.transfer.object_store import running_ray, start_actor
 from deploy.config import load_config
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
 from kvtransfer.blocks.extents import PART_BYTES
-from kvtransfer.interface import Closed, Completed, Failed, Progress, TransferError
+from kvtransfer.interface import Completed, Failed, Progress, TransferError
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import GOOD, Channel
 from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, aligned
@@ -113,13 +113,6 @@ def sockets(end: Any) -> int:
     gc.collect()
     connections = psutil.Process().net_connections("all")
     return sum(each.family == socket.AF_UNIX or each.status == psutil.CONN_LISTEN for each in connections)
-
-
-def close_and_overwrite(end: ReceiverEnd, lease_id: str) -> None:
-    """Overwrite the blocks once the last writer has left, as the engine does."""
-    if not end.receiver.close_lease(lease_id):
-        end.wait_for(lambda event: isinstance(event, Closed))
-    end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
 
 
 def begin(sender: RemoteSide, receiver: RemoteSide) -> None:
@@ -258,28 +251,6 @@ def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
     sender.start()
     receiver.apply(open_lease, "next", [])
     assert isinstance(sender.apply(push_all, receiver.peer, "next", []), Completed)
-
-
-def test_nothing_is_written_under_a_closed_lease(make: Make) -> None:
-    sender, receiver = make("sender"), make("receiver")
-    begin(sender, receiver)
-    receiver.apply(close_and_overwrite, "lease")
-    assert isinstance(sender.apply(wait_lease, "lease"), Failed)
-    assert receiver.apply(blocks_of, EVERYTHING) == [b"\x77" * BLOCK_BYTES] * NUM_BLOCKS
-
-
-def abort_and_overwrite(end: SenderEnd, lease_id: str) -> None:
-    end.sender.abort(lease_id)
-    end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
-
-
-def test_an_aborted_lease_is_read_no_more(make: Make) -> None:
-    sender, receiver = make("sender"), make("receiver")
-    begin(sender, receiver)
-    sender.apply(abort_and_overwrite, "lease")
-    receiver.apply(open_lease, "next", [])
-    assert isinstance(sender.apply(push_all, receiver.peer, "next", []), Completed)
-    assert b"\x77" * BLOCK_BYTES not in receiver.apply(blocks_of, EVERYTHING)
 
 
 def rename_carrier(end: ReceiverEnd, address: str) -> str:
