@@ -117,21 +117,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class Completed:
-    """Sender: the peer has every piece of the lease.
-
-    The transfer took `seconds` since the lease's first push. During `busy_s` of this some piece was in
-    flight, and during `hidden_s` of `busy_s` the prompt was still being computed. `wait_s` is the time that
-    pieces waited for their turn, summed. `nbytes` and `num_extents` count the bytes and extents on the wire.
-    """
+    """Sender: the peer has every piece of the lease: `nbytes` bytes on the wire in `num_extents` extents."""
 
     lease_id: str
     transport: str
     nbytes: int
     num_extents: int
-    seconds: float
-    busy_s: float
-    hidden_s: float
-    wait_s: float
 
 
 @dataclass(frozen=True)

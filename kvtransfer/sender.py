@@ -274,8 +274,7 @@ class Sender:
         self._on_event()
 
     def _completed(self, lease_id: str, lease: _Lease, transport: str, now: float) -> Completed:
-        busy_s, seconds = lease.time.busy_s(), now - lease.time.started
-        hidden_s = lease.time.busy_s(until=lease.time.final_push)
+        seconds = now - lease.time.started
         self._counters.add("leases_completed")
         self._counters.add("lease_seconds", seconds)
         self.pairs.add(
@@ -284,20 +283,11 @@ class Sender:
             {
                 "kv_transfers_total": 1,
                 "kv_transfer_seconds_total": seconds,
-                "kv_transfer_busy_seconds_total": busy_s,
-                "kv_transfer_hidden_seconds_total": hidden_s,
+                "kv_transfer_busy_seconds_total": lease.time.busy_s(),
+                "kv_transfer_hidden_seconds_total": lease.time.busy_s(until=lease.time.final_push),
             },
         )
-        return Completed(
-            lease_id=lease_id,
-            transport=transport,
-            nbytes=lease.nbytes,
-            num_extents=lease.num_extents,
-            seconds=seconds,
-            busy_s=busy_s,
-            hidden_s=hidden_s,
-            wait_s=lease.time.wait_s,
-        )
+        return Completed(lease_id, transport, lease.nbytes, lease.num_extents)
 
     def _refused(self, lease_id: str, reason: str) -> None:
         with self._lock:

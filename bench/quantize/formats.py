@@ -28,10 +28,6 @@ class FormatPair:
     def name(self) -> str:
         return self.weights if self.kv == PLAIN else f"{self.weights}, KV {self.kv}"
 
-    @property
-    def is_plain(self) -> bool:
-        return self == FormatPair(PLAIN)
-
     def applied(self, config: ServeConfig, checkpoints: Mapping[str, Path]) -> ServeConfig:
         """Return a plain model's configuration with these formats; `checkpoints` are quantized copies."""
         layers = self.weights.removesuffix(HEAD)

@@ -103,11 +103,9 @@ class TransferTime:
 
     started: float = field(default_factory=time.monotonic)
     final_push: float | None = None
-    wait_s: float = 0.0
     _spans: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, piece: QueuedPiece, acknowledged_at: float) -> None:
-        self.wait_s += piece.sent_at - piece.queued_at
         self._spans.append((piece.sent_at, acknowledged_at))
 
     def busy_s(self, until: float | None = None) -> float:

@@ -63,9 +63,7 @@ def prompt_request(name: str) -> EngineRequest:
 
 
 def completed(lease_id: str) -> Completed:
-    return Completed(
-        lease_id, transport="tcp", nbytes=1, num_extents=1, seconds=0.1, busy_s=0.1, hidden_s=0.0, wait_s=0.0
-    )
+    return Completed(lease_id, transport="tcp", nbytes=1, num_extents=1)
 
 
 def grant(name: str, lease_id: str, cached: int = 0, missing: int = 0) -> Reserved:

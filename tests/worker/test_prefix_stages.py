@@ -156,7 +156,7 @@ def test_lent_blocks_are_returned(light: LightLoop, engine: Engine, how: str) ->
     if how == "failed":
         light.sender.tell(Failed("lease", "gone"))
     else:
-        light.sender.tell(Completed("lease", "tcp", 1, 1, 0.1, 0.1, 0.0, 0.0))
+        light.sender.tell(Completed("lease", "tcp", 1, 1))
     light.deliver()
     assert not light.used_blocks() and not light.loop._holder._lent
 
@@ -196,7 +196,7 @@ def test_the_holder_reports_which_blocks_hold_the_drafts_kv(light: LightLoop, en
     lend(light, engine)
     [(_, answer)] = light.inbox.replies
     assert answer == FetchGranted(request_id="theirs", lease_id="lease", num_drafted=3, num_found=NUM_FULL)
-    light.sender.tell(Completed("lease", "tcp", 1, 1, 0.1, 0.1, 0.0, 0.0))
+    light.sender.tell(Completed("lease", "tcp", 1, 1))
     light.deliver()
 
 
