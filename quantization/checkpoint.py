@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.quantization.checkpoint import WeightLayout
+from engine.quantization.layout import Layout
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from protocol.errors import ConfigError
 from training.loop import check_same_run
@@ -116,7 +116,7 @@ LoadBlock = Callable[[int], FinishedBlock]
 def write(
     folder: Path,
     source: Source,
-    layout: WeightLayout,
+    layout: Layout,
     blocks: Mapping[str, int],
     load: LoadBlock,
     unquantized: Sequence[str],
@@ -146,7 +146,7 @@ def write(
 
 
 def _converted(
-    name: str, tensor: Tensor, layout: WeightLayout, blocks: Mapping[str, int], load: LoadBlock
+    name: str, tensor: Tensor, layout: Layout, blocks: Mapping[str, int], load: LoadBlock
 ) -> Iterator[tuple[str, Tensor]]:
     prefix = next((prefix for prefix in blocks if name.startswith(prefix)), None)
     if prefix is None:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from engine.quantization.awq import Awq
-from engine.quantization.checkpoint import WeightLayout, fp8_layout, int8_layout
-from engine.quantization.gptq import Gptq
+from engine.quantization.formats import Scheme
+from engine.quantization.layout import Layout
 from protocol.errors import ConfigError
 from quantization import texts
 from quantization.calibration import find_blocks, linears
@@ -46,13 +45,15 @@ class Recipe:
         """Whether the method uses activations; the other methods round to nearest."""
         return calibrates(self.method)
 
-    def layout(self) -> WeightLayout:
-        """Return the layout in which the checkpoint stores the weights."""
-        if self.group_size is None:
-            return int8_layout() if self.method == "int8" else fp8_layout()
-        if self.method == "awq":
-            return Awq(self.group_size)
-        return Gptq(self.bits, self.group_size, self.desc_act)
+    def layout(self) -> Layout:
+        """Return the layout in which the checkpoint stores the weights. Other engines round the inputs, too,
+        of layers with a scale for each output.
+        """
+        format = {"int8": "int-quantized", "fp8": "float-quantized"}.get(self.method, self.method)
+        rounds_inputs = self.method == "int8"
+        return Layout.of(
+            Scheme(format, self.bits, self.group_size, rounds_inputs=rounds_inputs, desc_act=self.desc_act)
+        )
 
 
 def calibrates(method: Method) -> bool:

@@ -28,7 +28,7 @@ from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
 from engine.model.text_half import as_causal, make_model, named_as_in
 from engine.quantization import mxfp4
-from engine.quantization.checkpoint import WeightLayout, parse_layout
+from engine.quantization.layout import Layout, parse_layout
 from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
 from engine.quantization.weight import QuantizedWeight, same_order
 from protocol.errors import ConfigError, UnsupportedModelError
@@ -153,7 +153,7 @@ def _filled(
 
 
 def _split(
-    tensors: Mapping[str, Tensor], layout: WeightLayout, empty: PreTrainedModel, device: torch.device
+    tensors: Mapping[str, Tensor], layout: Layout, empty: PreTrainedModel, device: torch.device
 ) -> StoredWeights:
     linears = {name: module for name, module in empty.named_modules() if type(module) in (nn.Linear, Conv1D)}
     found = StoredWeights()
@@ -183,7 +183,7 @@ def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return layers
 
 
-def _fused(name: str, stored: Mapping[str, Tensor], layout: WeightLayout) -> QuantizedWeight:
+def _fused(name: str, stored: Mapping[str, Tensor], layout: Layout) -> QuantizedWeight:
     shape = layout.shape(stored)
     if shape is None:
         raise UnsupportedModelError(

@@ -15,8 +15,6 @@ from protocol.errors import UnsupportedModelError
 
 GROUP_SIZES = (32, 64, 128)
 """Group sizes: numbers of inputs that share a scale."""
-WHOLE_ROW = -1
-"""The group size that stands for one scale for each output."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 
@@ -52,8 +50,6 @@ class StoredLayer:
 
     def group_size(self, configured: int) -> int:
         """Return a group's size. Raises UnsupportedModelError if groups of this size do not fill a row."""
-        if configured == WHOLE_ROW:
-            return self.in_features
         if self.in_features % configured:
             raise UnsupportedModelError(
                 f"{self.name}: {self.in_features} inputs are no multiple of the group size {configured}"
@@ -83,8 +79,13 @@ def placeholder(weight: Tensor) -> Tensor:
     return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
 
 
-def order_by_group(layer: StoredLayer, suffix: str, groups: int) -> Tensor | None:
-    """Return the inputs sorted by their groups, int64 [in_features], or None if they are sorted already."""
+def order_by_group(layer: StoredLayer, suffix: str, groups: int, *, is_needed: bool = False) -> Tensor | None:
+    """Return the inputs sorted by their groups, int64 [in_features], or None if they are sorted already: the
+    groups are in order or all -1, or the tensor is missing and not needed.
+    """
+    stored = layer.tensors.get(suffix)
+    if not is_needed and (stored is None or (stored == -1).all()):
+        return None
     group_of = layer.take(suffix, (torch.int32, torch.int64), (layer.in_features,)).long()
     outside = group_of[(group_of < 0) | (group_of >= groups)]
     if len(outside):

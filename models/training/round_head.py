@@ -7,7 +7,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from engine.linear.quantized import round_to_nearest
-from engine.quantization.compressed_tensors import CompressedTensors, Scheme
+from engine.quantization.formats import Scheme
+from engine.quantization.layout import Layout
 from engine.quantization.weight import CodeFormat
 
 GROUP = 128
@@ -18,7 +19,7 @@ def round_head(folder: Path) -> None:
     """Rewrite the head's config.json and its tensors."""
     path = folder / "config.json"
     config, tensors = json.loads(path.read_text()), load_file(folder / "model.safetensors")
-    layout = CompressedTensors.of(Scheme("int-quantized", group_size=GROUP))
+    layout = Layout.of(Scheme("int-quantized", group_size=GROUP))
     kept = []
     for name in [name for name, tensor in tensors.items() if tensor.ndim == 2]:
         layer = name.removesuffix(".weight")

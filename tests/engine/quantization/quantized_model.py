@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,50 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.linear.experts import RoutedQuantizedLinear
-from engine.quantization.awq import Awq
-from engine.quantization.checkpoint import WeightLayout, fp8_layout, int8_layout
-from engine.quantization.compressed_tensors import CompressedTensors, Scheme
-from engine.quantization.fp8 import Fp8
-from engine.quantization.gptq import Gptq
+from engine.quantization import words
+from engine.quantization.formats import Scheme
+from engine.quantization.layout import Layout
 from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
+from tests.engine.quantization.stored_reference import load_reference
 
 GROUP = 32
 VOCAB_SIZE = 300
 
-LAYOUTS: dict[str, tuple[WeightLayout, CodeFormat, int | None]] = {
-    "awq": (Awq(GROUP), CodeFormat.INT4, GROUP),
-    "gptq": (Gptq(4, GROUP, desc_act=True), CodeFormat.INT4, GROUP),
-    "gptq_int8": (Gptq(8, -1), CodeFormat.INT8, None),
-    "packed_int4": (
-        CompressedTensors.of(Scheme("pack-quantized", 4, group_size=GROUP)),
-        CodeFormat.INT4,
-        GROUP,
-    ),
-    "int8": (int8_layout(), CodeFormat.INT8, None),
-    "fp8": (fp8_layout(), CodeFormat.FP8, None),
-    "fp8_blocks": (Fp8((16, 32)), CodeFormat.FP8, GROUP),
-    "mxfp4": (
-        CompressedTensors.of(Scheme("mxfp4-pack-quantized", 4, group_size=32)),
-        CodeFormat.MXFP4,
-        GROUP,
-    ),
+LAYOUTS: dict[str, tuple[Scheme | None, CodeFormat, int | None]] = {
+    "awq": (Scheme("awq", 4, GROUP), CodeFormat.INT4, GROUP),
+    "gptq": (Scheme("gptq", 4, GROUP, desc_act=True), CodeFormat.INT4, GROUP),
+    "gptq_int8": (Scheme("gptq", 8), CodeFormat.INT8, None),
+    "int8": (Scheme("int-quantized", rounds_inputs=True), CodeFormat.INT8, None),
+    "fp8": (Scheme("float-quantized"), CodeFormat.FP8, None),
+    "packed_int4": (None, CodeFormat.INT4, GROUP),
+    "fp8_blocks": (None, CodeFormat.FP8, GROUP),
+    "mxfp4": (None, CodeFormat.MXFP4, GROUP),
 }
-"""By name: the layout, its code format, and the inputs that share a scale (None: a whole row)."""
+"""By name: the scheme (None for those that Tandem only reads), its code format, and the inputs that share a
+scale (None: a whole row).
+"""
+
+
+def method_of(name: str, unquantized: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the `quantization_config` of a layout."""
+    scheme = LAYOUTS[name][0]
+    return load_reference(name)[0] if scheme is None else Layout.of(scheme).config(unquantized)
+
+
+def stored(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return a layer's tensors, without its bias."""
+    scheme, codes = LAYOUTS[name][0], weight.codes
+    if scheme is not None:
+        return Layout.of(scheme).write(weight)
+    if name == "packed_int4":
+        shape = torch.tensor(codes.shape)
+        packed = words.pack(codes, 4)
+        return {"weight_packed": packed, "weight_scale": weight.scales, "weight_shape": shape}
+    if name == "mxfp4":
+        exponents = (weight.scales.log2() + 127).to(torch.uint8)
+        return {"weight_packed": words.pack_pairs(codes), "weight_scale": exponents}
+    return {"weight": codes, "weight_scale_inv": weight.scales[::16].contiguous()}
+
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -75,7 +91,6 @@ def write_quantized(
     float32.
     """
     torch.manual_seed(7)
-    layout = LAYOUTS[name][0]
     config = AutoConfig.for_model(model_type, **{**_COMMON, **shape})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.save_pretrained(folder)
@@ -89,7 +104,7 @@ def write_quantized(
             dense.get_submodule(path).weight.data = _store(tensors, name, path, module.weight.detach())
         elif path.endswith(".experts"):
             _store_experts(tensors, name, path, dense.get_submodule(path))
-    config.quantization_config = layout.config(["lm_head"])
+    config.quantization_config = method_of(name, ["lm_head"])
     config.dtype = dtype
     config.save_pretrained(folder)
     save_shards(folder, tensors, shards)
@@ -98,12 +113,12 @@ def write_quantized(
 
 def _store(tensors: dict[str, Tensor], name: str, path: str, dense: Tensor) -> Tensor:
     """Quantize a layer's weight. Return its dequantized values."""
-    layout, format, group_size = LAYOUTS[name]
+    _, format, group_size = LAYOUTS[name]
     weight = with_zero_points(dense) if name == "awq" else round_to_nearest(dense, format, group_size)
     if name == "gptq":
         weight = permuted(weight)
     tensors.update(
-        {f"{path}.{suffix}": tensor.contiguous() for suffix, tensor in layout.write(weight).items()}
+        {f"{path}.{suffix}": tensor.contiguous() for suffix, tensor in stored(name, weight).items()}
     )
     return weight.dequantized()
 
