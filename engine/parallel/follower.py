@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import socket
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,19 +22,10 @@ from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.messages import (
     READY,
     AdapterKept,
-    AllocateSlots,
     BuildRunners,
-    CopyBlock,
-    DropAdapter,
-    FinishCopies,
+    Call,
     KeepAdapter,
-    LoadBlock,
-    LoadState,
-    MoveInputs,
-    MoveTokens,
     RunStep,
-    SaveBlock,
-    WarmUp,
     receive,
 )
 from engine.parallel.pools import lend_pool, rank_layout
@@ -65,40 +58,44 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
 
 def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, ranks: Ranks, link: socket.socket) -> None:
     """Run rank 0's commands until it is gone."""
-    host: HostMemory | None = None
+    functions = _functions(loaded, pool, runner, ranks, link)
     while (message := receive(link, messages.to_others)) is not None:
         match message:
-            case WarmUp():
-                runner.warm_up()
             case RunStep(batch, logit_rows, wants_hidden):
                 runner.run(Step(batch, logit_rows, wants_hidden))
-            case CopyBlock(source, target):
-                pool.copy_block(source, target)
-            case MoveTokens(tables, first, places):
-                pool.move_tokens(tables, first, places)
-            case LoadState(state_slot, num_tokens):
-                assert pool.state_slots is not None
-                share_state(ranks, pool.state_slots, state_slot, num_tokens)
-            case MoveInputs(state_slot, first, places):
-                assert pool.state_slots is not None
-                pool.state_slots.move(state_slot, first, places)
-            case AllocateSlots(count):
-                host = HostMemory(pool.memory, count)
-            case SaveBlock(block, slot):
-                assert host is not None
-                host.save(block, slot)
-            case LoadBlock(slot, block):
-                assert host is not None
-                host.load(slot, block)
-            case FinishCopies():
-                if pool.memory.is_cuda:
-                    torch.cuda.current_stream(pool.memory.device).synchronize()
-                link.sendall(READY)
             case KeepAdapter():
                 messages.send(link, messages.encode(_keep(loaded, message)))
-            case DropAdapter(slot):
-                assert loaded.adapters is not None
-                loaded.adapters.drop(slot)
+            case Call(name, arguments):
+                functions[name](*arguments)
+
+
+def _functions(
+    loaded: LoadedModel, pool: KVPool, runner: ShareRunner, ranks: Ranks, link: socket.socket
+) -> dict[str, Callable[..., object]]:
+    """Return the functions that rank 0 calls by name. They have the arguments of its own objects' methods."""
+
+    def allocate_slots(count: int) -> None:
+        host = HostMemory(pool.memory, count)
+        functions.update(save=host.save, load=host.load)
+
+    def finish_copies() -> None:
+        if pool.memory.is_cuda:
+            torch.cuda.current_stream(pool.memory.device).synchronize()
+        link.sendall(READY)
+
+    functions: dict[str, Callable[..., object]] = {
+        "warm_up": lambda: runner.warm_up(),
+        "copy_block": pool.copy_block,
+        "move_tokens": pool.move_tokens,
+        "allocate_slots": allocate_slots,
+        "finish_copies": finish_copies,
+    }
+    if loaded.adapters is not None:
+        functions["drop_adapter"] = loaded.adapters.drop
+    if pool.state_slots is not None:
+        functions["load_state"] = partial(share_state, ranks, pool.state_slots)
+        functions["move_inputs"] = pool.state_slots.move
+    return functions
 
 
 def _keep(loaded: LoadedModel, message: KeepAdapter) -> AdapterKept:

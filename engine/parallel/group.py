@@ -57,10 +57,6 @@ class Ranks(ABC):
         ends = [min(rank * units // self.size * unit, count) for rank in range(self.size + 1)]
         return Columns(tuple(range(*ends) for ends in itertools.pairwise(ends)))
 
-    def own(self, count: int, unit: int = 1) -> range:
-        """Return this rank's range of `count` items, divided like `columns`."""
-        return self.columns(count, unit).parts[self.rank]
-
     @abstractmethod
     def gather(self, part: Tensor, columns: Columns) -> Tensor:
         """Return whole rows, [..., width], from the columns that each rank has, [..., own]. All ranks call it

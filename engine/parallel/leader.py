@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,18 +29,14 @@ from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
 from engine.parallel.messages import (
     READY,
     BuildRunners,
-    DropAdapter,
-    FinishCopies,
+    Call,
     KeepAdapter,
-    LoadState,
-    MoveInputs,
     RunStep,
-    WarmUp,
     encode,
     receive,
     send,
 )
-from engine.parallel.pools import HeldPool, LeadingPool, borrow_pool, held_pool, rank_layout
+from engine.parallel.pools import HeldPool, LeadingMemory, LeadingPool, borrow_pool, held_pool, rank_layout
 from engine.parallel.runner import ShareRunner
 from engine.parallel.shared_ranks import SharedRanks
 from engine.parallel.states import WholeBlocks, share_state
@@ -112,18 +108,16 @@ class Leader:
 
     def pool(self, layout: PoolLayout, num_blocks: int, device: torch.device) -> LeadingPool:
         """Make rank 0's pool, for ranks with pools of their own."""
-        return LeadingPool(
-            layout, num_blocks, device, self.ranks.size, lambda message: self.broadcast(encode(message))
-        )
+        return LeadingPool(layout, num_blocks, device, self.ranks.size, self.call)
 
     def host_memory(self, pool: KVPool, num_slots: int) -> HostMemory:
         """Allocate slots for blocks of `Leader.pool`'s, on all ranks, which have built their runners."""
         assert isinstance(pool, LeadingPool)
-        return pool.host_memory(num_slots, self._finish_copies)
+        return LeadingMemory(pool, num_slots, self.call, self._finish_copies)
 
     def _finish_copies(self) -> None:
         """Wait for the copies that the other ranks were told to make. Raises LostRankError."""
-        self.broadcast(encode(FinishCopies()))
+        self.call("finish_copies")
         self._await(GATHER_TIMEOUT_S)
 
     def runner(
@@ -151,11 +145,11 @@ class Leader:
         """Have the other ranks change the states of their slots like rank 0."""
 
         def load(state_slot: int, num_tokens: int) -> None:
-            self.broadcast(encode(LoadState(state_slot, num_tokens)))
+            self.call("load_state", state_slot, num_tokens)
             share_state(self.ranks, states, state_slot, num_tokens)
 
         def move(state_slot: int, first: int, places: Sequence[int]) -> None:
-            self.broadcast(encode(MoveInputs(state_slot, first, [*places])))
+            self.call("move_inputs", state_slot, first, [*places])
 
         states.on_load, states.on_move = load, move  # type: ignore[method-assign]
 
@@ -181,6 +175,10 @@ class Leader:
             with _link_timeout(link, GATHER_TIMEOUT_S):
                 send(link, message)
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Have all other ranks call one of their functions (`follower.py`). Raises LostRankError."""
+        self.broadcast(encode(Call(name, [*arguments])))
+
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
         """Load an adapter on all other ranks or none, like `OtherTables.keep`. Also raises LostRankError."""
         self.broadcast(encode(KeepAdapter(slot, path, raw)))
@@ -197,7 +195,7 @@ class Leader:
 
     def drop(self, slot: int) -> None:
         """Drop a slot's adapter on all other ranks. Raises LostRankError."""
-        self.broadcast(encode(DropAdapter(slot)))
+        self.call("drop_adapter", slot)
 
     def _await(self, patience_s: float) -> None:
         for link in self._links:
@@ -243,7 +241,7 @@ class LeadingRunner(ShareRunner):
         self._leader = leader
 
     def warm_up(self) -> float:
-        self._leader.broadcast(encode(WarmUp()))
+        self._leader.call("warm_up")
         return super().warm_up()
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:

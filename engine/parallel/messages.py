@@ -52,82 +52,14 @@ class KeepAdapter(msgspec.Struct, frozen=True, array_like=True, tag=1):
     raw: RawAdapter
 
 
-class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    slot: int
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """An order to call one of the functions that `follower.py` has by name."""
+
+    name: str
+    arguments: list[Any] = []
 
 
-class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """An order to call `Runner.warm_up`, whose padding all ranks run together."""
-
-
-class CopyBlock(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The arguments of `KVPool.copy_block`, for ranks with pools of their own."""
-
-    source: int
-    target: int
-
-
-class MoveTokens(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The arguments of `KVPool.move_tokens`, for ranks with pools of their own."""
-
-    tables: list[list[int]]
-    first: int
-    places: list[int]
-
-
-class AllocateSlots(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """An order to allocate host memory for `count` blocks, for ranks with pools of their own."""
-
-    count: int
-
-
-class SaveBlock(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The arguments of `HostMemory.save`."""
-
-    block: int
-    slot: int
-
-
-class LoadBlock(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The arguments of `HostMemory.load`."""
-
-    slot: int
-    block: int
-
-
-class FinishCopies(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """An order to wait for all copies so far, answered by `READY`."""
-
-
-class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """An order to take part in `share_state`."""
-
-    state_slot: int
-    num_tokens: int
-
-
-class MoveInputs(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The arguments of `StateSlots.move`."""
-
-    state_slot: int
-    first: int
-    places: list[int]
-
-
-ToOthers = (
-    RunStep
-    | KeepAdapter
-    | DropAdapter
-    | WarmUp
-    | CopyBlock
-    | MoveTokens
-    | AllocateSlots
-    | SaveBlock
-    | LoadBlock
-    | FinishCopies
-    | LoadState
-    | MoveInputs
-)
+ToOthers = RunStep | KeepAdapter | Call
 
 
 class LentPool(msgspec.Struct, frozen=True):

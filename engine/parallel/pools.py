@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -22,15 +21,7 @@ from engine.kv.pool import KVPool
 from engine.kv.tiers.host import HostMemory
 from engine.parallel import messages
 from engine.parallel.division import keys_of
-from engine.parallel.messages import (
-    READY,
-    AllocateSlots,
-    CopyBlock,
-    LentPool,
-    LoadBlock,
-    MoveTokens,
-    SaveBlock,
-)
+from engine.parallel.messages import READY, LentPool
 from protocol.errors import UnsupportedModelError
 from protocol.handoff import SegmentInfo
 
@@ -82,51 +73,50 @@ class LeadingPool(KVPool):
         num_blocks: int,
         device: torch.device,
         size: int,
-        broadcast: Callable[[msgspec.Struct], None],
+        call: Callable[..., None],
     ) -> None:
+        """Make the pool. `call` has the other ranks call a function by name."""
         super().__init__(rank_layout(layout, size, 0), num_blocks, device, None)
         self.whole, self.segments, self.state_blocks = layout, layout.describe(), layout.state_blocks
-        self._size, self._broadcast = size, broadcast
+        self._size, self._call = size, call
 
     @property
     def block_bytes(self) -> int:
         each = (rank_layout(self.whole, self._size, rank).block_bytes for rank in range(self._size))
         return sum(each)
 
-    def host_memory(self, num_slots: int, finish: Callable[[], None]) -> LeadingMemory:
-        """Allocate slots on all ranks. `finish` waits for the copies of the others."""
-        return LeadingMemory(self, num_slots, self._broadcast, finish)
-
     def copy_block(self, source: int, target: int) -> None:
-        self._broadcast(CopyBlock(source, target))
+        self._call("copy_block", source, target)
         super().copy_block(source, target)
 
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
-        self._broadcast(MoveTokens([[*table] for table in tables], first, [*places]))
+        self._call("move_tokens", [[*table] for table in tables], first, [*places])
         super().move_tokens(tables, first, places)
 
 
 class LeadingMemory(HostMemory):
-    """Rank 0's slots in host memory. The other ranks copy their parts of the same blocks."""
+    """Rank 0's slots in host memory. The other ranks copy their parts of the same blocks; `finish` waits for
+    their copies.
+    """
 
     def __init__(
         self,
         pool: LeadingPool,
         num_slots: int,
-        broadcast: Callable[[msgspec.Struct], None],
+        call: Callable[..., None],
         finish: Callable[[], None],
     ) -> None:
-        broadcast(AllocateSlots(num_slots))  # before our own: pinning memory takes seconds
+        call("allocate_slots", num_slots)  # before our own: pinning memory takes seconds
         super().__init__(pool.memory, num_slots)
         self.block_bytes = pool.block_bytes
-        self._broadcast, self._finish = broadcast, finish
+        self._call, self._finish = call, finish
 
     def save(self, block: int, slot: int) -> None:
-        self._broadcast(SaveBlock(block, slot))
+        self._call("save", block, slot)
         super().save(block, slot)
 
     def load(self, slot: int, block: int) -> None:
-        self._broadcast(LoadBlock(slot, block))
+        self._call("load", slot, block)
         super().load(slot, block)
 
     def finish(self) -> None:
