@@ -10,7 +10,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.functional import sigmoid, silu, softplus
@@ -22,6 +22,7 @@ from protocol.errors import UnsupportedModelError
 
 _ADVISER = "transformers.integrations.hub_kernels"
 """The logger that warns of slow functions, which run here only while a model is probed."""
+_Ours: TypeAlias = Callable[..., Any]
 
 
 class RecurrentHooks:
@@ -44,21 +45,21 @@ def hook(model: nn.Module) -> RecurrentHooks | None:
     """Hook a model's recurrent layers. Return None if the model calls none of these functions."""
     hooks = RecurrentHooks()
     for module in model.modules():
-        if type(module).__name__ == _LIGHTNING:
-            own = _bound_lightning(hooks, len(hooks.layers), module.forward)
+        if type(module).__name__ == _LIGHTNING_LAYER:
+            own = _bound(hooks, len(hooks.layers), type(module).forward, _lightning)
             module.forward = types.MethodType(own, module)
             hooks.add(module)
             continue
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
             continue
-        names = [name for name in _BOUND if name in forward.__code__.co_names]
+        names = [name for name in _OURS if name in forward.__code__.co_names]
         number = getattr(module, "layer_idx", None)
         if not names or number is None:
             continue
         known = dict(forward.__globals__)
         for name in names:
-            known[name] = _BOUND[name](hooks, len(hooks.layers), known[name])
+            known[name] = _bound(hooks, len(hooks.layers), known[name], _OURS[name])
         copy = types.FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__)
         copy.__kwdefaults__ = forward.__kwdefaults__
         module.forward = types.MethodType(copy, module)
@@ -71,83 +72,115 @@ def hook(model: nn.Module) -> RecurrentHooks | None:
     return hooks
 
 
-def _bound_conv(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    def causal_conv1d_fn(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+def _bound(
+    hooks: RecurrentHooks, layer: int, original: Callable[..., Any], ours: _Ours
+) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
         if hooks.operators is None:
-            return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        rows = hooks.operators.causal_conv(layer, _only(hidden_states).t(), weight, bias)
-        if activation is not None:
-            rows = ACT2FN[activation](rows)
-        return rows.to(hidden_states.dtype).t()[None]
+            return original(*args, **kwargs)
+        return ours(hooks.operators, layer, *args, **kwargs)
 
-    return causal_conv1d_fn
+    return function
 
 
-def _bound_delta_rule(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key
-    channels (Kimi Delta Attention, 2025).
+def _conv(
+    operators: Operators,
+    layer: int,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    rows = operators.causal_conv(layer, _only(hidden_states).t(), weight, bias)
+    if activation is not None:
+        rows = ACT2FN[activation](rows)
+    return rows.to(hidden_states.dtype).t()[None]
+
+
+def _delta_rule(
+    operators: Operators,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Run the gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key channels
+    (Kimi Delta Attention, 2025).
     """
-
-    def chunk_delta_rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if hooks.operators is None:
-            return original(
-                query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
-            )
-        q, k, v, decay, strength = (_only(rows).float() for rows in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
-            q, k = unit(q), unit(k)
-        decay = decay if decay.dim() == 3 else decay[..., None]
-        out = hooks.operators.linear_attention(layer, q * q.shape[-1] ** -0.5, k, v, decay, strength)
-        return out[None].to(query.dtype), None
-
-    return chunk_delta_rule
+    q, k, v, decay, strength = (_only(rows).float() for rows in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q), unit(k)
+    decay = decay if decay.dim() == 3 else decay[..., None]
+    out = operators.linear_attention(layer, q * q.shape[-1] ** -0.5, k, v, decay, strength)
+    return out[None].to(query.dtype), None
 
 
-def _bound_state_space(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Mamba2's scan (2024): linear attention with C as queries, B as keys and no delta rule."""
+def _state_space(
+    operators: Operators,
+    layer: int,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """Run Mamba2's scan (2024): linear attention with C as queries, B as keys and no delta rule."""
+    if z is not None:
+        raise UnsupportedModelError("a gate inside of the scan (z) is not supported")
+    times = _only(dt) if dt_bias is None else _only(dt) + dt_bias.to(dt.dtype)
+    times = (softplus(times) if dt_softplus else times).clamp(*dt_limit).float()[..., None]
+    rows, query, key = (_only(each).float() for each in (hidden_states, C, B))
+    out = operators.linear_attention(layer, query, key, rows * times, A[:, None] * times, None)
+    return (out if D is None else out + D[:, None] * rows)[None]
 
-    def mamba2_chunk_scan(
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **kwargs: Any,
-    ) -> Any:
-        if hooks.operators is None:
-            options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-            return original(hidden_states, dt, A, B, C, chunk_size, **options, **kwargs)
-        if z is not None:
-            raise UnsupportedModelError("a gate inside of the scan (z) is not supported")
-        times = _only(dt) if dt_bias is None else _only(dt) + dt_bias.to(dt.dtype)
-        times = (softplus(times) if dt_softplus else times).clamp(*dt_limit).float()
-        rows = _only(hidden_states).float()
-        query, key = _only(C).float(), _only(B).float()
-        times = times[..., None]
-        out = hooks.operators.linear_attention(layer, query, key, rows * times, A[:, None] * times, None)
-        return (out if D is None else out + D[:, None] * rows)[None]
 
-    return mamba2_chunk_scan
+def _scan(
+    operators: Operators,
+    layer: int,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Run Mamba's selective scan (2023): a state of `A.shape[1]` values for each channel."""
+    times = _only(dt).t() if delta_bias is None else _only(dt).t() + delta_bias.to(dt.dtype)
+    times = (softplus(times) if delta_softplus else times).float()
+    rows, query, key = (_only(each).t().float() for each in (hidden_states, C, B))
+    out = operators.selective_scan(layer, query, key, rows * times, times, A.float())
+    out = out if D is None else out + rows * D
+    return (out if z is None else out * silu(_only(z).t())).t()[None]
+
+
+def _lightning(
+    operators: Operators, layer: int, module: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Run a layer of lightning attention (2024): linear attention with a constant decay for each head. The
+    layer calls no function over tokens, so we replace its whole forward.
+    """
+    states = _only(module.act_fn(module.qkv_proj(hidden_states))).unflatten(-1, (-1, 3 * module.head_dim))
+    query, key, value = states.float().chunk(3, dim=-1)
+    decay = -module.slope_rate.float().view(1, -1, 1).expand(len(states), -1, 1)
+    out = operators.linear_attention(layer, query, key, value, decay, None)
+    rows = module.norm(out.to(hidden_states.dtype).flatten(1)[None])
+    return module.out_proj(sigmoid(module.output_gate(hidden_states)) * rows), None
 
 
 class TimeProjection(nn.Module):
@@ -174,54 +207,6 @@ class TimeProjection(nn.Module):
         return result
 
 
-def _bound_scan(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Mamba's selective scan (2023): a state of `A.shape[1]` values for each channel."""
-
-    def mamba_selective_scan(
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if hooks.operators is None:
-            options = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
-            return original(hidden_states, dt, A, B, C, **options, **kwargs)
-        times = _only(dt).t() if delta_bias is None else _only(dt).t() + delta_bias.to(dt.dtype)
-        times = (softplus(times) if delta_softplus else times).float()
-        rows = _only(hidden_states).t().float()
-        query, key = _only(C).t().float(), _only(B).t().float()
-        out = hooks.operators.selective_scan(layer, query, key, rows * times, times, A.float())
-        out = out if D is None else out + rows * D
-        return (out if z is None else out * silu(_only(z).t())).t()[None]
-
-    return mamba_selective_scan
-
-
-def _bound_lightning(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of lightning attention (2024): linear attention with a constant decay for each head.
-    The layer calls no function over tokens, so we replace its whole forward.
-    """
-
-    def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hooks.operators is None:
-            return original(hidden_states, *args, **kwargs)
-        heads: Any = module
-        states = _only(heads.act_fn(heads.qkv_proj(hidden_states))).unflatten(-1, (-1, 3 * heads.head_dim))
-        query, key, value = states.float().chunk(3, dim=-1)
-        decay = -heads.slope_rate.float().view(1, -1, 1).expand(len(states), -1, 1)
-        out = hooks.operators.linear_attention(layer, query, key, value, decay, None)
-        rows = heads.norm(out.to(hidden_states.dtype).flatten(1)[None])
-        return heads.out_proj(sigmoid(heads.output_gate(hidden_states)) * rows), None
-
-    return forward
-
-
 def _only(batch: Tensor) -> Tensor:
     if batch.shape[0] != 1:
         raise UnsupportedModelError(
@@ -230,11 +215,12 @@ def _only(batch: Tensor) -> Tensor:
     return batch[0]
 
 
-_SCAN, _LIGHTNING = "mamba_selective_scan", "MiniMaxLightningAttention"
-_BOUND = {
-    _SCAN: _bound_scan,
-    "causal_conv1d_fn": _bound_conv,
-    "torch_chunk_gated_delta_rule": _bound_delta_rule,
-    "chunk_kimi_delta_attention": _bound_delta_rule,
-    "mamba2_chunk_scan": _bound_state_space,
+_SCAN, _LIGHTNING_LAYER = "mamba_selective_scan", "MiniMaxLightningAttention"
+_OURS: dict[str, _Ours] = {
+    _SCAN: _scan,
+    "causal_conv1d_fn": _conv,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
 }
+"""Our functions in place of those with these names. They get the operators and the layer's number first."""
