@@ -16,20 +16,23 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.recurrent import operators_of
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.recurrent_hooks import RecurrentHooks
-from engine.kv.attention import AttentionMetadata, AttentionOptions
+from engine.devices.torch.runner import Modules, TorchRunner
+from engine.kv.attention import AttentionOptions
 from engine.kv.layout import TARGET, Group, LayerShape, PoolLayout
 from engine.kv.pool import KVPool
-from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout, StateSlots
+from engine.kv.state_slots import RecurrentLayer, StateLayout, StateSlots
 from protocol.errors import UnsupportedModelError
 from protocol.handoff import MAX_SEGMENTS
 
@@ -38,8 +41,8 @@ logger = logging.getLogger("tandem.engine")
 _BLOCK_SIZE = 4
 _TEXT, _SPLIT, _MATE = 6, 3, 2
 """Number of tokens of the text, of its first chunk, and of its batch mate. Few: large models take time."""
-_TABLE = ((1, 0), (3, 2))
-"""Block tables of the batch mate and of the text."""
+_BLOCKS = [1, 0], [3, 2]
+"""Blocks of the batch mate and of the text."""
 _MAX_SEGMENTS = MAX_SEGMENTS // 2
 """Most KV shapes of a target; the other half of the segments is for a draft model."""
 _TWINS = 0, 2
@@ -210,7 +213,10 @@ def _probe_structure(
     tokens, positions = torch.tensor([[1, 2, 1, 3], [3, 0, 3, 1]], device=model.device)
     poisoned = torch.tensor([_POISONED], device=model.device)
     with _embeddings(model, lambda embeddings: embeddings.index_fill(1, poisoned, torch.nan)):
-        attention.look(_forward(model, transformers_hook.PROBE_NAME, attention, tokens, positions))
+        model.set_attn_implementation(transformers_hook.PROBE_NAME)
+        transformers_hook.set_current_backend(attention)  # type: ignore[arg-type]
+        output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        attention.look(output.logits[0])
     known = attention.layers.keys() | set(hooks.layers if hooks is not None else ())
     missing = sorted(set(range(num_layers)) - known)
     if missing and attention.num_leaks:
@@ -280,49 +286,18 @@ def _served(
         operators = operators_of(
             StateSlots(replace(kept.state, grid=_BLOCK_SIZE, window=_BLOCK_SIZE), 2, model.device)
         )
-        hooks.operators = operators
+    model.set_attn_implementation(transformers_hook.NAME)
+    forward = Modules(model, backend, hooks=hooks, operators=operators)
+    runner = TorchRunner(forward, backend, model.device, "off", products="")
     logits = []
     for mate, start, end in ((mates[0], 0, _SPLIT), (mates[1], _SPLIT, len(text))):
-        positions = torch.cat([torch.arange(_MATE), torch.arange(start, end)]).to(model.device)
-        backend.begin_step(_metadata(start, end, model.device))
-        if operators is not None:
-            operators.begin_step([RowSpan(0, 0, _MATE, _MATE), RowSpan(1, start, end - start, end)])
-        rows = torch.cat([mate, text[start:end]])
-        logits.append(_forward(model, transformers_hook.NAME, backend, rows, positions)[_MATE:])
+        rows = [
+            SequenceRows(mate.tolist(), 0, [_BLOCKS[0]]),
+            SequenceRows(text[start:end].tolist(), start, [_BLOCKS[1]], state_slot=1),
+        ]
+        step = Step(rows, [*range(_MATE, _MATE + end - start)])
+        logits.append(runner.run(step).logits.clone())
     return torch.cat(logits).float()
-
-
-def _metadata(start: int, end: int, device: torch.device) -> AttentionMetadata:
-    """Return the metadata of a whole mate and the text's rows from `start` to `end`."""
-    spans = (0, _MATE), (start, end)
-    slots = [
-        blocks[place // _BLOCK_SIZE] * _BLOCK_SIZE + place % _BLOCK_SIZE
-        for blocks, span in zip(_TABLE, spans, strict=True)
-        for place in range(*span)
-    ]
-
-    def int32(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return AttentionMetadata(
-        query_start=int32([0, _MATE, _MATE + end - start]),
-        context_len=int32([_MATE, end]),
-        block_table=int32(_TABLE),
-        slot_mapping=torch.tensor(slots, device=device),
-        max_query_len=max(_MATE, end - start),
-        max_context_len=max(_MATE, end),
-    )
-
-
-def _forward(
-    model: PreTrainedModel, attention: str, backend: Any, token_ids: Tensor, positions: Tensor
-) -> Tensor:
-    """Return the logits [rows, vocab] of packed rows."""
-    model.set_attn_implementation(attention)
-    transformers_hook.set_current_backend(backend)
-    output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-    logits: Tensor = output.logits
-    return logits[0]
 
 
 @contextmanager
