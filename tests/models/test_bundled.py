@@ -61,11 +61,6 @@ def target() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def draft() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
 def held_out() -> list[dict[str, str]]:
     return [json.loads(line) for line in (MODELS / "heldout_prompts.jsonl").read_text("utf-8").splitlines()]
 
@@ -104,16 +99,14 @@ def test_files_fit_in_the_repository(tokenizer: PreTrainedTokenizerBase) -> None
     assert tokenizer.pad_token == "<|pad|>"
 
 
-def test_shapes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+def test_shapes(target: PreTrainedModel) -> None:
+    config = target.config
     assert 8e6 < target.num_parameters() < 12e6
-    assert 0.8e6 < draft.num_parameters() < 1.2e6
-    for config in (target.config, draft.config):
-        assert (config.vocab_size, config.max_position_embeddings, config.head_dim % 16) == (4096, CONTEXT, 0)
-        assert config.num_key_value_heads < config.num_attention_heads
+    assert (config.vocab_size, config.max_position_embeddings, config.head_dim % 16) == (4096, CONTEXT, 0)
+    assert config.num_key_value_heads < config.num_attention_heads
     assert config_of(HYBRID)["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
     heads = config_of(MEDUSA)
     assert len(heads["rank_acceptance"]) == heads["num_heads"] >= 3
-    assert "accepted, with all before it" in (MEDUSA / "README.md").read_text()
 
 
 @pytest.mark.parametrize("text", TRICKY)
@@ -121,41 +114,23 @@ def test_tokenizer_round_trip(tokenizer: PreTrainedTokenizerBase, text: str) -> 
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_the_target_completes_python(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    inputs = tokenizer("class Point:\n    def __init__(self", return_tensors="pt")
-    output = target.generate(**inputs, max_new_tokens=24, do_sample=False)
-    completion = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
-    signature, _, body = completion.partition("):\n")
-    assert signature.startswith(",") or not signature
-    assert body.startswith("        self.")
-
-
-def test_held_out_bits_per_byte(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: list[dict[str, str]],
+def test_held_out_bits_per_byte_and_agreement(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: list[dict[str, str]]
 ) -> None:
+    draft, hybrid = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (DRAFT, HYBRID)
+    )
     texts = [entry["prompt"] + entry["continuation"] for entry in held_out[::12]]
-    of_target, of_draft = (bits_per_byte(model, tokenizer, texts) for model in (target, draft))
+    of_target, of_draft, of_hybrid = (
+        bits_per_byte(model, tokenizer, texts) for model in (target, draft, hybrid)
+    )
     # A model that knows nothing would need 12 bits for each token of 3.5 bytes.
-    assert of_target < 1.5
+    assert of_target < 1.5 and of_hybrid < 1.5
     assert of_target < of_draft < 1.7
-
-
-def test_the_draft_agrees_with_the_target(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: list[dict[str, str]],
-) -> None:
-    agreed = total = 0
-    for entry in held_out[::12]:
-        ids = tokenizer(entry["prompt"] + entry["continuation"]).input_ids
-        same = logits(target, ids).argmax(-1) == logits(draft, ids).argmax(-1)
-        agreed += int(same.sum())
-        total += len(same)
-    assert agreed / total > 0.55
+    same = [
+        logits(target, ids).argmax(-1) == logits(draft, ids).argmax(-1) for ids in tokenizer(texts).input_ids
+    ]
+    assert torch.cat(same).float().mean() > 0.55
 
 
 def test_the_end_of_the_context_is_as_good_as_its_start(
@@ -203,22 +178,22 @@ def generate(
     return list(tokens.values()), sum(map(len, tokens.values())) / steps
 
 
-def test_medusa_heads_speed_up_decoding_and_change_no_token(requests: list[EngineRequest]) -> None:
-    plain, _ = generate(requests, None)
-    for tree, num_tokens, least in ((False, 3, 1.2), (True, 16, 1.3)):
-        options = SpeculativeConfig(
-            method="medusa", model=str(MEDUSA), tree=tree, num_speculative_tokens=num_tokens
-        )
-        speculated, per_step = generate(requests, options)
-        assert speculated == plain
-        assert per_step > least
+HEADS: dict[str, tuple[Path, dict[str, Any], float]] = {
+    "medusa": (TARGET, {"model": str(MEDUSA), "tree": False, "num_speculative_tokens": 3}, 1.2),
+    "medusa's trees": (TARGET, {"model": str(MEDUSA), "tree": True, "num_speculative_tokens": 16}, 1.3),
+    "mtp": (HYBRID, {"model": str(HYBRID) + "-mtp", "num_speculative_tokens": 3}, 1.2),
+}
+"""The model, the options of its heads, and the least tokens per step."""
 
 
-def test_held_out_bits_per_byte_of_the_hybrid(held_out: list[dict[str, str]]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(HYBRID)
-    model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype=torch.float32).eval()
-    texts = [entry["prompt"] + entry["continuation"] for entry in held_out[::16]]
-    assert bits_per_byte(model, tokenizer, texts) < 1.5
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_speed_up_decoding_and_change_no_token(requests: list[EngineRequest], name: str) -> None:
+    model, options, least = HEADS[name]
+    plain, _ = generate(requests, None, model)
+    method: Any = name.partition("'")[0]
+    speculated, per_step = generate(requests, SpeculativeConfig(method=method, **options), model)
+    assert speculated == plain
+    assert per_step > least
 
 
 def test_the_pairs_draft_drafts_for_the_hybrid() -> None:
@@ -232,15 +207,6 @@ def test_the_pairs_draft_drafts_for_the_hybrid() -> None:
     assert (Path(config.model) / "model.safetensors").stat().st_size < 3_000_000
     with pytest.raises(ConfigError, match="model: the method eagle needs one"):
         load_config(flags | {"speculative_config": '{"method": "eagle"}'}, {})
-
-
-def test_the_hybrids_mtp_head_speeds_up_decoding_and_changes_no_token(requests: list[EngineRequest]) -> None:
-    head = MODELS / "tandem-code-10m-hybrid-mtp"
-    options = SpeculativeConfig(method="mtp", model=str(head), num_speculative_tokens=3)
-    plain, _ = generate(requests, None, HYBRID)
-    speculated, per_step = generate(requests, options, HYBRID)
-    assert speculated == plain
-    assert per_step > 1.2
 
 
 def test_the_hybrid_begins_with_the_targets_weights() -> None:
