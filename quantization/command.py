@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -103,16 +102,18 @@ class _Job:
                 logged.add(message)
                 console.print(message)
 
-        with _Bar(len(self.blocks), console) as bar:
-            for index, block in enumerate(self.blocks):
-                is_new = not unfinished.has(index)
-                if is_new:
-                    unfinished.save(index, self._quantize(block, calibration, log))
-                else:
-                    _restore(block, unfinished.load(index))
-                if calibration is not None and index + 1 < len(self.blocks):
-                    calibration.advance()
-                bar.advance(index, is_new)
+        started, total = time.monotonic(), len(self.blocks)
+        for index, block in enumerate(self.blocks):
+            is_new = not unfinished.has(index)
+            if is_new:
+                unfinished.save(index, self._quantize(block, calibration, log))
+            else:
+                _restore(block, unfinished.load(index))
+            if calibration is not None and index + 1 < total:
+                calibration.advance()
+            if is_new:
+                left_s = (total - index - 1) * (time.monotonic() - started) / (index + 1 - finished)
+                console.print(f"block {index + 1} of {total} done, about {left_s:.0f} s left")
 
     @torch.inference_mode()
     def _quantize(
@@ -133,31 +134,6 @@ class _Job:
         unquantized += [f"{self._name}.{name}" for name in _other_weights(self.blocks)]
         layout = self._recipe.layout()
         return checkpoint.write(output, self._source, layout, prefixes, unfinished.load, unquantized)
-
-
-class _Bar:
-    """A progress bar with finished blocks and time left; off a terminal, a line for each block."""
-
-    def __init__(self, total: int, console: Console) -> None:
-        columns = (TextColumn("block"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        self._console, self._total = console, total
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-        self._task = self._progress.add_task("", total=total)
-        self._started, self._quantized = time.monotonic(), 0
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, index: int, is_new: bool) -> None:
-        self._progress.update(self._task, completed=index + 1)
-        self._quantized += is_new
-        if is_new and not self._console.is_terminal:
-            left = (self._total - index - 1) * (time.monotonic() - self._started) / self._quantized
-            self._console.print(f"block {index + 1} of {self._total} done, about {left:.0f} s left")
 
 
 def _other_weights(blocks: nn.Module) -> list[str]:

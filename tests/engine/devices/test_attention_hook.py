@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 
+from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.torch import transformers_hook
-from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.devices.torch.runner import Modules, TorchRunner
+from engine.kv.attention import AttentionBackend, LayerKv
 from protocol.errors import UnsupportedModelError
 from tests.e2e.architectures import ARCHITECTURES, config_of
 from tests.engine.attention_packs import BACKENDS
 
 BLOCK_SIZE, BLOCKS_EACH, LENGTHS = 4, 16, [17, 31, 20]
-Span = tuple[int, int, int]
-"""The rows of a pack: (sequence, first position, last position + 1)."""
 
 UNLIKE = ("gemma3n_text", "gemma4_text", "mimo_v2_flash", "deepseek_v3")
 """Models in which some layers' KV has another shape."""
@@ -48,47 +49,23 @@ def backend_for(model: PreTrainedModel, name: str) -> AttentionBackend:
     return cls([LayerKv.of(layer) for layer in torch.full(shape, float("nan")).unbind(1)])
 
 
-def describe(spans: list[Span]) -> AttentionMetadata:
-    table = torch.arange(1, 1 + len(LENGTHS) * BLOCKS_EACH).view(-1, BLOCKS_EACH).flip(1).int()
-    slots = []
-    for sequence, begin, end in spans:
-        positions = torch.arange(begin, end)
-        slots.append(table[sequence, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
-    return AttentionMetadata(
-        query_start=torch.tensor([0] + [end - begin for _, begin, end in spans]).cumsum(0).int(),
-        context_len=torch.tensor([end for *_, end in spans]).int(),
-        block_table=table[[sequence for sequence, *_ in spans]],
-        slot_mapping=torch.cat(slots),
-        max_query_len=max(end - begin for _, begin, end in spans),
-        max_context_len=max(end for *_, end in spans),
-    )
-
-
-def step(model: Any, backend: AttentionBackend, tokens: list[list[int]], spans: list[Span]) -> list[Tensor]:
-    """Run one packed forward. Return the logits of each span's rows."""
-    backend.begin_step(describe(spans))
-    transformers_hook.set_current_backend(backend)
-    ids = torch.tensor([[t for s, begin, end in spans for t in tokens[s][begin:end]]])
-    positions = torch.tensor([[p for _, begin, end in spans for p in range(begin, end)]])
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    return list(logits[0].split([end - begin for _, begin, end in spans]))
-
-
-@torch.inference_mode()
 def packed_logits(model: Any, backend: AttentionBackend, tokens: list[list[int]]) -> list[Tensor]:
     """Return the logits of every sequence: its first third in chunks of 7, then row by row, so that packs mix
     both.
     """
-    done = [0] * len(tokens)
-    logits: list[list[Tensor]] = [[] for _ in tokens]
+    runner = TorchRunner(Modules(model, backend), backend, model.device, "off", products="")
+    blocks = torch.arange(1, 1 + len(tokens) * BLOCKS_EACH).view(-1, BLOCKS_EACH).flip(1).tolist()
+    done, logits = [0] * len(tokens), [list[Tensor]() for _ in tokens]
     while any(d < len(t) for d, t in zip(done, tokens, strict=True)):
-        spans = []
+        batch: dict[int, SequenceRows] = {}
         for s, row in enumerate(tokens):
             if done[s] < len(row):
-                chunk = 7 if done[s] < len(row) // 3 else 1
-                spans.append((s, done[s], min(done[s] + chunk, len(row))))
-        for (s, _, end), part in zip(spans, step(model, backend, tokens, spans), strict=True):
-            done[s] = end
+                chunk = row[done[s] : done[s] + (7 if done[s] < len(row) // 3 else 1)]
+                batch[s] = SequenceRows(chunk, done[s], [blocks[s]])
+        sizes = [len(rows.token_ids) for rows in batch.values()]
+        output = runner.run(Step([*batch.values()], [*range(sum(sizes))]))
+        for s, part in zip(batch, output.logits.split(sizes), strict=True):
+            done[s] += len(part)
             logits[s].append(part)
     return [torch.cat(parts) for parts in logits]
 
@@ -114,17 +91,6 @@ def test_same_logits_as_the_plain_model(architecture: str, backend: str) -> None
         with torch.inference_mode():
             expected = plain(input_ids=torch.tensor([row]), use_cache=False).logits[0]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiles_without_a_graph_break(backend: str) -> None:
-    tokens = random_tokens()
-    model = build("llama", num_hidden_layers=1)
-    expected = packed_logits(model, backend_for(model, backend), tokens)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
-    actual = packed_logits(compiled, backend_for(model, backend), tokens)
-    for logits, row in zip(actual, expected, strict=True):
-        torch.testing.assert_close(logits, row, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe"])
@@ -154,7 +120,6 @@ def attention_inputs() -> tuple[Tensor, Tensor, Tensor]:
     [
         ({"s_aux": torch.zeros(3, 4)}, "sinks"),
         ({"is_causal": False}, "causal"),
-        ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
         ({"output_attentions": True}, "output_attentions"),
         ({"unheard_of": 3}, "unheard_of"),

@@ -1,4 +1,6 @@
-"""Loads the layers in `reference/`, which `make_reference.py` made."""
+"""Loads the layers in `reference/`: one random layer in each layout, packed and dequantized by the library
+that defines it (AutoAWQ 0.2.9, GPTQModel 7.7.0, compressed-tensors 0.20.0, Transformers' fine-grained FP8).
+"""
 
 from __future__ import annotations
 
