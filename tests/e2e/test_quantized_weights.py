@@ -6,9 +6,7 @@ weights.
 from __future__ import annotations
 
 import json
-import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +19,6 @@ from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.e2e.serving import HttpServing
-from tests.engine.quantization.quantized_model import VOCAB_SIZE, write_quantized
-from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 
 pytestmark = [
     pytest.mark.skipif(
@@ -104,41 +100,3 @@ def test_the_same_tokens_however_it_is_served(weights: dict[str, Any]) -> None:
     assert [token_ids for _, token_ids in crowd] == expected
     assert [token_ids for _, token_ids in again] == expected
     assert len({token for tokens in expected for token in tokens}) > NUM_TOKENS, "a test that cannot fail"
-
-
-CHECKPOINT_TOKENS = 16
-LENGTHS = [1, 7, 16, 40, 64, 100, 150]
-
-
-def run(cluster: Cluster, prefill: RunningWorker, decode: RunningWorker, ids: list[str]) -> list[list[int]]:
-    """Run requests, split if the workers differ. A request's prompt and seed depend on the number
-    in its id.
-    """
-    for request_id in ids:
-        prompt, sampling = question(int(request_id.rpartition("-")[2]))
-        target = decode.address if decode is not prefill else None
-        cluster.generate(prefill, request(request_id, prompt, CHECKPOINT_TOKENS, **sampling), target)
-    cluster.run(*ids, timeout_s=60)
-    return [cluster.tokens(request_id) for request_id in ids]
-
-
-def question(number: int) -> tuple[list[int], dict[str, float]]:
-    rng = random.Random(number)
-    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(LENGTHS[number])]
-    return prompt, {"temperature": 0.8, "seed": number} if number % 2 else {}
-
-
-def test_an_awq_checkpoint_gives_the_same_tokens_however_it_is_served(tmp_path: Path) -> None:
-    write_quantized(tmp_path, "qwen2", "awq", dtype=torch.float16)
-    numbers = range(len(LENGTHS))
-    config = tiny_config(tmp_path, dtype="auto", compile="auto", enable_prefix_caching=False)
-    with Cluster() as cluster:
-        prefill, decode = cluster.start_pair(config)
-        batch = run(cluster, prefill, decode, [f"batch-{number}" for number in numbers])
-        for number in numbers:
-            assert run(cluster, prefill, decode, [f"alone-{number}"]) == [batch[number]]
-            assert run(cluster, decode, decode, [f"colocated-{number}"]) == [batch[number]]
-        assert len({token for tokens in batch for token in tokens}) > CHECKPOINT_TOKENS, (
-            "a test that cannot fail"
-        )
-        cluster.wait_empty(prefill, decode)

@@ -69,6 +69,16 @@ def test_shards_biases_and_tied_embeddings_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), logits(dense), rtol=1e-5, atol=1e-5)
 
 
+def test_float16_checkpoints_run_in_bfloat16(tmp_path: Path) -> None:
+    dense = write_quantized(tmp_path, "llama", "awq", dtype=torch.float16)
+    loaded = load(tmp_path, "auto")
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.model.get_input_embeddings().weight.dtype is torch.bfloat16
+    expected = logits(dense)
+    error = (logits(loaded.model).float() - expected).square().mean().sqrt()
+    assert error < 0.05 * expected.square().mean().sqrt()
+
+
 def test_the_generation_configuration_is_read(tmp_path: Path) -> None:
     write_quantized(tmp_path, "llama", "awq")
     path = tmp_path / "generation_config.json"
