@@ -49,9 +49,7 @@ def _scaled_error(weight: Tensor, moments: Tensor, scales: Tensor, bits: int, gr
 
 
 def output_error(difference: Tensor, moments: Tensor) -> float:
-    """Return the squared change of the outputs, summed over tokens, that a `difference` [out, in] of weights
-    causes.
-    """
+    """Return the squared change of the outputs, over all tokens, by a `difference` [out, in] of weights."""
     return float(((difference @ moments) * difference).sum())
 
 

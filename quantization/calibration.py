@@ -73,9 +73,7 @@ class Moments:
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the decoder blocks and the name of their list in the model. Raises `ConfigError` if the model
-    has no such list.
-    """
+    """Return the decoder blocks and the name of their list. Raises `ConfigError` if the model has none."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -89,9 +87,7 @@ def linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 @dataclass(frozen=True)
 class _Call:
-    """A block's arguments except the hidden states, and the hidden states [1, length, hidden] before and
-    after it.
-    """
+    """A block's other arguments, and the hidden states [1, length, hidden] before and after it."""
 
     arguments: dict[str, Any]
     hidden: Tensor
@@ -148,9 +144,7 @@ class Calibration:
         self.position += 1
 
     def groups(self) -> list[LinearGroup]:
-        """Return all linear layers of the block. A layer that does not run on the first window forms a group
-        of its own.
-        """
+        """Return all linear layers of the block. A layer that does not run forms a group of its own."""
         inputs: dict[str, Tensor] = {}
         outputs: dict[str, Tensor] = {}
 
@@ -168,10 +162,7 @@ class Calibration:
         return _grouped(linears(self.block), inputs, outputs)
 
     def moments(self, groups: Iterable[LinearGroup]) -> dict[LinearGroup, Moments]:
-        """Return the moments of each group's inputs in the block with its current weights.
-
-        Raises `ConfigError` if they are not finite.
-        """
+        """Return the moments of each group's inputs in the block. Raises `ConfigError` if not finite."""
         modules = linears(self.block)
         found = {}
         with ExitStack() as stack:

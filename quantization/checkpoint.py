@@ -30,9 +30,7 @@ _PARTS = ("codes", "scales", "zeros", "permutation")
 
 @dataclass(frozen=True)
 class FinishedBlock:
-    """A finished block. `quantized` has its quantized layers by name; `changed` has all other tensors that
-    the quantization changed, by their names in the block.
-    """
+    """A finished block: its quantized layers, and all other tensors that changed, by their names in it."""
 
     quantized: dict[str, QuantizedWeight]
     changed: dict[str, Tensor]

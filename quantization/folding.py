@@ -41,16 +41,12 @@ class ScaleFold:
         return int(self.index.max()) + 1
 
     def pooled(self, inputs: Tensor) -> Tensor:
-        """Sum over the input channels that share a scale: [in] to [channels]. Every scale covers the same
-        number of input channels.
-        """
+        """Sum over the input channels that share a scale, equally many each: [in] to [channels]."""
         return inputs.new_zeros(self.channels).index_add_(0, self.index, inputs)
 
     @torch.no_grad()
     def apply(self, block: nn.Module, scales: Tensor) -> None:
-        """Divide the module's outputs by `scales`, float32 [channels], and multiply the group's weights by
-        them.
-        """
+        """Divide the module's outputs by `scales`, float32 [channels], and multiply the group's weights."""
         for parameter in self._before(block):
             rows = parameter[-self.channels :]
             shape = (-1,) + (1,) * (rows.ndim - 1)
@@ -105,9 +101,7 @@ def _candidates(
 
 
 def _indices(width: int, value_width: int, head_dim: int) -> list[Tensor]:
-    """Return the possible orders of channels: one scale for each channel, or one for each channel of the KV
-    heads.
-    """
+    """Return the possible orders: one scale for each channel, or one for each channel of the KV heads."""
     channels = torch.arange(width)
     found = [channels]
     if value_width < width and width % value_width == 0:

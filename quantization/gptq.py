@@ -46,10 +46,7 @@ def quantize(
 
 
 def _factor(hessian: Tensor) -> Tensor:
-    """Return the upper triangular U with U^T U equal to the inverse of the damped Hessian.
-
-    If all inputs were 0, the damping is 1.
-    """
+    """Return the upper triangular U with U^T U equal to the inverse of the damped Hessian."""
     scale = hessian.diagonal().mean()
     damping = DAMPING * scale if scale > 0 else torch.ones_like(scale)
     identity = torch.eye(len(hessian), device=hessian.device)

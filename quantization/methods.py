@@ -19,9 +19,7 @@ Quantized = dict[str, QuantizedWeight]
 
 
 def calibrate_block(recipe: Recipe, calibration: Calibration, log: Callable[[str], None]) -> Quantized:
-    """Quantize the block, which then computes with the dequantized weights. Pass `log` a line for each
-    skipped part.
-    """
+    """Quantize the block and set its dequantized weights. `log` gets a line for each skipped part."""
     if recipe.method == "awq":
         return _awq_block(recipe, calibration, log)
     return _gptq_block(recipe, calibration)

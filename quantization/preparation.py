@@ -89,10 +89,7 @@ class PreparedRun:
 
 
 def prepare(options: QuantizeOptions) -> PreparedRun:
-    """Check the options, the model and the texts without writing a file or reading weights.
-
-    Raises `ConfigError` with a line for each fault.
-    """
+    """Check options, model and texts before weights are read. Raises `ConfigError`, a line for each fault."""
     faults: list[str] = []
     layers = recipe = data = length = tokenizer = found = None
     with _collected(faults):

@@ -103,9 +103,7 @@ def cut(
 def _unseen(
     windows: Tensor, calibration: Tensor, num_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[HeldOut, int]:
-    """Choose windows spread over the text. Return those that do not overlap the calibration, and the number
-    of the rest.
-    """
+    """Choose spread windows. Return those that the calibration has not seen, and the number of the rest."""
     if not len(windows):
         length = windows.shape[1]
         raise ConfigError(f"--held-out: {num_tokens} tokens are less than a window of {length}")

@@ -217,9 +217,7 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of Llama 3's scaling. llama.cpp stores each frequency's divisor; the divisor of
-    the slowest frequency is the factor.
-    """
+    """Return Llama 3's scaling, from each frequency's divisor; the slowest one's divisor is the factor."""
     found = _floats(file, "rope_freqs.weight")
     frequencies = config["rope_theta"] ** -(np.arange(len(found)) / len(found))
     scaling = {

@@ -110,9 +110,7 @@ def make_layers(
     bias: bool = False,
     own_lm_head: bool = False,
 ) -> PreTrainedModel:
-    """Make a model of the target's class that has only layers of these types, and an Entrance as `entry`.
-    With `own_lm_head`, the final norm moves into the LM head and no longer norms the model's output.
-    """
+    """Make a model of the target's class that has only these layers, and an Entrance as `entry`."""
     kind = type(target)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -50,9 +50,7 @@ DUMMY_SEED = 0
 
 
 def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
-    """Load the configuration's model. With `on_host` it stays in host memory, and a share of it moves to the
-    device later. Raises `UnsupportedModelError` or `ConfigError`, naming the fault.
-    """
+    """Load the configuration's model, perhaps `on_host`. Raises UnsupportedModelError, ConfigError."""
     loaded = take_preloaded(config)
     if loaded is not None:
         return loaded
@@ -229,9 +227,7 @@ def _size(config: ServeConfig) -> str:
 def _load_weights(
     config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, *, has_kernel: bool
 ) -> PreTrainedModel:
-    """Load the weights to `device`. Without `has_kernel`, quantized experts that nothing packs for a GPU are
-    dequantized.
-    """
+    """Load the weights to `device`. Without `has_kernel`, experts that nothing packs are dequantized."""
     options: dict[str, Any] = {
         "attn_implementation": transformers_hook.NAME,
         "trust_remote_code": config.trust_remote_code,
@@ -292,9 +288,7 @@ _OF_NO_CONSEQUENCE = ("_name_or_path", "transformers_version")
 
 
 def model_fingerprint(model: PreTrainedModel, device_type: str) -> bytes:
-    """Return 16 bytes that depend on the model's configuration, the device type, a sample of each weight
-    tensor and the layers' input rounding.
-    """
+    """Return 16 bytes made of the configuration, a sample of each tensor and the layers' input rounding."""
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_NO_CONSEQUENCE}
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([config, device_type], sort_keys=True, default=str).encode())

@@ -111,9 +111,7 @@ def load_tensors(
     *,
     keeps_experts: bool,
 ) -> PreTrainedModel:
-    """Return the model `empty`, which has no memory yet, filled with `tensors`. `method` is their
-    `quantization_config`, if any. Raises like `load_quantized`.
-    """
+    """Fill the model `empty`, which has no memory yet. `method` is a `quantization_config` or None."""
     if method is None:
         return _load_rest(empty, tensors)
     stored = _split(named_as_in(empty, tensors), parse_layout(method), empty, device)
@@ -131,9 +129,7 @@ def _filled(
     keeps_experts: bool,
     packed: PackExperts | None = None,
 ) -> PreTrainedModel:
-    """Return the model filled with the stored weights and with `experts`, by the names of its tensors, which
-    are removed from there.
-    """
+    """Fill the model with the stored weights and with `experts`, which are removed from there."""
     rest, fused, dtype = stored.plain, stored.fused, empty.dtype
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
     if dequantized:
@@ -245,9 +241,7 @@ def take_experts(
 def set_experts(
     model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], packed: PackExperts | None = None
 ) -> None:
-    """Give all experts separate layers with these weights, by the names of the model's tensors, and pack
-    these. Remove each weight from `weights` once it is used: unpacked, 4-bit codes take twice the memory.
-    """
+    """Give experts separate, packed layers with these weights. Each weight is freed once it is used."""
     if not weights:
         return
     split_experts(model, by_kernel=packed is None)
@@ -267,9 +261,7 @@ def set_experts(
 def fill_experts(
     model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Fill the model's tensors of these names with the weights' values, on `device`. Remove each weight from
-    `weights` once it is used: in float32 all together need several times the memory.
-    """
+    """Fill the experts' tensors of these names on `device`. Each weight is freed once it is used."""
     for name in list(weights):
         path, _, tensor = name.rpartition(".")
         experts = model.get_submodule(path)
@@ -307,10 +299,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(model: str, revision: str | None) -> dict[str, Tensor]:
-    """Return the tensors of a folder or a hub id by name, mapped from the single file or the indexed files.
-
-    Raises ConfigError if such a file is missing or cannot be read.
-    """
+    """Return the tensors of a folder or a hub id by name, mapped from its files. Raises ConfigError."""
     tensors = {}
     for path in _paths(model, revision):
         try:

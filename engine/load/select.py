@@ -40,9 +40,7 @@ logger = logging.getLogger("tandem.engine")
 
 
 def load_packed(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
-    """Load the configuration's model, packed for the forward that will run it. `on_host` goes to
-    `load_model`, whose errors are raised.
-    """
+    """Load the configuration's model (`load_model`), packed for the forward that will run it."""
     loaded = load_model(config, on_host=on_host)
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     return pack_model(loaded, config.compile, backend)
@@ -66,9 +64,7 @@ def runner_of(
     *,
     drafts: bool = False,
 ) -> Runner:
-    """Return a packed model's best runner; with `drafts`, one that drafts chains. Recurrent layers need
-    `state_slots`.
-    """
+    """Return a packed model's best runner; with `drafts`, one that drafts chains."""
     if not attention.can_capture or config.compile != "auto":
         return build_runner(loaded, attention, config.compile, hidden_layers, state_slots)
     cuda = importlib.import_module("engine.devices.cuda.runner")  # Triton is not installed on every host
@@ -83,9 +79,7 @@ def build_runner(
     hidden_layers: tuple[int, ...] = (),
     state_slots: StateSlots | None = None,
 ) -> Runner:
-    """Return the native decoder, or a torch runner of the model's modules. `compile` is the option's value.
-    Pack the model (`pack_model`) if it is not packed yet. Recurrent layers need `state_slots`.
-    """
+    """Return the native decoder, or a torch runner of the modules. Pack the model if it is not packed yet."""
     if loaded.share is not None:
         program = TorchProgram(
             loaded.share.program,
@@ -136,9 +130,7 @@ def runner_of_head(
     target: LoadedModel,
     backend: AttentionBackend,
 ) -> Runner:
-    """Return a runner of a draft head. `program` describes the head's current state, with its linear layers
-    in `parts`. They are packed here, or copied by the native decoder.
-    """
+    """Return a runner of a draft head, which `program` describes, with linear layers in `parts`."""
     natively = config.compile == "auto" and kernel_fault(target.device, target.dtype, DTYPES) is None
     native: Runner | None = None
     if natively and isinstance(by_table(backend)[0][0], NativeBackend) and unfit_head(program()) is None:
@@ -188,9 +180,7 @@ def _with_rounded_lm_head(program: ModelProgram, target: LoadedModel) -> ModelPr
 def modules_runner_of_head(
     model: PreTrainedModel, target: LoadedModel, backend: AttentionBackend, *, hidden_of_all: bool = False
 ) -> Runner:
-    """Return a runner of a draft head by its modules: a model with an Entrance, which is packed. The runner
-    returns the hidden states of the requested rows, or of all rows with `hidden_of_all`.
-    """
+    """Return a runner of a draft head by its modules: a model with an Entrance, which is packed."""
     fault = kernel_fault(target.device, target.dtype)
     if fault is None:
         pack_experts(model)

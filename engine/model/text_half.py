@@ -57,9 +57,7 @@ def make_model(hf_config: Any, *, trust_remote_code: bool = False, **options: An
 def load_checkpoint(
     source: str, hf_config: Any, *, trust_remote_code: bool, **options: Any
 ) -> PreTrainedModel:
-    """Return a checkpoint's language model. Raises UnsupportedModelError, also for a missing tensor, which
-    Transformers would initialize at random.
-    """
+    """Return a checkpoint's language model. Raises UnsupportedModelError, also for a missing tensor."""
     kind = _language_class(hf_config, trust_remote_code)
     if kind is AutoModelForCausalLM:
         options["trust_remote_code"] = trust_remote_code
@@ -102,9 +100,7 @@ def as_causal(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _language_class(hf_config: Any, trust_remote_code: bool) -> Any:
-    """Return the class that makes and loads models: one without the parts that text does not need, if there
-    is one, or `AutoModelForCausalLM`, which also runs a checkpoint's own code.
-    """
+    """Return the class that makes and loads models; `AutoModelForCausalLM` also runs a checkpoint's code."""
     remote = getattr(hf_config, "auto_map", None) or {}
     if trust_remote_code and AutoModelForCausalLM.__name__ in remote:
         return AutoModelForCausalLM

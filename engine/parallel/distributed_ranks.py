@@ -35,9 +35,7 @@ class Meeting:
 
 
 class DistributedRanks(Ranks):
-    """Ranks that gather whole rows in one collective call, which CUDA graphs can capture. The first gather
-    connects all ranks.
-    """
+    """Ranks that gather by a collective call, which CUDA graphs can capture. The first call connects."""
 
     def __init__(self, size: int, rank: int, meeting: Meeting, device: torch.device) -> None:
         super().__init__(size, rank)

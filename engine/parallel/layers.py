@@ -53,9 +53,7 @@ class ExpertsShare(nn.Module):
 
 
 def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
-    """Return the model as this rank runs it. Weights that are contiguous in the whole model are not copied.
-    Modules of other types run whole on every rank.
-    """
+    """Return the model as this rank runs it. Modules of other types run whole on every rank."""
     tensors = [*model.parameters(), *model.buffers()]
     share = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for path, module in list(share.named_modules()):

@@ -59,9 +59,7 @@ Join = Callable[[int], Ranks]
 
 
 def join_by(device: str, size: int) -> Join:
-    """Return how `size` ranks on one kind of device connect: through shared memory on CPUs, by NCCL on GPUs,
-    where each rank takes the GPU of its number.
-    """
+    """Return how ranks connect: by shared memory on CPUs, by NCCL on GPUs, each on its number's GPU."""
     if device == "cpu":
         first = SharedRanks(size)
         return lambda rank: first.other(rank)
@@ -98,9 +96,7 @@ class Leader:
             self._pids.append(pid)
 
     def lend(self, fd: int, patience_s: float) -> None:
-        """Have all ranks map the pool's file. Waits up to `patience_s`, since they must have loaded the
-        model. Raises LostRankError.
-        """
+        """Have all ranks map the pool's file, once they have loaded the model. Raises LostRankError."""
         for link in self._links:
             with _link_timeout(link, patience_s):
                 socket.send_fds(link, [READY], [fd])
@@ -123,9 +119,7 @@ class Leader:
     def runner(
         self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
     ) -> LeadingRunner:
-        """Make the runner of all ranks over `pool`: the one that was lent, or `Leader.pool`'s. Raises
-        LostRankError, UnsupportedModelError.
-        """
+        """Make the runner of all ranks over `pool`. Raises LostRankError, UnsupportedModelError."""
         states = pool.state_slots
         window = 0 if states is None else states.layout.window
         begin = BuildRunners(pool.num_blocks, pool.segments, hidden_layers, window)

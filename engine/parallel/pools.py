@@ -95,9 +95,7 @@ class LeadingPool(KVPool):
 
 
 class LeadingMemory(HostMemory):
-    """Rank 0's slots in host memory. The other ranks copy their parts of the same blocks; `finish` waits for
-    their copies.
-    """
+    """Rank 0's slots in host memory. The others copy their parts, too; `finish` waits for their copies."""
 
     def __init__(
         self,

@@ -36,9 +36,7 @@ def program_share(
     prepare: Prepare = lambda part: part,
     adapters: Adapters | None = None,
 ) -> ModelProgram:
-    """Return this rank's share of the program, on its device. Linear layers are prepared there. The whole
-    program keeps its weights. `adapters` are told which outputs this rank computes.
-    """
+    """Return this rank's share of the program, prepared on its device. `adapters` are told its outputs."""
     outputs = {} if adapters is None else adapters.outputs
     share: ModelProgram = _Divider(ranks, device, prepare, outputs).share(program)
     return share
@@ -128,9 +126,7 @@ class _Divider:
         return replace(self._divided(whole, 0), enter=partial(self._ranks.gather, columns=inputs))
 
     def _divided(self, whole: Product, least: int) -> Product:
-        """Divide a product whose outputs all ranks need. For layers with fewer outputs than `least` a gather
-        would not pay.
-        """
+        """Divide a product whose outputs all ranks need. A gather of fewer than `least` would not pay."""
         columns: list[Columns | None] = []
         rows, first = [], 0
         for linear in whole.linears:

@@ -33,9 +33,7 @@ from protocol.speculation import WEIGHTLESS
 
 
 def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedModel:
-    """Return the loaded model, with this rank's share on its device if ranks have pools of their own. Raises
-    UnsupportedModelError if the model can't be divided among this number of ranks.
-    """
+    """Return the loaded model, or this rank's share of it. Raises UnsupportedModelError."""
     model = loaded.model.config.model_type
     queries = _num_queries(loaded)
     if queries % ranks.size:

@@ -46,9 +46,7 @@ UNIT_EPSILON = 1e-6
 
 
 class Operations(ABC, Generic[Rows]):
-    """The mixers, MLPs and experts of layers. `operators` run recurrent layers over states of the shapes in
-    `recurrent`.
-    """
+    """The mixers, MLPs and experts of layers. `operators` run recurrent layers of the shapes `recurrent`."""
 
     operators: StepOperators | None
     recurrent: Sequence[RecurrentLayer]

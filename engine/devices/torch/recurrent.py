@@ -42,9 +42,7 @@ class TorchOperators(StepOperators):
     def _with_history(
         self, of: LayerStateSlots, span: RowSpan, base: int, rows: Tensor
     ) -> tuple[Tensor, int]:
-        """Return the rows after their history, and the position of the first history row. Store the inputs
-        that later rows will read.
-        """
+        """Return the rows after their history, and its first position. Store what later rows will read."""
         tail, inputs = of.tail[span.state_slot], of.inputs[span.state_slot]
         origin, end = base - len(tail), span.start + span.count
         known = torch.cat([tail, inputs[self._slot_places(range(base, span.start))], rows])

@@ -26,9 +26,7 @@ _Ours: TypeAlias = Callable[..., Any]
 
 
 class RecurrentHooks:
-    """A model's recurrent layers, and the operators that run in them. Without `operators`, Transformers' own
-    functions run.
-    """
+    """A model's recurrent layers and their operators. Without these, Transformers' functions run."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -109,9 +107,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Run the gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key channels
-    (Kimi Delta Attention, 2025).
-    """
+    """Run the gated delta rule, with decays of heads (2024) or key channels (Kimi, 2025)."""
     q, k, v, decay, strength = (_only(rows).float() for rows in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = unit(q), unit(k)

@@ -214,10 +214,7 @@ class TorchRunner(StepRunner):
         return self._compute(inputs), False
 
     def warm_up(self) -> float:
-        """Compile by running padding rows; return the seconds that it took.
-
-        A model that does not compile runs eagerly from then on; with `--compile on`, raise ConfigError.
-        """
+        """Compile by running padding rows, or stay eager if that fails. Return the seconds that it took."""
         forward = self._torch_forward
         if self._packed or self.compiled:  # an eager forward also sets Transformers' hooks
             torchs = torch_products(self._run_padding)
