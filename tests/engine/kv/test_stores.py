@@ -181,8 +181,8 @@ class Machine:
             tokens = tokens + self.rng.choices(range(9), k=drafted)
             end, kept = len(tokens), self.rng.randint(1, drafted)
         if not held.grow(computed, end):
-            references = self.blocks.num_references
-            assert not in_prompt or any(references(block) > 1 for block in own_blocks(held))
+            # A prompt has its room, unless others still refer to blocks that it has left behind its window.
+            assert not in_prompt or len(self.live) + len(self.lent) > 1
             return False
         self.write(held, tokens, computed, end)
         self.check_reads(held, tokens, computed, end)
