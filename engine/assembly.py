@@ -14,11 +14,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from costs.steps import ChunkBound, StepTimes
 from engine.batch.runner import Runner
 from engine.check import check_hybrid
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.block_manager import BlockManager
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import Allocate, KVPool, pool_blocks
 from engine.kv.state_slots import StateLayout
@@ -33,14 +31,10 @@ from engine.parallel.pools import rank_layout
 from engine.parallel.runner import share_of
 from engine.sampler import Grammars, Sampler, SamplingRow
 from engine.sampler.grammars import load_grammar_tokenizer
-from engine.step.launch import StepLauncher
-from engine.step.live_sequences import LiveSequences
 from engine.step.profiling import activation_bytes
-from engine.step.scheduler import Scheduler
-from engine.step.slot_allocator import StateSlotAllocator
 from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
-from protocol.costs import StepCosts, itl_bound
+from protocol.costs import itl_bound
 from protocol.errors import ConfigError
 from protocol.kv_events import CacheFormat, Window
 from protocol.sampling import SamplingParams
@@ -168,9 +162,6 @@ class Assembly:
         file = _open_file(config, Path(config.kv_disk_path), memory.block_bytes, fingerprint)
         return HostTier(memory, DiskTier(file, memory.buffer, on_fetched))
 
-    def blocks(self, pool: KVPool, tiers: HostTier | None) -> BlockManager:
-        return BlockManager(pool, self.config.enable_prefix_caching, tiers, self.windows, self.token_budget)
-
     def runner(self, pool: KVPool) -> Runner:
         make = self.leader.runner if self.leader is not None else runner_of_one_process
         return make(self.config, self.loaded, pool, self.hidden_layers)
@@ -184,56 +175,8 @@ class Assembly:
         loaded = self.loaded
         return Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, self.grammars)
 
-    def times(self, pool: KVPool) -> StepTimes:
-        return StepTimes(self.token_budget, pool.token_bytes, self._itl_bound_s, self.layout.windows)
-
-    def scheduler(
-        self,
-        blocks: BlockManager,
-        tiers: HostTier | None,
-        slot_allocator: StateSlotAllocator | None,
-        costs: Callable[[], StepCosts],
-    ) -> Scheduler:
-        return Scheduler(
-            blocks,
-            model=self.cache_format.model,
-            kv_format=self.cache_format.kv_format,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.token_budget,
-            fetcher=tiers if self.config.kv_disk_path is not None else None,
-            bound=ChunkBound(costs, self._itl_bound_s, self.config.block_size),
-            slot_allocator=slot_allocator,
-        )
-
-    def launcher(self, runner: Runner, sampler: Sampler, scheduler: Scheduler) -> StepLauncher:
-        return StepLauncher(
-            runner,
-            sampler,
-            scheduler,
-            runs_ahead=self.loaded.device.type != "cpu",
-            embeds=self.config.enable_embeddings,
-            speculator=self.speculator,
-        )
-
-    def sequences(
-        self,
-        scheduler: Scheduler,
-        launcher: StepLauncher,
-        sampler: Sampler,
-        slot_allocator: StateSlotAllocator | None,
-    ) -> LiveSequences:
-        return LiveSequences(
-            scheduler,
-            launcher,
-            sampler,
-            speculator=self.speculator,
-            slot_allocator=slot_allocator,
-            adapters=self.loaded.adapters,
-            eos=self.loaded.eos_token_ids,
-        )
-
     @property
-    def _itl_bound_s(self) -> float:
+    def itl_bound_s(self) -> float:
         return itl_bound(self.config.itl_budget, self.config.slo_tpot or inf)
 
     def _kept_free(self) -> int:

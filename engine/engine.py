@@ -14,19 +14,20 @@ from contextlib import closing
 import msgspec
 import torch
 
-from costs.steps import work_of
+from costs.steps import ChunkBound, StepTimes, work_of
 from engine.assembly import Assembly, load_served
 from engine.check import check_adapter, check_request
 from engine.devices.loaded_model import LoadedModel
+from engine.kv.block_manager import BlockManager
 from engine.kv.pool import Allocate
 from engine.kv.prefix_cache import PrefixRoom, find_room, reserve_blocks
 from engine.parallel.leader import Leader
 from engine.phases import phase
 from engine.start_up import describe_start
-from engine.step.launch import embeddings
-from engine.step.live_sequences import EngineStats, Reservation, StepResult
+from engine.step.launch import StepLauncher, embeddings
+from engine.step.live_sequences import EngineStats, LiveSequences, Reservation, StepResult
 from engine.step.profiling import ProfilingRun, measure_steps
-from engine.step.scheduler import ScheduledStep
+from engine.step.scheduler import ScheduledStep, Scheduler
 from engine.step.sequence import SequenceStage, SequenceState
 from engine.step.slot_allocator import StateSlotAllocator
 from engine.step.speculation_interface import Speculator
@@ -80,19 +81,45 @@ class Engine:
         self.pool = assembly.pool(allocate)
         self._runner = assembly.runner(self.pool)
         self.tiers = assembly.tiers(self.pool, self._ready)
-        self.blocks = assembly.blocks(self.pool, self.tiers)
+        budget = assembly.token_budget
+        self.blocks = BlockManager(
+            self.pool, config.enable_prefix_caching, self.tiers, assembly.windows, budget
+        )
         self._grammars = assembly.grammars
         self._sampler = assembly.sampler()
-        self.times = assembly.times(self.pool)
+        bound_s = assembly.itl_bound_s
+        self.times = StepTimes(budget, self.pool.token_bytes, bound_s, assembly.layout.windows)
         self._slot_allocator = (
             StateSlotAllocator(self.pool.state_slots, self.blocks, self.pool)
             if self.pool.state_slots is not None
             else None
         )
-        self.scheduler = assembly.scheduler(self.blocks, self.tiers, self._slot_allocator, self._costs_now)
-        self._launcher = assembly.launcher(self._runner, self._sampler, self.scheduler)
-        self.sequences = assembly.sequences(
-            self.scheduler, self._launcher, self._sampler, self._slot_allocator
+        self.scheduler = Scheduler(
+            self.blocks,
+            model=self.cache_format.model,
+            kv_format=self.cache_format.kv_format,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+            fetcher=self.tiers if config.kv_disk_path is not None else None,
+            bound=ChunkBound(self._costs_now, bound_s, config.block_size),
+            slot_allocator=self._slot_allocator,
+        )
+        self._launcher = StepLauncher(
+            self._runner,
+            self._sampler,
+            self.scheduler,
+            self._speculator,
+            runs_ahead=loaded.device.type != "cpu",
+            embeds=config.enable_embeddings,
+        )
+        self.sequences = LiveSequences(
+            self.scheduler,
+            self._launcher,
+            self._sampler,
+            self._speculator,
+            self._slot_allocator,
+            self.adapters,
+            self.eos_token_ids,
         )
         self._order = itertools.count()
         self._own_threads = torch.get_num_threads()
@@ -104,7 +131,7 @@ class Engine:
         load_s = time.monotonic() - started
         compile_s = self._runner.warm_up()
         with phase("warming up by measured steps", "seconds"):
-            self._warm_up(loaded, assembly.token_budget)
+            self._warm_up(loaded, budget)
         if not config.paged_kv:
             self.blocks.least_tokens = self.max_model_len
         self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)

@@ -63,10 +63,10 @@ class StepLauncher:
         runner: Runner,
         sampler: Sampler,
         scheduler: Scheduler,
+        speculator: Speculator,
         *,
         runs_ahead: bool,
         embeds: bool = False,
-        speculator: Speculator | None = None,
     ) -> None:
         """Launch steps ahead if `runs_ahead` and the runner can fill in late tokens. With `embeds`, requests
         may ask for embeddings.
@@ -76,7 +76,7 @@ class StepLauncher:
         self._sampler = sampler
         self._scheduler = scheduler
         self._embeds = embeds
-        self._speculator = speculator or Speculator()
+        self._speculator = speculator
         self._ahead: Launched | None = None
 
     @property
@@ -123,17 +123,15 @@ class StepLauncher:
         if not self._runs_ahead or launched.choice is None:
             return
         step = self._scheduler.following(launched.step)
-        if step is None or not self._is_plain(step):
+        if step is None:
+            return
+        if not self._speculator.may_go_ahead(step, self._scheduler.num_active_with(len(step.sequences))):
             return
         chosen = LateTokens(launched.choice.token_ids, self._sampler.download)
         packed = pack_ahead(step.sequences, launched.packed, chosen)
         logits, _ = self._run(packed, wants_hidden=False)
         rows = [sequence.row_after(1) for sequence in step.sequences]
         self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
-
-    def _is_plain(self, step: ScheduledStep) -> bool:
-        """Return whether no sequence drafts in this step, which could be launched ahead."""
-        return self._speculator.may_go_ahead(step, self._scheduler.num_active_with(len(step.sequences)))
 
     def verdicts(self, launched: Launched) -> list[Verdict]:
         """Wait for the tokens, and return the verdict for each sequence that samples in this step."""

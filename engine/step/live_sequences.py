@@ -29,7 +29,6 @@ class LiveSequences(dict[str, SequenceState]):
         scheduler: Scheduler,
         launcher: StepLauncher,
         sampler: Sampler,
-        *,
         speculator: Speculator,
         slot_allocator: StateSlotAllocator | None,
         adapters: Adapters | None,

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.assembly import Assembly
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import SequenceRows, span_of
 from engine.engine import Engine
 from engine.kv.state_slots import RowSpan
 from engine.sampler.batch import TokenChoice
 from engine.sampler.rows import SamplingRow
+from engine.step.launch import StepLauncher
 
 
 class LateDevice:
@@ -177,19 +177,10 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
     copy = held.copy_block
     held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]
     engine._sampler = sampler
-    engine._launcher = _assembly(engine, "meta" if ahead else "cpu").launcher(
-        runner, sampler, engine.scheduler
-    )
+    engine._launcher = StepLauncher(runner, sampler, engine.scheduler, engine._speculator, runs_ahead=ahead)
     engine.sequences.sampler, engine.sequences.launcher = sampler, engine._launcher
     _verify_late(engine._speculator, device)
     return device
-
-
-def _assembly(engine: Engine, device: str) -> Assembly:
-    """Return the assembly of such an engine on another device."""
-    loaded: Any = SimpleNamespace(device=torch.device(device), recurrent=None)
-    unused: Any = None
-    return Assembly(engine.config, loaded, engine._speculator, unused)
 
 
 def _verify_late(speculator: Any, device: LateDevice) -> None:

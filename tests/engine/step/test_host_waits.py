@@ -43,6 +43,7 @@ from engine.step.launch import StepLauncher
 from engine.step.scheduler import Scheduler
 from engine.step.sequence import SequenceState
 from engine.step.slot_allocator import StateSlotAllocator
+from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -374,7 +375,7 @@ def launches_ahead(
     greedy = SamplingParams(max_tokens=29, temperature=0.0)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     scheduler = Scheduler(blocks, model="", kv_format="", slot_allocator=slot_allocator, **limits)
-    launcher = StepLauncher(runner, sampler, scheduler, runs_ahead=True)
+    launcher = StepLauncher(runner, sampler, scheduler, Speculator(), runs_ahead=True)
     for order in range(2):
         asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 20, sampling=greedy)
         scheduler.add_waiting(SequenceState(asked, order))
