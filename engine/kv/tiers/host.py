@@ -136,9 +136,6 @@ class HostTier:
     """
 
     def __init__(self, memory: HostMemory, disk: DiskTier | None = None) -> None:
-        least = MIN_SLOTS_WITH_DISK if disk is not None else 1
-        if memory.num_slots < least:
-            raise ValueError(f"the host tier needs {least} slots, not {memory.num_slots}")
         self.capacity = memory.num_slots
         self.counters = HostCounters()
         self._memory = memory

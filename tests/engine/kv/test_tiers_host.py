@@ -183,13 +183,6 @@ def test_without_a_disk_nothing_is_waited_for() -> None:
     assert not any(name.startswith("kv_disk") for name in tier.totals())
 
 
-def test_a_host_without_room_is_refused(make_rig) -> None:
-    with pytest.raises(ValueError, match="needs 1 slots"):
-        HostTier(PlainMemory(0, BLOCK_BYTES))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="needs 4 slots"):
-        HostTier(PlainMemory(3, BLOCK_BYTES), make_rig().disk)  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def stuck_rig(make_rig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.engine.tiers_parts.SlotFile", StuckFile)
