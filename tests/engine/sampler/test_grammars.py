@@ -13,12 +13,12 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.engine import Engine
-from engine.sampler import Grammars, Sampler, SamplingRow, native
+from engine.sampler import Grammars, SamplingRow, native
 from engine.sampler.rows import TokenMasks
 from protocol.errors import InvalidRequestError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from tests.engine.sampler.test_sampler_native import FILTERS, make_rows, plain_sampler
+from tests.engine.sampler.test_sampler_native import FILTERS, choose_both_ways, make_rows
 from tests.engine.sampler_reference import make_row
 from tests.engine.test_engine import tiny_engine
 
@@ -70,21 +70,11 @@ def test_masked_tokens_are_never_chosen_and_all_samplers_agree(vocab_size: int, 
     torch.manual_seed(vocab_size)
     rows, fixed = masked_rows(vocab_size), Fixed(vocab_size)
     logits = (3 * torch.randn(len(rows), vocab_size)).to(dtype)
-    compiled = Sampler(vocab_size, "cpu", [0], fixed)  # type: ignore[arg-type]
-    plain = plain_sampler(vocab_size, fixed)
-    found, failed = compiled.choose(logits, rows)
-    expected, expected_to_fail = plain.choose(logits, rows)
+    found, failed = choose_both_ways(logits, rows, fixed)
     barren = [n for n, row in enumerate(rows) if row.params.grammar is not None and not fixed.allowed(row)]
-    assert failed == expected_to_fail == barren and barren
-    for number, (row, token, wanted) in enumerate(zip(rows, found.tolist(), expected.tolist(), strict=True)):
-        if number not in failed:
-            assert token == wanted
-            assert row.params.grammar is None or token in fixed.allowed(row)
-    drawn, drawn_from = compiled.draw_drafts(logits, rows, [row.position for row in rows])
-    expected_drawn, expected_from = plain.draw_drafts(logits, rows, [row.position for row in rows])
-    sound = [number for number in range(len(rows)) if number not in barren]
-    torch.testing.assert_close(drawn_from[sound], expected_from[sound], atol=1e-7, rtol=1e-5)
-    assert drawn[sound].tolist() == expected_drawn[sound].tolist()
+    assert failed == barren != []
+    for number, (row, token) in enumerate(zip(rows, found, strict=True)):
+        assert number in failed or row.params.grammar is None or token in fixed.allowed(row)
 
 
 @pytest.fixture(scope="module")
