@@ -34,9 +34,8 @@ from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.kv.pool import KVPool
 from protocol.config import ServeConfig
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
 from speculation.speculator import BatchSpeculator
+from tests.engine.test_engine import ask
 
 _CPU = torch.device("cpu")
 _VOCABULARY = 512
@@ -87,46 +86,6 @@ def _runner(config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layer
     return runner
 
 
-def engine_of(folder: Path, sequences: int, max_model_len: int) -> Engine:
-    config = Qwen3Config(
-        num_hidden_layers=1,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=_VOCABULARY,
-        max_position_embeddings=max_model_len,
-        architectures=["Qwen3ForCausalLM"],
-    )
-    config.save_pretrained(folder)
-    serve = ServeConfig(
-        model=str(folder),
-        device="cpu",
-        dtype="float32",
-        compile="off",
-        load_format="dummy",
-        max_num_seqs=sequences,
-        max_model_len=max_model_len,
-    )
-    with patch.object(assembly, "runner_of_one_process", _runner):
-        engine = Engine(serve, speculate=BatchSpeculator)
-    engine._launcher._runs_ahead = True  # launches steps ahead, as on a GPU
-    return engine
-
-
-def decode(engine: Engine, sequences: int, context: int, steps: int) -> None:
-    """Add requests, step until all decode, then step `steps` times more."""
-    for number in range(sequences):
-        prompt = [1 + (number + place) % 100 for place in range(context)]
-        sampling = SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True)
-        engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
-    while len(engine.step().outputs) < sequences:
-        pass
-    for _ in range(steps):
-        engine.step()
-
-
 MOST_CALLS = 60
 """Limit on calls of Python functions for each row. There were 35; 64 rows took 1.3 ms."""
 
@@ -159,8 +118,31 @@ def counted_calls() -> Iterator[list[str]]:
 
 
 def decoding(folder: Path, sequences: int, context: int) -> Engine:
-    engine = engine_of(folder, sequences, 600)
-    decode(engine, sequences, context, 3)
+    """Return an engine whose sequences all decode since three steps."""
+    config = Qwen3Config(
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=_VOCABULARY,
+        max_position_embeddings=600,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    options: dict[str, Any] = {"dtype": "float32", "compile": "off", "load_format": "dummy"}
+    serve = ServeConfig(model=str(folder), device="cpu", max_num_seqs=sequences, max_model_len=600, **options)
+    with patch.object(assembly, "runner_of_one_process", _runner):
+        engine = Engine(serve, speculate=BatchSpeculator)
+    engine._launcher._runs_ahead = True  # launches steps ahead, as on a GPU
+    for number in range(sequences):
+        prompt = [1 + (number + place) % 100 for place in range(context)]
+        engine.add(ask(str(number), prompt, 12))
+    while len(engine.step().outputs) < sequences:
+        pass
+    for _ in range(3):
+        engine.step()
     assert len(engine.scheduler.running) == sequences
     return engine
 

@@ -25,8 +25,8 @@ GIB = 1 << 30
 
 
 class Memory:
-    """A GPU's memory. A forward takes 100 bytes for each token and 10 for each row of logits, and the choice
-    of a token 200 more. The first forward's memory stays allocated.
+    """A GPU's memory. A forward takes 100 bytes for each token, ten times as many with an adapter, and 10 for
+    each row of logits, and the choice of a token 200 more. The first forward's memory stays allocated.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Runner:
         (rows,) = step.batch
         (table,) = rows.tables
         assert len(table) == self._num_blocks == len(set(table))
-        self._memory.forward(len(rows.token_ids), len(step.logit_rows))
+        self._memory.forward(len(rows.token_ids) * (10 if rows.adapter else 1), len(step.logit_rows))
         return ForwardOutput(torch.empty(len(step.logit_rows), 4), None)
 
 
@@ -77,47 +77,23 @@ def test_it_is_the_largest_forwards_memory_and_lasting_memory(monkeypatch: pytes
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
     layout = PoolLayout((Group.uniform(TARGET, Segment(1, 1, 8, torch.float32)),), 16)
-    device = torch.device("cpu")
-    for tokens, rows, expected in ((40, 8, 4080), (8, 8, 1680), (2, 1, 210)):
+    for tokens, rows, adapter, expected in (
+        (40, 8, 0, 4080),
+        (8, 8, 0, 1680),
+        (2, 1, 0, 210),
+        (2, 1, 7, 2010),
+    ):
         taken = activation_bytes(
             lambda pool: Runner(pool, memory),
             layout,
-            device,
-            num_tokens=tokens,
-            rows=rows,
-            choose=lambda logits: memory.choose(len(logits)),
+            torch.device("cpu"),
+            tokens,
+            rows,
+            lambda logits: memory.choose(len(logits)),
+            adapter,
         )
         assert taken == expected
-    assert memory.emptied == 3
-
-
-def test_with_adapters_a_step_with_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory()
-    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
-    layout = PoolLayout((Group.uniform(TARGET, Segment(1, 1, 8, torch.float32)),), 16)
-
-    class Thirsty(Runner):
-        def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-            if step.batch[0].adapter:
-                memory.peak = memory.allocated + 1000 * len(step.batch[0].token_ids)
-            return super().run(step, fill)
-
-    def taken(adapters: object) -> int:
-        made = assembly_of({}, "cuda", None)
-        made.loaded.adapters = adapters  # type: ignore[misc, assignment]
-        monkeypatch.setattr(Assembly, "token_budget", 40)
-        monkeypatch.setattr(Assembly, "runner", lambda self, pool: Thirsty(pool, memory))
-        monkeypatch.setattr(Assembly, "layout", layout)
-        monkeypatch.setattr(Assembly, "_sample_trial", lambda self, logits: None)
-        monkeypatch.setattr(assembly, "activation_bytes", on_the_cpu)
-        return made._kept_free() >> 1
-
-    def on_the_cpu(make: Any, layout: Any, device: Any, *given: Any) -> int:
-        return activation_bytes(make, layout, torch.device("cpu"), *given)
-
-    assert taken("some") == 40_000
-    assert taken(None) < 10_000
+    assert memory.emptied == 4
 
 
 CHAINS = SpeculativeConfig(method="ngram")
@@ -125,37 +101,42 @@ HEAD = SpeculativeConfig(method="eagle", model="a head", verification="standard"
 
 
 @pytest.mark.parametrize(
-    ("options", "drafted", "rows", "gib"),
+    ("options", "drafted", "adapters", "rows", "gib"),
     [
-        ({}, None, 128, 2),
-        ({"enforce_eager": True}, None, 128, 1),
-        ({"speculative_config": CHAINS}, 8, 128 * 9, 2),
-        ({"speculative_config": CHAINS, "max_num_batched_tokens": 256}, 8, 256, 2),
-        ({"speculative_config": HEAD}, 3, 128 * 4, 4),
+        ({}, None, None, 128, 2),
+        ({"enforce_eager": True}, None, "some", 128, 1),
+        ({"speculative_config": CHAINS}, 8, None, 128 * 9, 2),
+        ({"speculative_config": CHAINS, "max_num_batched_tokens": 256}, 8, "some", 256, 2),
+        ({"speculative_config": HEAD}, 3, None, 128 * 4, 4),
     ],
     ids=["decode rows", "without graphs", "drafts", "as many as fit a step", "graphs of two models"],
 )
 def test_free_memory_is_for_all_rows_and_for_graphs(
     options: dict[str, Any],
     drafted: int | None,
+    adapters: str | None,
     rows: int,
     gib: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each model's graphs take up to half of the memory that is free when they are captured."""
-    made = assembly_of(options, "cuda", drafted)
-    asked: list[int] = []
+    """Each model's graphs take up to half of the memory that is free when they are captured. With adapters
+    the measured step has one.
+    """
+    made = assembly_of(options, "cuda", drafted, adapters)
+    asked: list[tuple[int, bool]] = []
 
-    def measure(*given: Any) -> int:
-        asked.append(given[4])
+    def measure(
+        make: Any, layout: Any, device: Any, tokens: int, rows: int, choose: Any, adapter: int
+    ) -> int:
+        asked.append((rows, adapter != 0))
         return GIB
 
     monkeypatch.setattr(assembly, "activation_bytes", measure)
     monkeypatch.setattr(Assembly, "layout", None)
     caplog.set_level(logging.INFO, "tandem.engine")
     assert made._kept_free() == gib * GIB
-    assert asked == [rows]
+    assert asked == [(rows, adapters is not None)]
     step = f"1024 for a step of {made.token_budget} tokens, {rows} of them with logits"
     assert f"{gib << 10} MiB stay free next to the KV pool: {step}" in caplog.messages[0]
     assert f"up to {(gib - 1) << 10} for CUDA graphs" in caplog.messages[0]
@@ -170,23 +151,17 @@ def test_a_trial_samples_and_verifies(
     options: SpeculativeConfig, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-
-    class Recording(Sampler):
-        def logprobs(self, *given: Any) -> Any:
-            called.append("logprobs")
-            return super().logprobs(*given)
-
-        def probabilities(self, *given: Any) -> Any:
-            called.append("probabilities")
-            return super().probabilities(*given)
-
-    monkeypatch.setattr(assembly, "Sampler", Recording)
+    for name in ("logprobs", "probabilities"):
+        monkeypatch.setattr(Sampler, name, lambda *_, name=name: called.append(name) or {})
     assembly_of({"speculative_config": options}, "cpu", 3)._sample_trial(torch.zeros(4, 32))
     assert called == expected
 
 
-def assembly_of(options: dict[str, Any], device: str, drafted: int | None) -> Assembly:
-    loaded: Any = SimpleNamespace(device=torch.device(device), vocab_size=32, eos_token_ids=[], adapters=None)
+def assembly_of(
+    options: dict[str, Any], device: str, drafted: int | None, adapters: str | None = None
+) -> Assembly:
+    where = torch.device(device)
+    loaded: Any = SimpleNamespace(device=where, vocab_size=32, eos_token_ids=[], adapters=adapters)
     speculator: Any = SimpleNamespace(most_drafted=drafted or 0)
     return Assembly(ServeConfig(**options), loaded, speculator, None)
 
