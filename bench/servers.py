@@ -12,8 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -197,7 +195,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
         return False

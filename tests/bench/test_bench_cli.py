@@ -2,53 +2,41 @@
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.peers.http_server import LAST_CHUNK, chunk, head, read_request
+from bench.peers.vllm_proxy import LAST_CHUNK, ReceivedRequest, chunk, head
 
 
-async def complete(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def complete(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
     """Answer every request with `x`; refuse prompts that contain the token 13."""
-    fields = json.loads((await read_request(reader)).body)
+    fields = json.loads(request.body)
     if fields["prompt"] == [13]:
         writer.write(head(400, 2) + b"{}")
-    else:
-        writer.write(head(200, None, "text/event-stream"))
-        for _ in range(fields["max_tokens"]):
-            writer.write(chunk(b'data: {"choices": [{"text": "x"}]}\n\n'))
-        usage = {"prompt_tokens": len(fields["prompt"]), "completion_tokens": fields["max_tokens"]}
-        last = b"data: " + json.dumps({"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"
-        writer.write(chunk(last) + LAST_CHUNK)
-    await writer.drain()
-    writer.close()
+        return
+    writer.write(head(200, None, "text/event-stream"))
+    for _ in range(fields["max_tokens"]):
+        writer.write(chunk(b'data: {"choices": [{"text": "x"}]}\n\n'))
+    usage = {"prompt_tokens": len(fields["prompt"]), "completion_tokens": fields["max_tokens"]}
+    last = b"data: " + json.dumps({"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"
+    writer.write(chunk(last) + LAST_CHUNK)
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(complete, "127.0.0.1", 0))
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    server.close()
-    loop.close()
+@pytest.fixture
+async def url(start_server) -> str:
+    return await start_server(complete)
 
 
-def run(*arguments: object):
-    return CliRunner().invoke(app, ["serve", "--model", "m", *map(str, arguments)])
+async def run(*arguments: object):
+    return await asyncio.to_thread(CliRunner().invoke, app, ["serve", "--model", "m", *map(str, arguments)])
 
 
-def test_table_and_json(url, tmp_path):
+async def test_table_and_json(url, tmp_path):
     path = tmp_path / "deep" / "figures.json"
     load = ("--num-prompts", 5, "--random-input-len", 7, "--random-output-len", 3, "--max-concurrency", 2)
-    result = run(
+    result = await run(
         "--base-url", url, *load, "--goodput", "ttft:5", "--api-key", "secret", "--output-json", path
     )
     assert result.exit_code == 0, result.output
@@ -62,30 +50,30 @@ def test_table_and_json(url, tmp_path):
     assert "secret" not in path.read_text()
 
 
-def test_failed_requests_are_shown_by_kind(url, tmp_path):
+async def test_failed_requests_are_shown_by_kind(url, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": [1, 2]}\n{"prompt": [13]}\n{"prompt": [13]}\n')
-    result = run("--base-url", url, "--prompt-file", prompts, "--num-warmups", 0)
+    result = await run("--base-url", url, "--prompt-file", prompts, "--num-warmups", 0)
     assert result.exit_code == 0, result.output
     assert "2 x HTTP 400" in result.output
     prompts.write_text('{"prompt": [13]}\n')
-    assert run("--base-url", url, "--prompt-file", prompts, "--num-warmups", 0).exit_code == 1
+    assert (await run("--base-url", url, "--prompt-file", prompts, "--num-warmups", 0)).exit_code == 1
 
 
-def test_trace(url, tmp_path):
+async def test_trace(url, tmp_path):
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 600, "output_length": 80, "hash_ids": [1, 2]}
     trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"timestamp": 1000}) + "\n")
     path = tmp_path / "figures.json"
     options = ("--trace-speedup", 10, "--max-input-len", 50, "--max-output-len", 5)
-    result = run("--base-url", url, "--trace", trace, *options, "--output-json", path)
+    result = await run("--base-url", url, "--trace", trace, *options, "--output-json", path)
     assert result.exit_code == 0, result.output
     summary = json.loads(path.read_text())["summary"]
     assert (summary["input_tokens"], summary["output_tokens"]) == (100, 10)
     assert summary["duration"] >= 0.1
 
 
-def test_no_server(unused_tcp_port):
-    result = run("--base-url", f"http://127.0.0.1:{unused_tcp_port}", "--num-prompts", 1)
+async def test_no_server(unused_tcp_port):
+    result = await run("--base-url", f"http://127.0.0.1:{unused_tcp_port}", "--num-prompts", 1)
     assert result.exit_code == 1
     assert "no connection" in result.output

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from bench.peers.http_server import LAST_CHUNK, chunk, head
+from bench.peers.vllm_proxy import LAST_CHUNK, chunk, head
 from bench.serve.client import Client, EventStream, Record, ServerTarget
 from bench.serve.http import Endpoint, HttpError, exchange
 from bench.serve.runner import drive, run_load

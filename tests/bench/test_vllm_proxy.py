@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from bench.peers.http_server import LAST_CHUNK, chunk, head
-from bench.peers.vllm_proxy import Proxy, prefill_fields
+from bench.peers.vllm_proxy import LAST_CHUNK, Proxy, chunk, head, prefill_fields
 from bench.serve.client import Client, ServerTarget
 from bench.serve.http import Endpoint, exchange
 from bench.serve.workload import LoadRequest
