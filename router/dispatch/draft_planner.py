@@ -124,10 +124,10 @@ class DraftPlanner:
         self._metrics.count("draft_replans_total", cause)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
-                "request %s drafts %s instead of %s (%s): %s",
+                "request %s drafts at %s instead of %s (%s): %s",
                 request.request_id,
-                _described(decision.place),
-                _described(current),
+                decision.place,
+                current,
                 cause,
                 decision.reason,
             )
@@ -244,8 +244,7 @@ class DraftPlanner:
         if self._deployed is None or decode.role.purpose != "decode":
             return []
         names = [load.worker_id for load in self._registry.cluster.least_loaded("draft", CANDIDATES)]
-        maker = kind.maker
-        used = self._registry.current_of(maker.at) if maker is not None else None
+        used = self._registry.current_of(kind.place.at) if kind.place is not None else None
         if used is not None and used.takes_requests:
             names.append(used.key.worker_id)
         return [self._drafter(decode, self._registry.named(name)) for name in dict.fromkeys(names)]
@@ -277,9 +276,3 @@ def _forced(decision: DraftDecision, where: DraftSite) -> DraftDecision:
         return decision
     chosen = max(options, key=lambda option: option.worth)
     return DraftDecision(chosen, decision.options, f"drafts are to be made: {where}")
-
-
-def _described(place: DraftPlace) -> str:
-    return (
-        "nowhere" if place.method is None else f"up to {place.max_tokens} on {place.at or 'its own worker'}"
-    )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from protocol.ids import PeerAddress
 from protocol.requests import DraftPlan
 from router.placement.drafts.kinds import ExpectedTokens
-from router.placement.drafts.prospects import DraftDecision, DraftOption, DraftPlace
+from router.placement.drafts.prospects import DraftDecision, DraftOption
 from router.placement.interface import Option, Placement, RequestFacts
 
 
@@ -109,7 +109,7 @@ class DraftPeriod:
     def as_json(self) -> dict[str, Any]:
         counts, decision = self.counts, self.decision
         return {
-            **_place(decision.place, self.worker_id),
+            **_place(decision.chosen, self.worker_id),
             "predicted_tokens_per_step": decision.chosen.tokens_per_step,
             "steps": counts.steps,
             "tokens": counts.tokens,
@@ -149,8 +149,8 @@ class DraftHistory:
         current = self.current
         if current is None:
             return None
-        place = current.decision.place
-        return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=current.at)
+        chosen = current.decision.chosen
+        return DraftPlan(method=chosen.place.method, max_tokens=chosen.max_tokens, at=current.at)
 
     def as_json(self) -> dict[str, Any] | None:
         """Return the record; None if neither the deployment nor the request uses drafts."""
@@ -165,7 +165,7 @@ class DraftHistory:
 
 def _draft_option(option: DraftOption, worker_id: str) -> dict[str, Any]:
     return {
-        **_place(option.place, worker_id),
+        **_place(option, worker_id),
         "predicted": {
             "tokens_per_s": option.rate,
             "tokens_per_s_with_catch_up": option.worth,
@@ -175,11 +175,11 @@ def _draft_option(option: DraftOption, worker_id: str) -> dict[str, Any]:
     }
 
 
-def _place(place: DraftPlace, worker_id: str) -> dict[str, Any]:
-    by = place.at or worker_id
+def _place(option: DraftOption, worker_id: str) -> dict[str, Any]:
+    place = option.place
     return {
         "where": place.where,
-        "worker": by if place.method is not None else None,
+        "worker": (place.at or worker_id) if place.method is not None else None,
         "method": place.method,
-        "max_tokens": place.max_tokens,
+        "max_tokens": option.max_tokens,
     }

@@ -81,7 +81,7 @@ def test_implausible_step_curves_are_replaced_by_step_costs(table):
 def test_a_fixed_number_is_drafted_whether_it_pays_or_not():
     at = target(64, model=GPU_LIKE | {"rate": 0.5}, fixed_tokens=8)
     for option in (Prospects(at).local(DraftFacts()), *Prospects(at, [drafter()]).elsewhere(DraftFacts())):
-        assert option is not None and option.place.max_tokens == 8
+        assert option is not None and option.max_tokens == 8
     assert Prospects(at).local(DraftFacts()).tokens_per_step == pytest.approx(sum(0.5**i for i in range(9)))
 
 
@@ -95,7 +95,7 @@ def test_a_tree_takes_one_level():
 def test_a_worker_without_draft_weights_uses_a_method_that_needs_none():
     asked = RequestSpeculation(method="ngram")
     option = Prospects(target(1, drafts_itself=False), asked=asked).local(DraftFacts())
-    assert option is not None and option.place == DraftPlace("ngram", 63)
+    assert option is not None and (option.place, option.max_tokens) == (DraftPlace("ngram"), 63)
 
 
 def test_a_request_runs_without_drafts_until_its_text_is_read():

@@ -14,8 +14,8 @@ from costs.drafting import Explorer
 from router.placement.drafts.prospects import (
     DraftDecision,
     DraftFacts,
-    DraftMaker,
     DraftOption,
+    DraftPlace,
     DraftSite,
     Prospects,
     SeenRates,
@@ -34,7 +34,7 @@ LEAST_LOSS = 0.1
 class ExpectedTokens(NamedTuple):
     """Expected output of one of `rows` requests: `per_s` tokens a second after `num_tokens` at `since`."""
 
-    maker: DraftMaker
+    place: DraftPlace
     rows: float
     per_s: float
     since: float
@@ -42,7 +42,7 @@ class ExpectedTokens(NamedTuple):
 
 
 class DraftKind:
-    """The requests of one decode worker and class with equal settings. All use one `maker` if that pays.
+    """The requests of one decode worker and class with equal settings. All use one `place` if that pays.
 
     `tried` is called when a trial begins. Time counts only while the worker decodes. The first trial is free.
     """
@@ -50,32 +50,32 @@ class DraftKind:
     def __init__(self, tried: Callable[[DraftSite], None] = lambda where: None) -> None:
         self._tried = tried
         self.seen = SeenRates()
-        self.maker: DraftMaker | None = None
+        self.place: DraftPlace | None = None
         self._explorer = Explorer(seconds=TRIAL_S)
         self._passed_s = self._left_s = 0.0
-        self._trial: DraftMaker | None = None
-        self._counts: Counter[DraftMaker] = Counter()
+        self._trial: DraftPlace | None = None
+        self._counts: Counter[DraftPlace] = Counter()
 
     @property
-    def trial(self) -> DraftMaker | None:
+    def trial(self) -> DraftPlace | None:
         """The place where all of the requests draft during a trial; None while no trial runs."""
         return self._trial if self._left_s > 0 else None
 
     def decide(self, facts: DraftFacts, prospects: Prospects) -> DraftDecision:
         """Return where a request drafts; may begin a trial, in which all of the requests draft elsewhere."""
-        facts = replace(facts, others=self.maker)
+        facts = replace(facts, others=self.place)
         decision = decide(facts, prospects)
-        self.maker = decision.place.maker
+        self.place = decision.place
         self._consider_trial(decision)
         return decide(replace(facts, trial=self.trial), prospects) if self.trial is not None else decision
 
     def _consider_trial(self, decision: DraftDecision) -> None:
         """Begin a trial of another place if the trial budget pays for it. Cheap trials are more frequent."""
         best = decision.chosen
-        others = [option for option in decision.options if option.place.maker != best.place.maker]
+        others = [option for option in decision.options if option.place != best.place]
         if self.trial is not None or self._passed_s < SETTLES_S or not others or best.worth <= 0:
             return
-        prices = {each.place.maker: TRIAL_S * max(1 - each.worth / best.worth, LEAST_LOSS) for each in others}
+        prices = {each.place: TRIAL_S * max(1 - each.worth / best.worth, LEAST_LOSS) for each in others}
         place = min(prices, key=lambda each: prices[each] * (1 + self._counts[each]))
         if self._explorer.buys(prices[place]):
             self._trial, self._left_s = place, TRIAL_S
@@ -94,7 +94,7 @@ class DraftKind:
             return
         if load_of(rows) == load_of(expected.rows):
             tokens = num_tokens - expected.num_tokens
-            self.seen.note(expected.maker, expected.rows, seconds, tokens, expected.per_s * seconds)
+            self.seen.note(expected.place, expected.rows, seconds, tokens, expected.per_s * seconds)
         self.pass_time(seconds / expected.rows)
 
     def pass_time(self, seconds: float) -> None:
@@ -106,6 +106,4 @@ class DraftKind:
 def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:
     """Return the output expected of one of `rows` requests that all draft at the option's place."""
     rows = max(rows, 1.0)
-    return ExpectedTokens(
-        option.place.maker, rows, option.rate / (option.correction * rows), since, num_tokens
-    )
+    return ExpectedTokens(option.place, rows, option.rate / (option.correction * rows), since, num_tokens)

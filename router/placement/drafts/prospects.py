@@ -40,7 +40,7 @@ from protocol.speculation import (
 DraftSite = Literal["none", "local", "remote"]
 
 
-class DraftMaker(NamedTuple):
+class DraftPlace(NamedTuple):
     """The worker that drafts: the draft worker `at`, or the decode worker if None. No `method`: no drafts."""
 
     method: Method | None = None
@@ -51,24 +51,6 @@ class DraftMaker(NamedTuple):
         if self.method is None:
             return "none"
         return "local" if self.at is None else "remote"
-
-
-class DraftPlace(NamedTuple):
-    """A `DraftMaker` with the most draft tokens of a step: the draft worker `at`, or the decode worker if
-    None. Without a `method` no worker drafts.
-    """
-
-    method: Method | None = None
-    max_tokens: int = 0
-    at: str | None = None
-
-    @property
-    def where(self) -> DraftSite:
-        return self.maker.where
-
-    @property
-    def maker(self) -> DraftMaker:
-        return DraftMaker(self.method, self.at)
 
 
 NOWHERE = DraftPlace()
@@ -85,8 +67,8 @@ class DraftFacts:
     num_tokens: int = 0
     tokens_left: float = 128.0
     current: DraftPlace | None = None
-    others: DraftMaker | None = None
-    trial: DraftMaker | None = None
+    others: DraftPlace | None = None
+    trial: DraftPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +93,15 @@ class DraftOption(NamedTuple):
 
     `rate`: tokens a second of the batch. `worth`: the rate over the rest of the request, less the time in
     which its drafter reads its text. Both include `correction`, the ratio of observed to predicted rate.
-    `tokens_per_step`: tokens of one request in a step. `is_seen`: the place was observed at about this load.
+    `tokens_per_step`: tokens of one request in a step. `max_tokens`: most draft tokens of one in a step.
+    `is_seen`: the place was observed at about this load.
     """
 
     place: DraftPlace
     rate: float
     worth: float
     tokens_per_step: float
+    max_tokens: int = 0
     correction: float = 1.0
     is_seen: bool = False
 
@@ -183,27 +167,25 @@ class Prospects:
         """Return the option of drafting on the decode worker; None if it lacks the method's weights."""
         if not (self._target.drafts_itself or self._method in WEIGHTLESS):
             return None
-        return self._option(request, self._place())
+        return self._option(request, DraftPlace(self._method))
 
     def elsewhere(self, request: DraftFacts) -> list[DraftOption]:
         """Return one option for each draft worker."""
-        return [self._option(request, self._place(at)) for at in self._drafters]
+        return [self._option(request, DraftPlace(self._method, at)) for at in self._drafters]
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _place(self, at: str | None = None) -> DraftPlace:
-        return DraftPlace(self._method, self._count or self._most_tokens or MAX_TREE_NODES, at)
-
     def _option(self, request: DraftFacts, place: DraftPlace) -> DraftOption:
-        rate = self._rate(place)
-        worth = self._worth(request, place, rate.tokens_per_s)
-        is_seen = self._seen.knows(place.maker, self._rows)
+        rate, most = self._rate(place), self._count or self._most_tokens or MAX_TREE_NODES
         return DraftOption(
-            place, rate.tokens_per_s, worth, rate.tokens_per_step, self._correction(place), is_seen
+            place,
+            rate.tokens_per_s,
+            self._worth(request, place, rate.tokens_per_s),
+            rate.tokens_per_step,
+            most if place.method is not None else 0,
+            self._seen.correction(place, self._rows),
+            self._seen.knows(place, self._rows),
         )
-
-    def _correction(self, place: DraftPlace) -> float:
-        return self._seen.correction(place.maker, self._rows)
 
     def _rate(self, place: DraftPlace) -> Rate:
         """Return the place's corrected rate; 0 tokens a second unless the prediction is positive, finite."""
@@ -212,7 +194,8 @@ class Prospects:
             found = self._predicted(place)
             if not (isfinite(found.tokens_per_s) and found.tokens_per_s > 0):
                 found = Rate(0.0, 1.0)
-            found = found._replace(tokens_per_s=found.tokens_per_s * self._correction(place))
+            correction = self._seen.correction(place, self._rows)
+            found = found._replace(tokens_per_s=found.tokens_per_s * correction)
             self._rates[place] = found
         return found
 
@@ -236,7 +219,7 @@ class Prospects:
 
     def _worth(self, request: DraftFacts, place: DraftPlace, per_s: float) -> float:
         """Return the rate of the batch, less what it loses until the drafter has read the request's text."""
-        has_read = request.current is not None and request.current.maker == place.maker
+        has_read = request.current is not None and request.current == place
         if place.method is None or has_read or per_s <= 0:
             return per_s
         tokens_left = max(request.tokens_left, 1.0)
@@ -267,7 +250,7 @@ def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
     may_stop = prospects.may_stop or (local is None and not elsewhere)
     found = (nowhere if may_stop else None, local, *elsewhere)
     options = tuple(option for option in found if option is not None)
-    tried = next((option for option in options if option.place.maker == request.trial), None)
+    tried = next((option for option in options if option.place == request.trial), None)
     if tried is not None:
         return DraftDecision(tried, options, "a trial, to see what it brings")
     best, held = max(options, key=lambda option: option.worth), _held(request, options, local)
@@ -282,10 +265,8 @@ def _held(
     request: DraftFacts, options: tuple[DraftOption, ...], local: DraftOption | None
 ) -> DraftOption | None:
     """Return the option to keep unless another is clearly better: the others', its own, or the local one."""
-    now = request.others
-    if now is None and request.current is not None:
-        now = request.current.maker
-    return next((option for option in options if option.place.maker == now), local if now is None else None)
+    now = request.others or request.current
+    return next((option for option in options if option.place == now), local if now is None else None)
 
 
 MEMORY_S = 8.0
@@ -310,16 +291,16 @@ class _Sums(NamedTuple):
 
 
 class SeenRates:
-    """Ratios of observed to predicted rate for similar requests, by draft maker and load. Reads no clock.
+    """Ratios of observed to predicted rate for similar requests, by place and load. Reads no clock.
 
     Predictions ignore how the workers slow each other down, for example on shared cores, and use step times
     measured at start-up, when the host may have been busy.
     """
 
     def __init__(self) -> None:
-        self._sums: defaultdict[DraftMaker, dict[int, _Sums]] = defaultdict(dict)
+        self._sums: defaultdict[DraftPlace, dict[int, _Sums]] = defaultdict(dict)
 
-    def note(self, place: DraftMaker, rows: float, seconds: float, seen: float, predicted: float) -> None:
+    def note(self, place: DraftPlace, rows: float, seconds: float, seen: float, predicted: float) -> None:
         """Record that one of `rows` requests got `seen` tokens in `seconds`; `predicted` were expected."""
         if not (isfinite(predicted) and predicted > 0):
             return
@@ -330,11 +311,11 @@ class SeenRates:
             kept * before.ratios + share * seen / predicted, kept * before.seconds + share
         )
 
-    def knows(self, place: DraftMaker, rows: float) -> bool:
+    def knows(self, place: DraftPlace, rows: float) -> bool:
         """Return whether the place was observed at about this load."""
         return _at(self._sums.get(place, {}), load_of(rows)) is not None
 
-    def correction(self, place: DraftMaker, rows: float) -> float:
+    def correction(self, place: DraftPlace, rows: float) -> float:
         """Return the factor that corrects a prediction, as observed at the nearest load."""
         load, by_load = load_of(rows), self._sums.get(place, {})
         known = [each for each in by_load if _at(by_load, each) is not None]

@@ -7,7 +7,12 @@ from router.placement.drafts.prospects import NOWHERE, DraftDecision, DraftOptio
 
 PLAIN = DraftOption(NOWHERE, rate=100.0, worth=100.0, tokens_per_step=1.0)
 REMOTE = DraftOption(
-    DraftPlace("draft_model", 8, "draft-0"), rate=300.0, worth=250.0, tokens_per_step=2.5, correction=0.9
+    DraftPlace("draft_model", "draft-0"),
+    rate=300.0,
+    worth=250.0,
+    tokens_per_step=2.5,
+    max_tokens=8,
+    correction=0.9,
 )
 
 

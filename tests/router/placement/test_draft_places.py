@@ -16,6 +16,7 @@ from protocol.costs import StepCosts
 from protocol.speculation import (
     METHODS,
     REMOTE,
+    Method,
     MethodState,
     RequestSpeculation,
     SpeculationState,
@@ -24,8 +25,8 @@ from protocol.speculation import (
 from router.placement.drafts.kinds import DraftKind
 from router.placement.drafts.prospects import (
     NOWHERE,
+    DraftDecision,
     DraftFacts,
-    DraftMaker,
     DraftPlace,
     DraftTarget,
     Prospects,
@@ -33,7 +34,11 @@ from router.placement.drafts.prospects import (
 )
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, decided, drafter, place, speculation, target
 
-HERE = DraftPlace("draft_model", 8)
+HERE = DraftPlace("draft_model")
+
+
+def planned(decision: DraftDecision) -> tuple[Method | None, int]:
+    return decision.place.method, decision.chosen.max_tokens
 
 
 def test_on_a_cpu_one_request_drafts_and_many_do_not():
@@ -89,29 +94,29 @@ def test_drafts_whose_weights_are_only_elsewhere():
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"enabled": False}, NOWHERE),
-        ({"num_speculative_tokens": 0}, NOWHERE),
-        ({"num_speculative_tokens": 3}, DraftPlace("draft_model", 3)),
-        ({"method": "draft_model"}, HERE),
-        ({"method": "ngram"}, DraftPlace("ngram", 63)),
-        ({"method": "ngram", "num_speculative_tokens": 5}, DraftPlace("ngram", 5)),
+        ({"enabled": False}, (None, 0)),
+        ({"num_speculative_tokens": 0}, (None, 0)),
+        ({"num_speculative_tokens": 3}, ("draft_model", 3)),
+        ({"method": "draft_model"}, ("draft_model", 8)),
+        ({"method": "ngram"}, ("ngram", 63)),
+        ({"method": "ngram", "num_speculative_tokens": 5}, ("ngram", 5)),
     ],
 )
 def test_the_clients_choice_is_binding(asked, expected):
     """In cases where drafts cost much, or where a draft worker would be better."""
     wishes = RequestSpeculation(**asked)
-    assert decided(target(64, model=CPU_LIKE), asked=wishes).place == expected
+    assert planned(decided(target(64, model=CPU_LIKE), asked=wishes)) == expected
     costly = target(1, model=GPU_LIKE | {"level_s": 6e-3})
-    found = decided(costly, [drafter()], wishes).place
-    assert (found.method, found.max_tokens) in {(expected.method, expected.max_tokens), ("draft_model", 8)}
-    assert (found.at == "draft-0") == (expected.method == "draft_model"), "where is left to the router"
+    found = decided(costly, [drafter()], wishes)
+    assert planned(found) in {expected, ("draft_model", 8)}
+    assert (found.place.at == "draft-0") == (expected[0] == "draft_model"), "where is left to the router"
 
 
 def test_the_deployments_choice_is_binding():
-    assert place(target(64, model=CPU_LIKE, fixed_tokens=4)) == DraftPlace("draft_model", 4)
+    assert planned(decided(target(64, model=CPU_LIKE, fixed_tokens=4))) == ("draft_model", 4)
     assert place(target(1, fixed_tokens=0)) == place(target(1, method=None)) == NOWHERE
     weightless = RequestSpeculation(method="suffix")
-    assert decided(target(1, method=None), asked=weightless).place == DraftPlace("suffix", 63)
+    assert planned(decided(target(1, method=None), asked=weightless)) == ("suffix", 63)
 
 
 def test_a_class_of_requests_has_its_own_acceptance():
@@ -132,14 +137,15 @@ def test_untried_places_are_tried():
 
 
 def test_a_trial_goes_to_a_plausible_loser_but_not_to_an_impossible_place():
-    at, elsewhere = target(64, model=CPU_LIKE), DraftMaker("draft_model", "draft-0")
+    at, elsewhere = target(64, model=CPU_LIKE), DraftPlace("draft_model", "draft-0")
     for current in (None, NOWHERE, HERE):
-        assert place(at, trial=HERE.maker, current=current) == HERE
+        assert place(at, trial=HERE, current=current) == HERE
         assert place(at, [drafter()], trial=elsewhere, current=current).at == "draft-0"
         assert place(at, trial=elsewhere, current=current) == place(at, current=current)
-    assert decided(at, trial=HERE.maker, asked=RequestSpeculation(enabled=False)).place == NOWHERE
-    assert place(target(1), trial=NOWHERE.maker) == NOWHERE
-    assert place(target(1, fixed_tokens=4), trial=NOWHERE.maker).max_tokens == 4, "the deployment says so"
+    assert decided(at, trial=HERE, asked=RequestSpeculation(enabled=False)).place == NOWHERE
+    assert place(target(1), trial=NOWHERE) == NOWHERE
+    fixed = decided(target(1, fixed_tokens=4), trial=NOWHERE)
+    assert planned(fixed) == ("draft_model", 4), "the deployment says so"
 
 
 def test_a_new_request_follows_the_others():
@@ -152,7 +158,7 @@ def test_a_new_request_follows_the_others():
 
 def test_a_tree_is_drafted_as_a_whole():
     known = msgspec.structs.replace(speculation(), max_tokens=24)
-    assert place(target(4, speculation=known)) == DraftPlace("draft_model", 24)
+    assert planned(decided(target(4, speculation=known))) == ("draft_model", 24)
     costly = msgspec.structs.replace(speculation(**CPU_LIKE), max_tokens=24)
     assert place(target(4, speculation=costly)) == NOWHERE
 
@@ -215,7 +221,7 @@ def test_no_request_moves_for_a_small_gain():
 
 
 def test_a_small_gain_counts_only_if_both_places_were_measured():
-    own, remote = HERE.maker, DraftMaker("draft_model", "draft-0")
+    own, remote = HERE, DraftPlace("draft_model", "draft-0")
     for seen, where in (((own,), "local"), ((remote,), "local"), ((own, remote), "remote")):
         prospects = Crossing(1.035)
         for maker in seen:
@@ -276,7 +282,6 @@ COSTS = st.builds(
 PLACES = st.builds(
     DraftPlace,
     method=st.sampled_from([None, *METHODS]),
-    max_tokens=st.integers(0, 64),
     at=st.sampled_from([None, "a", "b", "gone"]),
 )
 TARGETS = st.builds(
@@ -328,19 +333,20 @@ WISHES = st.one_of(
     asked=WISHES,
     request=st.builds(
         DraftFacts,
-        trial=st.sampled_from([None, NOWHERE.maker, HERE.maker, DraftMaker("draft_model", "a")]),
+        trial=st.sampled_from([None, NOWHERE, HERE, DraftPlace("draft_model", "a")]),
         num_tokens=st.integers(0, 10**6),
         tokens_left=NUMBERS,
         current=st.one_of(st.none(), PLACES),
     ),
 )
 def test_no_snapshot_raises_or_yields_an_impossible_plan(at, drafters, asked, request):
-    found = decide(request, Prospects(at, drafters, asked)).place
+    decision = decide(request, Prospects(at, drafters, asked))
+    found, max_tokens = decision.place, decision.chosen.max_tokens
     wishes = asked or RequestSpeculation()
     assert found.at in {None, *(each.worker_id for each in drafters if each.method == found.method)}
     assert found.method in {None, wishes.method or at.method}
-    assert (found.method is None) == (found.max_tokens == 0)
+    assert (found.method is None) == (max_tokens == 0)
     if not wishes.enabled or wishes.num_speculative_tokens == 0:
         assert found == NOWHERE
     elif wishes.num_speculative_tokens is not None and found.method is not None:
-        assert found.max_tokens == wishes.num_speculative_tokens
+        assert max_tokens == wishes.num_speculative_tokens

@@ -13,7 +13,6 @@ from router.placement.drafts.prospects import (
     NOWHERE,
     DraftDecision,
     DraftFacts,
-    DraftMaker,
     DraftOption,
     DraftPlace,
     DraftSite,
@@ -81,12 +80,12 @@ class Simulated:
 
     def _brings(self, expected: ExpectedTokens) -> None:
         """Return what one running request yields until the router's next look."""
-        rate = next(self._rate(each) for each in self._options if each.place.maker == expected.maker)
+        rate = next(self._rate(each) for each in self._options if each.place == expected.place)
         tokens = SWEEP_S * rate / self._rows * max(self._random.gauss(1, TEXTS), 0.1)
         self.kind.note(expected, 0.0, tokens, self._rows, SWEEP_S)
 
     def _option(self, place: DraftPlace) -> DraftOption:
-        return next(option for option in self._options if option.place.maker == place.maker)
+        return next(option for option in self._options if option.place == place)
 
     def _rate(self, option: DraftOption) -> float:
         return self.truth[option.place.where] * option.rate
@@ -122,7 +121,7 @@ def test_observations_while_requests_arrive_say_nothing_of_lower_loads():
     for _ in range(20):
         simulated.arrive(16)
         simulated.run(1.0)
-    assert simulated.kind.seen.correction(simulated._place.maker, 1) == pytest.approx(1.0, abs=0.1)
+    assert simulated.kind.seen.correction(simulated._place, 1) == pytest.approx(1.0, abs=0.1)
     simulated.resize(1)
     assert simulated.run(4.0) >= 0.97
 
@@ -131,14 +130,14 @@ def test_a_place_that_loses_at_high_loads_is_used_at_low_ones():
     """Observations of one place at this load say more about another than that place's own at a far load."""
     simulated = Simulated(CPU_LIKE, SHARED_CORES | {"local": 0.2}, rows=16)
     simulated.run(60.0)
-    assert simulated.kind.seen.correction(simulated._options[1].place.maker, 16) < 0.5
+    assert simulated.kind.seen.correction(simulated._options[1].place, 16) < 0.5
     simulated.truth = HOLDS
     simulated.resize(1)
     assert simulated.run(10.0) >= 0.9, "one of its trials counted"
 
 
 def test_a_prediction_that_was_far_too_high_is_soon_forgotten():
-    seen, own = SeenRates(), DraftMaker("draft_model")
+    seen, own = SeenRates(), DraftPlace("draft_model")
     seen.note(own, 1, 0.25, seen=100.0, predicted=1e9)
     for _ in range(8):
         seen.note(own, 1, 0.25, seen=100.0, predicted=100.0)
@@ -146,7 +145,7 @@ def test_a_prediction_that_was_far_too_high_is_soon_forgotten():
 
 
 def test_a_stalled_worker_and_impossible_predictions_leave_a_usable_rate():
-    seen, own = SeenRates(), DraftMaker("draft_model")
+    seen, own = SeenRates(), DraftPlace("draft_model")
     for predicted in (nan, inf, 0.0, -1.0):
         seen.note(own, 1, 1.0, seen=5.0, predicted=predicted)
     assert seen.correction(own, 1) == 1.0
@@ -155,7 +154,7 @@ def test_a_stalled_worker_and_impossible_predictions_leave_a_usable_rate():
 
 
 def test_the_observation_at_the_nearest_load_counts():
-    seen, (own, other) = SeenRates(), (DraftMaker("draft_model"), DraftMaker("draft_model", "draft-0"))
+    seen, (own, other) = SeenRates(), (DraftPlace("draft_model"), DraftPlace("draft_model", "draft-0"))
     assert seen.correction(own, 4) == 1.0
     seen.note(own, 4, 4.0, seen=50.0, predicted=100.0)
     assert seen.correction(own, 4) == seen.correction(own, 64) == 0.5
@@ -172,7 +171,7 @@ def test_the_observation_at_the_nearest_load_counts():
 
 
 def test_old_observations_fade():
-    seen, own = SeenRates(), DraftMaker("draft_model")
+    seen, own = SeenRates(), DraftPlace("draft_model")
     for seconds, gain in ((1000.0, 1.0), (4.0, 2.0)):
         for _ in range(round(seconds)):
             seen.note(own, 1, 1.0, seen=gain * 100.0, predicted=100.0)
@@ -186,12 +185,12 @@ def test_the_correction_is_relative_to_the_raw_prediction(truth):
     simulated.run(60.0)
     place = simulated._place
     assert place is not None
-    found = simulated.kind.seen.correction(place.maker, 4)
+    found = simulated.kind.seen.correction(place, 4)
     assert found == pytest.approx(truth[place.where], rel=0.1)
 
 
 def test_rates_count_from_the_first_token():
-    kind, own = DraftKind(), DraftMaker("draft_model")
+    kind, own = DraftKind(), DraftPlace("draft_model")
     planned = ExpectedTokens(own, rows=1, per_s=100.0, since=0.0, num_tokens=1)
     kind.note(planned, answered_at=1000.0, num_tokens=101, rows=1, now=1002.0)
     assert kind.seen.correction(own, 1) == pytest.approx(0.5)
@@ -200,7 +199,7 @@ def test_rates_count_from_the_first_token():
 def test_trials_do_not_overlap():
     kind = DraftKind()
     kind.pass_time(100.0)
-    places = [NOWHERE, DraftPlace("draft_model", 8), DraftPlace("draft_model", 8, "draft-0")]
+    places = [NOWHERE, DraftPlace("draft_model"), DraftPlace("draft_model", "draft-0")]
     best, *others = (DraftOption(place, 100.0, 100.0, 1.0) for place in places)
     idle = best._replace(worth=0.0)
     for decision in (DraftDecision(best, (best,)), DraftDecision(idle, (idle, *others))):
@@ -217,7 +216,7 @@ def test_trials_do_not_overlap():
 def test_an_equally_good_place_is_tried_every_ten_seconds():
     began = []
     kind = DraftKind(began.append)
-    best, other = (DraftOption(place, 100.0, 100.0, 1.0) for place in (NOWHERE, DraftPlace("draft_model", 8)))
+    best, other = (DraftOption(place, 100.0, 100.0, 1.0) for place in (NOWHERE, DraftPlace("draft_model")))
     for _ in range(1000):
         kind.pass_time(1.0)
         kind._consider_trial(DraftDecision(best, (best, other)))
@@ -227,4 +226,4 @@ def test_an_equally_good_place_is_tried_every_ten_seconds():
 def test_the_expected_rate_is_the_uncorrected_prediction():
     """For one request of the batch."""
     option = DraftOption(NOWHERE, rate=90.0, worth=70.0, tokens_per_step=1.0, correction=0.9)
-    assert expect(option, 2.0, 5.0, 7) == (NOWHERE.maker, 2.0, pytest.approx(50.0), 5.0, 7)
+    assert expect(option, 2.0, 5.0, 7) == (NOWHERE, 2.0, pytest.approx(50.0), 5.0, 7)
