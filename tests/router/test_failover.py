@@ -90,18 +90,6 @@ def test_an_error_of_one_worker_is_retried_on_another(make_router, pool, expecte
     assert placed_again(router, "transfer") == 1
 
 
-def test_a_failure_right_after_a_failover_gives_the_load_back(make_router, pool):
-    router = make_router()
-    future, first, second = stalled(router, pool, 7)
-    second.hold.set()
-    lose(router, first)
-    eventually(lambda: second.generated)
-    assert router.server.state.registry.named("decode-1").outstanding_prefill_tokens > 0
-    second.post(said(second, failure(second.generated[0].request_id, "internal")))
-    assert future.result(5).status_code == 500
-    eventually(lambda: is_idle(router))
-
-
 def test_a_stop_string_across_the_seam(make_router, pool, expected):
     prompt = "numbers 0 1 2 3 4 5 6 7 8 9"
     whole = expected(prompt=prompt)["choices"][0]
@@ -432,17 +420,6 @@ def test_late_news_of_a_hand_off_is_ignored(make_router, pool):
     assert not prefill.redirects
     prefill.fail_handover(request_id, "overloaded")
     assert future.result(5).status_code == 200
-
-
-def test_a_prefill_worker_that_dies_in_the_hand_off(make_router, pool, expected):
-    router = make_router()
-    future, prefill, decode, request_id = in_hand_off(router, pool)
-    other = router.add_worker("prefill-1", "prefill", peers={"decode-0": decode})
-    lose(router, prefill)
-    assert answer(future.result(5)) == expected()
-    assert len(other.generated[0].output_token_ids) == 1
-    assert request_id in decode.aborted
-    eventually(lambda: is_idle(router))
 
 
 def test_the_prefill_worker_that_holds_the_prompt_gets_it_again(make_router, pool):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 import time
 
 import httpx
@@ -98,16 +96,6 @@ def test_death_of_the_only_worker_is_an_error_status(make_router, pool, how):
     assert known == (["silent"] if how == "silently" else [])
 
 
-def test_a_silent_worker_that_speaks_again_is_used_again(make_router):
-    router = make_router(worker_timeout=0.4)
-    worker = router.add_worker()
-    worker.mute.set()
-    eventually(lambda: router.http.get("/ready").status_code == 503)
-    worker.mute.clear()
-    eventually(lambda: router.http.get("/ready").status_code == 200)
-    assert post(router, max_tokens=2).status_code == 200
-
-
 def test_prefill_death_after_the_hand_off_is_harmless(make_router):
     router = make_router()
     prefill, decode = make_pair(router, step_s=0.01)
@@ -156,21 +144,6 @@ def test_tokens_that_overtake_earlier_ones_wait(make_router, pool, before):
     eventually(lambda: is_idle(router))
 
 
-def test_a_restarted_worker_replaces_the_old_one(make_router, pool):
-    router = make_router()
-    old = router.add_worker(step_s=0.02)
-    future = pool.submit(post, router)
-    eventually(lambda: any(r.output_token_ids for r in router.server.state.journal))
-    router.kill(old)
-    new = router.add_worker()
-    assert future.result(5).json()["usage"]["completion_tokens"] == 200
-    assert new.generated[0].output_token_ids, "the new one goes on where the old one ended"
-    workers = router.http.get("/workers").json()["workers"]
-    assert [worker["incarnation"] for worker in workers] == [new.incarnation]
-    router.server.mark_dead(old.worker_id, old.incarnation, "news that comes late")
-    assert post(router, max_tokens=3).status_code == 200
-
-
 # --- messages ---
 
 
@@ -196,34 +169,6 @@ def test_stale_and_foreign_outputs_are_dropped(make_router, pool):
     )
     holder.hold.clear()
     assert future.result(5).json()["usage"]["completion_tokens"] == 2
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"\x00",
-        b"\xc1" * 50,
-        b"hello",
-        msgspec.msgpack.encode({"type": "step"}),
-        msgspec.msgpack.encode({"type": "nonsense", "worker_id": "decode-0"}),
-        msgspec.msgpack.encode({"type": "step", "worker_id": "decode-0", "incarnation": "x", "outputs": [1]}),
-        msgspec.msgpack.encode(
-            {
-                "type": "step",
-                "worker_id": "decode-0",
-                "incarnation": "x",
-                "outputs": [{"request_id": "r", "token_ids": [-1]}],
-            }
-        ),
-        b"\x91" * 100_000,
-    ],
-)
-def test_malformed_messages_are_dropped(router, raw):
-    before = router.metric("tandem_messages_dropped_total", reason="malformed")
-    router.workers[0].post(raw)
-    eventually(lambda: router.metric("tandem_messages_dropped_total", reason="malformed") == before + 1)
-    assert post(router, max_tokens=2).status_code == 200
 
 
 @pytest.mark.parametrize("shift", [1, -1])
@@ -350,24 +295,6 @@ def test_failure_in_a_batch_fails_all_of_it(make_router):
     eventually(lambda: is_idle(router))
 
 
-def test_a_transfer_lost_before_a_token_is_placed_again(make_router):
-    router = make_router()
-    worker = router.add_worker()
-    usual = worker._step
-    steps = iter(range(1000))
-    worker._step = lambda: [failing(worker, "transfer")] if next(steps) == 0 else usual()
-    assert post(router, max_tokens=3).status_code == 200
-    assert len(worker.generated) == 2
-
-
-def test_placements_are_limited(make_router):
-    router = make_router()
-    worker = router.add_worker()
-    worker._step = lambda: [failing(worker, "worker_lost")]
-    assert post(router).status_code == 502
-    assert len(worker.generated) == 3
-
-
 # --- limits ---
 
 
@@ -465,24 +392,6 @@ def test_no_more_requests_give_way_than_necessary(make_router, pool):
     eventually(lambda: len(worker.generated) == 6)
     worker.hold.clear()
     assert [future.result(5).status_code for future in (stays, urgent)] == [200, 200]
-
-
-def test_random_aborts_leave_nothing_behind(make_router, pool):
-    router = make_router()
-    prefill, decode = make_pair(router, step_s=0.002)
-    gate = threading.Semaphore(8)
-
-    def one(index: int) -> None:
-        with gate:
-            timeout = 0.02 * (index % 7) + 0.01
-            with contextlib.suppress(httpx.TimeoutException):
-                body = {**BODY, "max_tokens": 5 + index % 40, "n": 1 + index % 3}
-                router.http.post("/v1/completions", json=body, timeout=timeout)
-
-    list(pool.map(one, range(80)))
-    eventually(lambda: is_idle(router))
-    eventually(lambda: not prefill.jobs and not decode.jobs)
-    assert post(router, max_tokens=2).status_code == 200
 
 
 # --- the host ---

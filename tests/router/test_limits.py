@@ -172,19 +172,6 @@ def _answers(client: socket.socket) -> bool:
         return False
 
 
-def test_a_body_over_the_limit_is_refused_whatever_its_headers_say(router):
-    """Uses the product's default limit."""
-    limit = router.server.config.max_body_bytes
-    assert limit == 16 * 1024 * 1024
-    with send_part(router.server.port, limit) as client:
-        client.sendall(b" ")
-        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
-    parts = (b" " * MB for _ in range(limit // MB + 2))
-    answer = router.http.post("/v1/completions", content=parts)
-    assert answer.status_code == 413
-    assert f"{limit} bytes (--max-body-bytes)" in answer.json()["error"]["message"]
-
-
 def test_sequences_are_limited_in_sum(make_router):
     """Uses the product's default limits."""
     router = make_router()
@@ -201,9 +188,3 @@ def test_sequences_are_limited_in_sum(make_router):
     for client in clients:
         client.close()
     eventually(lambda: not len(router.server.state.journal))
-
-
-def test_the_key_is_checked_before_the_body_is_read(make_router):
-    router = make_router(api_key="secret")
-    with send_part(router.server.port, 10) as client:
-        assert client.recv(4096).startswith(b"HTTP/1.1 401 ")

@@ -349,11 +349,6 @@ def test_port_in_use(router, model_folder):
         RouterServer(ServeConfig(model=str(model_folder), port=router.server.port), ClusterKeys.generate())
 
 
-def test_unknown_policy(model_folder):
-    with pytest.raises(ConfigError, match="--placement: unknown policy 'magic'; known: round_robin, "):
-        RouterServer(ServeConfig(model=str(model_folder), port=0, placement="magic"), ClusterKeys.generate())
-
-
 def test_a_crash_in_a_handler_is_a_500(make_router, monkeypatch):
     router = make_router()
     router.add_worker()

@@ -24,45 +24,6 @@ def drain(queue: FairQueue[str]) -> list[str]:
     return order
 
 
-@pytest.mark.parametrize("costs", [(100, 100), (100, 1000), (37, 5000, 700), (3000, 3000, 10, 900)])
-def test_waiting_keys_get_equal_shares(costs: tuple[int, ...]) -> None:
-    """At any time the shares differ by at most one turn and one request, whatever requests cost."""
-    rng = random.Random(1)
-    queue, served, number = queue_of(), Counter[int](), 0
-    cost_of: dict[str, float] = {}
-
-    def come(key: int) -> None:
-        nonlocal number
-        number += 1
-        item = f"{key} {number}"
-        cost_of[item] = costs[key] * rng.uniform(0.5, 1.5)
-        queue.add(item, key, 0, cost_of[item])
-
-    for key in range(len(costs)):
-        come(key)
-        come(key)
-    for _ in range(1000):
-        item = queue.head()
-        queue.pop(item)
-        key = int(item.split()[0])
-        served[key] += cost_of[item]
-        come(key)
-        bound = QUANTUM + 1.5 * max(costs)
-        assert max(served.values()) - min(served[key] for key in range(len(costs))) <= 2 * bound
-    fair = sum(served.values()) / len(costs)
-    assert all(abs(served[key] - fair) < 2 * bound for key in range(len(costs)))
-
-
-def test_within_a_key_first_come_first_served() -> None:
-    queue = queue_of()
-    for index in range(20):
-        queue.add(f"{index % 2} {index}", index % 2, 0, 300)
-    order = drain(queue)
-    for key in "01":
-        numbers = [int(item.split()[1]) for item in order if item.startswith(key)]
-        assert numbers == sorted(numbers)
-
-
 def test_a_single_request_comes_before_a_flood() -> None:
     sent = Counter({0: 30_000})
     queue = queue_of(sent)
@@ -85,19 +46,6 @@ def test_a_key_with_more_at_the_worker_owes_the_difference() -> None:
         queue.add(f"flood {index}", 0, 0, QUANTUM)
         queue.add(f"other {index}", 1, 0, QUANTUM)
     assert Counter(item.split()[0] for item in drain(queue)[:5]) == {"flood": 1, "other": 4}
-
-
-def test_idle_time_earns_nothing() -> None:
-    """A key that was away shares equally from its return on."""
-    queue = queue_of()
-    for index in range(100):
-        queue.add(f"0 {index}", 0, 0, QUANTUM)
-    for _ in range(50):
-        queue.pop(queue.head())
-    for index in range(50):
-        queue.add(f"1 {index}", 1, 0, QUANTUM)
-    first = Counter(item[0] for item in drain(queue)[:40])
-    assert abs(first["0"] - first["1"]) <= 2
 
 
 def test_urgent_requests_come_first_whatever_their_key_had() -> None:
@@ -135,14 +83,6 @@ def test_nothing_is_lost_or_doubled() -> None:
         assert item in queue or item in gone
     assert set(drain(queue)) == waiting
     assert not queue._turns
-
-
-def test_keys_alternate_as_often_as_small_requests_allow() -> None:
-    queue = queue_of()
-    for index in range(6):
-        for key in (0, 1):
-            queue.add(f"{key} {index}", key, 0, 32)
-    assert [item[0] for item in drain(queue)] == list("010101010101")
 
 
 def test_a_huge_cost_takes_no_more_turns() -> None:

@@ -111,19 +111,6 @@ def test_the_timeout_is_not_restarted_by_a_new_placement(make_router, pool):
     assert second.generated[0].timeout_s <= first.generated[0].timeout_s - 0.3
 
 
-def test_the_queue_limit_holds_for_parked_requests(make_router, pool):
-    router = make_router(max_queued_requests=2)
-    router.server.expect({"decode-0": "decode"})
-    lose(router, router.add_worker("decode-0"))
-    eventually(lambda: router.http.get("/ready").status_code == 503)
-    waiting = [pool.submit(post, router, max_tokens=3) for _ in range(2)]
-    eventually(lambda: parked(router) == 2)
-    refused = post(router, max_tokens=3)
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    router.add_worker("decode-0")
-    assert [future.result(5).status_code for future in waiting] == [200, 200]
-
-
 def test_parked_requests_fail_when_the_launcher_gives_up(router, pool):
     worker = router.add_worker("decode-0")
     worker.stall_after = 3
