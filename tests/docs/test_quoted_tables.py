@@ -31,9 +31,9 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def figures_of(run: str) -> list[dict[str, Any]]:
-    figures: list[dict[str, Any]] = json.loads((RESULTS / run / "results.json").read_bytes())["figures"]
-    return figures
+def results_of(run: str, part: str = "figures") -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = json.loads((RESULTS / run / "results.json").read_bytes())[part]
+    return results
 
 
 def sweep(method: str, requests: int, run: str = LIGHT, **block: object) -> dict[Any, dict[str, Any]]:
@@ -41,7 +41,7 @@ def sweep(method: str, requests: int, run: str = LIGHT, **block: object) -> dict
     wanted = {"drafting": method, "concurrency": requests, **block}
     return {
         each["case"]["num_tokens"]: each
-        for each in figures_of(run)
+        for each in results_of(run)
         if wanted.items() <= each["case"]["block"].items()
     }
 
@@ -62,7 +62,7 @@ def acceptance_of(tau: float, drafted: int) -> float:
 def test_a_real_models_figures_by_workload_are_the_measured_ones() -> None:
     figures = {
         (each["case"]["block"]["workload"], each["case"]["num_tokens"]): each
-        for each in figures_of("speculate-smollm2")
+        for each in results_of("speculate-smollm2")
     }
     rows = table("What does speculation bring on which text?")
     assert {row[0] for row in rows} == {workload for workload, _ in figures}
@@ -119,12 +119,10 @@ HEADING = "From which concurrency does speculation stop paying, and why?"
 def step_times(method: str, k: int = 4) -> list[tuple[int, float, float, float]]:
     """Return requests, seconds of a plain step and of a step with drafts, and the latter's tokens."""
     found: dict[int, dict[int | None, list[dict[str, Any]]]] = {}
-    for run in ("speculate-amx-light", "speculate-amx"):
-        document = json.loads((ROOT / "bench/results" / run / "results.json").read_bytes())
-        for each in document["measurements"]:
-            block, case = each["case"]["block"], each["case"]["num_tokens"]
-            if block["drafting"] == method and case in (None, k):
-                found.setdefault(block["concurrency"], {}).setdefault(case, []).append(each)
+    for each in (*results_of(LIGHT, "measurements"), *results_of(BUSY, "measurements")):
+        block, case = each["case"]["block"], each["case"]["num_tokens"]
+        if block["drafting"] == method and case in (None, k):
+            found.setdefault(block["concurrency"], {}).setdefault(case, []).append(each)
     rows = []
     for requests, cases in sorted(found.items()):
         plain, drafted = ([m["step_s"] for m in cases[case] if m["step_s"] is not None] for case in (None, k))
@@ -150,7 +148,7 @@ def test_step_times_with_drafts_equal_the_measured_ones() -> None:
 
 
 def test_the_crossover_equals_the_measured_one() -> None:
-    verdicts = json.loads((ROOT / "bench/results/speculate-amx/results.json").read_bytes())["verdicts"]
+    verdicts = results_of(BUSY, "verdicts")
     [crossover] = [each["crossover"] for each in verdicts if each["block"]["drafting"] == "draft_model"]
     assert f"here at {crossover:.0f} requests with a draft model" in DOCUMENT
     costs = read_profile(DEFAULT_PROFILE).costs

@@ -77,9 +77,10 @@ def test_tests_that_read_the_product_run_always() -> None:
     assert chosen(tests, costs, Situation()) == set(tests)
 
 
-def test_canaries_run_at_any_cost() -> None:
-    tests = [f"{A}::cheap", f"{A}::dear"]
-    assert chosen(tests, record(a={"dear": 1000.0}), replace(ALL, canaries=[tests[1]])) == set(tests)
+@pytest.mark.parametrize("named", [{"canaries": [f"{A}::dear"]}, {"whole": [A]}])
+def test_canaries_and_whole_modules_run_at_any_cost(named: dict[str, list[str]]) -> None:
+    tests = [f"{A}::dear", f"{A}::cheap"]
+    assert chosen(tests, record(a={"dear": 1000.0}), replace(ALL, **named)) == set(tests)
 
 
 def test_a_canary_that_is_gone_from_its_module_is_named() -> None:
@@ -115,11 +116,6 @@ def test_changed_modules_and_reached_tests_share_one_bound(
     assert choice.reached == {test for test in choice.left_out if split(test)[0] in distances}
 
 
-def test_whole_modules_run_all_their_tests() -> None:
-    tests = [f"{A}::{name}" for name in "xyz"]
-    assert chosen(tests, record(a=dict.fromkeys("xyz", 1000.0)), Situation(whole=[A])) == set(tests)
-
-
 def test_a_dear_test_runs_if_its_own_module_changed() -> None:
     tests, costs = [f"{A}::cheap", f"{A}::x"], record(a={"x": DEAREST_CPU_S + 1})
     assert chosen(tests, costs, replace(ALL, distances={A: 0})) == set(tests)
@@ -142,10 +138,3 @@ def test_ten_commits_in_a_row_run_every_expensive_test_but_the_dearest() -> None
     )
     spent = [sum(costs.modules[split(test)[0]].expensive["x"].cpu_s for test in tenth) for tenth in tenths]
     assert max(spent) < 1.2 * min(spent)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_choice_does_not_depend_on_the_order(order: int) -> None:
-    tests = [f"{A}::{name}" for name in "vwxyz"][::order]
-    costs = record(a=dict.fromkeys("vwxyz", 2.0))
-    assert choose(tests, costs, Situation()).chosen == choose(sorted(tests), costs, Situation()).chosen

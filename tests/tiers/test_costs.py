@@ -26,18 +26,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_written_costs_are_read_back(root: Path) -> None:
+def test_written_costs_are_read_back_from_a_line_for_each_expensive_test(root: Path) -> None:
     assert load(root) == Costs()
     dump(RECORD, root)
     assert load(root) == RECORD
-    assert list(json.loads((root / "tests/costs.json").read_text())) == [TWO, ONE]
-
-
-def test_an_expensive_test_has_a_line_of_its_own(root: Path) -> None:
-    dump(RECORD, root)
-    lines = (root / "tests/costs.json").read_text().splitlines()
-    assert '  "test_b[x y]": [1.2, 4]' in lines
-    assert len(lines) == 7
+    text = (root / "tests/costs.json").read_text()
+    assert list(json.loads(text)) == [TWO, ONE]
+    assert len(text.splitlines()) == 7 and '  "test_b[x y]": [1.2, 4]' in text.splitlines()
 
 
 def test_cheap_and_new_tests_have_no_cost() -> None:

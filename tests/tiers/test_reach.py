@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiers.changes import Changes
 from tests.tiers.reach import Imports
-from tests.tiers.situation import KERNEL_TESTS, kernel_changed, situation_of
+from tests.tiers.situation import KERNEL_TESTS, situation_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,32 +49,19 @@ def test_a_common_import_of_all_tests_does_not_count(imports: Imports) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "is_kernel"),
+    ("changed", "is_kernel", "everything"),
     [
-        ("engine/devices/cuda/attention/attend.py", True),
-        ("tests/engine/interpreted/cases.py", True),
-        ("engine/step/scheduler.py", False),
-        ("docs/gpu.md", False),
+        ("engine/devices/cuda/attention/attend.py", True, False),
+        ("tests/engine/interpreted/cases.py", True, False),
+        ("engine/step/scheduler.py", False, False),
+        ("docs/gpu.md", False, False),
+        ("README.md", False, False),
+        ("pyproject.toml", False, True),
+        ("tests/forked.py", False, True),
     ],
 )
-def test_kernels_and_their_interpreted_tests_are_known(changed: str, is_kernel: bool) -> None:
-    assert kernel_changed(ROOT, [changed]) == is_kernel
-
-
-def test_a_changed_kernel_runs_all_tests_that_interpret_it() -> None:
-    changes = Changes("a commit", frozenset(["engine/devices/cuda/attention/attend.py"]))
-    assert situation_of(ROOT, changes).whole == KERNEL_TESTS
-    assert not situation_of(ROOT, Changes("a commit", frozenset(["engine/step/scheduler.py"]))).whole
-
-
-@pytest.mark.parametrize(
-    ("changed", "everything"),
-    [
-        ("pyproject.toml", True),
-        ("tests/forked.py", True),
-        ("README.md", False),
-        ("engine/step/scheduler.py", False),
-    ],
-)
-def test_some_files_may_change_any_result(changed: str, everything: bool) -> None:
-    assert situation_of(ROOT, Changes("a commit", frozenset([changed]))).everything == everything
+def test_changed_kernels_and_files_that_may_change_any_result_are_known(
+    changed: str, is_kernel: bool, everything: bool
+) -> None:
+    situation = situation_of(ROOT, Changes("a commit", frozenset([changed])))
+    assert (situation.whole, situation.everything) == (KERNEL_TESTS if is_kernel else (), everything)

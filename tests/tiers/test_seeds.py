@@ -9,26 +9,16 @@ import pytest
 from tests.tiers.seeds import VARIABLE, seed, seeds, set_seed
 
 
-@pytest.fixture(autouse=True)
-def no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_the_requested_seed_the_inherited_one_a_fresh_one_or_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(VARIABLE, "")
-
-
-def test_without_a_seed_all_runs_have_the_same_seeds() -> None:
-    assert set_seed(None, fresh=False) == 0
-    assert list(seeds(3)) == [0, 1, 2]
-
-
-def test_a_fresh_seed_differs_each_time() -> None:
+    assert set_seed(None, fresh=False) == 0 and list(seeds(3)) == [0, 1, 2]
+    os.environ[VARIABLE] = ""
     first = set_seed(None, fresh=True)
     os.environ[VARIABLE] = ""
     second = set_seed(None, fresh=True)
-    assert len({0, first, second}) == 3
-    assert seeds(40)[0] == 1000 * second
-
-
-def test_a_requested_or_inherited_seed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "17")
+    assert len({0, first, second}) == 3 and seeds(40)[0] == 1000 * second
+    os.environ[VARIABLE] = "17"
     assert set_seed(None, fresh=True) == seed() == 17
-    assert set_seed(23, fresh=True) == seed() == 23
-    assert list(seeds(2)) == [23000, 23001]
+    assert set_seed(23, fresh=True) == seed() == 23 and list(seeds(2)) == [23000, 23001]
