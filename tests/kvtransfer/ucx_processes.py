@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.transfer.process import ProcessObject
 from tests.kvtransfer.signals import send_signal
 from tests.kvtransfer.ucx_tls import on_this_host
-
-_processes = multiprocessing.get_context("forkserver")
 
 WAIT_S = 30.0
 
@@ -59,7 +56,7 @@ def digest(data: Any) -> str:
 
 
 class Side:
-    """The commands of both kinds of process. Each answers with its method's value or exception."""
+    """The commands of both kinds of process."""
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
         from messaging.wake import Wake
@@ -88,6 +85,13 @@ class Side:
                    if now[kind].count(what) > self.before[kind].count(what)]
             for kind in now
         }  # fmt: skip
+
+    def attempt(self, command: str, *arguments: Any) -> tuple[Any, Exception | None]:
+        """Return the value of a command, or its exception."""
+        try:
+            return getattr(self, command)(*arguments), None
+        except Exception as error:
+            return None, error
 
     def digest(self) -> str:
         return digest(self.pool.buffer)
@@ -247,23 +251,7 @@ class Receiver(Sender):
         return super().left_after_close()
 
 
-def _serve(pipe: Connection, kind: type[Side], options: dict[str, Any], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    try:
-        side = kind(**options)
-    except Exception as error:
-        pipe.send(error)
-        return
-    pipe.send("ready")
-    while True:
-        command, *arguments = pipe.recv()
-        try:
-            pipe.send(getattr(side, command)(*arguments))
-        except Exception as error:
-            pipe.send(error)
-
-
-class Process:
+class Process(ProcessObject):
     """A `Side` in a separate process. `emulate` also allows reads over TCP."""
 
     def __init__(
@@ -276,51 +264,36 @@ class Process:
         seed: int = 0,
         emulate: bool = True,
     ) -> None:
-        self.pipe, theirs = _processes.Pipe()
-        options = {"num_blocks": num_blocks, "block_bytes": block_bytes, "seed": seed}
         # UCX would use any device, even one that a test of networks removes meanwhile.
         environment = {"UCX_TLS": on_this_host(tls), "UCX_NET_DEVICES": "lo"}
         if emulate:
             environment["UCX_PROTO_EMULATION_ENABLE"] = "y"
-        self._process = _processes.Process(
-            target=_serve, args=(theirs, kind, options, environment), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        assert self.answer() == "ready"
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        super().__init__(kind, num_blocks, block_bytes, seed, environment=environment)
 
     def tell(self, command: str, *arguments: Any) -> None:
-        self.pipe.send((command, *arguments))
+        self.begin("attempt", command, *arguments)
 
     def ask(self, command: str, *arguments: Any) -> Any:
         self.tell(command, *arguments)
         return self.answer()
 
     def answer(self) -> Any:
-        assert self.pipe.poll(WAIT_S), "the process does not answer"
-        answer = self.pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        value, error = self.end()
+        if error is not None:
+            raise error
+        return value
 
     def signal(self, number: signal.Signals) -> None:
-        send_signal(self.pid, number)
+        assert self.process.pid is not None
+        send_signal(self.process.pid, number)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.join(WAIT_S)
-
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
+        self.process.kill()
+        self.process.join(WAIT_S)
 
     def close(self) -> None:
         self.kill()
-        self.pipe.close()
+        super().close()
 
 
 def join(sender: Process, receiver: Process, num_blocks: int = 64, read_s: float = WAIT_S) -> float:
