@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.linear.packed import PANEL, PackedLinear, linear_of, plain_weight, rows_of
+from engine.linear.packed import PackedLinear, linear_of, plain_weight, rows_of
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.linear.quantized import QuantizedLinear
 from engine.parallel.group import Columns, Ranks
@@ -57,11 +57,6 @@ def keys_of(keys: int, size: int) -> list[range]:
 def query_columns(queries: int, keys: int, size: int) -> Columns:
     """Return each rank's attention heads."""
     return Columns(tuple(heads.queries for heads in heads_of(queries, keys, size)))
-
-
-def columns_of(outputs: int, ranks: Ranks) -> Columns:
-    """Divide a product's outputs among the ranks, in whole panels of the CPU's kernels if possible."""
-    return ranks.columns(outputs, PANEL)
 
 
 def times(part: range, size: int) -> range:

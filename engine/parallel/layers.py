@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.linear.experts import ExpertsModule
-from engine.linear.packed import plain_weight
-from engine.parallel.division import LINEARS, LinearShare, columns_of
+from engine.linear.packed import PANEL, plain_weight
+from engine.parallel.division import LINEARS, LinearShare
 from engine.parallel.group import Columns, Ranks
 
 
@@ -84,4 +84,4 @@ def _experts(whole: nn.Module, own: range) -> nn.Module:
 def _linear_share(module: Any, ranks: Ranks) -> nn.Module:
     has_count = hasattr(module, "out_features")
     count = module.out_features if has_count else len(plain_weight(module))
-    return module if count < ranks.size else LinearShare(module, columns_of(count, ranks), ranks)
+    return module if count < ranks.size else LinearShare(module, ranks.columns(count, PANEL), ranks)

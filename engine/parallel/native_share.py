@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 
 from engine.devices.cpu.decoder.native_model import LayerArgs, ModelArgs, NativeModel, WeightsArgs
-from engine.linear.packed import packed_rows, rows_of
-from engine.parallel.division import Heads, columns_of, moved, times
+from engine.linear.packed import PANEL, packed_rows, rows_of
+from engine.parallel.division import Heads, moved, times
 from engine.parallel.shared_ranks import SharedRanks
 
 
@@ -51,7 +51,7 @@ class DescriptionShare(NativeModel):
         return layer
 
     def _own(self, outputs: int) -> range:
-        return columns_of(outputs, self._ranks).parts[self._ranks.rank]
+        return self._ranks.columns(outputs, PANEL).parts[self._ranks.rank]
 
     def _rows(self, whole: WeightsArgs, *rows: range) -> WeightsArgs:
         """Return the weights with only these outputs."""

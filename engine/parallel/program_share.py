@@ -21,7 +21,7 @@ from engine.devices.torch.operations import side_by_side
 from engine.linear.packed import PANEL
 from engine.lora.table import Adapters
 from engine.model.program import Attention, Experts, Mlp, ModelProgram, Product, Rotation
-from engine.parallel.division import LINEARS, columns_of, heads_of, moved, part_of, query_columns
+from engine.parallel.division import LINEARS, heads_of, moved, part_of, query_columns
 from engine.parallel.group import Columns, Ranks
 from engine.parallel.layers import ExpertsShare, are_experts
 
@@ -90,7 +90,7 @@ class _Divider:
 
     def _mlp(self, whole: Mlp) -> Mlp:
         made = whole.gate_up.outputs // (2 if whole.is_gated else 1)
-        columns = columns_of(made, self._ranks)
+        columns = self._ranks.columns(made, PANEL)
         own = columns.parts[self._ranks.rank]
         rows = [own, moved(own, made)] if whole.is_gated else [own]
         gate_up, down = self._rows(whole.gate_up, rows), self._gathering(whole.down, columns)
@@ -131,7 +131,7 @@ class _Divider:
         rows, first = [], 0
         for linear in whole.linears:
             count = linear.out_features
-            own = columns_of(count, self._ranks) if type(linear) in LINEARS and count >= least else None
+            own = self._ranks.columns(count, PANEL) if type(linear) in LINEARS and count >= least else None
             columns.append(own)
             rows.append(moved(range(count) if own is None else own.parts[self._ranks.rank], first))
             first += count

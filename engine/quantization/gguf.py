@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -196,27 +197,25 @@ def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def _q4_0(blocks: Tensor) -> QuantizedWeight:
-    """Read a float16 scale and 32 codes with zero point 8; the first 16 are the low halves of 16 bytes."""
-    return QuantizedWeight(CodeFormat.INT4, _nibbles(blocks[..., 2:]).flatten(1), _half(blocks, 0))
+class _Block(NamedTuple):
+    """A block of 32 codes after a float16 scale. The first 16 codes are the low halves of the bytes from
+    `codes` on; the others, the high ones. Codes without a minimum have their zero point in the middle.
+    """
 
+    codes: int
+    fifth_bits: int | None = None
+    has_minimum: bool = False
 
-def _q4_1(blocks: Tensor) -> QuantizedWeight:
-    """Read a float16 scale, a float16 minimum and 32 codes."""
-    codes = _nibbles(blocks[..., 4:]).flatten(1)
-    return _with_minimum(CodeFormat.INT4, codes, _half(blocks, 0), _half(blocks, 2))
-
-
-def _q5_0(blocks: Tensor) -> QuantizedWeight:
-    """Read a float16 scale, the fifth bits of 32 codes, and the other bits like Q4_0; zero point 16."""
-    codes = _nibbles(blocks[..., 6:]) | (_bits(blocks[..., 2:6]) << 4)
-    return QuantizedWeight(CodeFormat.INT8, (codes.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
-
-
-def _q5_1(blocks: Tensor) -> QuantizedWeight:
-    """Read a float16 scale and minimum, the fifth bits of 32 codes, and the other bits like Q4_0."""
-    codes = _nibbles(blocks[..., 8:]) | (_bits(blocks[..., 4:8]) << 4)
-    return _with_minimum(CodeFormat.INT8, codes.to(torch.int8).flatten(1), _half(blocks, 0), _half(blocks, 2))
+    def read(self, blocks: Tensor) -> QuantizedWeight:
+        codes = _nibbles(blocks[..., self.codes :])
+        format = CodeFormat.INT4
+        if self.fifth_bits is not None:
+            codes |= _bits(blocks[..., self.fifth_bits : self.fifth_bits + 4]) << 4
+            format, codes = CodeFormat.INT8, codes.to(torch.int8)
+        if self.has_minimum:
+            return _with_minimum(format, codes.flatten(1), _half(blocks, 0), _half(blocks, 2))
+        codes = codes if format is CodeFormat.INT4 else codes - 16
+        return QuantizedWeight(format, codes.flatten(1), _half(blocks, 0))
 
 
 def _q8_0(blocks: Tensor) -> QuantizedWeight:
@@ -239,10 +238,10 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 
 
 _READ = {
-    GGMLQuantizationType.Q4_0: (18, _q4_0),
-    GGMLQuantizationType.Q4_1: (20, _q4_1),
-    GGMLQuantizationType.Q5_0: (22, _q5_0),
-    GGMLQuantizationType.Q5_1: (24, _q5_1),
+    GGMLQuantizationType.Q4_0: (18, _Block(2).read),
+    GGMLQuantizationType.Q4_1: (20, _Block(4, has_minimum=True).read),
+    GGMLQuantizationType.Q5_0: (22, _Block(6, 2).read),
+    GGMLQuantizationType.Q5_1: (24, _Block(8, 4, has_minimum=True).read),
     GGMLQuantizationType.Q8_0: (34, _q8_0),
     GGMLQuantizationType.Q4_K: (144, _q4_k),
     GGMLQuantizationType.Q5_K: (176, _q5_k),

@@ -89,7 +89,7 @@ layer, scale, sliding window (0: none), soft cap (0: none), sinks [num_heads] or
 
 
 def paged_attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -108,15 +108,15 @@ def paged_attention_forward(
     attention sinks. A module with latent attention (`latent_attention`) may pass latents as keys and values
     of one head. Raises UnsupportedModelError for arguments that would be computed wrongly.
     """
-    _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
-    _refuse_other_sinks(module, query.shape[1], s_aux)
-    absorbed: Any = getattr(module, "absorbed", None)
+    if refusal := _refusal(module, query, attention_mask, dropout, s_aux, kwargs):
+        raise UnsupportedModelError(f"{type(module).__name__}: {refusal}")
+    absorbed = getattr(module, "absorbed", None)
     rows = query.squeeze(0).transpose(0, 1)
     out = paged_attention(
         rows if absorbed is None else absorbed.queries(rows),
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
-        _layer_of(module),
+        module.layer_idx,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         softcap or 0.0,
@@ -125,49 +125,35 @@ def paged_attention_forward(
     return (out if absorbed is None else absorbed.values(out)).unsqueeze(0), None
 
 
-def _layer_of(module: torch.nn.Module) -> int:
-    number: object = getattr(module, "layer_idx", None)
-    if not isinstance(number, int):
-        raise UnsupportedModelError(f"{type(module).__name__}: layers without a number are not supported")
-    return number
-
-
-def _refuse_unsupported(
+def _refusal(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
+    sinks: Tensor | None,
     kwargs: dict[str, Any],
-) -> None:
-    name = type(module).__name__
+) -> str:
+    """Return why attention with these arguments would be computed wrongly, or ""."""
     if query.shape[0] != 1:
-        raise UnsupportedModelError(
-            f"{name}: rows must be packed as [1, total_tokens], got a batch of {query.shape[0]}"
-        )
+        return f"rows must be packed as [1, total_tokens], got a batch of {query.shape[0]}"
     if attention_mask is not None:
-        raise UnsupportedModelError(f"{name}: an attention mask of its own is not supported")
+        return "an attention mask of its own is not supported"
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise UnsupportedModelError(f"{name}: attention that is not causal is not supported")
+        return "attention that is not causal is not supported"
     if dropout or kwargs.get("output_attentions"):
-        raise UnsupportedModelError(f"{name}: attention dropout and output_attentions are not supported")
-    for argument, value in kwargs.items():
-        if value is not None and argument not in _HARMLESS:
-            raise UnsupportedModelError(f"{name}: attention argument {argument!r} is not supported")
-
-
-def _refuse_other_sinks(module: torch.nn.Module, num_heads: int, sinks: Tensor | None) -> None:
-    name = type(module).__name__
+        return "attention dropout and output_attentions are not supported"
     if sinks is None and getattr(module, "sinks", None) is not None:
-        raise UnsupportedModelError(
-            f"{name}: attention sinks that are not passed to the attention function are not supported"
+        return "attention sinks that are not passed to the attention function are not supported"
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        return (
+            f"attention sinks of shape {list(sinks.shape)}, not one for each of {query.shape[1]} heads, are "
+            "not supported"
         )
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise UnsupportedModelError(
-            f"{name}: attention sinks of shape {list(sinks.shape)}, not one for each of {num_heads} heads, "
-            "are not supported"
-        )
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    if unknown:
+        return f"attention argument {unknown[0]!r} is not supported"
+    has_number = isinstance(getattr(module, "layer_idx", None), int)
+    return "" if has_number else "layers without a number are not supported"
 
 
 def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
