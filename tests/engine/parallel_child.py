@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,7 +20,7 @@ from engine.lora.files import RawAdapter
 from engine.parallel import messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.follower import follow
-from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
+from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.leader import Join, Leader, _follow, join_by
 from engine.parallel.messages import AdapterKept, Call, KeepAdapter, receive
 from kvtransfer.blocks.memory import PoolMemory
@@ -109,30 +108,6 @@ def lose_a_rank_in_a_gather(kind: str, pipe: Connection) -> None:
     except LostRankError as error:
         pipe.send((str(error).partition(":")[0], time.monotonic() - began))
     leader.close()
-
-
-def lose_a_rank(pipe: Connection) -> None:
-    """Send whether the loss of an idle rank is noticed, and a gather's error. Then end all other ranks, one
-    of them stopped.
-    """
-    pids = multiprocessing.SimpleQueue()
-
-    def be_rank(ranks: Ranks, link: socket.socket) -> None:
-        pids.put(os.getpid())
-        link.recv(1)
-
-    leader, lost = Leader(3, be_rank), threading.Event()
-    leader.on_lost = lost.set
-    leader.watch()
-    os.kill(pids.get(), signal.SIGKILL)
-    os.kill(pids.get(), signal.SIGSTOP)
-    is_seen, reason = lost.wait(GATHER_TIMEOUT_S / 2), ""
-    try:
-        leader.ranks.gather(torch.ones(1), leader.ranks.columns(3))
-    except LostRankError as error:
-        reason = str(error)
-    leader.close()
-    pipe.send((is_seen, reason))
 
 
 def refuse_an_adapter(pipe: Connection) -> None:

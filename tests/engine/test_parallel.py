@@ -450,10 +450,6 @@ def test_a_rank_that_ends_within_a_gather_is_lost_at_once(kind: str) -> None:
     assert seconds < group.GATHER_TIMEOUT_S / 2
 
 
-def test_the_loss_of_an_idle_rank_is_noticed() -> None:
-    assert answer(in_child(parallel_child.lose_a_rank)) == (True, "a rank does not answer")
-
-
 def test_ranks_end_with_their_worker_even_if_they_ignore_it() -> None:
     pipe = in_child(parallel_child.lead_a_deaf_rank)
     leader, rank = answer(pipe)
