@@ -8,7 +8,6 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,7 @@ from training.data import fast_dtype, load_frozen
 _BEFORE = "before.json"
 
 
-@dataclass(frozen=True)
-class QuantizationResult:
-    """The model's measurements before and after; sizes are bytes of weights."""
-
-    before: TextQuality
-    after: TextQuality
-    size_before: int
-    size_after: int
-
-    @property
-    def change(self) -> float:
-        """Relative change of the bits per byte."""
-        return self.after.bits_per_byte / self.before.bits_per_byte - 1
-
-
-def quantize(options: QuantizeOptions, console: Console) -> QuantizationResult:
+def quantize(options: QuantizeOptions, console: Console) -> None:
     """Calibrate, quantize, measure and save. An interrupted run continues after its last finished block.
 
     Raises `ConfigError`, which names the option, before it writes anything.
@@ -67,14 +51,13 @@ def quantize(options: QuantizeOptions, console: Console) -> QuantizationResult:
     job.run(unfinished, windows, console)
     after = predict(model, text)
     size = job.write(options.output, unfinished)
-    result = QuantizationResult(before, after, source.size, size)
-    _write_card(options, _command(options, recipe, windows, text), recipe, text, result)
+    card = _card(options, recipe, windows, text, (before, after), (source.size, size))
+    (options.output / "README.md").write_text(card, encoding="utf-8")
     unfinished.remove()
     console.print(
         f"after: perplexity {after.perplexity:.4f}, {after.bits_per_byte:.4f} bits per byte "
-        f"({result.change:+.2%}); saved in {options.output}"
+        f"({_change(before.bits_per_byte, after.bits_per_byte)}); saved in {options.output}"
     )
-    return result
 
 
 class _Job:
@@ -226,43 +209,45 @@ def _describe(recipe: Recipe) -> str:
     return f"{recipe.method}, {recipe.bits} bits, a scale for {groups}{order}"
 
 
-def _write_card(
-    options: QuantizeOptions, command: str, recipe: Recipe, text: HeldOut, result: QuantizationResult
-) -> None:
-    folder = options.output
-    before, after = result.before, result.after
-    perplexity = _change(before.perplexity, after.perplexity)
-    size = _change(result.size_before, result.size_after)
-    size_before, size_after = (f"{size / 1e6:,.1f}" for size in (result.size_before, result.size_after))
-    length, described = text.windows.shape[1], _describe(recipe)
-    seen = (
-        f", none of which shares {SHARED_RUN} tokens in a row with the calibration"
-        if recipe.calibrates
-        else ""
+def _card(
+    options: QuantizeOptions,
+    recipe: Recipe,
+    windows: Tensor,
+    text: HeldOut,
+    qualities: tuple[TextQuality, TextQuality],
+    sizes: tuple[int, int],
+) -> str:
+    """Return a model card with the qualities and the sizes in bytes before and after."""
+    perplexity, bits = (
+        (f"{before:.4f}", f"{after:.4f}", _change(before, after))
+        for before, after in zip(*map(dataclasses.astuple, qualities), strict=True)
     )
-    (folder / "README.md").write_text(
-        f"""# {folder.name}
+    size = (*(f"{size / 1e6:,.1f}" for size in sizes), _change(*sizes))
+    rows = {"perplexity": perplexity, "bits per byte": bits, "weights, MB": size}
+    table = "\n".join(f"| {name} | {' | '.join(row)} |" for name, row in rows.items())
+    shares = f", none of which shares {SHARED_RUN} tokens in a row with the calibration"
+    return f"""# {options.output.name}
 
-`{options.model}` with quantized linear layers: {described}. Embeddings, head and norms are not quantized.
+`{options.model}` with quantized linear layers: {
+        _describe(recipe)
+    }. Embeddings, head and norms are not quantized.
 
 | | before | after | |
 |---|---|---|---|
-| perplexity | {before.perplexity:.4f} | {after.perplexity:.4f} | {perplexity} |
-| bits per byte | {before.bits_per_byte:.4f} | {after.bits_per_byte:.4f} | {result.change:+.2%} |
-| weights, MB | {size_before} | {size_after} | {size} |
+{table}
 
-Measured on {text.num_tokens:,} tokens ({text.num_bytes:,} bytes), in windows of {length}{seen}.
+Measured on {text.num_tokens:,} tokens ({text.num_bytes:,} bytes), in windows of {text.windows.shape[1]}{
+        shares if recipe.calibrates else ""
+    }.
 
 ```sh
-{command}
-tandem serve --model {folder}
+{_command(options, recipe, windows, text)}
+tandem serve --model {options.output}
 ```
 
 Made with Tandem {version()}, torch {torch.__version__}, Transformers {transformers.__version__},
 Python {platform.python_version()}.
-""",
-        encoding="utf-8",
-    )
+"""
 
 
 def _change(before: float, after: float) -> str:
