@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from router_clients import emitted, events_of, eventually, lose, openai_client, post
 
@@ -185,14 +183,3 @@ def test_a_worker_that_counts_wrongly_fails_the_request(make_router, pool, count
     worker.post(encode(StepOutput(worker_id="decode-0", incarnation=worker.incarnation, outputs=[output])))
     assert future.result(5).status_code == 500
     assert router.metric("tandem_messages_dropped_total", reason="malformed") == 1
-
-
-# --- metrics and log ------------------------------------------------------------------------------
-
-
-def test_the_requests_log_line_has_its_drafts(make_router, caplog):
-    router = make_router()
-    router.add_worker(tokens_per_step=4, rejected_per_step=2)
-    with caplog.at_level(logging.DEBUG, logger="router.observe.timing"):
-        post(router, max_tokens=8)
-    assert [line for line in caplog.messages if "8 out" in line and "drafted 10, accepted 6" in line]
