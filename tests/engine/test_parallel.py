@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,16 +26,11 @@ from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.loaded_model import LoadedModel
-from engine.devices.torch import transformers_hook
-from engine.devices.torch.latent_attention import absorb
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.kv.tiers.host import HostMemory
 from engine.linear.packed import PackedLinear, pack, packed_rows
-from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.quantized import round_head, round_linears
-from engine.load.probe import probe
-from engine.load.select import build_runner, pack_model
+from engine.load.select import build_runner, load_packed
 from engine.lora.files import read_adapter
 from engine.lora.table import adaptable
 from engine.model.describe import describe
@@ -48,8 +44,8 @@ from engine.parallel.pools import LeadingMemory, LeadingPool, held_pool, rank_la
 from engine.parallel.program_share import program_share
 from engine.parallel.runner import ShareRunner, share_of
 from engine.parallel.shared_ranks import SharedRanks
-from engine.quantization.weight import CodeFormat
 from kvtransfer.blocks.joined import JoinedBlocks
+from protocol.config import ServeConfig
 from protocol.requests import Adapter, EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
@@ -77,33 +73,14 @@ def steps() -> list[tuple[list[SequenceRows], list[int]]]:
     ]
 
 
-def load(
-    model_type: str,
-    dtype: torch.dtype,
-    compile: str = "off",
-    quantization: CodeFormat | None = None,
-    in_ranks: bool = False,
-    kv_codes: str = "none",
-    **changes: Any,
-) -> LoadedModel:
-    """Return a random packed model."""
-    transformers_hook.register()
-    torch.manual_seed(11)
-    options = {"dtype": dtype, "attn_implementation": transformers_hook.NAME}
-    model = AutoModelForCausalLM.from_config(config_of(model_type, **changes), **options).eval()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    if quantization is not None:
-        round_linears(model, quantization)
-        round_head(model)
-        pack_quantized_linears(model)
-    absorb(model)
-    kv_group = probe(model, dtype, model.config.num_hidden_layers).kv
-    if kv_codes != "none":
-        kv_group = kv_group.stored_as(kv_codes)
-    vocab_size = model.config.vocab_size
-    loaded = LoadedModel(model, CPU, dtype, kv_group, vocab_size, 512, [], "weights", in_ranks=in_ranks)
-    return pack_model(loaded, compile, select_backend(CPU, dtype)[0])
+def load(model_type: str, dtype: torch.dtype, **changes: Any) -> LoadedModel:
+    """Return a random packed model. `changes` may be options of a server, too."""
+    names = {each.name for each in dataclasses.fields(ServeConfig)}
+    options = {"compile": "off"} | {name: changes.pop(name) for name in [*changes] if name in names}
+    options |= {"device": "cpu", "dtype": str(dtype).removeprefix("torch."), "load_format": "dummy"}
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(model_type, **changes).save_pretrained(folder)
+        return load_packed(ServeConfig(model=folder, max_model_len=512, **options))
 
 
 def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
@@ -130,8 +107,9 @@ def qwen2(heads: int = 6, kv_heads: int = 2, **options: Any) -> dict[str, Any]:
     return {"model_type": "qwen2", "compile": "auto"} | shape | heads_of | options
 
 
-def int_weights(format: CodeFormat, compile: str) -> dict[str, Any]:
-    return qwen2(quantization=format, compile=compile, intermediate_size=224, hidden_size=96)
+def int_weights(format: str, compile: str) -> dict[str, Any]:
+    rounds = {"quantization": format, "quantize_lm_head": True}
+    return qwen2(compile=compile, intermediate_size=224, hidden_size=96, **rounds)
 
 
 SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -141,13 +119,13 @@ SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
         for heads, kv_heads, sizes in ((4, 2, [2, 4]), (6, 1, [3]), (6, 2, [3]), (6, 3, [2]), (12, 4, [6]))
         for dtype in DTYPES
     },
-    "int8 KV": (qwen2(kv_codes="int8_row_scales"), [2, 3]),
-    "fp8 KV": (qwen2(kv_codes="fp8_row_scales"), [2, 3]),
-    "int8 weights, modules": (int_weights(CodeFormat.INT8, "off"), [3]),
-    "int8 weights, native decoder": (int_weights(CodeFormat.INT8, "auto"), [3]),
-    "int4 weights, modules": (int_weights(CodeFormat.INT4, "off"), [3]),
-    "int4 weights, native decoder": (int_weights(CodeFormat.INT4, "auto"), [3]),
-    "experts in ranks": ({"model_type": "mixtral", "compile": "auto", "in_ranks": True}, [2]),
+    "int8 KV": (qwen2(kv_cache_dtype="int8"), [2, 3]),
+    "fp8 KV": (qwen2(kv_cache_dtype="fp8"), [2, 3]),
+    "int8 weights, modules": (int_weights("int8", "off"), [3]),
+    "int8 weights, native decoder": (int_weights("int8", "auto"), [3]),
+    "int4 weights, modules": (int_weights("int4", "off"), [3]),
+    "int4 weights, native decoder": (int_weights("int4", "auto"), [3]),
+    "experts in ranks": ({"model_type": "mixtral", "compile": "auto", "decode_tensor_parallel_size": 2}, [2]),
 }
 """Options of `load`, and numbers of ranks. 4 exceeds the KV heads of most models."""
 
@@ -157,7 +135,7 @@ SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
 def test_ranks_have_the_bits_of_one_process(case: str) -> None:
     options, sizes = SHARED[case]
     loaded = load(**{"dtype": torch.bfloat16} | options)
-    is_native = options.get("compile") == "auto" and "in_ranks" not in options
+    is_native = options.get("compile") == "auto" and "decode_tensor_parallel_size" not in options
     assert (loaded.description is not None) == is_native
     expected, pool = run(loaded, 1)
     for size in sizes:
@@ -189,8 +167,8 @@ def run_program(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
 PROGRAMS: dict[str, tuple[dict[str, Any], list[int]]] = {
     **{name: ({"model_type": name}, [2, 4]) for name in ("llama", "gemma3_text", "granite", "mixtral")},
     "6 heads, 2 of keys": (qwen2(6, 2, compile="off"), [3]),
-    "int8 KV": (qwen2(4, 2, compile="off", kv_codes="int8_row_scales"), [2]),
-    "int4 weights": (int_weights(CodeFormat.INT4, "off"), [3]),
+    "int8 KV": (qwen2(4, 2, compile="off", kv_cache_dtype="int8"), [2]),
+    "int4 weights": (int_weights("int4", "off"), [3]),
 }
 
 
