@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.load.quantized_checkpoint import weight_files
 from engine.quantization.layout import Layout
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from protocol.errors import ConfigError
@@ -168,7 +169,6 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _REWRITTEN = ("config.json", INDEX)
 
@@ -189,7 +189,7 @@ class Source:
         if "quantization_config" in config:
             method = config["quantization_config"].get("quant_method")
             raise ConfigError(f"--model: {model} is quantized already ({method}); give the original model")
-        return cls(folder, config, _shards(folder))
+        return cls(folder, config, {path.name: _names(path) for path in weight_files(str(folder), None)})
 
     @property
     def size(self) -> int:
@@ -213,17 +213,6 @@ def _download(model: str) -> Path:
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"--model: cannot load {model!r}: {reason}") from error
-
-
-def _shards(folder: Path) -> dict[str, tuple[str, ...]]:
-    if (folder / INDEX).is_file():
-        names: dict[str, list[str]] = {}
-        for tensor, file in sorted(_read_json(folder / INDEX)["weight_map"].items()):
-            names.setdefault(file, []).append(tensor)
-        return {file: tuple(tensors) for file, tensors in names.items()}
-    if (folder / SINGLE).is_file():
-        return {SINGLE: _names(folder / SINGLE)}
-    raise ConfigError(f"--model: {folder} has neither {SINGLE} nor {INDEX}")
 
 
 def _names(path: Path) -> tuple[str, ...]:

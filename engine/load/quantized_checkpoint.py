@@ -301,7 +301,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 def read_tensors(model: str, revision: str | None) -> dict[str, Tensor]:
     """Return the tensors of a folder or a hub id by name, mapped from its files. Raises ConfigError."""
     tensors = {}
-    for path in _paths(model, revision):
+    for path in weight_files(model, revision):
         try:
             with safe_open(path, "pt") as file:
                 tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
@@ -310,12 +310,13 @@ def read_tensors(model: str, revision: str | None) -> dict[str, Tensor]:
     return tensors
 
 
-def _paths(model: str, revision: str | None) -> list[Path]:
+def weight_files(model: str, revision: str | None) -> list[Path]:
+    """Return the safetensors files of a folder or a hub id. Raises ConfigError."""
     index = _find(model, _INDEX, revision)
     if index is None:
         single = _find(model, _SINGLE, revision)
         if single is None:
-            raise ConfigError(f"--model: {model!r} has neither {_SINGLE} nor {_INDEX}")
+            raise ConfigError(f"--model: {model} has neither {_SINGLE} nor {_INDEX}")
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -328,10 +329,5 @@ def _paths(model: str, revision: str | None) -> list[Path]:
 
 
 def _find(model: str, name: str, revision: str | None) -> Path | None:
-    found = cached_file(
-        model,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
+    found = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
