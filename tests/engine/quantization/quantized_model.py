@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.linear.experts import RoutedQuantizedLinear
+from engine.linear.quantized import round_to_nearest
 from engine.quantization import words
 from engine.quantization.formats import Scheme
 from engine.quantization.layout import Layout
-from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
+from engine.quantization.weight import CodeFormat, QuantizedWeight
 from tests.engine.quantization.stored_reference import load_reference
 
 GROUP = 32
@@ -41,6 +43,8 @@ scale (None: a whole row).
 def method_of(name: str, unquantized: Sequence[str] = ()) -> dict[str, Any]:
     """Return the `quantization_config` of a layout."""
     scheme = LAYOUTS[name][0]
+    if name == "fp8_blocks":
+        return {"quant_method": "fp8", "weight_block_size": [1, GROUP]}
     return load_reference(name)[0] if scheme is None else Layout.of(scheme).config(unquantized)
 
 
@@ -56,7 +60,7 @@ def stored(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     if name == "mxfp4":
         exponents = (weight.scales.log2() + 127).to(torch.uint8)
         return {"weight_packed": words.pack_pairs(codes), "weight_scale": exponents}
-    return {"weight": codes, "weight_scale_inv": weight.scales[::16].contiguous()}
+    return {"weight": codes, "weight_scale_inv": weight.scales}
 
 
 _COMMON: dict[str, Any] = {
@@ -114,7 +118,7 @@ def write_quantized(
 def _store(tensors: dict[str, Tensor], name: str, path: str, dense: Tensor) -> Tensor:
     """Quantize a layer's weight. Return its dequantized values."""
     _, format, group_size = LAYOUTS[name]
-    weight = with_zero_points(dense) if name == "awq" else round_to_nearest(dense, format, group_size)
+    weight = with_zero_points(dense) if name == "awq" else rounded(dense, format, group_size)
     if name == "gptq":
         weight = permuted(weight)
     tensors.update(
@@ -145,26 +149,10 @@ def save_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int | None) -> QuantizedWeight:
-    """Quantize with scales that each layout can store: float16, one per 16 x 32 block, or powers of two."""
-    parts = weight.unflatten(1, (-1, group_size or weight.shape[1]))
-    most = parts.abs().amax(-1)
-    if format is CodeFormat.MXFP4:
-        scales = torch.exp2(torch.log2(most / 6).ceil())
-        values = torch.tensor(E2M1_VALUES)
-        codes = ((parts / scales[..., None])[..., None] - values).abs().argmin(-1).to(torch.uint8)
-        return QuantizedWeight(format, codes.flatten(1), scales)
-    if format is CodeFormat.FP8:
-        if group_size:
-            most = most.unflatten(0, (-1, 16)).amax(1).repeat_interleave(16, 0)
-        scales = most / 448
-        return QuantizedWeight(format, (parts / scales[..., None]).to(torch.float8_e4m3fn).flatten(1), scales)
-    limit = 7 if format is CodeFormat.INT4 else 127
-    scales = (most / limit).half().float()
-    codes = (parts / scales[..., None]).round().clamp(-limit, limit).flatten(1)
-    if format is CodeFormat.INT4:
-        return QuantizedWeight(format, (codes + INT4_ZERO).to(torch.uint8), scales)
-    return QuantizedWeight(format, codes.to(torch.int8), scales)
+def rounded(weight: Tensor, format: CodeFormat, group_size: int | None) -> QuantizedWeight:
+    """Quantize with scales that each layout can store: of float16."""
+    made = round_to_nearest(weight, format, group_size or weight.shape[1])
+    return replace(made, scales=made.scales.half().float())
 
 
 def with_zero_points(weight: Tensor) -> QuantizedWeight:

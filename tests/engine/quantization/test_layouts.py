@@ -12,7 +12,7 @@ from engine.quantization.layout import parse_layout
 from engine.quantization.stored import StoredLayer
 from engine.quantization.weight import CodeFormat
 from protocol.errors import UnsupportedModelError
-from tests.engine.quantization.quantized_model import LAYOUTS, method_of, round_to_nearest, stored
+from tests.engine.quantization.quantized_model import LAYOUTS, method_of, rounded, stored
 from tests.engine.quantization.stored_reference import NAMES, load_reference
 
 FORMATS = {"fp8": CodeFormat.FP8, "mxfp4": CodeFormat.MXFP4}
@@ -70,7 +70,7 @@ def test_inputs_are_rounded_if_the_checkpoint_says_so(
     config = method_of(name)
     usual = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     config["config_groups"]["group_0"]["input_activations"] = None if inputs is None else usual | inputs
-    weight = round_to_nearest(torch.randn(32, 64), LAYOUTS[name][1], LAYOUTS[name][2])
+    weight = rounded(torch.randn(32, 64), LAYOUTS[name][1], LAYOUTS[name][2])
     layer = StoredLayer("layer", 32, 64, stored(name, weight))
     assert parse_layout(config).read(layer).input_group == (64 if rounds else 0)
 
