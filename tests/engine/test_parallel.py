@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ from engine.load.select import build_runner, load_packed
 from engine.lora.files import read_adapter
 from engine.lora.table import adaptable
 from engine.model.describe import describe
-from engine.model.program import Rotation
 from engine.parallel import follower, group, messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.group import LostRankError, Ranks
@@ -496,24 +495,17 @@ def test_llama_70b_fits_two_gpus() -> None:
     meta = torch.device("meta")
     with meta:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    program = program_share(describe(model), DistributedRanks(2, 0, Meeting(), meta), meta)
-    weights = sum(each.nbytes for each in {id(each): each for each in tensors_of(program)}.values())
+    parts: list[nn.Module] = []
+
+    def keep(part: nn.Module) -> nn.Module:
+        parts.append(part)
+        return part
+
+    program = program_share(describe(model), DistributedRanks(2, 0, Meeting(), meta), meta, keep)
+    weights = program.embeddings.nbytes + sum(w.nbytes for part in parts for w in part.parameters())
     assert weights == pytest.approx(71.6e9, rel=0.01)
     group = Group.uniform(TARGET, Segment(80, 8, 128, torch.bfloat16))
     token_bytes = rank_layout(PoolLayout((group,), 16), 2, 0).block_bytes // 16
     step = reckoned_step(8192, 28672, 128256, torch.bfloat16, num_tokens=2048, rows=256)
     room = 0.9 * GPU_BYTES - weights - 2 * step  # as much again for graphs
     assert room / token_bytes == pytest.approx(17_000, rel=0.02)
-
-
-def tensors_of(program: Any) -> Iterator[Tensor]:
-    if isinstance(program, Tensor):
-        yield program
-    elif isinstance(program, nn.Module):
-        yield from program.parameters()
-    elif isinstance(program, tuple):
-        for each in program:
-            yield from tensors_of(each)
-    elif dataclasses.is_dataclass(program) and not isinstance(program, Rotation):
-        for field in dataclasses.fields(program):
-            yield from tensors_of(getattr(program, field.name))
