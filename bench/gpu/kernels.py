@@ -93,13 +93,13 @@ def _attention(
 
 def _products(shape: DecoderShape, device: torch.device) -> Iterator[KernelComparison]:
     """Measure the MLP's first product: in tiles, as with --deterministic, and with 4-bit weights."""
-    from engine.devices.cuda.products import TiledWeight
+    from engine.devices.cuda.products import TiledLinear
 
     weight = torch.randn(2 * shape.mlp, shape.hidden, device=device).bfloat16()
     quantized = round_to_nearest(weight, CodeFormat.INT4, _GROUP)
-    forms = {
-        "bf16 in tiles (--deterministic)": TiledWeight.plain(weight, None),
-        f"int4, groups of {_GROUP}": TiledWeight.quantized(quantized, None),
+    forms: dict[str, Callable[[Tensor], Tensor]] = {
+        "bf16 in tiles (--deterministic)": TiledLinear.plain(weight, None),
+        f"int4, groups of {_GROUP}": TiledLinear.quantized(quantized, None),
     }
     for rows in _PRODUCT_ROWS:
         x = torch.randn(rows, shape.hidden, device=device).bfloat16()

@@ -22,7 +22,7 @@ from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention import backend
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.experts import RoutedTiles, add_up, choose_experts, routes_of
-from engine.devices.cuda.products import TiledWeight
+from engine.devices.cuda.products import TiledLinear
 from engine.devices.cuda.recurrent import operators
 from engine.devices.torch import transformers_hook
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
@@ -353,12 +353,12 @@ def compiled_product(name: str, capability: int) -> Code:
     name, rows = PRODUCT_ROWS[name]
     format, group, has_zeros = PRODUCTS[name]
     if format is None:
-        tiled = TiledWeight.plain(meta(4096, 4096, dtype=torch.bfloat16), None)
+        tiled = TiledLinear.plain(meta(4096, 4096, dtype=torch.bfloat16), None)
     else:
         groups = meta(4096, 4096 // group, dtype=torch.float32)
         codes = meta(4096, 4096, dtype=torch.uint8)
         weight = QuantizedWeight(format, codes, groups, groups if has_zeros else None)
-        tiled = TiledWeight.quantized(weight, None)
+        tiled = TiledLinear.quantized(weight, None)
     with launches(capability) as kernels:
         tiled(meta(rows, 4096, dtype=torch.bfloat16))
     return Code.of(kernels[-1])
@@ -381,22 +381,22 @@ def compiled_experts(name: str, capability: int) -> Code:
     kernel_name, format, rows = EXPERTS[name]
     shape, chosen = ((128, 5760, 2880), 4) if format is CodeFormat.MXFP4 else ((128, 1536, 2048), 8)
     if format is None:
-        tiled = TiledWeight.plain(meta(*shape, dtype=torch.bfloat16), None)
+        tiled = RoutedTiles.plain(meta(*shape, dtype=torch.bfloat16), None)
     else:
         codes, scales = meta(*shape[:2], shape[2] // 2), meta(*shape[:2], shape[2] // 32)
-        parts = codes.to(torch.uint8), scales.to(torch.uint8), None, None, meta(*shape[:2])
-        tiled = TiledWeight(format, 32, *parts)
+        codes, scales, bias = codes.to(torch.uint8), scales.to(torch.uint8), meta(*shape[:2])
+        tiled = RoutedTiles(format, 32, weight=codes, scales=scales, bias=bias)
     with launches(capability) as kernels:
         router: Any = Router()
         choose_experts(router, meta(rows, shape[0], dtype=torch.bfloat16), torch.bfloat16)
         hidden = meta(rows, shape[2], dtype=torch.bfloat16)
         routes = routes_of(meta(rows, chosen, dtype=torch.int64), shape[0])
-        made = RoutedTiles(tiled)(hidden, routes)
+        made = tiled(hidden, routes)
         if "activated" in name:
             kernels.clear()
             gate = Activation.SILU
-            tiled = TiledWeight.plain(meta(128, 2048, 768, dtype=torch.bfloat16), None)
-            made = RoutedTiles(tiled)(meta(rows * chosen, 1536, dtype=torch.bfloat16), routes, gate)
+            tiled = RoutedTiles.plain(meta(128, 2048, 768, dtype=torch.bfloat16), None)
+            made = tiled(meta(rows * chosen, 1536, dtype=torch.bfloat16), routes, gate)
         add_up(made, meta(rows, chosen, dtype=torch.bfloat16), hidden.new_empty(rows, made.shape[1]))
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 

@@ -17,15 +17,13 @@ from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.adapter_files import merge, write_adapter
 from tests.engine.devices.test_recurrent import needs_hooks
-from tests.gpu.test_tokens import LENGTHS, NUM_TOKENS, engine_of, generate, prompts
+from tests.gpu.test_tokens import LENGTHS, NUM_TOKENS, drafts_too, engine_of, generate, prompts
 from tests.worker.tiny_model import greedy, load
-
-DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
 
 
 @needs_hooks
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1"])
-@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
+@drafts_too
 def test_hybrids_give_the_tokens_of_generate(
     model_type: str, drafts: SpeculativeConfig | None, tmp_path: Path
 ) -> None:
@@ -36,7 +34,7 @@ def test_hybrids_give_the_tokens_of_generate(
     assert generate(engine_of(tmp_path, speculative_config=drafts), batch) == expected
 
 
-@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
+@drafts_too
 def test_adapters_give_the_tokens_of_merged_weights(drafts: SpeculativeConfig | None, tmp_path: Path) -> None:
     """Requests with two adapters and without any run in the same steps."""
     write_model("qwen3", tmp_path)
@@ -50,7 +48,7 @@ def test_adapters_give_the_tokens_of_merged_weights(drafts: SpeculativeConfig | 
     assert adapted(engine, batch) == expected
 
 
-@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
+@drafts_too
 def test_requests_without_adapters_get_the_tokens_of_a_server_without(
     drafts: SpeculativeConfig | None, tmp_path: Path
 ) -> None:
@@ -72,21 +70,6 @@ def test_requests_without_adapters_get_the_tokens_of_a_server_without(
     merged = merge(load(tmp_path), path, lambda _: 2.0)
     assert adapted(engine, batch[:2]) == [expected[0], greedy(merged, batch[1], NUM_TOKENS)]
     assert generate(engine, batch) == expected
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
-def test_quantized_kv_is_the_same_in_any_batch(
-    kv_cache_dtype: str, sampling: dict[str, Any], tmp_path: Path
-) -> None:
-    """Alone, in a batch and with drafts, with products that do not depend on the batch."""
-    write_model("qwen3", tmp_path)
-    options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "deterministic": True, "dtype": "bfloat16"}
-    batch = prompts(LENGTHS)
-    crowd = generate(engine_of(tmp_path, **options), batch, **sampling)
-    engine = engine_of(tmp_path, **options)
-    assert [generate(engine, [prompt], **sampling)[0] for prompt in batch] == crowd
-    assert generate(engine_of(tmp_path, speculative_config=DRAFTS, **options), batch, **sampling) == crowd
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])

@@ -7,6 +7,11 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.experts import RoutedTiles, routes_of
+from engine.devices.cuda.products import TiledLinear
 from engine.devices.torch.attention import TorchBackend
 from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat
@@ -30,8 +35,6 @@ LONG = (
 
 
 def computed(step: Step) -> torch.Tensor:
-    from engine.devices.cuda.attention.backend import TritonBackend
-
     return step.to(CUDA).run(TritonBackend)
 
 
@@ -48,20 +51,23 @@ def test_small_steps(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_long_contexts(dtype: torch.dtype, quantization: str, options: Options) -> None:
-    check(Case(Shape(dtype, quantization, 2, 4, 128, 128), options, LONG, padding=2))
+SHAPES = [
+    Shape(torch.bfloat16, key_dim=key, value_dim=value)
+    for key, value in [(64, 64), (256, 256), (512, 512), (192, 128)]
+]
+LATENT = Shape(torch.bfloat16, "none", 1, 40, 576, 512, values_in_keys=True)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (256, 256), (512, 512), (192, 128)])
-def test_head_sizes(key_dim: int, value_dim: int) -> None:
-    shape = Shape(torch.bfloat16, key_dim=key_dim, value_dim=value_dim)
-    check(Case(shape, Options(), LONG[:4]))
-
-
-def test_values_stored_within_keys() -> None:
-    check(Case(Shape(torch.bfloat16, "none", 1, 40, 576, 512, values_in_keys=True), Options(), LONG[:4]))
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        *((Shape(*format, 2, 4, 128, 128), options) for format in FORMATS for options in OPTIONS),
+        *((shape, OPTIONS[0]) for shape in (*SHAPES, LATENT)),
+    ],
+    ids=str,
+)
+def test_long_contexts(shape: Shape, options: Options) -> None:
+    check(Case(shape, options, LONG, padding=2))
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
@@ -91,8 +97,6 @@ def test_a_row_has_the_same_bits_in_every_chunk(
 
 
 def test_the_pool_gets_the_same_bytes_as_by_torch() -> None:
-    from engine.devices.cuda.attention.backend import TritonBackend
-
     for dtype, quantization in FORMATS:
         case = Case(Shape(dtype, quantization), Options(), LONG[:3])
         ours, theirs = Step.of(case).to(CUDA), Step.of(case)
@@ -106,16 +110,14 @@ def test_the_pool_gets_the_same_bytes_as_by_torch() -> None:
 @pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
 def test_products_in_tiles(format: CodeFormat | None) -> None:
     """A row gives the same bits alone, with few others and with many, for which programs share no sums."""
-    from engine.devices.cuda.products import TiledWeight
-
     torch.manual_seed(0)
     plain = torch.randn(300, 2560, dtype=torch.bfloat16)
     rows = torch.randn(200, 2560, dtype=torch.bfloat16, device=CUDA)
     if format is None:
-        tiled, weight = TiledWeight.plain(plain.to(CUDA), None), plain.float()
+        tiled, weight = TiledLinear.plain(plain.to(CUDA), None), plain.float()
     else:
         quantized = round_to_nearest(plain.to(CUDA), format, 32)
-        tiled, weight = TiledWeight.quantized(quantized, None), quantized.dequantized()
+        tiled, weight = TiledLinear.quantized(quantized, None), quantized.dequantized()
     together = tiled(rows)
     expected = rows.double() @ weight.to(CUDA).double().T
     torch.testing.assert_close(together.double(), expected, atol=0.2, rtol=1.6e-2)
@@ -126,8 +128,6 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
 @pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
 def test_experts(format: CodeFormat | None) -> None:
     """A row gives the same bits in tiles of 16 rows and of 64."""
-    from engine.devices.cuda.experts import RoutedTiles, routes_of
-
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(8):

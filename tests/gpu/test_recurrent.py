@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.kv.state_slots import RecurrentLayer
 from tests.engine.recurrent_texts import Text, drafted, served, token_by_token
 
@@ -22,8 +25,6 @@ LAYERS = {
 
 @pytest.mark.parametrize("rule", LAYERS)
 def test_rows_have_the_same_bits_in_any_chunks_and_batches(rule: str) -> None:
-    from engine.devices.cuda.recurrent.operators import TritonOperators
-
     texts = [Text(seed, rule, torch.bfloat16, LAYERS, 150) for seed in range(4)]
     alone = served(TritonOperators, texts[:1], None, CUDA)[0]
     for got, exact in zip(alone, token_by_token(texts[0]), strict=True):
@@ -36,8 +37,6 @@ def test_rows_have_the_same_bits_in_any_chunks_and_batches(rule: str) -> None:
 @pytest.mark.parametrize("rule", LAYERS)
 @pytest.mark.parametrize("trees", [False, True])
 def test_drafted_rows_have_the_bits_of_committed_ones(rule: str, trees: bool) -> None:
-    from engine.devices.cuda.recurrent.operators import TritonOperators
-
     text = Text(0, rule, torch.bfloat16, LAYERS)
     whole = served(TritonOperators, [text], None, CUDA)[0]
     for seed in range(6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ DEVICE = "cuda"
 CHUNK = 64
 LENGTHS = [1, 7, 16, 31, 48, CHUNK, 100, 3 * CHUNK]
 NUM_TOKENS = 20
-OWN_DECODER = ["llama", "mistral", "qwen2", "qwen3"]
+DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+EAGER, MODULES = {"enforce_eager": True}, {"compile": "off"}
+drafts_too = pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
+sampled_too = pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
 
 
 def engine_of(folder: Path, **changes: Any) -> Engine:
@@ -80,16 +84,6 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
     assert generate(engine_of(tmp_path), batch) == expected
 
 
-@pytest.mark.parametrize("model_type", OWN_DECODER)
-def test_the_cuda_decoder_gives_the_tokens_of_transformers_modules(model_type: str, tmp_path: Path) -> None:
-    write_model(model_type, tmp_path)
-    batch = prompts(LENGTHS)
-    ours, modules = (engine_of(tmp_path, compile=choice) for choice in ("auto", "off"))
-    assert "CUDA decoder" in ours.start_up["forward"]
-    assert "CUDA decoder" not in modules.start_up["forward"]
-    assert generate(ours, batch) == generate(modules, batch)
-
-
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"deterministic": True}], ids=str)
 def test_products_in_tiles_give_the_tokens_of_a_cpu(options: dict[str, Any], tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
@@ -113,43 +107,41 @@ def test_quantized_checkpoints_give_the_tokens_of_a_cpu(
     assert generate(ours, batch) == generate(cpu, batch)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
-def test_graphs_change_no_token(drafted: int | None, model_type: str, tmp_path: Path) -> None:
-    """Both our decoder and a model's own modules."""
+WAYS: list[tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = [
+    *(
+        (name, {}, {"^CUDA decoder": {}, "^eager": MODULES})
+        for name in ("llama", "mistral", "qwen2", "qwen3")
+    ),
+    *((name, {"dtype": "bfloat16"}, {" graphs$": {}, ", eager$": EAGER}) for name in ("qwen3", "gemma2")),
+    *((name, {}, {" graphs$": {}, "triton operators, eager$": EAGER, "^eager": MODULES}) for name in HYBRIDS),
+]
+"""A model, options, and each way to run it by what the engine says of its forward: our decoder or the model's
+own modules, graphs or the same padded shapes without them, or each step's own.
+"""
+
+
+@drafts_too
+@pytest.mark.parametrize(
+    ("model_type", "options", "ways"),
+    [pytest.param(*each, marks=needs_hooks if each[0] in HYBRIDS else []) for each in WAYS],
+)
+def test_every_way_to_run_gives_the_same_tokens(
+    model_type: str,
+    options: dict[str, Any],
+    ways: dict[str, dict[str, Any]],
+    drafts: SpeculativeConfig | None,
+    tmp_path: Path,
+) -> None:
     write_model(model_type, tmp_path)
-    batch = prompts(LENGTHS)
-    options: dict[str, Any] = {"dtype": "bfloat16"}
-    if drafted:
-        options["speculative_config"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
-    graphs, eager = (engine_of(tmp_path, enforce_eager=choice, **options) for choice in (False, True))
-    assert graphs.start_up["forward"].endswith(" graphs")
-    assert eager.start_up["forward"].endswith(", eager")
-    assert generate(graphs, batch) == generate(eager, batch)
+    batch, tokens = prompts(LENGTHS), []
+    for told, way in ways.items():
+        engine = engine_of(tmp_path, speculative_config=drafts, **options, **way)
+        assert re.search(told, engine.start_up["forward"])
+        tokens.append(generate(engine, batch))
+    assert all(each == tokens[0] for each in tokens)
 
 
-@needs_hooks
-@pytest.mark.parametrize("model_type", HYBRIDS)
-@pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
-def test_graphs_change_no_token_of_hybrids(drafted: int | None, model_type: str, tmp_path: Path) -> None:
-    """Compared without graphs, in the same padded shapes and in each step's own."""
-    write_model(model_type, tmp_path)
-    batch = prompts(LENGTHS)
-    options: dict[str, Any] = {}
-    if drafted:
-        options["speculative_config"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
-    graphs, eager, modules = (
-        engine_of(tmp_path, **each, **options)
-        for each in ({"enforce_eager": False}, {"enforce_eager": True}, {"compile": "off"})
-    )
-    assert graphs.start_up["forward"].endswith(" graphs")
-    assert eager.start_up["forward"].endswith("triton operators, eager")
-    assert modules.start_up["forward"].startswith("eager")
-    tokens = generate(graphs, batch)
-    assert tokens == generate(eager, batch) == generate(modules, batch)
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+@sampled_too
 def test_drafted_chains_change_no_token(sampling: dict[str, Any], tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
     batch = prompts(LENGTHS)
@@ -158,7 +150,7 @@ def test_drafted_chains_change_no_token(sampling: dict[str, Any], tmp_path: Path
     assert generate(drafted, batch, **sampling) == generate(plain, batch, **sampling)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+@sampled_too
 def test_steps_ahead_change_no_token(sampling: dict[str, Any], tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
     ahead, apart = engine_of(tmp_path), engine_of(tmp_path)
@@ -171,16 +163,22 @@ def test_steps_ahead_change_no_token(sampling: dict[str, Any], tmp_path: Path) -
     assert not any(launched_apart)
 
 
+CODED: dict[str, Any] = {"deterministic": True, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, *(CODED | {"kv_cache_dtype": each} for each in ("int8", "fp8"))], ids=str
+)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
-def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> None:
+def test_one_seed_gives_one_answer(sampling: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     """Alone, in a batch, in chunks of more rows than a tile has, and with drafts."""
     write_model("qwen3", tmp_path)
     batch = prompts(LENGTHS)
-    crowd = generate(engine_of(tmp_path), batch, **sampling)
-    assert [generate(engine_of(tmp_path), [prompt], **sampling)[0] for prompt in batch] == crowd
-    assert generate(engine_of(tmp_path, max_num_batched_tokens=4 * CHUNK), batch, **sampling) == crowd
-    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    assert generate(engine_of(tmp_path, speculative_config=drafts), batch, **sampling) == crowd
+    crowd = generate(engine_of(tmp_path, **options), batch, **sampling)
+    engine = engine_of(tmp_path, **options)
+    assert [generate(engine, [prompt], **sampling)[0] for prompt in batch] == crowd
+    for changes in ({"max_num_batched_tokens": 4 * CHUNK}, {"speculative_config": DRAFTS}):
+        assert generate(engine_of(tmp_path, **options, **changes), batch, **sampling) == crowd
 
 
 def test_the_pool_leaves_room_for_steps(tmp_path: Path) -> None:

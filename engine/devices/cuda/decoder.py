@@ -18,7 +18,7 @@ from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.experts import choose_experts
 from engine.devices.cuda.kernels import add_norm, gate, norm_heads, rotate, silu_rows
-from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
+from engine.devices.cuda.products import TiledLinear, concatenated, join
 from engine.devices.torch.operations import (
     UNIT_EPSILON,
     Operations,
@@ -67,7 +67,7 @@ class SeveralWeights(NamedTuple):
         return side_by_side([linear(x) for linear in self.linears])
 
 
-Weight = PlainWeight | TiledWeight | SeveralWeights
+Weight = PlainWeight | TiledLinear | SeveralWeights
 
 
 class JoinedProduct(NamedTuple):
@@ -323,7 +323,7 @@ def _packed(product: Product, adapters: Adapters | None) -> JoinedProduct:
 def _joined(linears: tuple[nn.Module, ...]) -> Weight:
     """Join layers of one input. Two decoders of the same layers share the joined weight."""
     tiled = [each for each in linears if isinstance(each, TiledLinear)]
-    if len(tiled) == len(linears) and all(each.tiled.is_like(tiled[0].tiled) for each in tiled):
+    if len(tiled) == len(linears) and all(each.is_like(tiled[0]) for each in tiled):
         return join(tiled)
     plain = [each for each in linears if isinstance(each, nn.Linear)]
     if len(plain) < len(linears):

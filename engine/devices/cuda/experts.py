@@ -14,7 +14,7 @@ from transformers.integrations import moe
 
 from engine.devices.cuda.buckets import MOST_ROWS
 from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, combine, route
-from engine.devices.cuda.products import ROWS, TENSORS, HoldsTiles, Routes, TiledWeight, fits
+from engine.devices.cuda.products import ROWS, TENSORS, Routes, Tiled, TiledLinear, fits
 from engine.linear.experts import ExpertsModule, Routed, fused_experts, fused_parts
 from engine.linear.quantized import QuantizedLinear
 from engine.model import program
@@ -86,8 +86,8 @@ def add_up(rows: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-class RoutedTiles(Routed, HoldsTiles):
-    """A linear layer for each expert. Its tensors are those of a `TiledWeight` for experts."""
+class RoutedTiles(Routed, Tiled):
+    """A linear layer for each expert."""
 
     @classmethod
     def of(cls, linears: Iterable[nn.Module], dtype: torch.dtype) -> RoutedTiles:
@@ -95,13 +95,13 @@ class RoutedTiles(Routed, HoldsTiles):
         layers = list(linears)
         quantized = [each.quantized for each in layers if isinstance(each, QuantizedLinear)]
         if quantized and all(map(fits, quantized)):
-            parts = [TiledWeight.quantized(each.quantized, each.bias) for each in layers]  # type: ignore[arg-type,union-attr]
+            parts = [TiledLinear.quantized(each.quantized, each.bias) for each in layers]  # type: ignore[arg-type,union-attr]
         else:
             plain = [each.plain(dtype) if isinstance(each, QuantizedLinear) else each for each in layers]
-            parts = [TiledWeight.plain(each.weight.detach(), each.bias) for each in plain]  # type: ignore[arg-type,union-attr]
-        each_of = ([getattr(part, name) for part in parts] for name in TENSORS)
-        stacked = (None if tensors[0] is None else torch.stack(tensors) for tensors in each_of)
-        return cls(TiledWeight(parts[0].format, parts[0].depth, *stacked))  # type: ignore[arg-type]
+            parts = [TiledLinear.plain(each.weight.detach(), each.bias) for each in plain]  # type: ignore[arg-type,union-attr]
+        there = (name for name in TENSORS if getattr(parts[0], name) is not None)
+        stacked = {name: torch.stack([getattr(part, name) for part in parts]) for name in there}
+        return cls(parts[0].format, parts[0].depth, **stacked)
 
     @property
     def num_experts(self) -> int:
@@ -109,11 +109,11 @@ class RoutedTiles(Routed, HoldsTiles):
 
     def forward(self, x: Tensor, routes: Routes, gate: Activation | None = None) -> Tensor:
         """Return a row for each place in `routes`; rows of experts outside are undefined. Each row of `x` is
-        for equally many, in a sequence. A `gate` is that of `TiledWeight.launch`.
+        for equally many, in a sequence. A `gate` is that of `launch`.
         """
         out = x.new_empty((len(routes.places), self.out_features))
         is_few, tiles = routes.rows < ROWS, len(routes.tiles)
-        self.tiled.launch(x.contiguous(), out, tiles, is_few=is_few, routes=routes, gate=gate)
+        self.launch(x.contiguous(), out, tiles, is_few=is_few, routes=routes, gate=gate)
         return out
 
 
@@ -153,5 +153,5 @@ def tile_experts(model: nn.Module, dtype: torch.dtype) -> None:
             model.set_submodule(path, TiledExperts(experts.first, experts.second, experts.rest))
     for path, experts in fused_experts(model, by_kernel=False).items():
         parts, rest = fused_parts(experts)
-        first, second = (RoutedTiles(TiledWeight.plain(weight.contiguous(), bias)) for weight, bias in parts)
+        first, second = (RoutedTiles.plain(weight.contiguous(), bias) for weight, bias in parts)
         model.set_submodule(path, TiledExperts(first, second, rest))

@@ -6,9 +6,8 @@ A row's result has the same bits in every batch, since tiles have a fixed number
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,8 @@ _FP8_FACTOR = 256.0
 _IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
 _DEPTH, _LEAST_DEPTH = 64, 32
 """Inputs that are summed before the sum is scaled; the smaller number for small groups and for float32."""
-TENSORS = ("weight", "scales", "zeros", "order", "bias")
+_OF_OUTPUTS = ("weight", "scales", "zeros", "bias")
+TENSORS = (*_OF_OUTPUTS, "order")
 ROWS = 64
 """Rows of a tile in any batch: few rows take no longer than memory takes to deliver the weights."""
 _SPAN = 1024
@@ -49,24 +49,38 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(_MANY_TILES, dtype=torch.int32, device=device)
 
 
-@dataclass(frozen=True)
-class TiledWeight:
+class Routes(NamedTuple):
+    """The rows of each expert, from `expert_kernels.assign`, in tiles of `rows`."""
+
+    tiles: Tensor
+    places: Tensor
+    rows: int
+
+
+class Tiled(nn.Module):
     """A product's tensors, each [outputs, ...]: `weight` has values or codes, two 4-bit codes per byte;
     `scales`, and `zeros` if there are zero points, are float32 [outputs, groups]; MXFP4's scales are uint8,
     exponents plus 127. `order`, int32 [inputs], is given if codes are not in the order of the inputs.
     `format` is None for plain values. Experts' tensors have one more dimension, the first.
     """
 
-    format: CodeFormat | None
-    depth: int
     weight: Tensor
     scales: Tensor | None
     zeros: Tensor | None
     order: Tensor | None
     bias: Tensor | None
 
+    def __init__(self, format: CodeFormat | None, depth: int, **tensors: Tensor | None) -> None:
+        """Take `TENSORS`; those that are missing are None."""
+        super().__init__()
+        self.format, self.depth = format, depth
+        for name in TENSORS:
+            self.register_buffer(name, tensors.get(name))
+        self.out_features, width = self.weight.shape[-2:]
+        self.in_features = width * (2 if format in _IN_HALVES else 1)
+
     @classmethod
-    def quantized(cls, weight: QuantizedWeight, bias: Tensor | None) -> TiledWeight:
+    def quantized(cls, weight: QuantizedWeight, bias: Tensor | None) -> Self:
         """Pack a weight that `fits`."""
         depth = _depth(weight.group_size)
         assert depth is not None
@@ -80,42 +94,12 @@ class TiledWeight:
         elif weight.format is CodeFormat.MXFP4:  # powers of two, whose bits are those of the exponent
             scales = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
         order = None if weight.permutation is None else weight.permutation.int()
-        return cls(weight.format, depth, codes, scales, weight.zeros, order, bias)
+        parts = {"weight": codes, "scales": scales, "zeros": weight.zeros, "order": order, "bias": bias}
+        return cls(weight.format, depth, **parts)
 
     @classmethod
-    def plain(cls, weight: Tensor, bias: Tensor | None) -> TiledWeight:
-        depth = _DEPTH if weight.itemsize <= 2 else _LEAST_DEPTH
-        return cls(None, depth, weight, None, None, None, bias)
-
-    def is_like(self, other: TiledWeight) -> bool:
-        """Return whether both can be joined into one weight of the same inputs."""
-        return self._kind == other._kind and same_order(self.order, other.order)
-
-    @property
-    def _kind(self) -> tuple[object, ...]:
-        shapes = [None if each is None else each.shape[1:] for each in self.tensors]
-        return self.format, self.depth, *shapes
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The tensors with an entry for each output."""
-        return self.weight, self.scales, self.zeros, self.bias
-
-    def rows(self, rows: slice) -> TiledWeight:
-        """Return the weight of these outputs alone."""
-        weight, scales, zeros, bias = (None if each is None else each[rows] for each in self.tensors)
-        assert weight is not None
-        return replace(self, weight=weight, scales=scales, zeros=zeros, bias=bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply `x` [..., inputs]; return [..., outputs]."""
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = rows.new_empty((len(rows), len(self.weight)))
-        if len(rows):
-            self.launch(rows, out, ceil_div(len(rows), ROWS), is_few=len(rows) <= ROWS)
-        return out.view(*x.shape[:-1], len(self.weight))
+    def plain(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        return cls(None, _DEPTH if weight.itemsize <= 2 else _LEAST_DEPTH, weight=weight, bias=bias)
 
     def launch(
         self,
@@ -177,48 +161,27 @@ class TiledWeight:
         )
 
 
-class Routes(NamedTuple):
-    """The rows of each expert, from `expert_kernels.assign`, in tiles of `rows`."""
-
-    tiles: Tensor
-    places: Tensor
-    rows: int
-
-
-class HoldsTiles(nn.Module):
-    """A module with the tensors of a `TiledWeight` as buffers."""
-
-    weight: Tensor
-    scales: Tensor | None
-    zeros: Tensor | None
-    order: Tensor | None
-    bias: Tensor | None
-
-    def __init__(self, weight: TiledWeight) -> None:
-        super().__init__()
-        self.format, self._depth = weight.format, weight.depth
-        self.out_features, width = weight.weight.shape[-2:]
-        self.in_features = width * (2 if weight.format in _IN_HALVES else 1)
-        for name in TENSORS:
-            self.register_buffer(name, getattr(weight, name))
-
-    @property
-    def tiled(self) -> TiledWeight:
-        return TiledWeight(
-            self.format, self._depth, self.weight, self.scales, self.zeros, self.order, self.bias
-        )
-
-
-class TiledLinear(HoldsTiles):
+class TiledLinear(Tiled):
     """A linear layer that multiplies by our kernel."""
 
-    def become(self, weight: TiledWeight) -> None:
-        """Take the same weight in other memory."""
-        for name in TENSORS:
-            setattr(self, name, getattr(weight, name))
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.tiled(x)
+        """Multiply `x` [..., inputs]; return [..., outputs]."""
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = rows.new_empty((len(rows), self.out_features))
+        if len(rows):
+            self.launch(rows, out, ceil_div(len(rows), ROWS), is_few=len(rows) <= ROWS)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def is_like(self, other: TiledLinear) -> bool:
+        """Return whether both can be joined into one product of the same inputs."""
+        return self._kind == other._kind and same_order(self.order, other.order)
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        tensors = (getattr(self, name) for name in _OF_OUTPUTS)
+        return self.format, self.depth, *(None if each is None else each.shape[1:] for each in tensors)
 
 
 def fits(weight: QuantizedWeight) -> bool:
@@ -244,28 +207,27 @@ def tiled(module: nn.Module, dtype: torch.dtype, *, plain: bool) -> nn.Module:
     """Return what `tile_linears` makes of one module."""
     if isinstance(module, QuantizedLinear):
         if fits(module.quantized):
-            return TiledLinear(TiledWeight.quantized(module.quantized, module.bias))
+            return TiledLinear.quantized(module.quantized, module.bias)
         module = module.plain(dtype)
     if plain and isinstance(module, nn.Linear | Conv1D) and type(module) in (nn.Linear, Conv1D):
         weight = plain_weight(module).detach().contiguous()
-        return TiledLinear(TiledWeight.plain(weight, module.bias))
+        return TiledLinear.plain(weight, module.bias)
     return module
 
 
-def join(linears: Sequence[TiledLinear]) -> TiledWeight:
+def join(linears: Sequence[TiledLinear]) -> TiledLinear:
     """Join compatible layers of one input into one product, and make the layers views of it. Joining the same
     layers again returns the same memory.
     """
-    parts = [linear.tiled for linear in linears]
-    if len(parts) == 1:
-        return parts[0]
-    weight, scales, zeros, bias = map(concatenated, zip(*(part.tensors for part in parts), strict=True))
-    assert weight is not None
-    joined = replace(parts[0], weight=weight, scales=scales, zeros=zeros, bias=bias)
-    first = 0
+    first = linears[0]
+    if len(linears) == 1:
+        return first
+    parts = {name: concatenated([getattr(each, name) for each in linears]) for name in _OF_OUTPUTS}
+    joined, end = TiledLinear(first.format, first.depth, order=first.order, **parts), 0
     for linear in linears:
-        linear.become(joined.rows(slice(first, first + linear.out_features)))
-        first += linear.out_features
+        begin, end, linear.order = end, end + linear.out_features, first.order
+        for name, whole in parts.items():
+            setattr(linear, name, None if whole is None else whole[begin:end])
     return joined
 
 

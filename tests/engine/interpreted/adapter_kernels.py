@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.devices.cuda import adapters as beside
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.lora.files import LinearShape, LowRankProduct
 from engine.lora.table import Adapters, place, table_of
@@ -136,21 +135,3 @@ def test_strided_rows_and_inputs_in_any_layout() -> None:
     expected = side.expected(["layer"], whole[0, :, :20], x[0], owners)
     torch.testing.assert_close(found[0, :, :20].double(), expected, atol=1e-6, rtol=1e-6)
     assert torch.equal(found[..., 20:], whole[..., 20:])
-
-
-def test_more_rows_take_no_more_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are two for any adapters, so a graph can contain them."""
-    launches: list[str] = []
-
-    class Counted:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getitem__(self, grid: object) -> object:
-            return lambda *args, **options: launches.append(self._name)
-
-    for name in ("shrink", "expand"):
-        monkeypatch.setattr(beside, name, Counted(name))
-    side, (out, x) = Side(RANKS), inputs_of(len(OWNERS))
-    side.added([*WIDE], out, x, OWNERS)
-    assert launches == ["shrink", "expand"]

@@ -37,12 +37,11 @@ from protocol.speculation import SpeculativeConfig
 from speculation import self_speculative as drafts
 from speculation.self_speculative import SelfDrafter, with_layers
 from tests.engine.adapter_files import write_adapter
-from tests.engine.interpreted.graphs import CPU, STEPS, chain, made_model, made_pool, small_tiles
+from tests.engine.interpreted.graphs import CPU, STEPS, chain, made_model, made_pool
 from tests.engine.interpreted.hybrid_graphs import Side as HybridSide
 from tests.engine.interpreted.hybrid_graphs import made, rows_of
 from tests.engine.interpreted.recorder import RecordedGraphs
 
-__all__ = ["small_tiles"]
 CONFIG = ServeConfig(model="qwen3", compile="auto")
 BUCKETS, ADAPTED_BUCKETS = (Buckets([2], [1], [6], trees=False, adapters=each) for each in (False, True))
 OTHERS = slice(3 * 6, 4 * 6)

@@ -20,7 +20,6 @@ from triton.runtime import interpreter
 
 from engine.devices.cuda.attention import backend, tiles
 from engine.devices.cuda.attention.backend import TritonBackend
-from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.torch.attention import TorchBackend
 from engine.kv.attention import AttentionOptions, LayerKv
 from engine.kv.row_codes import CODE_DTYPES
@@ -31,11 +30,9 @@ few = settings(max_examples=3, deadline=None, database=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_tiles() -> Iterator[None]:
-    """Use small tiles, so that small steps have several of everything."""
+def smaller_tiles() -> Iterator[None]:
+    """Use short chunks, and merge few splits together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "tile_of", lambda chunk, *_: Tile(32 if chunk else 16, 16, 4, 1))
-        patch.setattr(tiles, "SPLIT", 32)
         patch.setattr(tiles, "CHUNK", 7)
         patch.setattr(backend, "_MERGED_TOGETHER", 2)
         # The interpreter multiplies bfloat16's bits as integers.

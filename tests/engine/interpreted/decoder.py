@@ -6,7 +6,6 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,7 +36,6 @@ from engine.kv.pool import KVPool
 from engine.linear.quantized import round_linears
 from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
-from tests.engine.interpreted.recorder import pageable_memory
 from tests.engine.reference import reference
 
 CPU = torch.device("cpu")
@@ -70,12 +68,6 @@ STEPS = [
     [SequenceRows([7, 3, 9, 1, 2, 8], 0, [[3, 1]]), SequenceRows([4, 5], 0, [[2, 5]])],
     [SequenceRows([9], 6, [[3, 1]]), SequenceRows([1, 2, 3], 2, [[2, 5]], [1, 3, 5])],
 ]
-
-
-@pytest.fixture(autouse=True)
-def without_a_gpu() -> Iterator[None]:
-    with pageable_memory():
-        yield
 
 
 def made(config: Any) -> PreTrainedModel:

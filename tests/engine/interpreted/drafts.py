@@ -44,11 +44,9 @@ from tests.engine.interpreted.graphs import (
     made_model,
     made_pool,
     sides,
-    small_tiles,
 )
 from tests.engine.interpreted.recorder import RecordedGraphs
 
-__all__ = ["small_tiles"]
 COUNTS = [3, 2]
 PARAMS: list[dict[str, Any]] = [{"temperature": 0.8, "logit_bias": {5: 2.0}}, {"temperature": 0.0}]
 

@@ -7,73 +7,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3MoeConfig
+from torch import nn
+from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from engine.devices.cuda import experts as by_tiles
 from engine.devices.cuda.experts import RoutedTiles, TiledExperts, tile_experts
 from engine.devices.cuda.products import Routes
-from engine.linear.experts import split_experts
-from engine.linear.quantized import QuantizedLinear, round_layers
 from engine.load.quantized_checkpoint import load_quantized
 from engine.quantization.weight import CodeFormat
+from tests.engine.expert_models import CONFIGS, FORMATS, both, experts_of, routing
 from tests.engine.quantization import test_mxfp4
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, vocab_size=64, moe_intermediate_size=96, num_experts=6, num_experts_per_tok=3
-    ),
-    "gpt_oss": GptOssConfig(
-        **SIZES, vocab_size=64, intermediate_size=96, num_local_experts=6, num_experts_per_tok=3, head_dim=32
-    ),
-}
-FORMATS = (None, *CodeFormat)
 
-
-def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).requires_grad_(False)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def experts_of(model: PreTrainedModel) -> nn.Module:
-    return model.model.layers[0].mlp.experts
-
-
-def both(name: str, format: CodeFormat | None, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+def packed(name: str, format: CodeFormat | None, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Return the experts computed by Transformers with rounded weights, and ours."""
-    plain, model = experts_of(model_of(name, dtype)), model_of(name, dtype)
-    if format is not None:
-        split_experts(model, by_kernel=False)
-        round_layers(experts_of(model), format)
-        for tensor, linears in (
-            ("gate_up_proj", experts_of(model).first),
-            ("down_proj", experts_of(model).second),
-        ):
-            assert all(isinstance(each, QuantizedLinear) for each in linears)
-            stacked = torch.stack([each.quantized.dequantized().to(dtype) for each in linears])
-            getattr(plain, tensor).data = stacked.transpose(1, 2) if plain.is_transposed else stacked
+    plain, model = both(name, format, dtype, by_kernel=False)
     tile_experts(model, dtype)
     ours = experts_of(model)
     assert isinstance(ours, TiledExperts) and ours.first.format is format
     return plain, ours
 
 
-def routing(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    chosen = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(rows)])
-    weights = torch.rand(rows, 3, generator=generator).to(dtype)
-    return torch.randn(rows, 64, generator=generator).to(dtype), chosen, weights
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_experts_equal_transformers(name: str, format: CodeFormat | None) -> None:
-    plain, ours = both(name, format, torch.float32)
+    plain, ours = packed(name, format, torch.float32)
     for rows in (1, 5, 70):
         given = routing(rows, torch.float32)
         torch.testing.assert_close(ours(*given), plain(*given), atol=1e-4, rtol=1e-5)
@@ -84,7 +43,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     format: CodeFormat | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In small tiles and in large ones, and among experts of which some are another rank's."""
-    _, ours = both("qwen3_moe", format, torch.bfloat16)
+    _, ours = packed("qwen3_moe", format, torch.bfloat16)
     hidden, chosen, weights = routing(80, torch.bfloat16)
     sizes = []
     monkeypatch.setattr(by_tiles, "Routes", lambda *parts: sizes.append(parts[2]) or Routes(*parts))

@@ -26,10 +26,9 @@ from engine.model.describe import describe
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.devices import test_decoder, test_hybrid_decoder
-from tests.engine.interpreted.graphs import CPU, small_tiles
+from tests.engine.interpreted.graphs import CPU
 from tests.engine.reference import reference
 
-__all__ = ["small_tiles"]
 HIDDEN_LAYERS = 1, 2
 MODELS = {
     name: (test_decoder.MODELS | test_hybrid_decoder.MODELS)[name]

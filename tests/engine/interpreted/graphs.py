@@ -5,11 +5,9 @@ Graphs come from `recorder.py`. `test_interpreted_kernels.py` runs this module i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
@@ -18,9 +16,7 @@ from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.batch.step_inputs import SequenceRows
 from engine.copies import Downloader
 from engine.devices.attention import TablesBackend
-from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
-from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.graphs import CudaGraphs
@@ -31,7 +27,7 @@ from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.model.describe import describe
 from engine.step.draft import Draft, LateTokens, LateTrees
-from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
+from tests.engine.interpreted.recorder import RecordedGraphs
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS = 16, 32
@@ -51,15 +47,6 @@ WINDOWS = {"layer_types": KINDS, "use_sliding_window": True, "sliding_window": 2
 BUCKETS = Buckets([3], [1, 2], [2, 6], trees=False)
 FEW_BUCKETS = Buckets([2], [1], [6], trees=False)
 TREES = Buckets([2], [1, 3], [6], trees=True)
-
-
-@pytest.fixture(autouse=True)
-def small_tiles() -> Iterator[None]:
-    """Use small tiles, so that a bucket's contexts have several splits that are merged."""
-    with pytest.MonkeyPatch.context() as patch, pageable_memory():
-        patch.setattr(tiles, "tile_of", lambda chunk, *_: Tile(32 if chunk else 16, 16, 4, 1))
-        patch.setattr(tiles, "SPLIT", 32)
-        yield
 
 
 class Side:

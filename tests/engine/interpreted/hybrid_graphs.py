@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,7 @@ from engine.batch.runner import Runner, Step
 from engine.batch.step_inputs import SequenceRows, StepShape
 from engine.copies import Downloader
 from engine.devices.cuda.adapters import adapted_modules
-from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
-from engine.devices.cuda.attention.tiles import Tile
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.graphs import CudaGraphs
@@ -38,7 +35,7 @@ from engine.model.describe import describe
 from engine.step.draft import LateTokens
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
-from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
+from tests.engine.interpreted.recorder import RecordedGraphs
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, NUM_SEATS, DRAFTS = 16, 18, 3, 8
@@ -65,14 +62,6 @@ TREES = Buckets([2], [1, 5], [6], trees=True)
 
 Case = tuple[list[SequenceRows], int]
 """A batch, and the number of graphs that it replays."""
-
-
-@pytest.fixture(autouse=True)
-def small_tiles() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, pageable_memory():
-        patch.setattr(tiles, "tile_of", lambda chunk, *_: Tile(32 if chunk else 16, 16, 4, 1))
-        patch.setattr(operators, "_VALUES", 16)
-        yield
 
 
 @cache

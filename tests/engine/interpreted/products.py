@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.devices.cuda import products
-from engine.devices.cuda.products import TiledLinear, TiledWeight, fits, join, tile_linears
+from engine.devices.cuda.products import TiledLinear, fits, join, tile_linears
 from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
@@ -61,7 +61,7 @@ def check(weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     x = torch.randn(3, weight.codes.shape[1])
     expected = QuantizedLinear(weight, bias)(x)
     assert fits(weight)
-    tiled = TiledLinear(TiledWeight.quantized(weight, bias))
+    tiled = TiledLinear.quantized(weight, bias)
     assert (tiled.out_features, tiled.in_features) == weight.codes.shape
     torch.testing.assert_close(tiled(x), expected, atol=1e-6 * float(expected.abs().max()), rtol=0)
 
@@ -72,9 +72,9 @@ def test_a_row_has_the_same_bits_alone_and_among_many(format: CodeFormat | None,
     torch.manual_seed(3)
     x = torch.randn(150, 96).to(dtype)
     if format is None:
-        tiled = TiledWeight.plain(torch.randn(OUTPUTS, 96).to(dtype), None)
+        tiled = TiledLinear.plain(torch.randn(OUTPUTS, 96).to(dtype), None)
     else:
-        tiled = TiledWeight.quantized(weight_of(format, 96, 32), None)
+        tiled = TiledLinear.quantized(weight_of(format, 96, 32), None)
     together = tiled(x)
     for row in (0, 70, 149):
         assert torch.equal(tiled(x[row : row + 1])[0], together[row])
@@ -86,7 +86,7 @@ def test_a_few_rows_sums_are_shared_by_programs(format: CodeFormat, monkeypatch:
     """And added in the order in which one program adds them for many rows or many outputs."""
     torch.manual_seed(6)
     weight, bias = weight_of(format, 2528, 32), torch.randn(OUTPUTS)
-    tiled, x, launched = TiledWeight.quantized(weight, bias), torch.randn(70, 2528), []
+    tiled, x, launched = TiledLinear.quantized(weight, bias), torch.randn(70, 2528), []
     together = tiled(x)
     expected = QuantizedLinear(weight, bias)(x)
     torch.testing.assert_close(together, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
@@ -101,7 +101,7 @@ def test_a_few_rows_sums_are_shared_by_programs(format: CodeFormat, monkeypatch:
 
 def test_inputs_in_any_layout() -> None:
     torch.manual_seed(4)
-    tiled = TiledWeight.plain(torch.randn(OUTPUTS, 40), torch.randn(OUTPUTS))
+    tiled = TiledLinear.plain(torch.randn(OUTPUTS, 40), torch.randn(OUTPUTS))
     x = torch.randn(2, 5, 80)[..., :40]
     expected = nn.functional.linear(x, tiled.weight, tiled.bias)
     torch.testing.assert_close(tiled(x), expected, atol=1e-5, rtol=0)
@@ -114,20 +114,20 @@ def test_joined_layers_are_parts_of_one_product() -> None:
     weights[1] = QuantizedWeight(
         INT4, *(getattr(weights[1], name) for name in ("codes", "scales", "zeros")), weights[0].permutation
     )
-    linears = [TiledLinear(TiledWeight.quantized(weight, torch.randn(OUTPUTS))) for weight in weights]
+    linears = [TiledLinear.quantized(weight, torch.randn(OUTPUTS)) for weight in weights]
     x = torch.randn(2, 64)
     before = [linear(x) for linear in linears]
-    assert linears[0].tiled.is_like(linears[1].tiled)
+    assert linears[0].is_like(linears[1])
     joined = join(linears)
     assert torch.equal(joined(x), torch.cat(before, dim=1))
     assert all(torch.equal(linear(x), was) for linear, was in zip(linears, before, strict=True))
-    assert join(linears).weight.data_ptr() == joined.weight.data_ptr() == linears[0].tiled.weight.data_ptr()
+    assert join(linears).weight.data_ptr() == joined.weight.data_ptr() == linears[0].weight.data_ptr()
     another_order = with_zeros_and_order(weight_of(INT4, 64, 32, seed=2))
     for other in (weight_of(INT4, 64, 64), weight_of(INT8, 64, 32), weight_of(INT4, 64, 32), another_order):
-        assert not TiledWeight.quantized(other, torch.zeros(OUTPUTS)).is_like(linears[0].tiled)
-    assert not TiledWeight.quantized(weights[0], None).is_like(linears[0].tiled)
-    assert TiledWeight.quantized(weights[0], torch.zeros(OUTPUTS)).is_like(linears[0].tiled)
-    int8, fp8 = (TiledWeight.quantized(weight_of(format, 64, 64), None) for format in (INT8, FP8))
+        assert not TiledLinear.quantized(other, torch.zeros(OUTPUTS)).is_like(linears[0])
+    assert not TiledLinear.quantized(weights[0], None).is_like(linears[0])
+    assert TiledLinear.quantized(weights[0], torch.zeros(OUTPUTS)).is_like(linears[0])
+    int8, fp8 = (TiledLinear.quantized(weight_of(format, 64, 64), None) for format in (INT8, FP8))
     assert not int8.is_like(fp8)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -35,13 +34,6 @@ from engine.parallel.pools import rank_layout
 from engine.parallel.program_share import program_share
 from tests.engine.adapter_files import write_adapter
 from tests.engine.interpreted.decoder import CONFIGS, CPU, HIDDEN_LAYERS, STEPS, made
-from tests.engine.interpreted.recorder import pageable_memory
-
-
-@pytest.fixture(autouse=True)
-def without_a_gpu() -> Iterator[None]:
-    with pageable_memory():
-        yield
 
 
 class TurnRanks(Ranks):

@@ -27,12 +27,11 @@ LAYERS = {
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small tiles, so that there are several of everything."""
     monkeypatch.setattr(operators, "_ROWS", 16)
     monkeypatch.setattr(operators, "_PART", 16)
     monkeypatch.setattr(operators, "_HEADS", 16)
-    monkeypatch.setattr(operators, "_VALUES", 16)
     monkeypatch.setattr(operators, "_KEPT_COLUMNS", 16)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -57,12 +57,15 @@ class PoolLayer:
         tail = 0 if rows.coded else min(max(0, key_dim - LARGEST_DIM), LARGEST_DIM)
         if max(key_dim - tail, value_dim) > LARGEST_DIM:
             raise ValueError(f"head_dim {max(self.dims)}: the triton kernel takes at most {LARGEST_DIM}")
-        self.padded = power_of_two(key_dim - tail), power_of_two(value_dim)
-        self.tail_padded = power_of_two(tail) if tail else 0
-        self.values_in_keys = kv.values_in_keys
+        padded = power_of_two(key_dim - tail), power_of_two(tail) if tail else 0, power_of_two(value_dim)
+        self.is_fp8 = rows.quantization == ROW_QUANTIZATIONS["fp8"]
+        self._constants = *self.dims, *padded, kv.values_in_keys, self.block_size, self.is_fp8
         self.strides = [stride for side in kv.sides for stride in side.values.stride()[:3]]
         self.pool = kv.keys, kv.key_scales, kv.values, kv.value_scales
-        self.is_fp8 = rows.quantization == ROW_QUANTIZATIONS["fp8"]
+
+    def constants(self, heads: int) -> tiles.LayerConstants:
+        """Return the kernels' constants for a number of query heads."""
+        return tiles.LayerConstants(heads, heads // self.kv_heads, *self._constants)
 
 
 class TritonBackend(CapturableBackend):
@@ -106,20 +109,7 @@ class TritonBackend(CapturableBackend):
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         if not len(query):
             return out
-        shape = _shape(of, query.shape[1])
-        self._write(of, key, value, out, shape)
-        self._attend_to_all(of, query, out, options, shape)
-        return out
-
-    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
-        of = self.layers[layer]
-        out = query.new_empty((*query.shape[:2], of.dims[1]))
-        shape = _shape(of, query.shape[1])
-        self._attend_to_all(of, query, out, options, shape)
-        return out
-
-    def _write(self, of: PoolLayer, key: Tensor, value: Tensor, out: Tensor, shape: dict[str, Any]) -> None:
-        assert self._metadata is not None
+        constants = of.constants(query.shape[1])
         write[(len(key), of.kv_heads)](
             key,
             value,
@@ -129,33 +119,34 @@ class TritonBackend(CapturableBackend):
             *key.stride()[:2],
             *value.stride()[:2],
             *of.strides,
-            **shape | {"KEY_PADDED": power_of_two(of.dims[0])},
+            LAYER=constants._replace(key_padded=power_of_two(of.dims[0])),
             num_warps=1,
             enable_fp_fusion=False,  # fused, codes would round differently from other devices
         )
+        self._attend_to_all(of, query, out, options)
+        return out
 
-    def _attend_to_all(
-        self, of: PoolLayer, query: Tensor, out: Tensor, options: AttentionOptions, shape: dict[str, Any]
-    ) -> None:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        of = self.layers[layer]
+        out = query.new_empty((*query.shape[:2], of.dims[1]))
+        self._attend_to_all(of, query, out, options)
+        return out
+
+    def _attend_to_all(self, of: PoolLayer, query: Tensor, out: Tensor, options: AttentionOptions) -> None:
         assert self._metadata is not None
         for chunk in (False, True):
             if not chunk or self._metadata.max_query_len >= tiles.CHUNK:
-                self._attend(chunk, of, query, out, options, shape)
+                self._attend(chunk, of, query, out, options)
 
     def _attend(
-        self,
-        chunk: bool,
-        of: PoolLayer,
-        query: Tensor,
-        out: Tensor,
-        options: AttentionOptions,
-        shape: dict[str, Any],
+        self, chunk: bool, of: PoolLayer, query: Tensor, out: Tensor, options: AttentionOptions
     ) -> None:
         step, (scale, window, softcap, sinks) = self._metadata, options
         assert step is not None
         tile = tiles.tile_of(chunk, of.dims, query.dtype.itemsize, self._rows.coded)
-        members = min(_MOST_MEMBERS, 1 << (shape["GROUP"] - 1).bit_length())
-        tokens, heads = tile.rows // members, shape["HEADS"]
+        layer = of.constants(query.shape[1])
+        members = min(_MOST_MEMBERS, 1 << (layer.group - 1).bit_length())
+        tokens, heads = tile.rows // members, layer.heads
         count, longest = self._most_tiles(chunk, tokens, len(query))
         if not count:
             return
@@ -164,7 +155,18 @@ class TritonBackend(CapturableBackend):
         room = PARTS_BYTES // (4 * tile_tokens * heads * (of.dims[1] + 1)) - count
         full = 0 if chunk else min(listable, max(0, room))
         planned = self._planned(chunk, tokens, count, longest, window, full)
-        works = of.kv_heads * ceil_div(shape["GROUP"], members)
+        works = of.kv_heads * ceil_div(layer.group, members)
+        constants = tiles.TileConstants(
+            members,
+            tokens,
+            tile.keys,
+            tiles.SPLIT,
+            window > 0,
+            step.visible is not None,
+            bool(softcap),
+            MULTIPLIED[query.dtype],
+            joins=False,
+        )
 
         def launch(joins: bool) -> tuple[Tensor, Tensor]:
             programs = min(self._programs, (count if joins else count + full) * works)
@@ -196,20 +198,12 @@ class TritonBackend(CapturableBackend):
                 *of.strides,
                 scale / softcap if softcap else scale * LOG2E,
                 (softcap or 1.0) * LOG2E,
-                MEMBERS=members,
-                TOKENS=tokens,
-                KEYS=tile.keys,
-                SPLIT=tiles.SPLIT,
-                WINDOWED=window > 0,
-                SOFTCAP=bool(softcap),
-                TAIL_PADDED=of.tail_padded,
-                MULTIPLIED=MULTIPLIED[query.dtype],
-                JOINS=joins,
+                LAYER=layer,
+                TILES=constants._replace(joins=joins),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 maxnreg=tile.registers,
                 enable_fp_fusion=False,  # a fused product would round differently from one with a mask
-                **shape,
             )
             return parts, masses
 
@@ -226,8 +220,8 @@ class TritonBackend(CapturableBackend):
                     count,
                     tile_tokens,
                     HEADS=heads,
-                    VALUE_DIM=of.dims[1],
-                    VALUE_PADDED=of.padded[1],
+                    VALUE_DIM=layer.value_dim,
+                    VALUE_PADDED=layer.value_padded,
                     TOGETHER=_MERGED_TOGETHER,
                     num_warps=2,
                     enable_fp_fusion=False,
@@ -274,21 +268,6 @@ class TritonBackend(CapturableBackend):
             WINDOWED=window > 0,
         )
         return self._plans.setdefault(key, _Plan(*lists))
-
-
-def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
-    """Return the constants that all kernels of a layer take."""
-    return {
-        "HEADS": heads,
-        "GROUP": heads // of.kv_heads,
-        "KEY_DIM": of.dims[0],
-        "VALUE_DIM": of.dims[1],
-        "KEY_PADDED": of.padded[0],
-        "VALUE_PADDED": of.padded[1],
-        "VALUES_IN_KEYS": of.values_in_keys,
-        "PAGE": of.block_size,
-        "FP8": of.is_fp8,
-    }
 
 
 def _most_splits(max_context_len: int, window: int, tokens: int) -> int:

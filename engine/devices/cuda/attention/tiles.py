@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from engine.triton_support import power_of_two
 
@@ -13,6 +14,39 @@ CHUNK = 65
 """The least query rows of a sequence that are a prefill chunk: they fill the device without splits, and
 larger tiles suit them.
 """
+
+
+class LayerConstants(NamedTuple):
+    """The constants of a layer's kernels. A key's values after the first `key_padded` are multiplied
+    separately; `tail_padded` is 0 if there are none. `page` is the number of tokens in a block.
+    """
+
+    heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    key_padded: int
+    tail_padded: int
+    value_padded: int
+    values_in_keys: bool
+    page: int
+    fp8: bool
+
+
+class TileConstants(NamedTuple):
+    """The constants of `attend`: a tile has `tokens` rows of `members` heads, and sums `keys` at a time, in
+    splits of `split`. `multiplied` is the type that the matrix units multiply.
+    """
+
+    members: int
+    tokens: int
+    keys: int
+    split: int
+    windowed: bool
+    trees: bool
+    softcap: bool
+    multiplied: Any
+    joins: bool
 
 
 @dataclass(frozen=True)

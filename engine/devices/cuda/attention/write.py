@@ -46,36 +46,32 @@ def write(
     values_block,
     values_token,
     values_head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
-    FP8: tl.constexpr,
+    LAYER: tl.constexpr,
 ):
     """Grid: (rows, KV heads). Write a key and a value. Strides are in elements, for codes in bytes."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
-        d = tl.arange(0, VALUE_PADDED)
-        for member in range(GROUP):
-            place = out + (row * HEADS + head * GROUP + member) * VALUE_DIM
-            tl.store(place + d, tl.zeros([VALUE_PADDED], out.dtype.element_ty), mask=d < VALUE_DIM)
+        d = tl.arange(0, LAYER.value_padded)
+        for member in range(LAYER.group):
+            place = out + (row * LAYER.heads + head * LAYER.group + member) * LAYER.value_dim
+            tl.store(place + d, 0.0, mask=d < LAYER.value_dim)
         return
-    block, token = slot // PAGE, slot % PAGE
+    block, token = slot // LAYER.page, slot % LAYER.page
     key_place = block * keys_block + token * keys_token + head * keys_head
     value_place = block * values_block + token * values_token + head * values_head
     key_scale, value_scale = None, None
     if key_scales is not None:
         key_scale = scale_at(key_scales, block, token, head, keys_block, keys_token)
         value_scale = scale_at(value_scales, block, token, head, values_block, values_token)
-    d = tl.arange(0, KEY_PADDED)
-    new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < KEY_DIM, other=0.0)
-    store_row(new_key, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)
-    if not VALUES_IN_KEYS:
-        d = tl.arange(0, VALUE_PADDED)
-        new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < VALUE_DIM, other=0.0)
-        store_row(new_value, values + value_place, value_scale, VALUE_DIM, VALUE_PADDED, FP8)
+    d = tl.arange(0, LAYER.key_padded)
+    new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < LAYER.key_dim, other=0.0)
+    store_row(new_key, keys + key_place, key_scale, LAYER.key_dim, LAYER.key_padded, LAYER.fp8)
+    if not LAYER.values_in_keys:
+        d = tl.arange(0, LAYER.value_padded)
+        new_value = tl.load(
+            value + row * value_row + head * value_head + d, mask=d < LAYER.value_dim, other=0.0
+        )
+        store_row(
+            new_value, values + value_place, value_scale, LAYER.value_dim, LAYER.value_padded, LAYER.fp8
+        )

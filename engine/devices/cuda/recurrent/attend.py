@@ -6,6 +6,8 @@ and order of sums are the same in a prompt, alone, drafted and in a tree. Missin
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,22 @@ ADVANCE = tl.constexpr(plan.ADVANCE)
 CERTAIN = tl.constexpr(plan.CERTAIN)
 PRECISION = tl.constexpr("tf32x3")
 """The precision of products: float32's except for the last bits."""
+
+
+class HeadConstants(NamedTuple):
+    """The constants of a layer's kernel. A program has a block of `block` values, and reads `part` values of
+    keys at a time. `by_channel`: each key channel has a decay of its own.
+    """
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    part: int
+    block: int
+    by_channel: bool
+    rows: int
+    window: int
 
 
 @triton.jit
@@ -44,42 +62,31 @@ def _totals(decay, decays, sources, offset, inside, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _read(
-    query,
-    new,
-    tokens,
-    cells,
-    is_value,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PART: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Multiply queries and keys with the state, [ROWS, BLOCK], and with each row's key, [ROWS, ROWS]."""
+def _read(query, new, tokens, cells, is_value, DELTA: tl.constexpr, OF: tl.constexpr):
+    """Multiply queries and keys with the state, [rows, block], and with each row's key, [rows, rows]."""
     key, decay, keys, decays, sources, head, key_head = tokens
     row = sources[0]
+    ROWS: tl.constexpr = OF.rows
+    BLOCK: tl.constexpr = OF.block
     slot = tl.arange(0, ROWS)
     lower = slot[:, None] >= slot[None, :]
     seen = tl.zeros([ROWS, BLOCK], tl.float32)
     lacks = tl.zeros([ROWS, BLOCK], tl.float32)
     by_query = tl.zeros([ROWS, ROWS], tl.float32)
     by_key = tl.zeros([ROWS, ROWS], tl.float32)
-    for first in range(0, KEY_DIM, PART):
-        d = first + tl.arange(0, PART)
-        inside = d < KEY_DIM
-        offset = key_head * KEY_DIM + d
-        k = _known(key, keys, sources, offset, inside, KEY_HEADS * KEY_DIM)
-        mine = query + row[:, None] * (KEY_HEADS * KEY_DIM) + offset[None, :]
+    for first in range(0, OF.key_dim, OF.part):
+        d = first + tl.arange(0, OF.part)
+        inside = d < OF.key_dim
+        offset = key_head * OF.key_dim + d
+        k = _known(key, keys, sources, offset, inside, OF.key_heads * OF.key_dim)
+        mine = query + row[:, None] * (OF.key_heads * OF.key_dim) + offset[None, :]
         q = tl.load(mine, mask=new[:, None] & inside[None, :], other=0.0)
-        state = tl.load(cells + d[:, None] * VALUE_DIM, mask=inside[:, None] & is_value[None, :], other=0.0)
+        state = tl.load(
+            cells + d[:, None] * OF.value_dim, mask=inside[:, None] & is_value[None, :], other=0.0
+        )
         far_q, far_k = q, k
-        if BY_CHANNEL:
-            total = _totals(decay, decays, sources, head * KEY_DIM + d, inside, HEADS * KEY_DIM)
+        if OF.by_channel:
+            total = _totals(decay, decays, sources, head * OF.key_dim + d, inside, OF.heads * OF.key_dim)
             faded = tl.exp(total[:, None, :] - total[None, :, :])
             faded = tl.where(lower[:, :, None], faded * k[None, :, :], 0.0)
             by_query += tl.sum(faded * q[:, None, :], 2)
@@ -92,9 +99,9 @@ def _read(
         seen = tl.dot(far_q, state, seen, input_precision=PRECISION)
         if DELTA:
             lacks = tl.dot(far_k, state, lacks, input_precision=PRECISION)
-    if not BY_CHANNEL:
+    if not OF.by_channel:
         offset = head + tl.zeros([1], tl.int32)
-        total = _totals(decay, decays, sources, offset, offset >= 0, HEADS)
+        total = _totals(decay, decays, sources, offset, offset >= 0, OF.heads)
         faded = tl.where(lower, tl.exp(total - tl.trans(total)), 0.0)
         by_query, by_key = by_query * faded, by_key * faded
         seen, lacks = seen * tl.exp(total), lacks * tl.exp(total)
@@ -114,38 +121,25 @@ def _solved(low, high, value, strength, lacks, by_key, added):
 
 
 @triton.jit
-def _advance(
-    tokens,
-    cells,
-    target,
-    added,
-    is_value,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PART: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _advance(tokens, cells, target, added, is_value, OF: tl.constexpr):
     """Write the state after a whole grid of rows to `target`."""
     key, decay, keys, decays, sources, head, key_head = tokens
-    last = (tl.arange(0, ROWS) == ROWS - 1)[:, None]
-    for first in range(0, KEY_DIM, PART):
-        d = first + tl.arange(0, PART)
-        inside = d < KEY_DIM
-        k = _known(key, keys, sources, key_head * KEY_DIM + d, inside, KEY_HEADS * KEY_DIM)
-        if BY_CHANNEL:
-            total = _totals(decay, decays, sources, head * KEY_DIM + d, inside, HEADS * KEY_DIM)
+    last = (tl.arange(0, OF.rows) == OF.rows - 1)[:, None]
+    for first in range(0, OF.key_dim, OF.part):
+        d = first + tl.arange(0, OF.part)
+        inside = d < OF.key_dim
+        k = _known(key, keys, sources, key_head * OF.key_dim + d, inside, OF.key_heads * OF.key_dim)
+        if OF.by_channel:
+            total = _totals(decay, decays, sources, head * OF.key_dim + d, inside, OF.heads * OF.key_dim)
         else:
             offset = head + tl.zeros([1], tl.int32)
-            total = _totals(decay, decays, sources, offset, offset >= 0, HEADS)
+            total = _totals(decay, decays, sources, offset, offset >= 0, OF.heads)
         end = tl.sum(tl.where(last, total, 0.0), 0)
         mask = inside[:, None] & is_value[None, :]
-        state = tl.load(cells + d[:, None] * VALUE_DIM, mask=mask, other=0.0) * tl.exp(end)[:, None]
+        state = tl.load(cells + d[:, None] * OF.value_dim, mask=mask, other=0.0) * tl.exp(end)[:, None]
         weighted = tl.trans(k * tl.exp(end[None, :] - total))
         state = tl.dot(weighted, added, state, input_precision=PRECISION)
-        tl.store(target + d[:, None] * VALUE_DIM, state, mask=mask)
+        tl.store(target + d[:, None] * OF.value_dim, state, mask=mask)
 
 
 @triton.jit
@@ -167,78 +161,55 @@ def attend(
     keys_step,
     deltas_step,
     decays_step,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    OF: tl.constexpr,
 ):
-    """Grid: (sequences, heads * blocks of values). Attend, and read PART values of keys at a time. `drafted`
-    has the states after draft rows. `keep` then writes the rest of the windows.
+    """Grid: (sequences, heads * blocks of values). Attend. `drafted` has the states after draft rows.
+    `keep` then writes the rest of the windows.
     """
-    BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = (OF.value_dim + OF.block - 1) // OF.block
     DELTA: tl.constexpr = beta is not None
     head = tl.program_id(1) // BLOCKS
-    key_head = head // (HEADS // KEY_HEADS)
+    key_head = head // (OF.heads // OF.key_heads)
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)
     start, first, kept = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     first_tile, end_tile = tl.load(entry + 5), tl.load(entry + 6)
-    slot = tl.arange(0, ROWS)
-    e = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    is_value = e < VALUE_DIM
+    slot = tl.arange(0, OF.rows)
+    e = tl.program_id(1) % BLOCKS * OF.block + tl.arange(0, OF.block)
+    is_value = e < OF.value_dim
     if state_slot == NO_SLOT:
-        clear_rows(out, entry, head * VALUE_DIM + e, HEADS * VALUE_DIM)
+        clear_rows(out, entry, head * OF.value_dim + e, OF.heads * OF.value_dim)
         return
     keys += state_slot * keys_step
     deltas += state_slot * deltas_step
     decays += state_slot * decays_step
-    cell = head * (KEY_DIM * VALUE_DIM) + e[None, :]
+    cell = head * (OF.key_dim * OF.value_dim) + e[None, :]
     settled = state + state_slot * state_step + cell
-    ahead = drafted + tl.load(entry + 7).to(tl.int64) * (HEADS * KEY_DIM * VALUE_DIM) + cell
+    ahead = drafted + tl.load(entry + 7).to(tl.int64) * (OF.heads * OF.key_dim * OF.value_dim) + cell
 
     for tile in range(first_tile, end_tile):
-        entry = tiles + tile * (TILE_COLUMNS + ROWS)
+        entry = tiles + tile * (TILE_COLUMNS + OF.rows)
         low, high, flags = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         source = tl.load(entry + TILE_COLUMNS + slot)
         is_row = source >= 0
         is_kept = (source < 0) & (source != NOTHING)
         row = tl.where(is_row, source, 0).to(tl.int64)
-        place = tl.where(is_row, (start + source - first) % WINDOW, tl.where(is_kept, -1 - source, 0))
+        place = tl.where(is_row, (start + source - first) % OF.window, tl.where(is_kept, -1 - source, 0))
         sources = (row, is_row, place, is_kept)
         tokens = (key, decay, keys, decays, sources, head, key_head)
         new = (slot >= low) & (slot < high)
         cells = tl.where((flags & DRAFTED) != 0, ahead, settled)
 
         is_new = new[:, None] & is_value[None, :]
-        value_place = row[:, None] * (HEADS * VALUE_DIM) + head * VALUE_DIM + e[None, :]
+        value_place = row[:, None] * (OF.heads * OF.value_dim) + head * OF.value_dim + e[None, :]
         v = tl.load(value + value_place, mask=is_new, other=0.0)
-        delta_place = deltas + place[:, None] * (HEADS * VALUE_DIM) + head * VALUE_DIM + e[None, :]
+        delta_place = deltas + place[:, None] * (OF.heads * OF.value_dim) + head * OF.value_dim + e[None, :]
         is_old = ((slot < low) & (source != NOTHING))[:, None] & is_value[None, :]
         added = tl.load(delta_place, mask=is_old, other=0.0)
         if low < high:
-            seen, lacks, by_query, by_key = _read(
-                query,
-                new,
-                tokens,
-                cells,
-                is_value,
-                HEADS,
-                KEY_HEADS,
-                KEY_DIM,
-                VALUE_DIM,
-                PART,
-                BY_CHANNEL,
-                DELTA,
-                ROWS,
-                BLOCK,
-            )
+            seen, lacks, by_query, by_key = _read(query, new, tokens, cells, is_value, DELTA, OF)
             if DELTA:
-                strength = tl.load(beta + row * HEADS + head, mask=new, other=0.0)
+                strength = tl.load(beta + row * OF.heads + head, mask=new, other=0.0)
                 added = _solved(low, high, v, strength, lacks, by_key, added)
             else:
                 added = tl.where(new[:, None], v, added)
@@ -247,18 +218,6 @@ def attend(
             tl.store(delta_place, added, mask=is_new & (row >= kept)[:, None])
         if flags & ADVANCE:
             tl.debug_barrier()  # all threads have read the state
-            _advance(
-                tokens,
-                cells,
-                tl.where((flags & CERTAIN) != 0, settled, ahead),
-                added,
-                is_value,
-                HEADS,
-                KEY_HEADS,
-                KEY_DIM,
-                VALUE_DIM,
-                PART,
-                BY_CHANNEL,
-                ROWS,
-            )
+            target = tl.where((flags & CERTAIN) != 0, settled, ahead)
+            _advance(tokens, cells, target, added, is_value, OF)
         tl.debug_barrier()  # later tiles read what this one wrote

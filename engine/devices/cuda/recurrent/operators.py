@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from engine.batch.recurrent_plan import Room, Tables, padded, tables_of, tile_ro
 from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepShape
 from engine.copies import ALIGNMENT, upload_to
-from engine.devices.cuda.recurrent.attend import attend
+from engine.devices.cuda.recurrent.attend import HeadConstants, attend
 from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import keep
 from engine.devices.cuda.recurrent.scan import scan
@@ -85,76 +86,68 @@ class TritonOperators(StepOperators):
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        of, layout = self._state_slots.layers[layer], self._state_slots.layout
-        query, key, value, decay = (_aligned(rows) for rows in (query, key, value, decay))
-        beta = None if beta is None else _aligned(beta)
         (key_heads, key_dim), (heads, value_dim) = key.shape[1:], value.shape[1:]
-        out = torch.empty_like(value)
-        block = min(_VALUES, power_of_two(value_dim))
-        by_channel = decay.shape[2] > 1
-        drafted = value.new_empty((self._tables.num_drafted, heads, key_dim, value_dim))
-        attend[(len(self._tables.sequences), heads * ceil_div(value_dim, block))](
-            query,
-            key,
-            value,
-            decay,
-            beta,
-            out,
-            of.state,
-            drafted,
-            of.keys,
-            of.deltas,
-            of.decays,
-            self._tables.sequences,
-            self._tables.tiles,
-            *(state_slots.stride(0) for state_slots in (of.state, of.keys, of.deltas, of.decays)),
-            HEADS=heads,
-            KEY_HEADS=key_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            PART=_PART_BY_CHANNEL if by_channel else _PART,
-            BLOCK=block,
-            BY_CHANNEL=by_channel,
-            ROWS=tile_rows(layout.grid),
-            WINDOW=layout.window,
-            num_warps=4,
-            num_stages=1,  # rows of a tree read what earlier tiles have written
-        )
-        self._keep(of, key, decay)
-        return out
+        block, by_channel = min(_VALUES, power_of_two(value_dim)), decay.shape[2] > 1
+        part, layout = _PART_BY_CHANNEL if by_channel else _PART, self._state_slots.layout
+        sizes = heads, key_heads, key_dim, value_dim, part, block, by_channel
+        constants = HeadConstants(*sizes, tile_rows(layout.grid), layout.window)
+        programs, state = heads * ceil_div(value_dim, block), (heads, key_dim, value_dim)
+        return self._walk(attend, programs, layer, (query, key, value, decay, beta), state, OF=constants)
 
     def selective_scan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
     ) -> Tensor:
-        of, layout = self._state_slots.layers[layer], self._state_slots.layout
-        query, key, value, times, rates = (_aligned(rows) for rows in (query, key, value, times, rates))
-        heads, key_dim = rates.shape
-        out = torch.empty_like(value)
-        scan[(len(self._tables.sequences), ceil_div(heads, _HEADS))](
-            query,
-            key,
-            value,
-            times,
-            rates,
-            out,
-            of.state,
-            value.new_empty((self._tables.num_drafted, heads, key_dim)),
-            of.keys,
-            of.deltas,
-            of.decays,
-            self._tables.sequences,
-            self._tables.tiles,
-            *(state_slots.stride(0) for state_slots in (of.state, of.keys, of.deltas, of.decays)),
+        (heads, key_dim), layout = rates.shape, self._state_slots.layout
+        return self._walk(
+            scan,
+            ceil_div(heads, _HEADS),
+            layer,
+            (query, key, value, times, rates),
+            (heads, key_dim),
             HEADS=heads,
             KEY_DIM=key_dim,
             KEY_PADDED=triton.next_power_of_2(key_dim),
             BLOCK=_HEADS,
             ROWS=tile_rows(layout.grid),
             WINDOW=layout.window,
-            num_warps=4,
-            num_stages=1,
         )
-        self._keep(of, key, times)
+
+    def _walk(
+        self,
+        kernel: Any,
+        programs: int,
+        layer: int,
+        inputs: Sequence[Tensor | None],
+        state: tuple[int, ...],
+        **constants: Any,
+    ) -> Tensor:
+        """Launch programs that walk through the sequences' tiles. `inputs` are query, key, value, decay and
+        one more; `state` is a state's shape.
+        """
+        of, tables = self._state_slots.layers[layer], self._tables
+        query, key, value, decay, last = (None if each is None else _aligned(each) for each in inputs)
+        assert key is not None and value is not None and decay is not None
+        out = torch.empty_like(value)
+        kernel[(len(tables.sequences), programs)](
+            query,
+            key,
+            value,
+            decay,
+            last,
+            out,
+            of.state,
+            value.new_empty((tables.num_drafted, *state)),
+            of.keys,
+            of.deltas,
+            of.decays,
+            tables.sequences,
+            tables.tiles,
+            *(state_slots.stride(0) for state_slots in (of.state, of.keys, of.deltas, of.decays)),
+            **constants,
+            num_warps=4,
+            num_stages=1,  # rows of a tree read what earlier tiles have written
+        )
+        self._keep(of, key, decay)
         return out
 
     def _keep(self, of: LayerStateSlots, key: Tensor, decay: Tensor) -> None:
