@@ -23,7 +23,6 @@ from protocol.errors import ConfigError
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator
-from tests.engine.refused_models import RECURRENT, TINY
 from tests.speculation.small_engine import CHUNK, MAX_LEN, ask, joined, prompt_of, run, small_config, tokens
 
 NUM_DRAFTED = 5
@@ -125,7 +124,9 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
 def test_bug_21_a_draft_whose_state_cannot_be_rolled_back_is_refused(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    AutoConfig.for_model("mamba2", **TINY, **RECURRENT).save_pretrained(tmp_path)
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    shape |= {"head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16}
+    AutoConfig.for_model("mamba2", **shape).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"--speculative-config: model: mamba2: .*recurrent state"):
         engine_with(pair[0], tmp_path, load_format="dummy")
 
