@@ -17,20 +17,19 @@ from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, introd
 from kvtransfer.transports.shm import ShmTransport
 from protocol.handoff import SegmentInfo
 from protocol.ids import PeerAddress
-from tests.kvtransfer.transfer_sides import KEY, RawPeer, RawReceiver, ReceiverEnd, SenderEnd, make_pool
+from tests.kvtransfer.transfer_sides import (
+    KEY,
+    RawPeer,
+    RawReceiver,
+    ReceiverEnd,
+    SenderEnd,
+    make_pool,
+    push_one,
+)
 from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 OTHER_KEY = bytes(32)
-
-
-def push_one(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
-    """Push a lease of one block and return its last event."""
-    receiver.open("lease", [1])
-    sender.push(peer or receiver.peer, "lease", [1])
-    event = sender.wait_lease("lease")
-    receiver.receiver.close_lease("lease")
-    return event
 
 
 def test_a_sender_with_another_key_is_refused(closing: Closing, transport: str) -> None:

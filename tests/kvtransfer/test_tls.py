@@ -18,10 +18,9 @@ from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.tcp import TlsTransport
 from messaging.files import TlsFiles
 from messaging.wake import Wake
-from protocol.ids import PeerAddress
 from tests.faults.proxy import Damage, Proxy
 from tests.kvtransfer.test_transfer import with_offer
-from tests.kvtransfer.transfer_sides import PLAIN, ReceiverEnd, SenderEnd, block, make_pool
+from tests.kvtransfer.transfer_sides import PLAIN, ReceiverEnd, SenderEnd, block, make_pool, push_one
 from tests.tiers.seeds import seeds
 from tests.waiting import wait_until
 
@@ -51,12 +50,6 @@ def tls(files: TlsFiles) -> TransportOptions:
 def others(tmp_path_factory: pytest.TempPathFactory) -> TransportOptions:
     """Return certificates of another authority."""
     return TransportOptions(tls=Authority(tmp_path_factory.mktemp("tls") / "others").issue("worker"))
-
-
-def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
-    receiver.open("lease", [1])
-    sender.push(peer or receiver.peer, "lease", [2])
-    return sender.wait_lease("lease")
 
 
 # --- transfers ----------------------------------------------------------------------------------------
@@ -90,7 +83,7 @@ def test_nothing_is_in_plain_text(closing: Closing, tls: TransportOptions, encry
     receiver = closing(ReceiverEnd(["tcp"], None, options))
     proxy = closing(Proxy(receiver.receiver.offers[0].address, []))
     assert isinstance(
-        transfer(sender, receiver, with_offer(receiver, "tcp", address=proxy.address)), Completed
+        push_one(sender, receiver, with_offer(receiver, "tcp", address=proxy.address)), Completed
     )
     heard = proxy.spoken[True]
     assert len(heard) > 4096
@@ -123,7 +116,7 @@ def connected(receiver: ReceiverEnd) -> socket.socket:
 def refused(sender: SenderEnd, receiver: ReceiverEnd) -> str:
     """Return the reason of a refusal, after checking that it came early and that nothing was written."""
     before = bytes(receiver.pool.buffer)
-    event = transfer(sender, receiver)
+    event = push_one(sender, receiver)
     assert isinstance(event, Failed)
     assert bytes(receiver.pool.buffer) == before
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused", 0) >= 1)
@@ -219,7 +212,7 @@ def test_a_silent_receiver_is_given_up(closing: Closing, tls: TransportOptions) 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peer = with_offer(receiver, "tcp", address=f"127.0.0.1:{silent.getsockname()[1]}")
         before = time.process_time()
-        event = transfer(sender, receiver, peer)
+        event = push_one(sender, receiver, peer)
         assert isinstance(event, Failed) and "no progress" in event.reason
         assert time.process_time() - before < 0.3
 
@@ -234,7 +227,7 @@ def test_garbage_harms_nobody(closing: Closing, tls: TransportOptions, seed: int
             raw.sendall(start + rng.randbytes(rng.randrange(1, 400)))
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 10)
     sender = closing(SenderEnd(["tcp"], None, tls))
-    assert isinstance(transfer(sender, receiver), Completed)
+    assert isinstance(push_one(sender, receiver), Completed)
     assert "failures_internal" not in receiver.receiver.counters()
 
 

@@ -21,7 +21,16 @@ from kvtransfer.transports.registry import open_transports
 from protocol.ids import PeerAddress
 from protocol.worker_to_router import PairState
 from tests.kvtransfer.test_leases import runs
-from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, is_over, make_pool, moved
+from tests.kvtransfer.transfer_sides import (
+    RawPeer,
+    ReceiverEnd,
+    SenderEnd,
+    block,
+    is_over,
+    make_pool,
+    moved,
+    push_one,
+)
 from tests.tiers.seeds import seeds
 from tests.waiting import wait_until
 
@@ -155,20 +164,11 @@ def with_offer(receiver: ReceiverEnd, transport: str, **changes: str) -> PeerAdd
     return msgspec.structs.replace(receiver.peer, offers=offers)
 
 
-def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress) -> Any:
-    receiver.open("lease", [1])
-    sender.push(peer, "lease", [2])
-    event = sender.wait_lease("lease")
-    if isinstance(event, Completed):
-        assert block(receiver.pool, 1) == block(sender.pool, 2)
-    return event
-
-
 @pytest.mark.parametrize("order", [["shm", "tcp"], ["tcp", "shm"]])
 def test_the_senders_order_decides(closing: Closing, order: list[str]) -> None:
     sender, receiver = closing(SenderEnd(order)), closing(ReceiverEnd(["tcp", "shm"]))
     assert sender.sender.connect(receiver.peer) == order[0]
-    assert isinstance(transfer(sender, receiver, receiver.peer), Completed)
+    assert isinstance(push_one(sender, receiver), Completed)
     assert sender.sender.transports() == {"decode-0": order[0]}
     assert "fallbacks" not in sender.sender.counters()
 
@@ -197,7 +197,7 @@ def test_closing_an_idle_link_warns_of_nothing(
 ) -> None:
     """On either side, an orderly end must raise no alarm."""
     receiver, staying = closing(ReceiverEnd([transport])), closing(SenderEnd([transport]))
-    assert isinstance(transfer(staying, receiver, receiver.peer), Completed)
+    assert isinstance(push_one(staying, receiver), Completed)
     connections = _receiving()
     leaving = SenderEnd([transport])
     leaving.sender.connect(receiver.peer)
@@ -232,7 +232,7 @@ def test_a_refused_shm_handshake_falls_back_to_tcp(closing: Closing) -> None:
     sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
     other = closing(ReceiverEnd(["shm"]))
     peer = with_offer(receiver, "shm", address=other.receiver.offers[0].address)
-    assert isinstance(transfer(sender, receiver, peer), Completed)
+    assert isinstance(push_one(sender, receiver, peer), Completed)
     assert sender.sender.transports() == {"decode-0": "tcp"}
     wait_until(lambda: other.receiver.counters().get("handshakes_refused") == 1)
 
@@ -312,7 +312,7 @@ def test_reasons_why_a_transport_is_not_used(closing: Closing, caplog: pytest.Lo
         elsewhere, worker_id="decode-1", incarnation="other", offers=elsewhere.offers[1:]
     )
     with caplog.at_level(logging.INFO, "tandem.kvtransfer"):
-        assert isinstance(transfer(sender, receiver, elsewhere), Completed)
+        assert isinstance(push_one(sender, receiver, elsewhere), Completed)
         sender.sender.connect(only_tcp)
         sender.sender.connect(msgspec.structs.replace(only_tcp, incarnation="another"))
     refused = of(sender.sender.pairs, "decode-0", "shm")
@@ -327,7 +327,7 @@ def test_a_fallback_a_recovery_and_their_reasons(closing: Closing, caplog: pytes
     receiver = closing(ReceiverEnd(["shm", "tcp"]))
     broken = with_offer(receiver, "shm", address="tandem-kv-nobody-listens-here")
     with caplog.at_level(logging.INFO, "tandem.kvtransfer"):
-        assert isinstance(transfer(sender, receiver, broken), Completed)
+        assert isinstance(push_one(sender, receiver, broken), Completed)
     assert any("cannot reach decode-0 over shm" in message for message in caplog.messages)
     (fallback,) = [message for message in caplog.messages if "link to decode-0 over tcp" in message]
     assert "shm: " in fallback and sender.sender.counters()["fallbacks"] == 1
@@ -339,8 +339,7 @@ def test_a_fallback_a_recovery_and_their_reasons(closing: Closing, caplog: pytes
     wait_until(lambda: sender.sender.transports() == {"decode-0": "shm"})
     wait_until(lambda: not of(pairs, "decode-0", "shm").refused)
     assert of(pairs, "decode-0", "shm").counters["kv_transfer_recoveries_total"] == 1
-    receiver.receiver.close_lease("lease")
-    assert transfer(sender, receiver, receiver.peer).transport == "shm"
+    assert push_one(sender, receiver).transport == "shm"
     wait_until(lambda: sum(thread.name.startswith("kv-send") for thread in threading.enumerate()) == 1)
 
 

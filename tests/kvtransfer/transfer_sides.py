@@ -159,6 +159,17 @@ class SenderEnd(End):
         self.sender.push(peer, lease_id, [Extent(0, list(blocks))], first, num_tokens, final=final)
 
 
+def push_one(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
+    """Push one block under a lease of its own. Return the sender's last event."""
+    receiver.open("lease", [1])
+    sender.push(peer or receiver.peer, "lease", [2])
+    event = sender.wait_lease("lease")
+    if isinstance(event, Completed):
+        assert block(receiver.pool, 1) == block(sender.pool, 2)
+    receiver.receiver.close_lease("lease")
+    return event
+
+
 def moved(pairs: Pairs, transport: str, counter: str = "kv_transfer_bytes_total") -> float:
     """Return a transport's counter, summed over all peers."""
     states = [state for state in pairs.snapshot({}) if state.transport == transport]

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import codec
@@ -25,6 +24,7 @@ from protocol.worker_to_worker import (
     ReserveRefused,
     Stale,
 )
+from tests.fuzzing import altered, damaged, fuzz
 
 SAMPLING = SamplingParams(
     max_tokens=7,
@@ -232,67 +232,28 @@ def test_endless_nesting_is_refused():
         codec.router_to_worker.decode(nested)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"],
-)
-def test_a_false_length_is_refused(header):
-    raw = codec.encode(Abort(request_ids=["r1"]))
-    at = raw.index(b"request_ids") + len(b"request_ids")
-    with pytest.raises(ProtocolError):
-        codec.router_to_worker.decode(raw[:at] + header)
-
-
 def test_a_message_over_the_limit_is_refused(monkeypatch):
     monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 10)
     with pytest.raises(ProtocolError, match="exceeds the limit of 10"):
         codec.router_to_worker.decode(codec.encode(Abort(request_ids=["r" * 20])))
 
 
-def refused_or_decoded(channel: codec.BoundedDecoder, raw: bytes) -> None:
-    try:
-        message = channel.decode(raw)
-    except ProtocolError:
-        return
-    assert channel.decode(codec.encode(message)) == message
+def test_fuzz_the_channels():
+    whole = {
+        channel: [codec.encode(message) for other, message in MESSAGES if other is channel]
+        for channel in CHANNELS
+    }
 
+    def check(example):
+        channel, raw = example
+        try:
+            message = channel.decode(raw)
+        except ProtocolError:
+            return
+        assert channel.decode(codec.encode(message)) == message
 
-@settings(max_examples=100, deadline=None)
-@given(raw=st.binary(max_size=200), channel=st.sampled_from(CHANNELS))
-def test_random_bytes_are_refused(raw, channel):
-    refused_or_decoded(channel, raw)
+    def any_bytes(channel):
+        known = whole[channel]
+        return st.tuples(st.just(channel), damaged(known) | altered(known) | st.binary(max_size=200))
 
-
-@settings(max_examples=250, deadline=None)
-@given(data=st.data())
-def test_damaged_messages_are_refused(data):
-    channel, message = data.draw(st.sampled_from(MESSAGES))
-    raw = bytearray(codec.encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(raw) - 1))
-        raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
-        if not raw:
-            break
-    refused_or_decoded(channel, bytes(raw))
-
-
-anything = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_fields_of_other_types_are_refused(data):
-    channel, message = data.draw(st.sampled_from(MESSAGES))
-    tree = msgspec.msgpack.decode(codec.encode(message))
-    field = data.draw(st.sampled_from(sorted(tree)))
-    tree[field] = data.draw(anything)
-    refused_or_decoded(channel, msgspec.msgpack.encode(tree))
+    fuzz(check, st.sampled_from(CHANNELS).flatmap(any_bytes), examples=500)
