@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -15,6 +14,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic_core import from_json
 
 from protocol.errors import ConfigError, InvalidRequestError
 from router.decoding import refuse_unsupported
@@ -98,16 +98,6 @@ def plain_content(content: str | list[ContentPart] | None, at: str) -> Content:
     return parts
 
 
-_CLOSERS = {"{": "}", "[": "]"}
-_PIECE = re.compile(
-    r'(?P<string>"(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*+)(?:"|(?P<cut>(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z))'
-    r"|[][{},]",
-    re.DOTALL,
-)
-_UNFINISHED = re.compile(r',?\s*(?:"(?:[^"\\]|\\.)*+\\?"?\s*:?\s*)?[-+.\w]*\Z', re.DOTALL)
-"""Matches an incomplete end of JSON: a key, or a key and the beginning of its number."""
-
-
 class CallArguments(dict[str, Any]):
     """A call's arguments: a mapping for templates that read it, JSON text for templates that print it."""
 
@@ -132,38 +122,16 @@ def parsed_arguments(text: str) -> CallArguments:
     """Parse arguments. An object that was cut off is closed; other text becomes the argument `arguments`."""
     if not text.strip():
         return CallArguments()
-    for attempt in _attempts(text):
+    try:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
         try:
-            found = json.loads(attempt, strict=False)
-        except (ValueError, RecursionError):
-            continue
-        if found is None:
-            return CallArguments()
-        return _without_surrogates(found if isinstance(found, dict) else {"arguments": found})
-    return _without_surrogates({"arguments": text})
-
-
-def _attempts(text: str) -> Iterator[str]:
-    """Yield the text; if it is incomplete, also closed at its end, and after its last complete part."""
-    yield text
-    closers: list[str] = []
-    end = whole = len(text)
-    is_cut_string = False
-    for piece in _PIECE.finditer(text):
-        mark = piece[0]
-        if piece["string"] is not None:
-            end, is_cut_string = piece.end("string"), piece["cut"] is not None
-            continue
-        whole = piece.start() if mark == "," else piece.end()
-        if mark in _CLOSERS:
-            closers.append(_CLOSERS[mark])
-        elif mark != "," and (not closers or closers.pop() != mark):
-            return
-    if closers:
-        closing = "".join(reversed(closers))
-        yield (text[:end] + '"' if is_cut_string else text) + closing
-        if _UNFINISHED.match(text, whole):
-            yield text[:whole] + closing
+            found = from_json(text, allow_partial="trailing-strings")
+        except ValueError:
+            found = text
+    if found is None:
+        return CallArguments()
+    return _without_surrogates(found if isinstance(found, dict) else {"arguments": found})
 
 
 def _without_surrogates(found: dict[str, Any]) -> CallArguments:
