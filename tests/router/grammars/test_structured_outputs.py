@@ -142,6 +142,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"type": "string", "format": "colour"}, "colour"),
     "type": ({"type": "colour"}, "colour"),
     "far away": ({"$ref": "http://example.com/schema"}, "example.com"),
+    "itself": ({"allOf": [{"$ref": "#"}]}, "no text satisfies it"),
     "contradiction": ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "nsatisfiable"),
 }
 
@@ -193,7 +194,7 @@ def test_constant_grammars_are_compiled_at_the_start(
     router = make_router(prepares=True)
     router.add_worker()
     state = router.server.state
-    eventually(lambda: len(state.grammars._prepared) == len(state.chats.constant_grammars))
+    eventually(lambda: len(state.grammars._known) == len(state.chats.constant_grammars))
     monkeypatch.setattr(state.preprocessor, "run", None)  # from here on compiling would fail
     for fields in (formatted("json_object"), structured(json_object=True)):
         body = {"prompt": "x", "max_tokens": 2, **fields}
