@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import msgspec
 
 from router.answers.formats import AnswerFormat, ChatFormat, OutputOptions
-from router.parsing.answer import Call, Content, Part, Reasoning
+from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.parsing.formats import TOOL_FORMATS, AnswerParser, Parsing
 from router.requests.slices import json_pieces
 from router.text.choice import Choice, ChoiceDelta
@@ -31,11 +31,11 @@ class _Found:
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
         """Each call with the pieces of its arguments."""
 
-    def add(self, part: AnswerPart) -> None:
+    def add(self, part: Part) -> None:
         if isinstance(part, Content | Reasoning):
             name = "content" if isinstance(part, Content) else "reasoning_content"
             self._texts.setdefault(name, []).append(part.text)
-        elif isinstance(part, CallStart):
+        elif isinstance(part, Call):
             call = {"index": part.number, "id": part.id, "type": "function"}
             self._calls.append(({**call, "function": {"name": part.name}}, []))
         else:
@@ -109,23 +109,7 @@ PIECE_CHARACTERS = 1024
 """Most characters that parsers process without a pause."""
 
 
-class CallStart(NamedTuple):
-    """The beginning of a call; `number` counts the calls of the answer."""
-
-    number: int
-    id: str
-    name: str
-
-
-class MoreArguments(NamedTuple):
-    """More text of the arguments of call `number`."""
-
-    number: int
-    text: str
-
-
 Event = dict[str, Any]
-AnswerPart: TypeAlias = Content | Reasoning | CallStart | MoreArguments
 
 
 class AnswerParts:
@@ -148,7 +132,7 @@ class AnswerParts:
         except (msgspec.DecodeError, RecursionError):
             return False
 
-    def push(self, choice: Choice, text: str) -> Iterator[list[AnswerPart]]:
+    def push(self, choice: Choice, text: str) -> Iterator[list[Part]]:
         """Yield the parts of each piece of the choice's new text; at its end, also the remaining parts."""
         if self._parser is None:
             yield [Content(text)] if text else []
@@ -159,17 +143,17 @@ class AnswerParts:
             is_cut = choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
             yield self._all(self._parser.finish(is_cut=is_cut))
 
-    def events(self, choice: Choice, push: Callable[[AnswerPart], Iterator[Event]]) -> Iterator[Event | None]:
+    def events(self, choice: Choice, push: Callable[[Part], Iterator[Event]]) -> Iterator[Event | None]:
         """Yield the events of `push` for new parts, and None after each piece of a long text."""
         for parts in self.push(choice, choice.take_text()):
             for part in parts:
                 yield from push(part)
             yield None
 
-    def _all(self, parts: Sequence[Part]) -> list[AnswerPart]:
+    def _all(self, parts: Sequence[Part]) -> list[Part]:
         return [found for part in parts for found in self._found(part)]
 
-    def _found(self, part: Part) -> Iterator[AnswerPart]:
+    def _found(self, part: Part) -> Iterator[Part]:
         if isinstance(part, Content | Reasoning):
             yield part
             return
@@ -179,10 +163,10 @@ class AnswerParts:
         number = self.num_calls - 1
         if isinstance(part, Call):
             self._arguments.clear()
-            yield CallStart(number, self._id(part.id), part.name)
+            yield Call(part.name, self._id(part.id), number)
         else:
             self._arguments.append(part.text)
-            yield MoreArguments(number, part.text)
+            yield Arguments(part.text, number)
 
     def _id(self, written: str) -> str:
         """Return the id that the model wrote if it is new, else one derived from the request."""

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from router.answers.formats import OutputOptions, StreamedAnswer
-from router.answers.parsed_chat import AnswerPart, AnswerParts, CallStart, MoreArguments
+from router.answers.parsed_chat import AnswerParts
 from router.errors import ApiError, anthropic_body
 from router.observe.timing import ResponseTiming
-from router.parsing.answer import Content, Reasoning
+from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.requests.slices import json_pieces
 from router.text.chat_template import parsed_arguments
 from router.text.choice import Choice
@@ -107,17 +107,17 @@ class ContentBlocks:
         self._pieces: list[str] = []
         """Text or arguments of the open block, in pieces."""
 
-    def push(self, part: AnswerPart) -> Iterator[Fields]:
+    def push(self, part: Part) -> Iterator[Fields]:
         """Add a part of the answer and yield its events."""
         match part:
             case Content(text):
                 yield from self._text({"type": "text", "text": ""}, text)
             case Reasoning(text):
                 yield from self._text({"type": "thinking", "thinking": "", "signature": ""}, text)
-            case CallStart(_, call_id, name):
+            case Call(name, call_id):
                 yield from self.close()
                 yield self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
-            case MoreArguments(_, text):
+            case Arguments(text):
                 yield self._more("input_json_delta", "partial_json", text)
 
     def close(self) -> Iterator[Fields]:

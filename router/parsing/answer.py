@@ -36,12 +36,15 @@ class Call(msgspec.Struct, frozen=True):
     name: str
     id: str = ""
     """Id from the model, if any."""
+    number: int = 0
+    """Index of the call among the answer's."""
 
 
 class Arguments(msgspec.Struct, frozen=True):
     """More of the latest call's arguments, as JSON text."""
 
     text: str
+    number: int = 0
 
 
 Part: TypeAlias = Content | Reasoning | Call | Arguments

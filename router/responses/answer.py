@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from router.answers.formats import OutputOptions, StreamedAnswer, usage
-from router.answers.parsed_chat import AnswerPart, AnswerParts, CallStart, MoreArguments
+from router.answers.parsed_chat import AnswerParts
 from router.errors import ApiError
 from router.observe.timing import ResponseTiming
-from router.parsing.answer import Content, Reasoning
+from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.requests.slices import json_pieces
 from router.text.choice import Choice
 from router.text.tokenizer import Tokenizer
@@ -152,17 +152,17 @@ class OutputItems:
         self._pieces: list[str] = []
         """Text or arguments of the open item, in pieces."""
 
-    def push(self, part: AnswerPart) -> Iterator[Fields]:
+    def push(self, part: Part) -> Iterator[Fields]:
         """Add a part of the answer and yield its events."""
         match part:
             case Content(text):
                 yield from self._text("message", text)
             case Reasoning(text):
                 yield from self._text("reasoning", text)
-            case CallStart(_, call_id, name):
+            case Call(name, call_id):
                 yield from self.close("completed")
                 yield self._open_item("function_call", {"call_id": call_id, "name": name, "arguments": ""})
-            case MoreArguments(_, text):
+            case Arguments(text):
                 self._pieces.append(text)
                 yield self._event("response.function_call_arguments.delta", {"delta": text})
 
