@@ -233,16 +233,17 @@ class GrammarCompiler:
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
-        self._prepared: dict[bytes, Outcome] = {}
         self._known: OrderedDict[bytes, Outcome] = OrderedDict()
+        """Outcomes by the hash of their requests, the least recently used first."""
         self._known_bytes = 0
 
     async def prepare(self, grammars: Iterable[AskedGrammar]) -> None:
-        """Compile grammars that are never dropped, so that requests for them need not wait."""
+        """Compile grammars early, so that requests for them need not wait."""
         for asked in grammars:
-            while (key := _key(asked)) not in self._prepared:
+            while True:
                 try:
-                    self._prepared[key] = await self._compile(asked)
+                    await self._outcome(asked)
+                    break
                 except (ApiError, InvalidRequestError) as error:
                     logger.warning("the grammar of %s is not compiled yet: %s", asked.field, error)
                     await asyncio.sleep(RETRY_S)
@@ -251,18 +252,24 @@ class GrammarCompiler:
         """Return the grammar in llguidance's form. Raises `InvalidRequestError`, and `ApiError` 503 if the
         server is too busy to decide.
         """
-        key = _key(asked)
-        outcome = self._prepared.get(key) or self._known.get(key)
-        if outcome is None:
-            outcome = await self._compile(asked)
-            self._remember(key, outcome)
-        if key in self._known:
-            self._known.move_to_end(key)
+        outcome = await self._outcome(asked)
         if isinstance(outcome, InvalidRequestError):
             raise InvalidRequestError(outcome.field, outcome.message)
         return outcome
 
-    async def _compile(self, asked: AskedGrammar) -> Outcome:
+    async def _outcome(self, asked: AskedGrammar) -> Outcome:
+        key = blake2b(asked.request, digest_size=16).digest()
+        outcome = self._known.get(key) or await self._compiled(asked)
+        if key not in self._known:
+            self._known[key] = outcome
+            self._known_bytes += _size(outcome)
+        self._known.move_to_end(key)
+        while self._known_bytes > MAX_KNOWN_BYTES:
+            _, oldest = self._known.popitem(last=False)
+            self._known_bytes -= _size(oldest)
+        return outcome
+
+    async def _compiled(self, asked: AskedGrammar) -> Outcome:
         try:
             call = TaskCall(GRAMMAR, COMPILE_CPU_S)
             return (await self._preprocessor.run(call, asked.request)).decode()
@@ -274,18 +281,6 @@ class GrammarCompiler:
             return InvalidRequestError(asked.field, reason)
         except InvalidRequestError as error:
             return error
-
-    def _remember(self, key: bytes, outcome: Outcome) -> None:
-        if key not in self._known:
-            self._known[key] = outcome
-            self._known_bytes += _size(outcome)
-        while self._known_bytes > MAX_KNOWN_BYTES:
-            _, oldest = self._known.popitem(last=False)
-            self._known_bytes -= _size(oldest)
-
-
-def _key(asked: AskedGrammar) -> bytes:
-    return blake2b(asked.request, digest_size=16).digest()
 
 
 def _size(outcome: Outcome) -> int:
