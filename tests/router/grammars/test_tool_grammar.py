@@ -23,7 +23,7 @@ from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.parameters import parameters_of
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
 from tests.router.grammars.test_structured_outputs import grammar_of
-from tests.router.parsing.test_parsing import TAGS, block, in_form, parsed
+from tests.router.parsing.test_parsing import FORMS, TAGS, block, in_form, parsed
 
 WEATHER = {
     "type": "object",
@@ -40,24 +40,6 @@ PARIS = '{"city": "Paris", "days": 3}'
 MARKERS = frozenset(
     {marker for each in TOOL_FORMATS.values() for marker in each.markers} | {"<think>", "</think>"}
 )
-FORMS = {
-    "hermes": ("hermes", formats.HERMES),
-    "llama": ("llama3_json", formats.LLAMA3),
-    "granite": ("granite", formats.GRANITE),
-    "mistral": ("mistral", formats.MISTRAL),
-    "mistral by name": ("mistral", formats.MISTRAL_NAMED),
-    "deepseek": ("deepseek_v3", formats.DEEPSEEK_V3),
-    "deepseek 3.1": ("deepseek_v31", formats.DEEPSEEK_V31),
-    "kimi": ("kimi_k2", formats.KIMI_K2),
-    "hunyuan": ("hunyuan_a13b", formats.HUNYUAN),
-    "internlm": ("internlm", formats.INTERNLM),
-    "phi": ("phi4_mini_json", formats.PHI4),
-    "xlam": ("xlam", formats.XLAM),
-    "pythonic": ("pythonic", formats.PYTHONIC),
-    "gemma": ("gemma4", formats.GEMMA4),
-    "harmony": ("openai", formats.HARMONY),
-    **{name: (name, formats.tagged_form(tags)) for name, tags in TAGS.items()},
-}
 
 
 class Model:

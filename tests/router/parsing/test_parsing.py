@@ -67,10 +67,6 @@ def both(arguments: str = "arguments") -> tuple[str, str]:
     )
 
 
-def named_call(marks: json_formats.NamedCalls, name: str, begin: str, arguments: str, end: str) -> str:
-    return f"{marks.call}{marks.lead}{name}{begin}{arguments}{end}{marks.ends[-1]}"
-
-
 def in_tags(tags: tagged.Tags, arguments: str) -> str:
     """Write arguments as tagged parameters, spelled as in the JSON."""
     texts = []
@@ -138,84 +134,48 @@ def in_form(form: formats.CallForm, *calls: tuple[str, str]) -> str:
     return form.between.join(block(form, call) for call in calls)
 
 
-V3, V31, KIMI = json_formats.DEEPSEEK_V3, json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
-PYTHONIC, GEMMA = in_form(formats.PYTHONIC, *CALLS), in_form(formats.GEMMA4, *CALLS)
+FORMS = {
+    f"{name} {number}": (name, form)
+    for name, each in {id(each): (name, each) for name, each in reversed(TOOL_FORMATS.items())}.values()
+    for number, (_, form) in enumerate(each.forms)
+}
+"""Each form that grammars write, after the name of its format."""
+
+
+def written(form: formats.CallForm) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return an answer in the form, its content and its calls."""
+    said = "I look." if form.trigger and form is not formats.HARMONY else ""
+    calls = CALLS[:1] if form is formats.HARMONY else CALLS
+    return f"{said}\n{in_form(form, *calls)}" if said else in_form(form, *calls), said, calls
+
+
+V31, KIMI = json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
+PYTHONIC = in_form(formats.PYTHONIC, *CALLS)
 HERMES = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in both())
 HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
 TEXTS = {
-    "hermes": ("hermes", HERMES, "I look.", CALLS),
-    "llama": ("llama3_json", "\n" + "; ".join(both("parameters")), "", CALLS),
+    **{key: (name, *written(form)) for key, (name, form) in FORMS.items()},
     "llama with its tag": ("llama3_json", "I look.<|python_tag|>" + ";".join(both()), "I look.", CALLS),
-    "mistral": ("mistral", "[TOOL_CALLS] [" + ", ".join(both()) + "]", "", CALLS),
     "mistral by name": (
         "mistral",
         f"I look. [TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{PARIS}[TOOL_CALLS]add{ADD}",
         "I look.",
         CALLS,
     ),
-    "granite": ("granite", "<|tool_call|>[" + ",".join(both()) + "]", "", CALLS),
-    "deepseek": (
-        "deepseek_v3",
-        f"I look.\n{V3.open}"
-        + "\n".join(named_call(V3, name, "\n```json\n", arguments, "\n```") for name, arguments in CALLS)
-        + V3.close,
-        "I look.",
-        CALLS,
-    ),
-    "deepseek 3.1": (
-        "deepseek_v31",
-        V31.open
-        + "".join(named_call(V31, name, V31.begin, arguments, "") for name, arguments in CALLS)
-        + V31.close,
-        "",
-        CALLS,
-    ),
-    "kimi": (
-        "kimi_k2",
-        f"I look.{KIMI.open}"
-        + "".join(
-            named_call(KIMI, name, f":{number}{KIMI.begin}", arguments, "")
-            for number, (name, arguments) in enumerate(CALLS)
-        )
-        + KIMI.close,
-        "I look.",
-        CALLS,
-    ),
     "kimi without a section": (
         "kimi_k2",
-        f"I look.{named_call(KIMI, 'add', f':3{KIMI.begin}', ADD, '')}",
+        f"I look.{KIMI.call}functions.add:3{KIMI.begin}{ADD}{KIMI.ends[-1]}",
         "I look.",
         CALLS[1:],
     ),
-    "hunyuan": (
-        "hunyuan_a13b",
-        "I look.\n<tool_calls>[" + ", ".join(both()) + "]</tool_calls>",
-        "I look.",
-        CALLS,
-    ),
-    "internlm": (
-        "internlm",
-        "I look."
-        + "".join(f"<|action_start|><|plugin|>\n{call}<|action_end|>" for call in both("parameters")),
-        "I look.",
-        CALLS,
-    ),
-    "xlam": ("xlam", "\n[" + ", ".join(both()) + "]", "", CALLS),
     "xlam in a code block": ("xlam", "I look.\n```json\n[" + ",\n".join(both()) + "]\n```", "I look.", CALLS),
     "xlam in a block of no language": ("xlam", "```\n" + both()[1] + "```\n Done.", "Done.", CALLS[1:]),
-    "pythonic": ("pythonic", "\n" + PYTHONIC, "", CALLS),
     "pythonic with marks": (
         "llama4_pythonic",
         f"I look.<|python_start|>{PYTHONIC}<|python_end|> Done.",
         "I look.\nDone.",
         CALLS,
     ),
-    "gemma": ("gemma4", f"I look.{GEMMA}", "I look.", CALLS),
-    "phi": ("phi4_mini_json", "functools[" + ",".join(both()) + "]", "", CALLS),
-    **{
-        name: (name, "I look.\n\n" + in_form(formats.tagged_form(tags), *CALLS), "I look.", CALLS)
-        for name, tags in TAGS.items()
-    },
     "tags without the block's": (
         "qwen3_coder",
         "<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call> Done.",
@@ -265,8 +225,6 @@ TEXTS = {
         "and <arg_key>b</arg_key>",
         [("add", '{"a": 1')],
     ),
-    "hy 3 before it was published": ("hy_v3", in_form(formats.tagged_form(tagged.HY3[0]), *CALLS), "", CALLS),
-    "harmony": ("openai", HARMONY_CALL + "<|call|>", "", CALLS[:1]),
     "harmony after a preamble": (
         "openai",
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.add"
@@ -341,7 +299,7 @@ def test_text_without_calls_is_content(tools, text):
     assert parsed(of(tools), [text]) == parsed(of(tools), list(text)) == ("", text, [])
 
 
-LIKE_TEXT = ("llama", "xlam", "pythonic", "phi")
+LIKE_TEXT = [f"{name} 0" for name in ("llama3_json", "xlam", "pythonic", "phi4_mini_json")]
 """Forms whose beginning may also be an answer: JSON, or a word."""
 
 
@@ -563,42 +521,29 @@ def test_types_of_parameters(schema, types):
 FRAGMENTS = [
     *[tag for tags in TAGS.values() for tag in (tags.call, f"{tags.key}a{tags.key_end}", tags.value_end)],
     *[word for each in TOOL_FORMATS.values() for word in each.markers],
+    *["<think>", "</think>", "</tool_call>", '{"name": "add"', ', "arguments": ', ADD, PARIS, " ", "\n"],
     *[
-        "<think>",
-        "</think>",
-        "</tool_call>",
-        '{"name": "add"',
-        ', "arguments": ',
-        ADD,
-        PARIS,
         "}",
         "]",
         "[",
         ";",
-    ],
-    *[
-        "add",
-        "function",
-        "```json",
-        "to=functions.add",
-        "functions.add:0",
-        "call:add{",
-        "[add(",
-        "a=",
-        "a:",
-        "'",
-        "True",
         ")",
-        "analysis",
-        "final",
+        "<",
+        "'",
         '"',
         "\\",
         "é",
         "🙂",
-        " ",
-        "\n",
-        "<",
+        "a=",
+        "a:",
+        "True",
+        "add",
+        "function",
+        "```json",
+        "analysis",
+        "final",
     ],
+    *["to=functions.add", "functions.add:0", "call:add{", "[add("],
 ]
 TEXT = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=12).map("".join)
 WHOLE = st.sampled_from([text for _, text, *_ in [*TEXTS.values(), *CONTENT.values()]])
@@ -627,35 +572,17 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
     [
         ("{{ '<tool_call>{\"name\": ' }} {{ '<think>' }} {{ '</think>' }}", "hermes", "deepseek_r1"),
         ("{{ '<|channel|>' }} {{ '<tool_call>' }}", "openai", "openai_gptoss"),
-        (V3.open + "\\n```json\\n", "deepseek_v3", None),
-        (V31.open, "deepseek_v31", None),
-        (KIMI.open, "kimi_k2", None),
         ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2", None),
-        ("<|tool_call>call:f{a:1} <|channel>thought <channel|>", "gemma4", "gemma4"),
-        ("[func_name1(param1=value1), func_name2(...)]", "pythonic", None),
-        ("<tool_calls>[{", "hunyuan_a13b", "hunyuan_a13b"),
-        ("'<tool_sep' + s + '>\\n<arg_key' + s, s = ':opensource'", "hy_v3", "hy_v3"),
         ("<tool_call>f<tool_sep>\n<arg_key>k</arg_key>\n<arg_value> </think>", "hy_v3", "deepseek_r1"),
-        ("<|action_start|><|plugin|>", "internlm", None),
-        ("functools[", "phi4_mini_json", None),
-        ('[{"name": "tool_call_name", "arguments": {}}]', "xlam", None),
         ("Answer in a block:\\n```json\\n", None, None),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
         ("<|tool_call|> Here is my thought process: x", "granite", "granite"),
         ("<|python_tag|>", "llama3_json", None),
         ('<tool_call><function=f>{"name": ', None, None),
-        ("<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>", "glm47", None),
-        ("<tool_call>f\n<arg_key>{{ k }}</arg_key>\n<arg_value>", "glm45", None),
         ("<tool_call>f<arg_key>{{ k }}</arg_key>{{ space }}<arg_value>", None, None),
-        ("<tool_call>\n<function=f>\n<parameter={{ k }}>\n", "qwen3_coder", None),
-        ("'<tool_call>\\n<function=f>\\n<parameter=' + k + '>\\n'", "qwen3_coder", None),
-        ("'<tool_call>\\n<function=f>\\n<parameter=k>value</parameter>\\n'", "mimo", None),
         ("<tool_call>\n<function=f>\n<parameter=k>{{ space }}", None, None),
         ("<seed:tool_call>\n<function=f>\n<parameter=k>\n", None, None),
         ("]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=", None, None),
-        ('<minimax:tool_call>\n<invoke name="', "minimax_m2", None),
-        ("{% set d = '｜DSML｜' %}<{{ d }}function_calls>{{ m.tool_calls }}", "deepseek_v32", None),
-        ("{% set d = '｜DSML｜' %}<{{ d }}tool_calls>", "deepseek_v4", None),
         ("{{ messages }}", None, None),
     ],
 )

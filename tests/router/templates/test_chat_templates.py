@@ -11,11 +11,9 @@ import pytest
 from protocol.errors import InvalidRequestError
 from router.grammars.tool_grammar import OfferedFunction, tool_grammar
 from router.openai_types import CalledFunction, ChatMessage, ToolCall
-from router.parsing.answer import Arguments, Call, Content, Reasoning
 from router.parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
-    AnswerParser,
     Parsing,
     name_of,
     reasoning_format,
@@ -24,6 +22,7 @@ from router.parsing.formats import (
 from router.parsing.parameters import parameters_of
 from router.text.chat_template import ChatTemplate, plain_messages
 from tests.router.grammars.test_tool_grammar import model_of
+from tests.router.parsing.test_parsing import parsed
 
 FOLDER = Path(__file__).parent / "chat_templates"
 CALLS = [("get_weather", '{"city": "Paris \\"ô\\" {[", "days": [1, null]}'), ("add", '{"a": 1, "b": -2.5}')]
@@ -115,22 +114,6 @@ def parsing(source: str, prompt: str = "") -> Parsing:
     )
 
 
-def read(parsing: Parsing, text: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return reasoning, content and calls."""
-    parser = AnswerParser(parsing)
-    parts = parser.push(text) + parser.finish()
-    calls: list[list[str]] = []
-    for part in parts:
-        if isinstance(part, Call):
-            calls.append([part.name, ""])
-        elif isinstance(part, Arguments):
-            calls[-1][1] += part.text
-    thought, content = (
-        "".join(part.text for part in parts if isinstance(part, kind)) for kind in (Reasoning, Content)
-    )
-    return thought, content, [(name, arguments) for name, arguments in calls]
-
-
 def test_each_template_is_listed():
     assert {path.stem for path in FOLDER.glob("*.jinja")} == set(MODELS)
 
@@ -164,7 +147,7 @@ def answer_with(name: str, num_calls: int) -> tuple[str, Parsing]:
 )
 def test_calls_written_by_the_template_are_parsed(name, num_calls):
     said, parser = answer_with(name, num_calls)
-    thought, content, calls = read(parser, said)
+    thought, content, calls = parsed(parser, [said])
     assert (thought, content) == ("Hm." if parser.is_open else "", "")
     assert [(called, json.loads(arguments)) for called, arguments in calls] == [
         (called, json.loads(arguments)) for called, arguments in CALLS[:num_calls]
@@ -209,7 +192,7 @@ def test_reasoning_written_by_the_template_is_parsed():
     qwen = template("qwen3")
     chat = qwen.render(messages(1, "I look.", "Hm."), add_generation_prompt=False, variables={"tools": TOOLS})
     said = chat[chat.index("<think>", chat.rindex(QUESTION)) : chat.rindex("<|im_end|>")]
-    assert read(parsing(qwen.source), said) == ("Hm.", "I look.", CALLS[:1])
+    assert parsed(parsing(qwen.source), [said]) == ("Hm.", "I look.", CALLS[:1])
 
 
 def test_a_templates_refusal_names_the_messages():

@@ -49,18 +49,3 @@ def test_only_a_possible_beginning_of_a_stop_is_held_back(pieces, stops):
         held = seen[len(shown) :]
         assert seen.startswith(shown)
         assert held == "" or any(stop.startswith(held) for stop in stops)
-
-
-def test_several_stops_in_one_piece():
-    matcher = StopStringMatcher(["END", "STOP"])
-    assert matcher.push("one STOP two END") == "one "
-    assert matcher.matched == "STOP"
-    assert matcher.push("more") == ""
-
-
-def test_the_longest_of_stops_that_end_together():
-    matcher = StopStringMatcher(["\n", "\n\n\n"])
-    assert matcher.push("a\n") == "a"
-    matcher = StopStringMatcher(["c", "bc"])
-    assert matcher.push("abc") == "a"
-    assert matcher.matched == "bc"

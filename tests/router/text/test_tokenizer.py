@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from router.text.tokenizer import Tokenizer
+from tests.router.text.test_detokenizer import sentencepiece_like
 
 TEXTS = ["hello fox", "  two  spaces ", "naïve 🙂\n日本", "<|end|>mid<|end|>", "", "x" * 3000]
 BUNDLED = Path(__file__).parents[3] / "models" / "tandem-code-10m"
@@ -24,21 +25,6 @@ def save(folder: Path, fast: FastTokenizer, **settings) -> ServeConfig:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return ServeConfig(model=str(folder))
-
-
-def llama_like() -> FastTokenizer:
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    vocab |= {piece: 259 + i for i, piece in enumerate(["▁", "h", "e", "he", "▁he", "l", "o"])}
-    fast = FastTokenizer(
-        models.BPE(vocab, [("h", "e"), ("▁", "he")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    fast.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    fast.add_special_tokens(["<unk>", "<s>", "</s>"])
-    fast.post_processor = TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
-    return fast
 
 
 def transformers_tokenizer(config: ServeConfig):
@@ -83,7 +69,10 @@ def test_byte_level_equals_transformers(tmp_path, fast_tokenizer, settings):
     "settings", [{}, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}], ids=str
 )
 def test_llama_like_equals_transformers(tmp_path, settings):
-    check_equal(save(tmp_path, llama_like(), **settings))
+    fast = FastTokenizer.from_str(sentencepiece_like(strip=True).as_json())
+    fast.add_special_tokens(["<unk>", "<s>", "</s>"])
+    fast.post_processor = TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
+    check_equal(save(tmp_path, fast, **settings))
 
 
 @pytest.mark.skipif(not (BUNDLED / "tokenizer.json").exists(), reason="the bundled model is not there")
