@@ -17,6 +17,7 @@ from router import api_keys
 from router.api_keys import KeyEntry, add_key
 from router.observe.metrics import Metrics
 from router.workers.registry import Registry
+from tests.router.test_api_docs import OPEN
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
 
@@ -200,9 +201,6 @@ def test_a_key_has_a_priority_and_clients_can_only_lower_theirs(make_router, pat
     ):
         assert ask(router, key, priority=asked).status_code == 200
         assert worker.generated[-1].priority == priority
-
-
-OPEN = {"/", "/docs", "/openapi.json", "/health", "/ready", "/version", "/metrics", "/page/{name}"}
 
 
 def test_every_endpoint_counts_a_request_before_it_reads_the_body(make_router, path):

@@ -48,35 +48,21 @@ def messages(field, *said):
 
 CASES = {
     "unknown model": ("model", *completion(model="gpt-4")),
-    "unknown chat model": ("model", *chat(model="gpt-4")),
-    "model of the wrong type": ("model", *completion(model=3)),
     "no prompt": ("prompt", TEXT, {"max_tokens": 2}),
     "null prompt": ("prompt", *completion(prompt=None)),
     "empty prompt": ("prompt", *completion(prompt="")),
-    "empty list prompt": ("prompt", *completion(prompt=[])),
     "list with an empty prompt": ("prompt", *completion(prompt=["a", ""])),
-    "empty token prompt": ("prompt", *completion(prompt=[[]])),
-    "prompt of numbers": ("prompt", *completion(prompt=12)),
-    "prompt of floats": ("prompt", *completion(prompt=[1.5])),
     "mixed prompt": ("prompt", *completion(prompt=["a", 1])),
     "token id too large": ("prompt", *completion(prompt=[5, 600])),
     "negative token id": ("prompt", *completion(prompt=[-1])),
     "prompt too long": ("prompt", *completion(prompt=[5] * 512)),
     "prompt text far too long": ("prompt", *completion(prompt="a b " * 1_000_000)),
     "max_tokens zero": ("max_tokens", *completion(max_tokens=0)),
-    "max_tokens a string": ("max_tokens", *completion(max_tokens="5")),
-    "max_tokens a bool": ("max_tokens", *completion(max_tokens=True)),
-    "max_tokens a fraction": ("max_tokens", *completion(max_tokens=2.5)),
     "max_tokens above the room": ("max_tokens", *completion(max_tokens=512)),
-    "max_tokens huge": ("max_tokens", *completion(max_tokens=2**70)),
     "max_completion_tokens above the room": ("max_completion_tokens", *chat(max_completion_tokens=512)),
     "temperature a string": ("temperature", *completion(temperature="hot")),
     "temperature NaN": ("temperature", *completion(temperature=float("nan"))),
-    "return_timing a number": ("return_timing", *completion(return_timing=1)),
-    "return_timing a string": ("return_timing", *chat(return_timing="yes")),
     "top_p above one": ("top_p", *completion(top_p=1.1)),
-    "top_k a fraction": ("top_k", *completion(top_k=1.5)),
-    "top_k beyond 64 bits": ("top_k", *completion(top_k=2**64)),
     "repetition_penalty next to nothing": ("repetition_penalty", *chat(repetition_penalty=1e-39)),
     "n zero": ("n", *completion(n=0)),
     "n too large": ("n", *completion(n=129)),
@@ -86,18 +72,14 @@ CASES = {
     "best_of": ("best_of", *completion(best_of=2)),
     "beam search": ("use_beam_search", *completion(use_beam_search=True)),
     "suffix": ("suffix", *completion(suffix="end")),
-    "seed a fraction": ("seed", *completion(seed=1.5)),
     "logprobs too many": ("logprobs", *completion(logprobs=21)),
     "prompt_logprobs too many": ("prompt_logprobs", *completion(prompt_logprobs=21)),
     "prompt_logprobs streamed": ("prompt_logprobs", *completion(prompt_logprobs=1, stream=True)),
     "top_logprobs without logprobs": ("top_logprobs", *chat(top_logprobs=2)),
     "top_logprobs too many": ("top_logprobs", *chat(logprobs=True, top_logprobs=21)),
-    "chat logprobs a number": ("logprobs", *chat(logprobs=3)),
     "logit_bias key": ("logit_bias", *completion(logit_bias={"fox": 1})),
     "logit_bias NaN": ("logit_bias", *completion(logit_bias={"5": float("nan")})),
     "stop empty": ("stop", *completion(stop="")),
-    "stop with an empty one": ("stop", *completion(stop=["a", ""])),
-    "stop a number": ("stop", *completion(stop=5)),
     "too many stops": ("stop", *completion(stop=["x"] * 65)),
     "stop too long": ("stop", *completion(stop="x" * 1025)),
     "bad_words empty": ("bad_words", *completion(bad_words=[""])),
@@ -105,7 +87,6 @@ CASES = {
     "too many bad_words": ("bad_words", *completion(bad_words=["x"] * 1025)),
     "too many allowed_token_ids": ("allowed_token_ids", *completion(allowed_token_ids=[5] * (2**19 + 1))),
     "min_tokens above max_tokens": ("min_tokens", *completion(min_tokens=3)),
-    "stream a string": ("stream", *completion(stream="yes")),
     "stream_options without stream": ("stream_options", *completion(stream_options={"include_usage": True})),
     "stream_options of the wrong type": (
         "stream_options.include_usage",
@@ -123,13 +104,11 @@ CASES = {
         "response_format.json_schema.schema",
         *chat(response_format={"type": "json_schema", "json_schema": {}}),
     ),
-    "tools an object": ("tools", *chat(tools=TOOL)),
     "too many tools": ("tools", *chat(tools=[TOOL] * 129)),
     "a tool of another kind": (
         "tools[0].type",
         *chat(tools=[{**TOOL, "type": "browser"}], tool_choice="none"),
     ),
-    "a tool without a function": ("tools[0]", *chat(tools=[{"type": "function"}])),
     "a tool's name": ("tools[1].function.name", *tool(name="two words")),
     "a tool's name twice": ("tools[1].function.name", *chat(tools=[TOOL, TOOL], tool_choice="none")),
     "a tool's parameters": (
@@ -142,12 +121,9 @@ CASES = {
         *chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
     ),
     "an unknown choice": ("tool_choice", *chat(tools=[TOOL], tool_choice="perhaps")),
-    "a choice of the wrong type": ("tool_choice", *chat(tools=[TOOL], tool_choice=3)),
     "a budget for what the model does not do": ("thinking_token_budget", *chat(thinking_token_budget=5)),
     "a budget of nothing": ("thinking_token_budget", *chat(thinking_token_budget=0)),
-    "parallel_tool_calls a number": ("parallel_tool_calls", *chat(parallel_tool_calls=1)),
     "functions": ("functions", *chat(functions=[{"name": "f"}])),
-    "audio": ("modalities", *chat(modalities=["text", "audio"])),
     "logits_processors": ("logits_processors", *completion(logits_processors=["x"])),
     "guided_json": ("guided_json", *completion(guided_json={})),
     "two structures": structured("", regex="a", choice=["b"]),
@@ -187,8 +163,6 @@ CASES = {
     "template in the request": ("chat_template", *chat(chat_template="{{ 1 }}")),
     "no messages": ("messages", CHAT, {"max_tokens": 2}),
     "empty messages": messages(""),
-    "messages a string": ("messages", *chat(messages="hello")),
-    "message without role": messages("[0]", {"content": "x"}),
     "unknown role": messages("[1].role", *HELLO, {"role": "king", "content": "x"}),
     "tool message without a call": messages("[1].tool_call_id", *HELLO, {"role": "tool", "content": "x"}),
     "tool message of another call": (
@@ -203,13 +177,11 @@ CASES = {
     ),
     "calls of a user": messages("[0].tool_calls", {"role": "user", "content": "x", "tool_calls": [CALL]}),
     "message without content": messages("[0].content", {"role": "user"}),
-    "content a number": messages("[0].content", {"role": "user", "content": 5}),
     "image part": messages("[0].content[0].type", said({"type": "image_url", "image_url": {"url": "x"}})),
     "text part without text": messages("[0].content[0].text", said({"type": "text"})),
     "tool calls": messages("[1].tool_calls", *HELLO, said("x", "assistant", tool_calls=[{}])),
     "too many messages": ("messages", *chat(messages=HELLO * 16_385)),
     "template variables too large": ("chat_template_kwargs", *chat(chat_template_kwargs={"x": "x" * 65_536})),
-    "template variables a list": ("chat_template_kwargs", *chat(chat_template_kwargs=[])),
     "both continue and generate": (
         "continue_final_message",
         *chat(add_generation_prompt=True, continue_final_message=True),
@@ -220,10 +192,7 @@ CASES = {
     "tokenize too much": ("prompt", "/tokenize", {"prompt": "a b " * 3_000_000}),
     "detokenize too much": ("tokens", "/detokenize", {"tokens": [5] * 513}),
     "detokenize out of range": ("tokens", "/detokenize", {"tokens": [600]}),
-    "detokenize strings": ("tokens[0]", "/detokenize", {"tokens": ["x"]}),
     "body a list": (None, TEXT, [1]),
-    "body a string": (None, TEXT, "hello"),
-    "body null": (None, TEXT, None),
 }
 OPENAIS = {
     "user": "me",
@@ -250,9 +219,6 @@ def test_unknown_fields_are_named(router, path, body, size):
     assert router.metric("tandem_requests_fields_ignored_total") >= 1
 
 
-NOT_FOUND = ["unknown model", "unknown chat model"]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_bad_field(router, name):
     param, path, body = CASES[name]
@@ -260,7 +226,7 @@ def test_bad_field(router, name):
     before = len(worker.generated)
     raw = json.dumps(body)
     response = router.http.post(path, content=raw, headers={"content-type": "application/json"})
-    assert response.status_code == (404 if name in NOT_FOUND else 400), response.text
+    assert response.status_code == (404 if name == "unknown model" else 400), response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     if param is None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-import openai
 import pytest
 from router_clients import eventually
 
@@ -41,11 +39,8 @@ def test_text_and_usage(complete, tokenizer):
     assert answer.usage.prompt_tokens_details.cached_tokens == 5
 
 
-def test_default_max_tokens_is_16(complete):
+def test_default_max_tokens_is_16_or_what_fits(complete):
     assert complete().usage.completion_tokens == 16
-
-
-def test_default_max_tokens_is_cut_to_fit(complete):
     assert complete([7] * 505).usage.completion_tokens == 512 - 505
 
 
@@ -71,21 +66,6 @@ def test_stream_usage(complete):
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 5
-
-
-async def test_async_streams(router, tokenizer):
-    async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
-
-        async def one(prompt: str) -> str:
-            stream = await client.completions.create(
-                model="test-model", prompt=prompt, max_tokens=20, stream=True
-            )
-            return "".join([chunk.choices[0].text async for chunk in stream])
-
-        prompts = [f"number {i} and {i}" for i in range(24)]
-        answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer == tokenizer.decode(repeated(tokenizer, prompt, 20))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -239,15 +219,6 @@ def test_logprobs(complete, tokenizer):
     text = answer.choices[0].text
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert text[offset:].startswith(token)
-
-
-def test_logprobs_streamed_equal_whole(complete):
-    whole = complete(max_tokens=8, logprobs=1).choices[0].logprobs
-    tokens, offsets = [], []
-    for chunk in complete(max_tokens=8, logprobs=1, stream=True):
-        tokens += chunk.choices[0].logprobs.tokens
-        offsets += chunk.choices[0].logprobs.text_offset
-    assert (tokens, offsets) == (whole.tokens, whole.text_offset)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 
 import httpx
@@ -149,22 +148,6 @@ def test_a_truncated_call_is_accepted_back_with_its_output(client, hermes, strea
     closed = json.dumps({"city": call.arguments.removeprefix('{"city": "')})
     shown = f"<assistant><tool_call>{closed}</tool_call>\n<tool>not run\n<assistant>"
     assert hermes.prompt == f"<user>{QUESTION}\n{shown}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        ("", None),
-        ('{"city": "Par', "incomplete"),
-        ('{"city": "a\nb"}', "in_progress"),
-        ("Paris", "completed"),
-    ],
-)
-def test_any_arguments_of_a_call_are_accepted_back(hermes, arguments, status):
-    call = {**CALL, "arguments": arguments, "status": status}
-    items = [MESSAGE, call, {"type": "function_call_output", "call_id": "1", "output": "x"}]
-    answer = hermes.router.http.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
-    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("by_id", [False, True])
@@ -355,36 +338,19 @@ def found(kept: ResponseStore, numbers: range) -> list[int]:
     return [number for number in numbers if kept.get(f"resp_{number}", "me") is not None]
 
 
-def plant(path, how: str) -> None:
-    """Put a file in place, as another user could in a writable folder before the server starts."""
-    if how == "folder":
-        path.parent.chmod(0o777)
-    elif how == "link":
-        (path.parent / "elsewhere").touch(0o600)
-        path.symlink_to(path.parent / "elsewhere")
-    else:
-        path.touch()
-        path.chmod(0o666)
-
-
-@pytest.mark.parametrize("how", ["folder", "link", "mode"])
 @pytest.mark.parametrize("name", ["store", "store-wal", "store-shm", "store-journal"])
-def test_files_that_others_may_have_made_or_can_read_are_refused(tmp_path, how, name):
-    plant(tmp_path / name, how)
+def test_files_that_others_can_write_are_refused(tmp_path, name):
+    (tmp_path / name).touch()
+    (tmp_path / name).chmod(0o666)
     with pytest.raises(ConfigError, match="--response-store: cannot use"):
         store([], response_store=str(tmp_path / "store"))
     assert not (tmp_path / "store").exists() or name == "store"
 
 
-def test_another_users_file_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "store"
-    store([], response_store=str(path)).close()
-    if os.getuid() == 0:
-        os.chown(path, 1234, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 1234)
-    with pytest.raises(ConfigError, match="belongs to user"):
-        store([], response_store=str(path))
+def test_a_folder_that_others_can_write_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="--response-store: cannot use"):
+        store([], response_store=str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -443,16 +409,3 @@ def test_a_response_that_could_not_be_stored_is_sent(tmp_path, make_scripted):
         with pytest.raises(openai.InternalServerError):
             client.responses.retrieve(answer.id)
     assert scripted.router.metric("tandem_stored_responses_dropped_total", reason="failed") == 1
-
-
-def test_the_items_are_json_of_the_whole_conversation(client, hermes):
-    first = ask(client, hermes, "No.")
-    second = ask(client, hermes, "Still no.", "And now?", previous_response_id=first.id)
-    kept = hermes.router.server.state.responses.get(second.id, "0")
-    texts = [item["content"] for item in json.loads(kept.items)]
-    assert [text if isinstance(text, str) else text[0]["text"] for text in texts] == [
-        QUESTION,
-        "No.",
-        "And now?",
-        "Still no.",
-    ]
