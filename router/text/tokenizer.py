@@ -65,28 +65,15 @@ def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
 
 def find_files(source: str, revision: str | None, names: Sequence[str], flag: str) -> dict[str, Path]:
     """Return the named files of a folder, of the hub, or (offline) of its cache. Raises `ConfigError`."""
-    if Path(source).is_dir():
-        return {name: Path(source) / name for name in names if (Path(source) / name).is_file()}
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
 
-    files = {}
-    for name in names:
         try:
-            files[name] = Path(hf_hub_download(source, name, revision=revision))
-        except LocalEntryNotFoundError as error:
-            if not constants.HF_HUB_OFFLINE:  # the hub did not answer
-                raise ConfigError(f"{flag}: cannot get {name} of {source!r}: {error}") from error
-        except EntryNotFoundError:
-            continue
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ConfigError(f"{flag}: cannot get {name} of {source!r}: {error}") from error
-    return files
+            folder = Path(snapshot_download(source, revision=revision, allow_patterns=[*names]))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{flag}: cannot get {', '.join(names)} of {source!r}: {error}") from error
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def tokenizer_flag(config: ServeConfig) -> str:
