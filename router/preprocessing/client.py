@@ -26,14 +26,13 @@ from router.grammars.structured_outputs import AskedGrammar
 from router.preprocessing.tasks import (
     ACCEPTED,
     DIED,
+    DONE,
     GRAMMAR,
     LENGTH,
     REFUSED,
-    RESULT,
     Setup,
     TaskCall,
     TaskError,
-    content_of,
     framed,
 )
 from router.text.tokenizer import Tokenizer
@@ -107,6 +106,7 @@ class Preprocessor:
 
     def _running(self) -> _Process:
         if self._process is None or self._process.has_ended:
+            self.close()
             self._process = _Process(self._setup.fileno())
         return self._process
 
@@ -132,7 +132,7 @@ class _NoAnswerError(Exception):
 
 
 class _Process:
-    """A running `router.preprocessing.process`. It is killed if it does not accept a task in time."""
+    """A running `router.preprocessing.process`. It is killed if it does not accept a connection in time."""
 
     def __init__(self, setup: int) -> None:
         self._control, theirs = socket.socketpair()
@@ -146,8 +146,9 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 process_group=0,
             )
-        self._started = time.monotonic()
-        self._has_accepted = False
+        self._accepts_until = time.monotonic() + START_TIMEOUT_S
+        self._idle: list[socket.socket] = []
+        """Connections to children without a task."""
 
     @property
     def has_ended(self) -> bool:
@@ -156,63 +157,76 @@ class _Process:
     def close(self) -> None:
         """Kill the process with its children, and wait for its end."""
         self._control.close()
+        self._leave_idle()
         if not self.has_ended:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     async def ask(self, header: bytes, argument: bytes) -> bytes:
         """Return the task's result. Cancellation ends the task. Raises `_NoAnswerError`, and like `run`."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setblocking(False)
-            try:
-                socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
-            except OSError:  # the process has ended, or accepts nothing
-                ours.close()
-                await asyncio.to_thread(self.close)
-                raise _NoAnswerError("ended") from None
-        reader, writer = await asyncio.open_connection(sock=ours)
+        connection = self._idle.pop() if self._idle else await self._connected()
+        loop, is_idle = asyncio.get_running_loop(), False
         try:
-            writer.writelines([header, LENGTH.pack(len(argument)), argument])
-            await self._accepted(reader)
-            return _result(await reader.read())
-        except ConnectionError:
+            await loop.sock_sendall(connection, header + LENGTH.pack(len(argument)))
+            await loop.sock_sendall(connection, argument)
+            state, kind = await _read(connection, 1), await _read(connection, 1)
+            if state == DIED:
+                self._leave_idle()  # whatever killed it may have killed others
+                raise _death(kind[0])
+            content = await _read(connection, *LENGTH.unpack(await _read(connection, LENGTH.size)))
+            if is_idle := state == DONE and not self.has_ended:
+                self._idle.append(connection)
+        except OSError:
             raise _NoAnswerError("ended") from None
         finally:
-            writer.transport.abort()
-
-    async def _accepted(self, reader: asyncio.StreamReader) -> None:
-        until = self._started + START_TIMEOUT_S
-        if self._has_accepted:
-            until = time.monotonic() + ACCEPT_TIMEOUT_S
-        reason: Literal["ended", "stuck"] = "ended"
-        try:
-            async with asyncio.timeout(until - time.monotonic()):
-                self._has_accepted = await reader.read(1) == ACCEPTED
-            if self._has_accepted:
-                return
-        except ConnectionError:
-            pass
-        except TimeoutError:
-            reason = "stuck"
-        # A killed process still counts as running while the kernel frees its memory: wait for its end, or the
-        # next try would ask this process again.
-        await asyncio.to_thread(self.close)
-        raise _NoAnswerError(reason)
-
-
-def _result(answer: bytes) -> bytes:
-    kind, rest = answer[:1], answer[1:]
-    if kind == DIED and rest == bytes([signal.SIGPROF]):
-        raise CpuLimitError("it takes more CPU time than it may")
-    if kind == DIED and rest and rest[0] in CRASHES:
-        raise CrashError(signal.Signals(rest[0]).name)
-    content = content_of(rest)
-    if kind == RESULT and content is not None:
+            if not is_idle:
+                connection.close()
+        if kind == REFUSED:
+            raise msgspec.msgpack.decode(content, type=TaskError).to_error()
         return content
-    if kind == REFUSED and content is not None:
-        raise msgspec.msgpack.decode(content, type=TaskError).to_error()
-    raise _NoAnswerError("ended")
+
+    async def _connected(self) -> socket.socket:
+        """Return a connection to a new child."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        until = max(self._accepts_until, time.monotonic() + ACCEPT_TIMEOUT_S)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
+            async with asyncio.timeout(until - time.monotonic()):
+                await _read(ours, 1)
+        except BaseException as error:
+            ours.close()
+            if not isinstance(error, OSError | _NoAnswerError):
+                raise
+            # A killed process still counts as running while the kernel frees its memory: wait for its end, or
+            # the next try would ask this process again.
+            await asyncio.to_thread(self.close)
+            raise _NoAnswerError("stuck" if isinstance(error, TimeoutError) else "ended") from None
+        self._accepts_until = 0.0
+        return ours
+
+    def _leave_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+async def _read(connection: socket.socket, size: int) -> bytes:
+    read = bytearray(size)
+    left = memoryview(read)
+    while left:
+        received = await asyncio.get_running_loop().sock_recv_into(connection, left)
+        if not received:
+            raise _NoAnswerError("ended")
+        left = left[received:]
+    return bytes(read)
+
+
+def _death(number: int) -> Exception:
+    """Return the error of a task whose child was ended by a signal, or ended by itself."""
+    if number == signal.SIGPROF:
+        return CpuLimitError("it takes more CPU time than it may")
+    return CrashError(signal.Signals(number).name) if number in CRASHES else _NoAnswerError("ended")
 
 
 COMPILE_CPU_S = 2.0

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import traceback
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +24,8 @@ from router.errors import ApiError
 from router.preprocessing.tasks import (
     ACCEPTED,
     DIED,
+    DONE,
+    LEAVING,
     LENGTH,
     REFUSED,
     RESULT,
@@ -33,16 +36,21 @@ from router.preprocessing.tasks import (
     framed,
 )
 
-DONE, LEAVING = b"d", b"l"
-"""Messages of a child after a task: it accepts another task, or it ends."""
 LIGHT_S = 0.25
 """Most CPU time of a task after which a child accepts another: longer tasks leave much memory in use."""
 
 
-class Parent:
-    """The parent process: gives each task to an idle child or to a new one. The router limits tasks at once.
+class _Child(NamedTuple):
+    pid: int
+    death: int
+    """File descriptor that is readable once the child has ended."""
+    connection: socket.socket
 
-    If the router closes a task's connection, the task is ended with its child.
+
+class Parent:
+    """The parent process: forks a child for each connection of the router, and tells it of the child's death.
+
+    If the router closes a connection, its child is killed.
     """
 
     def __init__(self, control: socket.socket, tasks: Tasks) -> None:
@@ -50,122 +58,68 @@ class Parent:
         self._tasks = tasks
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
-        self._children: dict[int, _Child] = {}
-        """Children by the file descriptors of their channels."""
-        self._busy: dict[int, _Child] = {}
-        """Busy children by the file descriptors of their tasks' connections."""
+        self._children: list[_Child] = []
 
     def serve(self) -> None:
-        """Run tasks until the router closes the control socket."""
+        """Serve connections until the router closes the control socket."""
         while True:
             # handle closed descriptors before opening new ones, which reuse their numbers
-            events = [descriptor for descriptor, _ in self._poll.poll()]
-            for child in [self._children[each] for each in events if each in self._children]:
-                self._on_message(child)
-            for descriptor in [each for each in events if each in self._busy]:
-                self._abandon(descriptor)
+            events = {descriptor for descriptor, _ in self._poll.poll()}
+            for child in self._children[:]:
+                if child.death in events:
+                    self._bury(child)
+                elif child.connection.fileno() in events:
+                    self._poll.unregister(child.connection)
+                    os.kill(child.pid, signal.SIGKILL)
             if self._control.fileno() in events:
                 if (connection := _received(self._control)) is None:
                     return self._end()
-                self._start(connection)
+                self._fork(connection)
 
-    def _start(self, connection: socket.socket) -> None:
-        idle = (child for child in self._children.values() if child.connection is None and child.stays)
-        child = next(idle, None) or self._fork()
-        child.connection = connection
-        self._busy[connection.fileno()] = child
-        self._poll.register(connection, 0)  # reports when the other end is closed
-        _send(connection, ACCEPTED, socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):  # the child has died, as `_on_message` will notice
-            socket.send_fds(child.channel, [DONE], [connection.fileno()])
-
-    def _fork(self) -> _Child:
-        ours, theirs = socket.socketpair()
+    def _fork(self, connection: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                self._close_all()
-                ours.close()
-                _serve_tasks(theirs, self._tasks)
+                self._control.close()
+                for child in self._children:
+                    child.connection.close()
+                _serve_tasks(connection, self._tasks)
             finally:
                 os._exit(1)
-        theirs.close()
-        child = self._children[ours.fileno()] = _Child(pid, ours)
-        self._poll.register(ours, select.POLLIN)
-        return child
+        child = _Child(pid, os.pidfd_open(pid), connection)
+        self._children.append(child)
+        self._poll.register(child.death, select.POLLIN)
+        self._poll.register(connection, 0)  # reports when the other end is closed
 
-    def _on_message(self, child: _Child) -> None:
-        message = b""
-        with contextlib.suppress(ConnectionResetError):  # the child died before it read its task
-            message = child.channel.recv(1)
-        if message:
-            child.stays = message == DONE
-            self._release(child)
-            return
+    def _bury(self, child: _Child) -> None:
         _, status = os.waitpid(child.pid, 0)
-        if child.connection is not None:
-            _send(child.connection, DIED + bytes([os.WTERMSIG(status)]), socket.MSG_DONTWAIT)
-            self._release(child)
-        del self._children[child.channel.fileno()]
-        self._poll.unregister(child.channel)
-        child.channel.close()
-
-    def _abandon(self, connection: int) -> None:
-        """End a task that is not done: the router has closed its connection, as it also does at the end."""
-        child = self._busy[connection]
-        if not _is_readable(child.channel):
-            self._poll.unregister(connection)
-            os.kill(child.pid, signal.SIGKILL)
-
-    def _release(self, child: _Child) -> None:
-        """Note that the child's task has ended."""
-        connection, child.connection = child.connection, None
-        if connection is not None:
-            del self._busy[connection.fileno()]
-            with contextlib.suppress(KeyError):
-                self._poll.unregister(connection)
-            connection.close()
-
-    def _close_all(self) -> None:
-        self._control.close()
-        for child in self._children.values():
-            child.channel.close()
-            if child.connection is not None:
-                child.connection.close()
+        _send(child.connection, DIED + bytes([os.WTERMSIG(status)]), socket.MSG_DONTWAIT)
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(child.connection)
+        self._poll.unregister(child.death)
+        os.close(child.death)
+        child.connection.close()
+        self._children.remove(child)
 
     def _end(self) -> None:
-        for child in self._children.values():
+        for child in self._children:
             os.kill(child.pid, signal.SIGKILL)
 
 
-class _Child:
-    """A child process, the `connection` of its task if any, and whether it `stays` after the task."""
-
-    def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid = pid
-        self.channel = channel
-        self.connection: socket.socket | None = None
-        self.stays = True
-
-
-def _serve_tasks(channel: socket.socket, tasks: Tasks) -> None:
-    """Run tasks in a child process until its channel is closed."""
-    while (connection := _received(channel)) is not None:
-        with connection:
-            header, argument = _framed(connection), _framed(connection)
-            if header is None or argument is None:  # the router has given the task up
-                channel.sendall(DONE)
-                continue
-            call = msgspec.msgpack.decode(header, type=TaskCall)
-            signal.setitimer(signal.ITIMER_PROF, call.cpu_s)
-            answer = _answer(tasks, call, argument)
-            left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(connection, answer)
-            is_light = call.cpu_s - left_s <= LIGHT_S
-            channel.sendall(DONE if is_light else LEAVING)
-            connection.shutdown(socket.SHUT_WR)
-        if not is_light:
-            os._exit(0)
+def _serve_tasks(connection: socket.socket, tasks: Tasks) -> None:
+    """Run tasks in a child process until its connection is closed, or a task was heavy."""
+    connection.sendall(ACCEPTED)
+    is_light = True
+    while is_light:
+        header, argument = _framed(connection), _framed(connection)
+        if header is None or argument is None:  # the router has given the child up
+            break
+        call = msgspec.msgpack.decode(header, type=TaskCall)
+        signal.setitimer(signal.ITIMER_PROF, call.cpu_s)
+        answer = _answer(tasks, call, argument)
+        left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        is_light = call.cpu_s - left_s <= LIGHT_S
+        _send(connection, (DONE if is_light else LEAVING) + answer)
     os._exit(0)
 
 
@@ -184,16 +138,6 @@ def _received(channel: socket.socket) -> socket.socket | None:
     """Return the next connection; None if the other end is closed."""
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     return socket.socket(fileno=descriptors[0]) if descriptors else None
-
-
-def _is_readable(channel: socket.socket) -> bool:
-    try:
-        channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        pass
-    return True
 
 
 def _framed(connection: socket.socket) -> bytes | None:

@@ -152,7 +152,9 @@ def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
 
 LENGTH = struct.Struct("!Q")
 ACCEPTED = b"."
-RESULT, REFUSED, DIED = b"+", b"-", b"!"
+DONE, LEAVING, DIED = b"d", b"l", b"!"
+"""States of a child: it accepts another task after the answer, it ends, or a signal has ended it."""
+RESULT, REFUSED = b"+", b"-"
 
 GRAMMAR = "grammar"
 """Task that compiles a grammar; all other tasks read bodies."""
@@ -168,12 +170,6 @@ class Setup(msgspec.Struct, frozen=True):
 
 def framed(content: bytes) -> bytes:
     return LENGTH.pack(len(content)) + content
-
-
-def content_of(frame: bytes) -> bytes | None:
-    """Return a frame's content; None if the frame was cut off or has extra bytes."""
-    content = frame[LENGTH.size :]
-    return content if LENGTH.pack(len(content)) == frame[: LENGTH.size] else None
 
 
 class TaskCall(msgspec.Struct, frozen=True, array_like=True):

@@ -57,11 +57,9 @@ class Compiler:
     def children(self) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
-    async def next_accepted(self) -> None:
-        """Wait until a child has the next task."""
-        self.process._has_accepted = False
-        while not self.process._has_accepted:
-            await asyncio.sleep(0.001)
+    async def has_begun(self) -> None:
+        """Wait until a child has a task."""
+        await eventually(lambda: len(self.children()) > len(self.process._idle))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +124,7 @@ async def test_a_cancelled_call_ends_its_task(compiler, monkeypatch):
     monkeypatch.setattr("router.preprocessing.client.COMPILE_CPU_S", 1000.0)
     await compiler.answer()
     asked = asyncio.ensure_future(compiler.answer_to_endless())
-    await compiler.next_accepted()
+    await compiler.has_begun()
     busy = set(compiler.children())
     assert await compiler.answer()  # meanwhile
     asked.cancel()
@@ -140,15 +138,18 @@ async def test_a_task_survives_one_death_of_its_child(compiler, monkeypatch):
     for child in compiler.children():
         os.kill(child, signal.SIGSTOP)
     asked = asyncio.ensure_future(compiler.answer())
-    await compiler.next_accepted()
+    await compiler.has_begun()
     for child in compiler.children():
         os.kill(child, signal.SIGKILL)
     assert await asked
     assert compiler.failures == ["ended"]
     asked = asyncio.ensure_future(compiler.answer_to_endless())
+    killed: set[int] = set()
     for _ in range(2):
-        await compiler.next_accepted()
-        await eventually(compiler.children)
+        await compiler.has_begun()
+        while killed >= set(compiler.children()):
+            await asyncio.sleep(0.005)
+        killed |= set(compiler.children())
         for child in compiler.children():
             os.kill(child, signal.SIGKILL)
     with pytest.raises(ApiError, match="has ended"):
@@ -158,16 +159,18 @@ async def test_a_task_survives_one_death_of_its_child(compiler, monkeypatch):
 
 async def test_a_dead_process_is_replaced(compiler):
     await compiler.answer()
-    before = compiler.pid
-    os.kill(before, signal.SIGKILL)
+    before = compiler.process
+    os.kill(compiler.pid, signal.SIGKILL)
+    await eventually(lambda: before.has_ended)
     assert await compiler.answer()
-    assert compiler.pid != before
+    assert compiler.process is not before
 
 
 async def test_a_frozen_process_is_replaced(compiler, monkeypatch, caplog):
     await compiler.answer()
     monkeypatch.setattr(client, "ACCEPT_TIMEOUT_S", 0.05)
     before = compiler.process
+    before._leave_idle()
     os.kill(compiler.pid, signal.SIGSTOP)
     assert await compiler.answer()
     assert before.has_ended and compiler.process is not before
