@@ -251,23 +251,24 @@ def test_refused_keywords_are_named(case: tuple[dict[str, Any], str]) -> None:
     matcher(schema, lenient=True)
 
 
-BIG_TAG = {"structures": [{"begin": "<f>", "schema": {"const": 2**53 + 1}}], "triggers": ["<f>"]}
+BIG = {"const": 2**53 + 1}
+BIG_TAG = {"structures": [{"begin": "<f>", "schema": BIG}], "triggers": ["<f>"]}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"structured_outputs": {"json": {"const": 2**53 + 1}}},
-        {"structured_outputs": {"json": json.dumps({"const": 2**53 + 1})}},
-        {"structured_outputs": {"structural_tag": BIG_TAG}},
+        *(
+            {"structured_outputs": {kind: value}}
+            for kind, value in (
+                ("json", BIG),
+                ("json", json.dumps(BIG)),
+                ("structural_tag", BIG_TAG),
+                ("grammar", f'start: "a" x\nx: %json {json.dumps(BIG)} | "b"'),
+            )
+        ),
         {"response_format": {"type": "structural_tag", **BIG_TAG}},
-        {"structured_outputs": {"grammar": f'start: "a" x\nx: %json {{"const": {2**53 + 1}}} | "b"'}},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"const": 2**53 + 1}},
-            }
-        },
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIG}}},
     ],
 )
 def test_schemas_are_accepted_in_all_places(fields: dict[str, Any]) -> None:

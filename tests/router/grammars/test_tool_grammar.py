@@ -132,26 +132,18 @@ def test_calls_beside_text(model, kind, form):
 
 
 @pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
-def test_one_call(model, kind, form):
-    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=True, several=False)
-    assert model.takes(grammar, calls(form)[0])
-    assert not any(model.takes(grammar, text) for text in calls(form)[1:])
-
-
-@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("demanded", [True, False])
 def test_the_number_of_calls_is_bounded(model, kind, form, demanded):
     if form.separator is None and form.between is None:
         return
-    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=demanded, several=True)
 
     def answer(number: int) -> str:
-        if form.separator is not None:
-            return block(form, *[("now", "{}")] * number)
-        return form.between.join([block(form, ("now", "{}"))] * number)
+        return in_form(form, *[("now", "{}")] * number)
 
-    assert model.takes(grammar, answer(MAX_CALLS))
-    assert not model.takes(grammar, answer(MAX_CALLS + 1))
+    for several, most in ((True, MAX_CALLS), (False, 1)):
+        grammar = tool_grammar(form, OFFERS, model.spelling, demanded=demanded, several=several)
+        assert model.takes(grammar, answer(most))
+        assert not model.takes(grammar, answer(most + 1))
 
 
 def test_a_strict_function_leaves_harmonys_final_channel():

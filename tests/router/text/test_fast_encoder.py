@@ -82,22 +82,22 @@ PIECES = st.sampled_from(
             "'s",
             "'LL",
             "'ve",
-            " ",
-            "  ",
-            "\t",
-            "\n",
-            "\r\n",
             "0",
             "1234",
             "a",
             "Ab",
             "the",
-            "def f(x):",
             "!",
             "//",
+            "é",
+            "e\u0301",
+            "İ",
+            "ſ",
+            "日本",
+            "🙂",
         ),
-        *("é", "e\u0301", "İ", "ſ", "日本", "🙂", "\u200d", "\u3000", "\x85", "\xa0", UNSURE, "\u0300", "\0"),
-        *("<|a|>", "<|endoftext|>", "<|end", "keep"),
+        *(" ", "  ", "\t", "\n", "\r\n", "def f(x):", "<|a|>", "<|endoftext|>", "<|end", "keep"),
+        *("\u200d", "\u3000", "\x85", "\xa0", UNSURE, "\u0300", "\0"),
     ]
 )
 
@@ -124,12 +124,6 @@ def test_ids_equal_those_of_tokenizers(tokenizers, text):
     for ours, theirs in tokenizers:
         for special in (True, False):
             assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special).ids
-
-
-def test_long_texts_too(tokenizers):
-    text = "".join(map(chr, range(32, 0x500))) * 20
-    for ours, theirs in tokenizers[:2]:
-        assert ours.encode(text) == theirs.encode(text).ids
 
 
 def with_(path: str, value: Any) -> dict[str, Any]:
