@@ -72,10 +72,8 @@ async def show_metrics(state: State) -> Response:
 async def show_index(request: Request, state: State) -> Response:
     about = {"name": "tandem", "version": version(), "model": state.config.model_name}
     if "text/html" in request.headers.get("accept", ""):
-        document = await _document(request)
         offered = {"has_chat": state.chats.has_template, "splits": state.config.disaggregation}
-        shown = {**about, **offered, "paths": document["paths"], "url": request.base_url}
-        return _page("index.html", _INDEX_POLICY, shown)
+        return _page("index.html", _INDEX_POLICY, {**about, **offered})
     links = {"docs": "/docs", "openapi": "/openapi.json", "api": "/v1", "workers": "/workers"}
     return JSONResponse({**about, **links, "metrics": "/metrics"}, headers={"vary": "accept"})
 

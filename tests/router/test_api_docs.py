@@ -96,7 +96,7 @@ def test_only_endpoints_that_need_the_key_say_so(make_router, document):
     assert protected == set(paths) - OPEN
 
 
-def test_the_pages_list_every_endpoint_and_load_nothing(router, document):
+def test_the_pages_load_nothing_and_docs_list_every_endpoint(router, document):
     docs, index = (router.http.get(path, headers=HTML) for path in ("/docs", "/"))
     for page in (docs, index):
         assert page.headers["content-type"].startswith("text/html")
@@ -108,11 +108,11 @@ def test_the_pages_list_every_endpoint_and_load_nothing(router, document):
         assert all(found.startswith("page/") for found in re.findall(r'src="([^"]*)"', page.text))
     assert "<script" not in docs.text and "unsafe" not in index.headers["content-security-policy"]
     for path in document["paths"]:
-        assert f"<code>{path}</code>" in docs.text and f"<code>{path}</code>" in index.text
+        assert f"<code>{path}</code>" in docs.text
     for name in {name for body in BODIES for name in body.__struct_fields__}:
         assert f"<code>{name}</code>" in docs.text
     anchors = set(re.findall(r' id="([^"]+)"', docs.text))
-    links = re.findall(r'href="(?:docs)?#([^"]+)"', docs.text + index.text)
+    links = re.findall(r'href="#([^"]+)"', docs.text)
     assert links and set(links) <= anchors
 
 
