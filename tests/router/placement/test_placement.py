@@ -202,28 +202,6 @@ def test_the_holder_of_the_prompt_is_compared_with_the_least_loaded(held: dict[s
     assert placed("cost", workers, facts(num_tokens=2000, **held)).workers == {"decode": "d2"}
 
 
-def test_cost_counts_transfer_time():
-    workers = [prefill("p0"), decode("d0", rows=4, requests=4, context_tokens=1000)]
-    workers[0].tasks = ("prefill",)
-    assert is_split(workers, num_tokens=1500)
-    workers[0].links = {"d0": LinkSpeed(0.0, 1e6)}
-    assert not is_split(workers, num_tokens=1500), "12 MB at a MB a second"
-    workers[0].links = {"d0": LinkSpeed(0.0, 1e9)}
-    found = placed("cost", workers, facts(num_tokens=1500))
-    last_chunk_s = 512 * 8192 / 1e9
-    assert predicted(found).handoff_s == pytest.approx(last_chunk_s + workers[1].costs.decode_s(4, 1000))
-
-
-def test_cost_prefers_the_cached_prompt_until_the_queue_takes_longer():
-    workers = [decode("d0"), decode("d1", rows=2, requests=2, context_tokens=500)]
-    request = {"num_tokens": 3000, "cached_tokens": {"d1": 2990}}
-    far = LinkSpeed(1.0, 1e6)
-    workers[1].links = {"d0": far}
-    assert placed("cost", workers, facts(**request)).workers == {"decode": "d1"}
-    workers[1].prefill_tokens, workers[1].prompts = 30_000, 10
-    assert placed("cost", workers, facts(**request)).workers == {"decode": "d0"}
-
-
 def test_a_prefix_is_fetched_if_that_is_faster_than_computing_it():
     workers = [decode("d0"), decode("d1", rows=60, requests=60, context_tokens=20_000)]
     workers[1].links = {"d0": LinkSpeed(1e-4, 1e9)}
@@ -241,16 +219,6 @@ def test_a_prefix_is_fetched_if_that_is_faster_than_computing_it():
         workers[1].links = {"d0": LinkSpeed(1e-4, 1e6)}
         assert source(policy, {"d1": 1600}) is None, "13 MB at a MB a second"
         workers[1].links = {"d0": LinkSpeed(1e-4, 1e9)}
-
-
-def test_cost_leaves_a_worker_without_room_for_the_kv():
-    workers = [
-        decode("d0", rows=8, requests=8, context_tokens=1000, kv_tokens=10_000),
-        decode("d1", rows=9, requests=9, context_tokens=1200, kv_tokens=10_000),
-    ]
-    assert placed("cost", workers).workers == {"decode": "d0"}
-    workers[0].kv_tokens = 1100
-    assert placed("cost", workers).workers == {"decode": "d1"}
 
 
 def test_decoding_is_slowed_by_prompts_that_arrive_meanwhile():
@@ -471,15 +439,6 @@ def test_waiting_for_a_row_takes_as_long_as_requests_must_end_first() -> None:
         assert (found.ttft_s == without.ttft_s) == (len(names) == 2)
     unknown = prediction([decode("d", **load)])
     assert unknown == prediction([free])
-
-
-def test_a_slow_idle_worker_helps_one_without_free_rows() -> None:
-    quick = msgspec.structs.replace(COSTS, row_s=0.0, context_s=0.0)  # rows do not slow each other
-    slow = msgspec.structs.replace(quick, step_s=4 * COSTS.step_s)
-    for rows, helps in ((3, False), (24, True)):
-        fast = prefill("p", max_rows=4, rows=rows, requests=rows, context_tokens=100 * rows, costs=quick)
-        found = placed("cost", [fast, decode("d", max_rows=4, costs=slow)])
-        assert ("d" in found.workers.values()) == helps
 
 
 # --- workers of one host --------------------------------------------------------------------------

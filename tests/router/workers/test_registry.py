@@ -187,12 +187,6 @@ def test_no_worker_is_suspect_if_no_other_is_better():
     assert not worker.is_suspect
 
 
-def test_an_unknown_role_is_refused():
-    recorder = Recorder()
-    assert recorder.register("one", role="boss") is None
-    assert recorder.registry.live() == []
-
-
 def test_expected_workers():
     recorder = Recorder()
     recorder.registry.expected = {"v": "decode", "w": "decode"}
