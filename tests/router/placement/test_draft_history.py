@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.placement.decision import MAX_PERIODS, DraftCounts, DraftHistory, DraftPeriod
+from router.placement.decision import DraftCounts, DraftHistory, DraftPeriod
 from router.placement.drafts.prospects import NOWHERE, DraftDecision, DraftOption, DraftPlace
 
 PLAIN = DraftOption(NOWHERE, rate=100.0, worth=100.0, tokens_per_step=1.0)
@@ -46,10 +46,3 @@ def test_each_period_has_its_own_counts_and_the_latest_what_was_compared():
         ],
         "reason": "then",
     }
-
-
-def test_the_latest_periods_are_kept():
-    history = DraftHistory()
-    for step in range(MAX_PERIODS + 4):
-        history.periods.append(period(PLAIN, "", DraftCounts(step, step), DraftCounts(step + 1, step + 1)))
-    assert [period.began.steps for period in history.periods] == list(range(4, MAX_PERIODS + 4))

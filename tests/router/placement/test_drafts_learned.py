@@ -178,17 +178,6 @@ def test_old_observations_fade():
     assert seen.correction(own, 1) == pytest.approx(2 - exp(-4 / 8), rel=0.02)
 
 
-@pytest.mark.parametrize("truth", [SHARED_CORES, NOT_HERE])
-def test_the_correction_is_relative_to_the_raw_prediction(truth):
-    """It is not relative to the already corrected one."""
-    simulated = Simulated(CPU_LIKE, truth, rows=4)
-    simulated.run(60.0)
-    place = simulated._place
-    assert place is not None
-    found = simulated.kind.seen.correction(place, 4)
-    assert found == pytest.approx(truth[place.where], rel=0.1)
-
-
 def test_rates_count_from_the_first_token():
     kind, own = DraftKind(), DraftPlace("draft_model")
     planned = ExpectedTokens(own, rows=1, per_s=100.0, since=0.0, num_tokens=1)
