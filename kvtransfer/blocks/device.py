@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -115,15 +114,9 @@ class ArrivingViews(BufferViews):
         super().__init__(buffer, [0, *ends[:-1]], ends)
         self._marks = marks
 
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[memoryview]: ...
-    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
-        chosen = self._marks[index]
-        asked = chosen if isinstance(chosen, list) else [chosen]
-        if asked:
-            asked[-1].wait()
+    def __getitem__(self, index: slice) -> list[memoryview]:
+        for last in self._marks[index][-1:]:
+            last.wait()
         return super().__getitem__(index)
 
 

@@ -8,11 +8,11 @@ three little-endian int32 each.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import shake_128
 from itertools import accumulate, chain
 from operator import sub
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +88,7 @@ def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
     return np.repeat(starts, lengths, axis=1) + np.arange(num_blocks)
 
 
-class BufferViews(Sequence[memoryview]):
+class BufferViews:
     """The parts [starts[i], ends[i]) of a buffer, in bytes.
 
     Views are made on access: a thousand at once would trigger the garbage collector.
@@ -106,15 +106,11 @@ class BufferViews(Sequence[memoryview]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[memoryview]: ...
-    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
-        if isinstance(index, int):
-            return self._buffer[self._starts[index] : self._ends[index]]
-        pairs = zip(self._starts[index], self._ends[index], strict=True)
-        return [self._buffer[start:end] for start, end in pairs]
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self._buffer[start:end] for start, end in zip(self._starts, self._ends, strict=True))
+
+    def __getitem__(self, index: slice) -> list[memoryview]:
+        return list(BufferViews(self._buffer, self._starts[index], self._ends[index]))
 
 
 Buffers: TypeAlias = Sequence[memoryview | BufferViews]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -117,7 +117,7 @@ class ObjectWriter(PieceWriter):
 
     def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
         if len(indices):
-            self._send(self._sent, views(buffer, self.block_bytes, indices))
+            self._send(self._sent, views(buffer, self.block_bytes, indices)[:])
             self._sent += 1
         return [memoryview(GOOD)]
 
@@ -161,7 +161,7 @@ class ObjectReader(PieceReader):
 
 
 def aligned(
-    sources: Sequence[memoryview], targets: Sequence[memoryview]
+    sources: Iterable[memoryview], targets: Iterable[memoryview]
 ) -> Iterator[tuple[memoryview, memoryview]]:
     """Yield the bytes of `sources` and `targets` in order, in pairs of equal, bounded length."""
     rest, next_source = memoryview(b""), iter(sources)
