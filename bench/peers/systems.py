@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -54,15 +55,12 @@ def _url(port: int) -> str:
     return f"http://{HOST}:{port}"
 
 
-def _tandem(*fixed: str) -> Builder:
-    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
-        options = ["--model", str(setting.model), "--served-model-name", SERVED_NAME]
-        options += ["--max-model-len", str(setting.max_model_len)]
-        options += ["--max-num-seqs", str(setting.max_num_seqs)]
-        options += ["--kv-cache-memory-bytes", str(setting.kv_gib << 30), "--dtype", "bfloat16"]
-        return [tandem_command(*options, *fixed, *extra)]
-
-    return build
+def _tandem(setting: SystemSettings, extra: Sequence[str], fixed: Sequence[str]) -> list[Command]:
+    options = ["--model", str(setting.model), "--served-model-name", SERVED_NAME]
+    options += ["--max-model-len", str(setting.max_model_len)]
+    options += ["--max-num-seqs", str(setting.max_num_seqs)]
+    options += ["--kv-cache-memory-bytes", str(setting.kv_gib << 30), "--dtype", "bfloat16"]
+    return [tandem_command(*options, *fixed, *extra)]
 
 
 def _vllm_command(
@@ -104,81 +102,59 @@ def _vllm_threads(setting: SystemSettings, threads: int) -> dict[str, str]:
     return env | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
-def _vllm(tamed: bool) -> Builder:
-    """Return a builder of one server. Tamed, it uses all threads."""
-
-    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
-        port = free_port()
-        env = _vllm_threads(setting, setting.threads) if tamed else {}
-        return [_vllm_command(setting, "vllm", port, extra, env, _VLLM_SERVER)]
-
-    return build
+def _vllm(setting: SystemSettings, extra: Sequence[str], tamed: bool) -> list[Command]:
+    """Return one server. Tamed, it uses all threads."""
+    env = _vllm_threads(setting, setting.threads) if tamed else {}
+    return [_vllm_command(setting, "vllm", free_port(), extra, env, _VLLM_SERVER)]
 
 
-def _vllm_disaggregated(tamed: bool) -> Builder:
-    """Return a builder of one prefill and one decode server with our proxy in front.
+def _vllm_disaggregated(setting: SystemSettings, extra: Sequence[str], tamed: bool) -> list[Command]:
+    """Return one prefill and one decode server with our proxy in front.
 
     Tamed, NIXL's progress thread waits for events instead of spinning, and each server gets its share of the
     threads without being bound to cores; as shipped both bind to the same core.
     """
-
-    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
-        launcher = (str(_HERE / "vllm_tamed.py"),) if tamed else _VLLM_SERVER
-        env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
-        if tamed:
-            env |= _vllm_threads(setting, max(1, setting.threads // 2))
-        commands, ports = [], []
-        for role, name in (("kv_producer", "vllm-prefill"), ("kv_consumer", "vllm-decode")):
-            port = free_port()
-            transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
-            flags = ["--kv-transfer-config", json.dumps(transfer), *extra]
-            side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            commands.append(_vllm_command(setting, name, port, flags, env | side, launcher))
-            ports.append(port)
+    launcher = (str(_HERE / "vllm_tamed.py"),) if tamed else _VLLM_SERVER
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
+    if tamed:
+        env |= _vllm_threads(setting, max(1, setting.threads // 2))
+    commands, ports = [], []
+    for role, name in (("kv_producer", "vllm-prefill"), ("kv_consumer", "vllm-decode")):
         port = free_port()
-        argv = [sys.executable, "-m", "bench.peers.vllm_proxy", "--host", HOST, "--port", str(port)]
-        argv += ["--prefill", _url(ports[0]), "--decode", _url(ports[1])]
-        proxy = Command("vllm-proxy", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})
-        return [*commands, proxy]
+        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        flags = ["--kv-transfer-config", json.dumps(transfer), *extra]
+        side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        commands.append(_vllm_command(setting, name, port, flags, env | side, launcher))
+        ports.append(port)
+    port = free_port()
+    argv = [sys.executable, "-m", "bench.peers.vllm_proxy", "--host", HOST, "--port", str(port)]
+    argv += ["--prefill", _url(ports[0]), "--decode", _url(ports[1])]
+    return [*commands, Command("vllm-proxy", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})]
 
-    return build
 
-
-def _llama_cpp(type: str) -> Builder:
-    """Return a builder of llama-server with weights in this GGUF type, and a separate KV cache for each
-    request.
-    """
-
-    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
-        port = free_port()
-        llama = LlamaCpp(setting.env_dir / "llama.cpp")
-        llama.check_installed()
-        argv = [sys.executable, "-m", "bench.peers.llama_cpp", "--home", str(llama.home)]
-        argv += ["--model", str(setting.model), "--type", type]
-        argv += ["--", "--host", HOST, "--port", str(port), "--alias", SERVED_NAME]
-        argv += [
-            "--threads",
-            str(setting.threads),
-            "--parallel",
-            str(setting.max_num_seqs),
-            "--no-kv-unified",
-        ]
-        argv += ["--ctx-size", str(setting.max_num_seqs * setting.max_model_len), *extra]
-        return [Command("llama.cpp", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})]
-
-    return build
+def _llama_cpp(setting: SystemSettings, extra: Sequence[str], type: str) -> list[Command]:
+    """Return llama-server with weights in this GGUF type, and a separate KV cache for each request."""
+    port = free_port()
+    llama = LlamaCpp(setting.env_dir / "llama.cpp")
+    llama.check_installed()
+    argv = [sys.executable, "-m", "bench.peers.llama_cpp", "--home", str(llama.home)]
+    argv += ["--model", str(setting.model), "--type", type]
+    argv += ["--", "--host", HOST, "--port", str(port), "--alias", SERVED_NAME]
+    argv += ["--threads", str(setting.threads), "--parallel", str(setting.max_num_seqs), "--no-kv-unified"]
+    argv += ["--ctx-size", str(setting.max_num_seqs * setting.max_model_len), *extra]
+    return [Command("llama.cpp", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})]
 
 
 SYSTEMS: dict[str, Builder] = {
-    "tandem": _tandem("--prefill-replicas", "1", "--decode-replicas", "1"),
-    "tandem-colocated": _tandem("--no-disaggregation"),
-    "vllm": _vllm(tamed=False),
-    "vllm-tamed": _vllm(tamed=True),
-    "vllm-disaggregated": _vllm_disaggregated(tamed=False),
-    "vllm-disaggregated-tamed": _vllm_disaggregated(tamed=True),
-    "llama.cpp": _llama_cpp("bf16"),
-    "llama.cpp-q8_0": _llama_cpp("q8_0"),
-    "llama.cpp-q4_0": _llama_cpp("q4_0"),
+    "tandem": partial(_tandem, fixed=("--prefill-replicas", "1", "--decode-replicas", "1")),
+    "tandem-colocated": partial(_tandem, fixed=("--no-disaggregation",)),
+    "vllm": partial(_vllm, tamed=False),
+    "vllm-tamed": partial(_vllm, tamed=True),
+    "vllm-disaggregated": partial(_vllm_disaggregated, tamed=False),
+    "vllm-disaggregated-tamed": partial(_vllm_disaggregated, tamed=True),
+    "llama.cpp": partial(_llama_cpp, type="bf16"),
+    "llama.cpp-q8_0": partial(_llama_cpp, type="q8_0"),
+    "llama.cpp-q4_0": partial(_llama_cpp, type="q4_0"),
 }
 
 
