@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from math import exp, inf
 
+import msgspec
 import pytest
 from router_clients import eventually, post
 
@@ -34,8 +35,8 @@ COSTS = StepCosts(step_s=0.01, row_s=0.001, context_s=0.0, token_s=0.001)
 class Day:
     """A cluster whose load is set by the test. `pass_s` lets time pass and returns the decisions."""
 
-    prefill: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS, demand=RoleDemand()))
-    decode: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS, demand=RoleDemand()))
+    prefill: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS))
+    decode: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS))
     room: int = 100
     slo_ttft_s: float = 10.0
     slo_tpot_s: float = 0.1
@@ -52,17 +53,9 @@ class Day:
         decisions = []
         for _ in range(round(seconds / INTERVAL_S)):
             self.now += INTERVAL_S
-            demand = self.prefill.demand
             count = round(rate * INTERVAL_S)
-            self.prefill = self.prefill._replace(
-                demand=RoleDemand(
-                    demand.prompts + count,
-                    demand.prompt_s + count * prompt_s,
-                    demand.prompt_s2 + count * prompt_s**2,
-                    demand.judged,
-                    demand.missed,
-                )
-            )
+            more = RoleDemand(count, count * prompt_s, count * prompt_s**2)
+            self.prefill = self.prefill._replace(demand=self.prefill.demand + more)
             facts = ScalingFacts(
                 self.now,
                 {"prefill": self.prefill, "decode": self.decode, "draft": self.decode},
@@ -76,10 +69,8 @@ class Day:
         return decisions
 
     def answers(self, judged: int, missed: int) -> None:
-        demand = self.prefill.demand
-        self.prefill = self.prefill._replace(
-            demand=RoleDemand(demand.prompts, demand.prompt_s, demand.prompt_s2, judged, missed)
-        )
+        demand = msgspec.structs.replace(self.prefill.demand, judged=judged, missed=missed)
+        self.prefill = self.prefill._replace(demand=demand)
 
 
 def targets(decisions: list[ScalingDecision]) -> list[dict[str, int]]:
@@ -163,7 +154,7 @@ def test_a_load_at_the_limit_does_not_oscillate():
         day = Day(roles=("decode",))
         day.decode = day.decode._replace(rows=rows)
         assert targets(day.pass_s(300)) == decided
-    day = Day(roles=("decode",), decode=RoleLoad(1, rows=held, costs=COSTS, demand=RoleDemand()))
+    day = Day(roles=("decode",), decode=RoleLoad(1, rows=held, costs=COSTS))
     assert day.pass_s(300) == []
 
 
@@ -227,7 +218,7 @@ def test_roles_share_the_remaining_room():
 
 
 def test_old_demand_is_forgotten():
-    day = Day(prefill=RoleLoad(3, costs=COSTS, demand=RoleDemand()), roles=("prefill",))
+    day = Day(prefill=RoleLoad(3, costs=COSTS), roles=("prefill",))
     assert day.pass_s(900, rate=2.0) == [], "three are needed"
     assert day.pass_s(100) == [], "on average, they still are"
     assert {"prefill": 1} in targets(day.pass_s(1200))
@@ -267,7 +258,7 @@ def test_without_an_slo_prompts_may_wait_for_five_seconds():
 
 
 def test_a_queue_brings_a_quarter_more_workers_at_a_time():
-    day = Day(prefill=RoleLoad(8, costs=COSTS, demand=RoleDemand(), backlog_s=1000.0), roles=("prefill",))
+    day = Day(prefill=RoleLoad(8, costs=COSTS, backlog_s=1000.0), roles=("prefill",))
     day.bounds = WorkerRange(1, 50)
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 10}]
     day.prefill = day.prefill._replace(workers=10)
@@ -307,7 +298,7 @@ def test_misses_are_judged_for_five_minutes():
 
 def test_draft_workers_and_the_last_worker_keep_their_role():
     day = Day(room=0, roles=("draft", "prefill"))
-    day.decode = RoleLoad(3, costs=COSTS, demand=RoleDemand())
+    day.decode = RoleLoad(3, costs=COSTS)
     day.prefill = day.prefill._replace(backlog_s=30.0)
     assert day.pass_s(INTERVAL_S) == [], "it is another model"
     day = Day(room=0, bounds=WorkerRange(3, 8))
