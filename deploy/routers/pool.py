@@ -19,19 +19,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 
-from deploy.routers import messages
+from deploy.routers import calls
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
 from protocol.ports import bind_one, http_url, router_ports
-from router.scaling.interface import ClusterChanges, ScaleAnswer, ScaleRequest, ScalingLog
+from protocol.requests import Adapter, AdapterName
+from router.adapters import AdapterTable
+from router.scaling.interface import (
+    Change,
+    ClusterChanges,
+    ScaleAnswer,
+    ScaleRequest,
+    ScalingEvent,
+    ScalingLog,
+)
+from router.scaling.scaler import Autoscaler
 from router.server import RouterPlace, RouterServer, bind_http
-from router.workers.assignment import Demand, sum_of
+from router.workers.assignment import Demand, RoleDemand, sum_of
 
 _TRIES = 20
 
@@ -95,29 +105,34 @@ LEAST_LIFE_S = 1.0
 """The least time between two starts of a router."""
 
 
-@dataclass(eq=False)
-class _Router:
-    """A router and its current process. `ready` becomes true with the process' first report."""
+class RouterEnd:
+    """The launcher's end of a router and its current process, and the functions that the router may call.
 
-    place: RouterPlace
-    process: subprocess.Popen[bytes] | None = None
-    control: socket.socket | None = None
-    started: float = 0.0
-    last_message: float = 0.0
-    ready: bool = False
-    was_ready: bool = False
-    workers: Mapping[str, messages.KnownWorker] = field(default_factory=dict)
-    demand: Demand = field(default_factory=dict)
+    `ready` becomes true with the process' first report.
+    """
 
-    unsent_adapters: deque[messages.AdapterChange] = field(default_factory=deque)
-    """Changes of adapters that were not yet sent to the router."""
+    def __init__(self, pool: RouterPool, place: RouterPlace) -> None:
+        self._pool = pool
+        self.place = place
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control: socket.socket | None = None
+        self.started = self.last_message = 0.0
+        self.ready = self.was_ready = False
+        self.workers: Mapping[str, calls.KnownWorker] = {}
+        self.demand: Demand = {}
+        self.unsent_adapters: deque[calls.Call] = deque()
+        """Changes of adapters that were not yet sent to the router."""
+        self._functions = calls.Functions(
+            *(self.report, self.let_go, self.renew, self.scale, self.begin, self.end),
+            *(self.note, self.apply, self.cannot_start),
+        )
 
-    def send(self, message: messages.ToRouter) -> bool:
+    def send(self, message: msgspec.Struct) -> bool:
         """Send a message. Returns False if it does not fit, since the router is stuck."""
         if self.control is None:
             return False
         try:
-            self.control.send(msgspec.msgpack.encode(message), socket.MSG_DONTWAIT)
+            self.control.send(calls.encode(message), socket.MSG_DONTWAIT)
         except OSError:
             return False
         return True
@@ -126,6 +141,56 @@ class _Router:
         """Send the unsent changes of adapters, as many as fit now."""
         while self.unsent_adapters and self.send(self.unsent_adapters[0]):
             self.unsent_adapters.popleft()
+
+    def take(self, data: bytes) -> None:
+        """Run the call in a message, and answer it if it asks for an answer. Raises `ProtocolError`."""
+        message = calls.message_decoder.decode(data)
+        if isinstance(message, calls.Answer):
+            raise ProtocolError("nobody asked for this answer")
+        self.last_message = time.monotonic()
+        value = self._functions.run(message)
+        if message.number is not None:
+            self.send(calls.Answer(message.number, msgspec.Raw(calls.encode(value))))
+
+    # --- for the router ---------------------------------------------------------------------------
+
+    def report(self, workers: dict[str, calls.KnownWorker], demand: dict[str, RoleDemand]) -> None:
+        """Note the router's workers by id, and its requests' demand by role, a few times a second."""
+        self.workers, self.demand = workers, demand
+        self._pool.on_report(self)
+
+    def let_go(self, worker_id: str, for_good: bool) -> str:
+        """Return "" if a worker may be drained, for good or to change its role, else the reason why not."""
+        return self._pool.let_go(worker_id, for_good)
+
+    def renew(self, worker_id: str, role: str, incarnation: str) -> None:
+        """Note that a drained worker continues in another role."""
+        self._pool.renew(worker_id, role, incarnation)
+
+    def scale(self, request: ScaleRequest) -> ScaleAnswer:
+        """Change the number of workers."""
+        return self._pool.scale(request)
+
+    def begin(self, change: Change) -> str:
+        """Begin a change that only one router may make at a time. Returns "", or why it cannot begin."""
+        return self._pool.changes.begin(change, self.place.router_id)
+
+    def end(self, change: Change) -> None:
+        self._pool.changes.end(change, self.place.router_id)
+
+    def note(self, event: ScalingEvent) -> None:
+        """Note an event of autoscaling, and tell all routers."""
+        self._pool.scalings.note(event)
+        self._pool.broadcast(calls.call(ScalingLog.note, event))
+
+    def apply(self, name: AdapterName, adapter: Adapter | None) -> None:
+        """Note that `name` serves another adapter, or none, and tell the other routers."""
+        self._pool.note_adapter(self, name, adapter)
+
+    def cannot_start(self, reason: str) -> None:
+        if not self.was_ready:
+            raise ConfigError(reason)
+        log.error("router %s cannot start: %s", self.place.router_id, reason)
 
 
 class RouterPool:
@@ -140,20 +205,20 @@ class RouterPool:
         self._config = replace(config, port=self._ports.port)
         self._keys = keys
         self._link_host = link_host
-        self._routers = [_Router(place) for place in self._ports.places]
+        self._routers = [RouterEnd(self, place) for place in self._ports.places]
         self.worker_endpoints = [f"tcp://{link_host}:{place.link_port}" for place in self._ports.places]
         self.url = http_url(config, config.host, self._ports.port)
         self._selector = selectors.DefaultSelector()
-        self._expected = messages.Expect({}, {})
-        self._let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""
-        self._renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
-        self._scale: Callable[[ScaleRequest], ScaleAnswer] = lambda request: ScaleAnswer(
+        self._expected = calls.call(RouterServer.expect, {}, {})
+        self.let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""
+        self.renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
+        self.scale: Callable[[ScaleRequest], ScaleAnswer] = lambda request: ScaleAnswer(
             refusal="the server is starting", field=min(request.targets, default="")
         )
         self._past: Demand = {}
         """The demand counted by routers that have ended; without it the sum over all routers would fall."""
-        self._changes, self._scalings = ClusterChanges(), ScalingLog()
-        self._adapters: dict[str, messages.AdapterChange] = {}
+        self.changes, self.scalings = ClusterChanges(), ScalingLog()
+        self._adapters: dict[str, calls.Call] = {}
         """The latest change of each adapter that differs from the start, by name."""
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
@@ -161,23 +226,23 @@ class RouterPool:
     # --- for the launcher's thread ----------------------------------------------------------------
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        self._broadcast(messages.WorkerDied(worker_id, incarnation, reason))
+        self.broadcast(calls.call(RouterServer.mark_dead, worker_id, incarnation, reason))
 
     def expect(self, roles: Mapping[str, str], room: Mapping[str, int]) -> None:
-        self._expected = messages.Expect(dict(roles), dict(room))
-        self._broadcast(self._expected)
+        self._expected = calls.call(RouterServer.expect, dict(roles), dict(room))
+        self.broadcast(self._expected)
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
-        self._let_go, self._renew = let_go, renew
+        self.let_go, self.renew = let_go, renew
 
     def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None:
-        self._scale = scale
+        self.scale = scale
 
     def gave_up(self, worker_id: str, reason: str) -> None:
-        self._broadcast(messages.GaveUp(worker_id, reason))
+        self.broadcast(calls.call(RouterServer.gave_up, worker_id, reason))
 
     def replaced(self, process: str) -> None:
-        self._broadcast(messages.Replaced(process))
+        self.broadcast(calls.call(RouterServer.replaced, process))
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """Return the seconds since any router heard from the worker, or None if no router knows it. Returns 0
@@ -242,9 +307,9 @@ class RouterPool:
                 signal.signal(number, signal.getsignal(number))
         while self._stops_sent < self._stops_asked:
             self._stops_sent += 1
-            self._broadcast(messages.StopRouter())
+            self.broadcast(calls.call(RouterServer.stop))
 
-    def _look_at(self, router: _Router, now: float) -> None:
+    def _look_at(self, router: RouterEnd, now: float) -> None:
         if self._stops_asked and not router.ready:
             self._bury(router)  # a router reads no messages before it serves
             return
@@ -252,76 +317,56 @@ class RouterPool:
         if now - router.last_message > limit:
             self._on_end(router, f"it sent nothing for {limit:g} s")
 
-    def _read(self, router: _Router) -> None:
+    def _read(self, router: RouterEnd) -> None:
         if router.control is None:
             return
         try:
-            data = router.control.recv(messages.MAX_MESSAGE_BYTES)
+            data = router.control.recv(calls.MAX_MESSAGE_BYTES)
         except OSError:
             data = b""
         if not data:
             self._on_end(router, "its process ended")
             return
         try:
-            message = messages.from_router.decode(data)
+            router.take(data)
         except ProtocolError as error:
             self._on_end(router, f"it sent an unreadable message: {error}")
-            return
-        router.last_message = time.monotonic()
-        match message:
-            case messages.RouterReport(workers, demand):
-                router.workers, router.demand = workers, demand
-                if not router.ready:
-                    router.ready = router.was_ready = True
-                    router.send(self._expected)
-                    for event in self._scalings.latest()[::-1]:
-                        router.send(messages.AutoscalerEvent(event))
-                    router.unsent_adapters = deque(self._adapters.values())
-                router.send_adapters()
-                if self._leads(router):
-                    others = (each.demand for each in self._routers if each is not router)
-                    router.send(messages.OtherDemand(sum_of((self._past, *others))))
-            case messages.LeaveRequest(worker_id, for_good):
-                router.send(messages.LeaveAnswer(worker_id, self._let_go(worker_id, for_good)))
-            case messages.RoleChange(worker_id, role, incarnation):
-                self._renew(worker_id, role, incarnation)
-            case messages.Scales(request):
-                router.send(messages.Scaled(self._scale(request)))
-            case messages.ChangeRequest(change):
-                router.send(messages.ChangeAnswer(self._changes.begin(change, router.place.router_id)))
-            case messages.ChangeEnd(change):
-                self._changes.end(change, router.place.router_id)
-            case messages.AutoscalerEvent(event):
-                self._scalings.note(event)
-                self._broadcast(messages.AutoscalerEvent(event))
-            case messages.AdapterChange():
-                self._note_adapter(message, router)
-            case messages.CannotStart(reason):
-                if not router.was_ready:
-                    raise ConfigError(reason)
-                log.error("router %s cannot start: %s", router.place.router_id, reason)
 
-    def _note_adapter(self, change: messages.AdapterChange, asked: _Router) -> None:
-        self._adapters.pop(change.name, None)
-        if change.adapter is not None or change.name in (self._config.lora_modules or {}):
-            self._adapters[change.name] = change
+    def on_report(self, router: RouterEnd) -> None:
+        """Tell a new router what it missed, and the one that scales the others' demand."""
+        if not router.ready:
+            router.ready = router.was_ready = True
+            router.send(self._expected)
+            for event in self.scalings.latest()[::-1]:
+                router.send(calls.call(ScalingLog.note, event))
+            router.unsent_adapters = deque(self._adapters.values())
+        router.send_adapters()
+        if self._leads(router):
+            others = (each.demand for each in self._routers if each is not router)
+            router.send(calls.call(Autoscaler.step, sum_of((self._past, *others))))
+
+    def note_adapter(self, asked: RouterEnd, name: str, adapter: Adapter | None) -> None:
+        change = calls.call(AdapterTable.apply, name, adapter)
+        self._adapters.pop(name, None)
+        if adapter is not None or name in (self._config.lora_modules or {}):
+            self._adapters[name] = change
         for router in self._routers:
             if router is not asked and router.ready:
                 router.unsent_adapters.append(change)
                 router.send_adapters()
 
-    def _leads(self, router: _Router) -> bool:
+    def _leads(self, router: RouterEnd) -> bool:
         """Return whether this router now decides the number of workers for all routers."""
-        may_scale = self._config.autoscale and "restart" not in self._changes.under_way
+        may_scale = self._config.autoscale and "restart" not in self.changes.under_way
         return bool(may_scale) and router is next(each for each in self._routers if each.ready)
 
-    def _broadcast(self, message: messages.ToRouter) -> None:
+    def broadcast(self, message: calls.Call) -> None:
         for router in self._routers:
             router.send(message)
 
     # --- one router -------------------------------------------------------------------------------
 
-    def _start(self, router: _Router) -> None:
+    def _start(self, router: RouterEnd) -> None:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             router.process = subprocess.Popen(
@@ -334,21 +379,21 @@ class RouterPool:
         router.started = router.last_message = time.monotonic()
         router.ready, router.workers = False, {}
         self._selector.register(control, selectors.EVENT_READ, router)
-        router.send(messages.StartRouter(self._config, self._keys, self._link_host, router.place))
+        router.send(calls.StartRouter(self._config, self._keys, self._link_host, router.place))
 
-    def _on_end(self, router: _Router, reason: str) -> None:
+    def _on_end(self, router: RouterEnd, reason: str) -> None:
         self._bury(router)
         if not self._stops_asked:
             log.error("router %s ended: %s; it is restarted", router.place.router_id, reason)
 
-    def _bury(self, router: _Router) -> None:
+    def _bury(self, router: RouterEnd) -> None:
         assert router.process is not None and router.control is not None
         router.process.kill()
         router.process.wait()
         self._selector.unregister(router.control)
         router.control.close()
         router.process, router.control, router.ready, router.workers = None, None, False, {}
-        self._changes.forget(router.place.router_id)
+        self.changes.forget(router.place.router_id)
         self._past, router.demand = sum_of((self._past, router.demand)), {}
 
 

@@ -8,26 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import itertools
 import logging
 import socket
 import sys
-from collections import defaultdict, deque
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
-from deploy.routers import messages
+from deploy.routers import calls
+from deploy.routers.pool import RouterEnd
 from native.heap import freeze_heap
 from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
-from router.scaling.interface import ScaleAnswer
 from router.server import RouterServer
 
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
-
-T = TypeVar("T")
 
 
 class _Control:
@@ -36,21 +34,20 @@ class _Control:
     def __init__(self, control: socket.socket, server: RouterServer) -> None:
         self._control = control
         self._server = server
-        self._leaving: defaultdict[str, deque[asyncio.Future[str]]] = defaultdict(deque)
-        self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
-        self._beginning: deque[asyncio.Future[str]] = deque()
-        server.state.scaler.ask = lambda request: self._ask(self._scaling, messages.Scales(request))
-        server.state.autoscaler.log.publish = lambda event: self._send(messages.AutoscalerEvent(event))
-        server.state.adapters.publish = lambda name, adapter: self._send(
-            messages.AdapterChange(name, adapter)
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[asyncio.Future[Any], calls.BoundedDecoder[Any]]] = {}
+        state, tell = server.state, self._tell
+        self._functions = calls.Functions(
+            *(server.mark_dead, server.expect, server.gave_up, server.replaced, server.stop),
+            *(state.autoscaler.step, state.autoscaler.log.note, state.adapters.apply),
         )
-        server.state.turns.begin = lambda change: self._ask(self._beginning, messages.ChangeRequest(change))
-        server.state.turns.end = lambda change: self._send(messages.ChangeEnd(change))
-        drainer = server.state.drainer
-        drainer.let_go = lambda worker_id, for_good: self._ask(
-            self._leaving[worker_id], messages.LeaveRequest(worker_id, for_good)
-        )
-        drainer.renew = lambda *renewed: self._send(messages.RoleChange(*renewed))
+        state.scaler.ask = lambda request: self._ask(RouterEnd.scale, request)
+        state.autoscaler.log.publish = lambda event: tell(calls.call(RouterEnd.note, event))
+        state.adapters.publish = lambda name, adapter: tell(calls.call(RouterEnd.apply, name, adapter))
+        state.turns.begin = lambda change: self._ask(RouterEnd.begin, change)
+        state.turns.end = lambda change: tell(calls.call(RouterEnd.end, change))
+        state.drainer.let_go = lambda *asked: self._ask(RouterEnd.let_go, *asked)
+        state.drainer.renew = lambda *renewed: tell(calls.call(RouterEnd.renew, *renewed))
 
     def attach(self) -> None:
         """Begin to read and report. Call it once HTTP is served."""
@@ -59,28 +56,28 @@ class _Control:
 
     def _report(self) -> None:
         workers = {
-            worker.key.worker_id: messages.KnownWorker(
+            worker.key.worker_id: calls.KnownWorker(
                 worker.key.incarnation, worker.silence_s, dict(worker.start_up)
             )
             for worker in self._server.state.registry
         }
-        self._send(messages.RouterReport(workers, self._server.state.placer.meter.demand))
+        self._tell(calls.call(RouterEnd.report, workers, self._server.state.placer.meter.demand))
         asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
 
-    async def _ask(self, waiting: deque[asyncio.Future[T]], message: messages.FromRouter) -> T:
-        """Ask the launcher. Answers of one type come in the order of their questions."""
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiting.append(answer)
-        self._send(message)
+    async def _ask(self, function: Any, *arguments: object) -> Any:
+        """Call a function of the launcher, and return its answer."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = answer, calls.result_decoder(function)
+        self._tell(msgspec.structs.replace(calls.call(function, *arguments), number=number))
         return await answer
 
-    def _send(self, message: messages.FromRouter) -> None:
+    def _tell(self, call: calls.Call) -> None:
         with contextlib.suppress(OSError):  # if the launcher has ended, the next read shows it
-            self._control.send(msgspec.msgpack.encode(message))
+            self._control.send(calls.encode(call))
 
     def _read(self) -> None:
         try:
-            data = self._control.recv(messages.MAX_MESSAGE_BYTES)
+            data = self._control.recv(calls.MAX_MESSAGE_BYTES)
         except OSError:
             data = b""
         if not data:
@@ -89,50 +86,26 @@ class _Control:
                 self._server.stop()  # the launcher has ended, and its workers end too
             return
         try:
-            message = messages.to_router.decode(data)
+            message = calls.message_decoder.decode(data)
+            if isinstance(message, calls.Call):
+                self._functions.run(message)
+            elif message.number in self._asked:
+                answer, decoder = self._asked.pop(message.number)
+                if not answer.done():  # it may have been cancelled
+                    answer.set_result(decoder.decode(message.value))
         except ProtocolError as error:
             log.error("dropped a message of the launcher: %s", error)
-            return
-        match message:
-            case messages.WorkerDied(worker_id, incarnation, reason):
-                self._server.mark_dead(worker_id, incarnation, reason)
-            case messages.Expect(roles, room):
-                self._server.expect(roles, room)
-            case messages.OtherDemand(demand):
-                self._server.state.autoscaler.step(demand)
-            case messages.LeaveAnswer(worker_id, refusal):
-                _answer(self._leaving[worker_id], refusal)
-            case messages.Scaled(answer):
-                _answer(self._scaling, answer)
-            case messages.ChangeAnswer(refusal):
-                _answer(self._beginning, refusal)
-            case messages.AutoscalerEvent(event):
-                self._server.state.autoscaler.log.note(event)
-            case messages.AdapterChange(name, adapter):
-                self._server.state.adapters.apply(name, adapter)
-            case messages.GaveUp(worker_id, reason):
-                self._server.gave_up(worker_id, reason)
-            case messages.Replaced(process):
-                self._server.replaced(process)
-            case messages.StopRouter():
-                self._server.stop()
-
-
-def _answer(waiting: deque[asyncio.Future[T]], answer: T) -> None:
-    """Answer the first waiting request, unless it was cancelled."""
-    if waiting and not (first := waiting.popleft()).done():
-        first.set_result(answer)
 
 
 def main(fd: int) -> None:
     faulthandler.enable()
     control = socket.socket(fileno=fd)
-    start = msgspec.msgpack.decode(control.recv(messages.MAX_MESSAGE_BYTES), type=messages.StartRouter)
+    start = msgspec.msgpack.decode(control.recv(calls.MAX_MESSAGE_BYTES), type=calls.StartRouter)
     log_to_stderr(start.config.log_level, start.config.log_format, start.place.router_id)
     try:
         server = RouterServer(start.config, start.keys, start.link_host, start.place)
     except TandemError as error:
-        control.send(msgspec.msgpack.encode(messages.CannotStart(str(error))))
+        control.send(calls.encode(calls.call(RouterEnd.cannot_start, str(error))))
         return
     freeze_heap()
     server.run(on_start=_Control(control, server).attach)

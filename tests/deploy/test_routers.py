@@ -16,30 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.routers.messages import (
-    MAX_MESSAGE_BYTES,
-    AdapterChange,
-    AutoscalerEvent,
-    CannotStart,
-    ChangeAnswer,
-    ChangeEnd,
-    ChangeRequest,
-    Expect,
-    FromRouter,
-    GaveUp,
-    KnownWorker,
-    LeaveAnswer,
-    LeaveRequest,
-    OtherDemand,
-    RoleChange,
-    RouterReport,
-    Scaled,
-    Scales,
-    StopRouter,
-    ToRouter,
-    WorkerDied,
-)
-from deploy.routers.pool import RouterPool, RouterPorts
+from deploy.routers.calls import MAX_MESSAGE_BYTES, Answer, Call, KnownWorker, call, encode, message_decoder
+from deploy.routers.pool import RouterEnd, RouterPool, RouterPorts
 from deploy.routers.process import _Control
 from deploy.slots import let_go
 from messaging.sockets import ClusterKeys
@@ -47,8 +25,10 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.requests import Adapter
 from protocol.roles import WorkerRange
+from router.adapters import AdapterTable
 from router.scaling.decide import ScalingDecision
-from router.scaling.interface import ScaleAnswer, ScaleRequest, ScalingEvent
+from router.scaling.interface import ScaleAnswer, ScaleRequest, ScalingEvent, ScalingLog
+from router.scaling.scaler import Autoscaler
 from router.server import RouterPlace, RouterServer, bind_http
 from router.workers.assignment import RoleDemand
 from tests.fuzzing import altered, damaged, fuzz
@@ -105,14 +85,14 @@ class Pool:
         self._ends[index].close()
         self._ends[index] = self._attach(index)
 
-    def says(self, index: int, message: FromRouter) -> list[Any]:
+    def says(self, index: int, message: Call) -> list[Call | Answer]:
         """Send a router's message. Return what the router has been sent since its last message."""
-        return self.says_raw(index, msgspec.msgpack.encode(message))
+        return self.says_raw(index, encode(message))
 
-    def says_raw(self, index: int, message: bytes) -> list[Any]:
+    def says_raw(self, index: int, message: bytes) -> list[Call | Answer]:
         self._ends[index].send(message)
         self._pool._read(self._pool._routers[index])
-        answers = []
+        answers: list[Call | Answer] = []
         while True:
             try:
                 data = self._ends[index].recv(MAX_MESSAGE_BYTES)
@@ -120,11 +100,20 @@ class Pool:
                 return answers
             if not data:
                 return answers
-            answers.append(msgspec.msgpack.decode(data, type=ToRouter))  # type: ignore[arg-type]
+            answers.append(message_decoder.decode(data))
 
-    def asks(self, index: int, prompts: int) -> list[Any]:
+    def asks(self, index: int, prompts: int) -> list[Call | Answer]:
         """Report from a router that this number of prompts was asked for. Return as `says` does."""
-        return self.says(index, RouterReport({}, {"decode": RoleDemand(prompts=prompts)}))
+        return self.says(index, call(RouterEnd.report, {}, {"decode": RoleDemand(prompts=prompts)}))
+
+    def begins(self, index: int, change: Any) -> str:
+        """Let a router ask to begin a change. Return the answer."""
+        (answer,) = self.says(index, msgspec.structs.replace(call(RouterEnd.begin, change), number=7))
+        assert isinstance(answer, Answer) and answer.number == 7
+        return msgspec.msgpack.decode(answer.value, type=str)
+
+    def ends(self, index: int, change: Any) -> None:
+        assert self.says(index, call(RouterEnd.end, change)) == []
 
     def stop(self) -> None:
         self._pool.stop()
@@ -148,36 +137,44 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
+EXPECT = call(RouterServer.expect, {}, {})
+
+
+def others_asked_for(**prompts: int) -> Call:
+    return call(Autoscaler.step, {role: RoleDemand(prompts=number) for role, number in prompts.items()})
+
+
 def test_one_router_scales_for_all(pool: Pool) -> None:
     """The first router scales by the sum of all requests. When it ends, the next one continues with it."""
-    assert pool.asks(1, 5) == [Expect({}, {}), OtherDemand({})], "the other one has not begun"
-    assert pool.asks(0, 3) == [Expect({}, {}), OtherDemand({"decode": RoleDemand(prompts=5)})]
+    assert pool.asks(1, 5) == [EXPECT, others_asked_for()], "the other one has not begun"
+    assert pool.asks(0, 3) == [EXPECT, others_asked_for(decode=5)]
     assert pool.asks(1, 7) == []
     pool.lose(0)
-    assert pool.asks(1, 8) == [OtherDemand({"decode": RoleDemand(prompts=3)})]
+    assert pool.asks(1, 8) == [others_asked_for(decode=3)]
 
 
 def test_every_router_shows_decisions_about_scaling(pool: Pool) -> None:
     """This includes routers started later, and decisions that failed."""
     decision = ScalingDecision({"decode": 2}, {"decode": "many wait"})
-    changed = AutoscalerEvent(
-        ScalingEvent(1.0, ScalingDecision({}, {}, ("decode", "prefill")), {"prefill": 1})
-    )
-    scaled = AutoscalerEvent(ScalingEvent(2.0, decision, {"decode": 1}))
-    failed = AutoscalerEvent(ScalingEvent(2.0, decision, {"decode": 1}, "no node came"))
+    events = [
+        ScalingEvent(1.0, ScalingDecision({}, {}, ("decode", "prefill")), {"prefill": 1}),
+        ScalingEvent(2.0, decision, {"decode": 1}),
+        ScalingEvent(2.0, decision, {"decode": 1}, "no node came"),
+    ]
+    changed, scaled, failed = (call(ScalingLog.note, event) for event in events)
     pool.asks(0, 0)
-    for event in (changed, scaled, failed):
-        assert pool.says(0, event) == [event]
-    assert pool.asks(1, 0) == [changed, scaled, failed, Expect({}, {}), changed, failed]
+    for event, told in zip(events, (changed, scaled, failed), strict=True):
+        assert pool.says(0, call(RouterEnd.note, event)) == [told]
+    assert pool.asks(1, 0) == [changed, scaled, failed, EXPECT, changed, failed]
 
 
 def test_every_router_knows_the_adapters(pool: Pool) -> None:
     """This includes routers started later. Workers begin with the adapter "sql"."""
-    new = AdapterChange("new", Adapter(name="new", path="/adapters/new", digest="1" * 32))
-    gone, unloaded = AdapterChange("new", None), AdapterChange("sql", None)
+    new = call(AdapterTable.apply, "new", Adapter(name="new", path="/adapters/new", digest="1" * 32))
+    gone, unloaded = call(AdapterTable.apply, "new", None), call(AdapterTable.apply, "sql", None)
 
-    def told(index: int) -> list[AdapterChange]:
-        return [message for message in pool.asks(index, 0) if isinstance(message, AdapterChange)]
+    def told(index: int) -> list[Call | Answer]:
+        return [each for each in pool.asks(index, 0) if isinstance(each, Call) and each.name == "apply"]
 
     assert told(0) == told(1) == []
     assert pool.says(0, new) == pool.says(0, unloaded) == []
@@ -195,40 +192,37 @@ def test_every_router_knows_the_adapters(pool: Pool) -> None:
 def test_a_long_list_of_adapters_is_sent_in_parts(pool: Pool) -> None:
     pool.asks(0, 0)
     path = "/" * 4000
-    changes = [AdapterChange(str(i), Adapter(name=str(i), path=path, digest="1" * 32)) for i in range(200)]
+    names = map(str, range(200))
+    changes = [call(RouterEnd.apply, name, Adapter(name=name, path=path, digest="1" * 32)) for name in names]
     for change in changes:
         pool.says(0, change)
-    told = [each for _ in range(10) for each in pool.asks(1, 0) if isinstance(each, AdapterChange)]
-    assert told == changes
+    told = [each for _ in range(10) for each in pool.asks(1, 0)]
+    assert [each for each in told if isinstance(each, Call) and each.name == "apply"] == changes
 
 
 def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:
     """One restart runs at a time, without scaling or autoscaling meanwhile. It ends if its router is lost."""
-    restarts = ChangeAnswer("a restart is under way already, asked of router-0: ask again after that")
-    scales = ChangeAnswer("a scaling is under way already, asked of router-1: ask again after that")
     pool.asks(0, 0)
-    assert pool.says(0, ChangeRequest("restart")) == [ChangeAnswer("")]
-    assert pool.says(1, ChangeRequest("restart")) == pool.says(1, ChangeRequest("scaling")) == [restarts]
+    assert pool.begins(0, "restart") == ""
+    restarts = "a restart is under way already, asked of router-0: ask again after that"
+    assert pool.begins(1, "restart") == pool.begins(1, "scaling") == restarts
     assert pool.asks(0, 1) == [], "nobody is to decide now"
-    assert pool.says(0, ChangeEnd("restart")) == []
-    assert pool.asks(0, 1) == [OtherDemand({})]
-    assert (
-        pool.says(1, ChangeRequest("scaling")) == pool.says(0, ChangeRequest("scaling")) == [ChangeAnswer("")]
-    )
-    assert pool.says(0, ChangeEnd("scaling")) == []
-    assert pool.says(0, ChangeRequest("restart")) == [scales]
+    pool.ends(0, "restart")
+    assert pool.asks(0, 1) == [others_asked_for()]
+    assert pool.begins(1, "scaling") == pool.begins(0, "scaling") == ""
+    pool.ends(0, "scaling")
+    assert pool.begins(0, "restart").startswith("a scaling is under way already, asked of router-1")
     pool.lose(1)
-    assert pool.says(0, ChangeRequest("restart")) == [ChangeAnswer("")]
+    assert pool.begins(0, "restart") == ""
 
 
 def test_one_router_at_a_time_changes_adapters(pool: Pool) -> None:
     """Changes of workers may run at the same time."""
-    change = ChangeRequest("change of adapters")
-    busy = "a change of adapters is under way already, asked of router-0: ask again after that"
-    assert pool.says(0, change) == pool.says(1, ChangeRequest("restart")) == [ChangeAnswer("")]
-    assert pool.says(1, change) == [ChangeAnswer(busy)]
-    pool.says(0, ChangeEnd("change of adapters"))
-    assert pool.says(1, change) == [ChangeAnswer("")]
+    change = "change of adapters"
+    assert pool.begins(0, change) == pool.begins(1, "restart") == ""
+    assert pool.begins(1, change).startswith("a change of adapters is under way already, asked of router-0")
+    pool.ends(0, change)
+    assert pool.begins(1, change) == ""
 
 
 def test_a_stop_does_not_wait_for_routers_that_are_starting(pool: Pool) -> None:
@@ -239,27 +233,26 @@ def test_a_stop_does_not_wait_for_routers_that_are_starting(pool: Pool) -> None:
 
 
 DEMAND = {"decode": RoleDemand(prompts=3, prompt_s=0.5)}
-DECIDED = AutoscalerEvent(ScalingEvent(1.0, ScalingDecision({"decode": 2}, {"decode": "why"}), {"decode": 1}))
+EVENT = ScalingEvent(1.0, ScalingDecision({"decode": 2}, {"decode": "why"}), {"decode": 1})
 FROM_ROUTER = [
-    RouterReport({"decode-0": KnownWorker("i", 0.5, {"host": "h"})}, DEMAND),
-    LeaveRequest("decode-0", True),
-    RoleChange("decode-0", "prefill", "i"),
-    Scales(ScaleRequest(targets={"decode": 2}, worth=["decode-0"])),
-    ChangeRequest("restart"),
-    ChangeEnd("restart"),
-    DECIDED,
-    CannotStart("why"),
+    call(RouterEnd.report, {"decode-0": KnownWorker("i", 0.5, {"host": "h"})}, DEMAND),
+    call(RouterEnd.let_go, "decode-0", True),
+    call(RouterEnd.renew, "decode-0", "prefill", "i"),
+    call(RouterEnd.scale, ScaleRequest(targets={"decode": 2}, worth=["decode-0"])),
+    call(RouterEnd.begin, "restart"),
+    call(RouterEnd.end, "restart"),
+    call(RouterEnd.note, EVENT),
+    call(RouterEnd.cannot_start, "why"),
 ]
 TO_ROUTER = [
-    WorkerDied("decode-0", "i", "why"),
-    Expect({"decode-0": "decode"}, {"decode": 1}),
-    LeaveAnswer("decode-0", ""),
-    Scaled(ScaleAnswer(started=["decode-1"])),
-    ChangeAnswer(""),
-    DECIDED,
-    GaveUp("decode-1", "why"),
-    OtherDemand(DEMAND),
-    StopRouter(),
+    call(RouterServer.mark_dead, "decode-0", "i", "why"),
+    call(RouterServer.expect, {"decode-0": "decode"}, {"decode": 1}),
+    Answer(0, msgspec.Raw(encode(""))),
+    Answer(0, msgspec.Raw(encode(ScaleAnswer(started=["decode-1"])))),
+    call(ScalingLog.note, EVENT),
+    call(RouterServer.gave_up, "decode-1", "why"),
+    call(Autoscaler.step, DEMAND),
+    call(RouterServer.stop),
 ]
 
 
@@ -279,12 +272,16 @@ def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
         pool.asks(1, 1)
         assert not pool.has_ended(1)
 
-    whole = [msgspec.msgpack.encode(message) for message in FROM_ROUTER]
+    whole = [
+        encode(msgspec.structs.replace(message, number=number))
+        for message in FROM_ROUTER
+        for number in (None, 1)
+    ]
     fuzz(check, damaged(whole) | altered(whole), examples=300)
     assert num_ended > 20
     pool.lose(0)
     pool.start_anew(0)
-    assert pool.says(1, ChangeRequest("restart")) == [ChangeAnswer("")]
+    assert pool.begins(1, "restart") == ""
 
 
 @pytest.mark.timeout(900)
@@ -308,13 +305,13 @@ def test_fuzz_the_launcher(tiny_folder: Path, caplog: pytest.LogCaptureFixture) 
                 ours.send(raw)
                 control._read()
 
-        check(msgspec.msgpack.encode(LeaveAnswer("decode-7", "")))
+        check(encode(Answer(1, msgspec.Raw(encode("")))))
         check(whole[0][:-1])
-        check(msgspec.msgpack.encode(LeaveAnswer("decode-0", "it stays")))
+        check(encode(Answer(0, msgspec.Raw(encode("it stays")))))
         assert await waiting == "it stays"
         fuzz(check, damaged(whole) | altered(whole), examples=300)
 
     with ours, theirs, closing(RouterServer(config, ClusterKeys.generate(), place=place)) as server:
-        asyncio.run(say([msgspec.msgpack.encode(message) for message in TO_ROUTER]))
+        asyncio.run(say([encode(message) for message in TO_ROUTER]))
         server.expect({"decode-0": "decode"})
         assert server.state.registry.awaited() == ["decode-0"]
