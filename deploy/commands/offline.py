@@ -117,32 +117,16 @@ def speculate_train(
 
     Run it again to resume it.
     """
-    model = _found(model)
+    options = dict(locals())
+    options["model"] = model = _found(model)
     from rich.console import Console
 
     from training.heads.command import TrainOptions, train
     from training.heads.contract import HeadOptions
 
-    options = TrainOptions(
-        method=method,
-        model=model,
-        data=data,
-        prompts=prompts,
-        answer_tokens=answer_tokens,
-        output=output or Path(f"{Path(model).name}-{method}"),
-        held_out=held_out,
-        head=HeadOptions(depth=depth, num_layers=num_layers, draft_vocab_size=draft_vocab_size),
-        steps=steps,
-        epochs=epochs,
-        batch_tokens=batch_tokens,
-        length=length,
-        learning_rate=learning_rate,
-        seed=seed,
-        device=device,
-        recording=recording,
-        recording_gib=recording_gib,
-    )
-    train(options, Console())
+    options["output"] = output or Path(f"{Path(model).name}-{method}")
+    head = HeadOptions(*map(options.pop, ("depth", "num_layers", "draft_vocab_size")))
+    train(TrainOptions(head=head, **options), Console())
 
 
 @speculate.command("choose-layers")
