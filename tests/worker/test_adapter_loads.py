@@ -15,7 +15,6 @@ import pytest
 from decode_worker.loop import DecodeLoop
 from engine.engine import Engine
 from engine.lora.files import AdapterFiles
-from prefill_worker.loop import PrefillLoop
 from protocol.requests import Adapter, EngineRequest
 from protocol.router_to_worker import Abort, LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
@@ -298,15 +297,3 @@ def test_reads_and_hanging_threads_are_limited(
     assert len(light.router.outputs) == len(paths), "the last ones are refused unread"
     disk.go_on()
     until(light, lambda: not loads._stalled)
-
-
-def test_a_prefill_worker_waits_too(engine: Engine, disk: Disk, adapters: dict[str, Adapter]) -> None:
-    light = LightLoop(PrefillLoop, engine, "prefill")
-    disk.stop(adapters["one"].path)
-    generate(light, "waits", adapters["one"])
-    light.generate(ask("plain", PROMPT))
-    assert len(tokens(light, "plain")) == 4
-    disk.go_on()
-    until(light, lambda: light.loop.knows("waits"))
-    assert len(tokens(light, "waits")) == 4
-    light.finish()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from worker.cores import MAX_WORKERS, CoreBoard, CorePlace, CorePlaces, SharedCores
 
 
@@ -38,13 +36,6 @@ def test_working_workers_share_the_cores_of_idle_ones() -> None:
     assert (workers.step(0), workers.step(2)) == (3, 3)
     workers.cores[2].idle()
     assert workers.step(0) == 6
-
-
-def test_a_lone_worker_has_its_own_cores() -> None:
-    workers = Workers(1)
-    assert workers.step(0) == 2
-    workers.cores[0].idle()
-    assert workers.step(0) == 2
 
 
 def test_a_later_worker_with_a_smaller_share_gets_as_much_as_the_first() -> None:
@@ -119,13 +110,3 @@ def test_workers_beyond_the_boards_room_do_without() -> None:
     places.give_back(1000)
     places.give_back(7)
     assert places.first_free() == CorePlace(places.board, 7)
-
-
-@pytest.mark.parametrize("number", [0, MAX_WORKERS - 1])
-def test_a_board_counts_all_its_places(number: int) -> None:
-    board = CoreBoard()
-    assert board.count() == (0, 0)
-    board.write(number, is_busy=True)
-    assert board.count() == (1, 1)
-    board.write(number, is_busy=False)
-    assert board.count() == (1, 0)

@@ -311,16 +311,38 @@ def arrive(light: LightLoop, grant: Reserved) -> None:
     light.deliver()
 
 
-def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine) -> None:
-    grant = reserve(light)
-    light.receiver.begin_write(grant.lease_id)
-    light.hear(Abort(request_ids=["short"]))
-    again = reserve(light)
-    assert not set(again.extents[0].blocks) & set(grant.extents[0].blocks)
-    assert engine.blocks.available == NUM_BLOCKS - 4
-    light.receiver.end_write(grant.lease_id)
+def queue(light: LightLoop, *names: str) -> None:
+    for name in names:
+        light.loop.on_peer_request(identity_of("prefill-0"), reserve_message(light.engine, name, "prefill-0"))
+
+
+def test_reservations_wait_in_order(light: LightLoop) -> None:
+    """The short prompt would fit, but must not overtake."""
+    grant = reserve(light, "long")
+    queue(light, "again", "short")
+    assert len(light.inbox.replies) == 1
+    release = Release(incarnation=OURS, lease_id=grant.lease_id, request_id="long")
+    light.loop.on_peer_request(identity_of("prefill-0"), release)
     light.deliver()
-    assert engine.blocks.available == NUM_BLOCKS - 2
+    granted = [reply.request_id for _, reply in light.inbox.replies if isinstance(reply, Reserved)]
+    assert granted == ["long", "again", "short"]
+
+
+def test_a_reservation_that_waits_for_too_long_is_refused(light: LightLoop) -> None:
+    reserve(light, "long")
+    queue(light, "again")
+    light.pass_deadlines()
+    (refused,) = [reply for _, reply in light.inbox.replies if isinstance(reply, ReserveRefused)]
+    assert (refused.request_id, refused.error_kind) == ("again", "overloaded")
+
+
+def test_an_impossible_request_is_refused(light: LightLoop) -> None:
+    message = reserve_message(light.engine, "long", "prefill-0")
+    too_long = msgspec.structs.replace(message, request=ask("long", PROMPTS["long"], max_tokens=100))
+    light.loop.on_peer_request(identity_of("prefill-0"), too_long)
+    [(_, refused)] = light.inbox.replies
+    assert isinstance(refused, ReserveRefused) and refused.error_kind == "invalid"
+    assert "max_tokens" in refused.reason and not light.requests
 
 
 def test_arriving_blocks_renew_the_lease(light: LightLoop, engine: Engine) -> None:
@@ -364,20 +386,6 @@ def test_the_first_prefill_worker_cannot_release_a_request_that_another_took_ove
         release = Release(incarnation=OURS, lease_id=lease, request_id="short")
         light.loop.on_peer_request(identity_of("prefill-0"), release)
     assert light.table.get("short").lease_id == grant.lease_id
-
-
-def test_decoding_waits_for_the_last_write(light: LightLoop, engine: Engine) -> None:
-    grant = reserve(light)
-    light.receiver.begin_write(grant.lease_id)
-    arrive(light, grant)
-    for _ in range(2):
-        assert hand_off(light, manifest_of(engine, grant, "prefill-0")) is None
-        assert not engine.has_work()
-    light.receiver.end_write(grant.lease_id)
-    light.deliver()
-    assert light.inbox.replies[-1][1] == HandoffAck(request_id="short", lease_id=grant.lease_id)
-    light.run()
-    assert light.num_ends("short") == 1 and not light.requests
 
 
 def test_a_request_that_is_aborted_before_its_first_step_is_forgotten(

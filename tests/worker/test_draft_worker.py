@@ -201,15 +201,6 @@ def test_late_messages_of_a_lost_decode_worker_reopen_nothing(
     assert is_empty(drafter)
 
 
-def test_lost_messages_are_compensated(begin: Callable[..., Drafted]) -> None:
-    one = begin(150, rng=random.Random(3), loss=0.3)
-    one.finish()
-    assert one.decode.accepted("remote") > 10
-    assert one.drafter.counter("draft_requests_opened_total") == 1
-    one.network.settle()
-    assert len(one.drafter.loop.requests) == 0
-
-
 def test_a_preempted_request_continues_with_the_same_drafts(pair: Pair, drafter: DraftSide) -> None:
     decode = DecodeSide("c", *pair, num_blocks=20, num_speculative_tokens=3)
     requests = [ask(f"{i}", prompt_of(40, i), 60, ignore_eos=True) for i in range(4)]

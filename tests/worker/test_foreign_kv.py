@@ -104,22 +104,6 @@ def test_split_gives_the_tokens_of_one_worker(
     cluster.wait_empty(prefill, decode)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("int8", "auto"), ("auto", "fp8")])
-def test_different_formats_are_refused_by_the_flag(
-    cluster: Cluster, model_folder: Path, theirs: str, ours: str
-) -> None:
-    prefill = cluster.start("prefill", "prefill-0", coded_config(model_folder, theirs))
-    decode = cluster.start("decode", "decode-0", coded_config(model_folder, ours))
-    cluster.generate(prefill, asked("r", 64), decode.address)
-    failure = cluster.handover_failed("r")
-    assert failure.error_kind == "transfer"
-    assert f"the sender has --kv-cache-dtype {theirs}, here it is {ours}" in failure.reason
-    cluster.redirect(prefill, "r", None)
-    cluster.run("r")
-    assert set(cluster.sources("r")) == {"prefill-0"}
-    cluster.wait_empty(prefill, decode)
-
-
 @pytest.mark.parametrize("theirs", ["int8", "auto"])
 def test_a_prefix_is_fetched_only_from_a_pool_of_the_same_format(
     cluster: Cluster, model_folder: Path, theirs: str

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from transformers import PreTrainedModel
@@ -31,28 +30,6 @@ def source(model_folder: Path) -> tuple[Engine, RegisteredPool]:
     return build_engine(tiny_config(model_folder))
 
 
-def started(cluster: Cluster, name: str) -> bool:
-    return "decode-0" in cluster.sources(name)
-
-
-def test_cancelled_requests_free_their_room_at_once(cluster: Cluster, model_folder: Path) -> None:
-    """A client that retries and cancels must not fill the pool until leases expire."""
-    config = tiny_config(model_folder, max_model_len=128, handoff_timeout=60.0)
-    small = tiny_config(
-        model_folder, max_model_len=128, handoff_timeout=60.0, kv_cache_memory_bytes=ROOM * BLOCK_BYTES
-    )
-    prefill = cluster.start("prefill", "prefill-0", config)
-    decode = cluster.start("decode", "decode-0", small, "slow:0.02")
-    for attempt in range(6):
-        names = [f"r{attempt}-{index}" for index in range(3)]  # as many as fit
-        for index, name in enumerate(names):
-            cluster.generate(prefill, request(name, prompt(100, index), max_tokens=25), decode.address)
-        cluster.wait(lambda names=names: all(started(cluster, name) for name in names))
-        cluster.abort(*names)
-    cluster.wait_empty(prefill, decode)
-    assert decode.counter("reservations_expired_total") == prefill.counter("handoffs_expired_total") == 0
-
-
 def test_nearly_full_pools_on_both_sides_bring_all_through(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel
 ) -> None:
@@ -71,24 +48,6 @@ def test_nearly_full_pools_on_both_sides_bring_all_through(
     assert decode.counter("reservations_refused_total") == 0
 
 
-def test_an_unlike_pool_is_an_error_that_names_the_difference(
-    cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
-) -> None:
-    _, pool = source
-    others = tuple(msgspec.structs.replace(segment, name="other") for segment in pool.segments)
-    unlike = RegisteredPool(pool.buffer, pool.block_bytes, pool.num_blocks, others, pool.memory_fd)
-    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=60.0))
-    for peer in closing(DecodeEnd(cluster, unlike)):
-        cluster.generate(prefill, request("r", prompt(50)), peer.address)
-        peer.reply(peer.grant(peer.receive(Reserve).request))
-        failure = cluster.handover_failed("r")
-        assert failure.error_kind == "transfer"
-        assert "refused for segments" in failure.reason
-        cluster.redirect(prefill, "r", None)
-        cluster.run("r")
-    cluster.wait_empty(prefill)
-
-
 def test_a_worker_ends_although_its_blocks_wait_for_a_peer(
     cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
 ) -> None:
@@ -102,17 +61,12 @@ def test_a_worker_ends_although_its_blocks_wait_for_a_peer(
         assert time.monotonic() - asked < 10
 
 
-@pytest.fixture
-def forgetful(cluster: Cluster, model_folder: Path) -> tuple[RunningWorker, RunningWorker]:
+def test_a_pair_that_was_idle_for_long_serves_the_next_request(
+    cluster: Cluster, model_folder: Path, reference: PreTrainedModel
+) -> None:
     config = tiny_config(model_folder)
     prefill = cluster.start("prefill", "prefill-0", config, "idle:0.05")
-    return prefill, cluster.start("decode", "decode-0", config)
-
-
-def test_a_pair_that_was_idle_for_long_serves_the_next_request(
-    cluster: Cluster, forgetful: tuple[RunningWorker, RunningWorker], reference: PreTrainedModel
-) -> None:
-    prefill, decode = forgetful
+    decode = cluster.start("decode", "decode-0", config)
     port = int(decode.address.control.rsplit(":", 1)[1])
     process = psutil.Process(prefill.process.pid)
     for name in ("before", "after"):
@@ -120,14 +74,6 @@ def test_a_pair_that_was_idle_for_long_serves_the_next_request(
         cluster.run(name)
         assert cluster.tokens(name) == greedy(reference, prompt(40), 12)
         cluster.wait(lambda: all(each.raddr[1:] != (port,) for each in process.net_connections("tcp")))
-
-
-HANDOFF_TIMEOUT_S = 1.5
-
-
-@pytest.fixture
-def prefill(cluster: Cluster, model_folder: Path) -> RunningWorker:
-    return cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=HANDOFF_TIMEOUT_S))
 
 
 @pytest.fixture
@@ -149,45 +95,6 @@ def start(
     req = request(name, prompt(length), **more)
     cluster.generate(prefill, req, peer.address)
     return req
-
-
-def test_the_first_token_waits_for_no_transfer(
-    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
-) -> None:
-    req = start(cluster, prefill, peer)
-    cluster.wait(lambda: len(cluster.outputs["r"]) == 1)
-    reserve = peer.receive(Reserve)
-    peer.reply(peer.grant(reserve.request))
-    manifest = peer.receive(Handoff).manifest
-    assert manifest.first_token == cluster.outputs["r"][0][1].token_ids[0]
-    assert manifest.num_tokens == len(req.prompt_token_ids)
-    cluster.refresh(prefill)
-    assert prefill.used_blocks == 4
-    peer.reply(HandoffAck(request_id="r", lease_id="lease"))
-    cluster.wait_empty(prefill)
-    assert len(cluster.outputs["r"]) == 1
-    assert not cluster.finished("r")
-
-
-def test_a_long_prompt_renews_its_lease(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
-    """The worker's own time-out must not expire while the engine computes."""
-    config = tiny_config(model_folder, handoff_timeout=0.8)
-    prefill = cluster.start("prefill", "prefill-0", config, fault="slow:0.2")
-    start(cluster, prefill, peer, length=900)
-    grant = peer.grant(peer.receive(Reserve).request)
-    peer.reply(grant)
-    renewals = 0
-    while True:
-        message = peer.receive(object)
-        if isinstance(message, Handoff):
-            break
-        assert isinstance(message, Reserve), message
-        renewals += 1
-        peer.reply(grant)
-    assert renewals >= 3
-    peer.reply(HandoffAck(request_id="r", lease_id="lease"))
-    cluster.wait_empty(prefill)
-    assert not cluster.finished("r")
 
 
 def test_waiting_for_room_uses_no_cpu(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:

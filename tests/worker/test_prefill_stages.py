@@ -276,6 +276,29 @@ def test_blocks_are_reserved_before_the_prompt_is_computed(
     assert asked == [[Reserve]]
 
 
+def test_the_first_token_waits_for_no_grant(light: LightLoop) -> None:
+    begin(light)
+    assert [len(output.token_ids) for output in light.router.outputs] == [1]
+
+
+def test_a_long_prompt_renews_its_lease(light: LightLoop) -> None:
+    """The deadline of its own worker must not pass while the engine computes."""
+    begin(light, "long", granted=True)
+    request = light.table.get("long")
+    before = request.renew_at
+    light.loop.expire(before)
+    assert request.stage is PrefillStage.PUSHING and request.renew_at > before
+    assert [type(message) for _, message in light.peers.sent] == [Reserve, Reserve]
+
+
+def test_without_another_decode_workers_name_a_request_fails_in_time(light: LightLoop) -> None:
+    """The news got lost, so the router is to place the request anew."""
+    light.generate(prompt_request("short"), UNREACHABLE)
+    light.pass_deadlines()
+    [output] = light.router.outputs
+    assert output.error_kind == "transfer" and "--handoff-timeout" in output.error
+
+
 def begin(light: LightLoop, name: str = "short", granted: bool = False) -> None:
     """Compute the prompt for the first decode worker, which grants blocks if `granted`."""
     light.generate(prompt_request(name), DECODES[0])
@@ -306,18 +329,6 @@ def assert_goes_on(light: LightLoop, kind: str, text: str, *, manifest_sent: boo
     assert not light.requests and light.engine.blocks.available == NUM_BLOCKS
 
 
-def test_blocks_stay_until_the_transport_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:
-    """The decode worker's acknowledgement may come before the transport's."""
-    begin(light, granted=True)
-    acknowledge(light)
-    assert engine.blocks.available == NUM_BLOCKS - 2
-    assert not light.loop.knows("short"), "it runs elsewhere"
-    light.sender.tell(completed("lease"))
-    light.deliver()
-    assert engine.blocks.available == NUM_BLOCKS
-    assert not releases(light)
-
-
 def test_a_finishing_request_may_be_placed_here_again(light: LightLoop) -> None:
     begin(light, granted=True)
     acknowledge(light)
@@ -344,25 +355,6 @@ def test_a_message_for_another_incarnation_changes_nothing(light: LightLoop) -> 
     light.hear(Redirect(incarnation=STALE, request_id="short", decode=None))
     assert light.table.get("short").stage is PrefillStage.ASSIGNED
     assert light.loop.counters["stale_messages_total"] == 2
-
-
-@pytest.mark.parametrize("granted", [False, True])
-def test_a_reply_of_another_incarnation_changes_nothing(light: LightLoop, granted: bool) -> None:
-    """A restarted decode worker has the old one's id and another incarnation."""
-    begin(light, granted=granted)
-    again = address("decode-0", "7" * 16)
-    before = light.table.get("short").stage
-    for reply in (
-        grant("short", "foreign"),
-        ReserveRefused(request_id="short", error_kind="overloaded", reason="full"),
-        HandoffAck(request_id="short", lease_id="lease"),
-        HandoffAck(request_id="short", lease_id="lease", error="it does not fit"),
-        Stale(request_id="short", incarnation="7" * 16),
-    ):
-        light.loop.on_peer_reply(again, reply)
-    assert light.table.get("short").stage is before
-    assert not light.router.messages
-    assert releases(light) == [(again, "foreign")], "an unwanted grant is given back"
 
 
 BAD_ANSWERS: dict[str, tuple[PeerReply, str, str]] = {

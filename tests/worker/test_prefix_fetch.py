@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 from transformers import PreTrainedModel
 
@@ -66,38 +65,6 @@ def test_local_blocks_are_not_fetched(
     cluster.wait_empty(holder, asking)
     assert asking.counter("prefix_blocks_fetched_total") == 12 - 6
     assert asking.counter("prefix_fetches_total") == 1
-
-
-@pytest.mark.parametrize("salt", ["", "tenant"])
-def test_a_holder_without_the_prefix_says_so(
-    cluster: Cluster, holder: RunningWorker, asking: RunningWorker, reference: PreTrainedModel, salt: str
-) -> None:
-    """It never had the prompt, or has it without this tenant's cache salt."""
-    tokens = prompt(200) if salt else prompt(180, seed=5)
-    wanted = msgspec.structs.replace(request("r", tokens), cache_salt=salt)
-    cluster.generate(asking, wanted, prefix=holder.address)
-    cluster.run("r")
-    assert cluster.tokens("r") == greedy(reference, tokens, 12)
-    cluster.wait_empty(holder, asking)
-    assert asking.counter("prefix_blocks_fetched_total") == 0
-    assert asking.counter("prefix_fetch_failures_total") == 0
-
-
-def test_quantized_blocks_are_not_lent(
-    cluster: Cluster, model_folder: Path, reference: PreTrainedModel
-) -> None:
-    """A fetched prefix must equal a computed one bit by bit."""
-    config = tiny_config(model_folder, kv_transports="tcp", kv_wire_dtype="int8")
-    holder = cluster.start("prefill", "prefill-1", config)
-    asking = cluster.start("prefill", "prefill-0", config)
-    cluster.generate(holder, request("before", prompt(200), max_tokens=1))
-    cluster.run("before")
-    cluster.generate(asking, request("r", prompt(200)), prefix=holder.address)
-    cluster.run("r")
-    assert cluster.tokens("r") == greedy(reference, prompt(200), 12)
-    cluster.wait_empty(holder, asking)
-    assert asking.counter("prefix_fetch_failures_total") == 1
-    assert holder.counter("prefix_blocks_lent_total") == 0
 
 
 def test_a_frozen_holder_that_wakes_up_late_changes_nothing(

@@ -63,11 +63,13 @@ def cached_tokens(light: LightLoop) -> int | None:
     return next(output.cached_tokens for output in light.router.outputs)
 
 
-def test_fetched_blocks_are_cached(light: LightLoop) -> None:
+@pytest.mark.parametrize("num_held", [0, 3])
+def test_fetched_blocks_are_cached(light: LightLoop, num_held: int) -> None:
     lease = fetch(light)
-    light.receiver.tell(Progress(lease, 3, complete=True, arrival=arrival()))
+    light.receiver.tell(Progress(lease, num_held, complete=True, arrival=arrival()))
     light.deliver()
-    assert cached_tokens(light) == 3 * 16
+    assert cached_tokens(light) == num_held * 16
+    assert light.loop.counters["prefix_fetch_failures_total"] == 0
 
 
 def test_arriving_blocks_extend_the_deadline(light: LightLoop) -> None:
@@ -204,6 +206,17 @@ def test_another_incarnation_lends_nothing(light: LightLoop, engine: Engine) -> 
     lend(light, engine, STALE)
     [(_, refused)] = light.inbox.replies
     assert isinstance(refused, FetchRefused) and "restarted" in refused.reason
+    assert not light.sender.final
+
+
+def test_nothing_is_lent_over_a_wire_that_quantizes(
+    light: LightLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetched prefix must equal a computed one bit by bit."""
+    monkeypatch.setattr(light.sender, "wire_dtype", lambda peer: "int8")
+    lend(light, engine)
+    [(_, refused)] = light.inbox.replies
+    assert isinstance(refused, FetchRefused) and "quantizes" in refused.reason
     assert not light.sender.final
 
 

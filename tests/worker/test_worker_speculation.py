@@ -20,7 +20,6 @@ MODELS = Path(BUNDLED_MODEL).parent
 NUM_PROMPTS = 2
 NUM_TOKENS = 48
 TEMPERATURES = (0.0, 0.8)
-HEADS = {"eagle": "tandem-code-10m-eagle3"}
 
 
 def speculating(**options: Any) -> SpeculativeConfig:
@@ -99,31 +98,7 @@ def test_acceptance_is_the_same_after_a_hand_off(
         for round_ in ("first", "again"):  # the second round finds the prompts' blocks, with their draft KV
             assert tokens_of(cluster, round_, prompts, pair[0], pair[1].address) == plain
             assert acceptance(cluster, round_) == pytest.approx(alone, rel=0.02)
+        if prefill == "carry":  # then the first step after the hand-off drafts, too
+            outputs = [found for name, found in cluster.outputs.items() if name.startswith("first/")]
+            assert {found[1][1].drafted_tokens for found in outputs} == {4}
         cluster.wait_empty(*pair)
-
-
-@pytest.mark.parametrize("method", HEADS)
-def test_heads_use_the_handed_over_hidden_state(
-    prompts: list[list[int]], plain: list[list[int]], method: str
-) -> None:
-    options = speculating(method=method, model=str(MODELS / HEADS[method]), num_speculative_tokens=3)
-    with Cluster() as cluster:
-        pair = cluster.start_pair(config(options))
-        alone = cluster.start("decode", "decode-1", config(options))
-        assert tokens_of(cluster, "alone", prompts, alone) == plain
-        for round_ in ("first", "again"):
-            assert tokens_of(cluster, round_, prompts, pair[0], pair[1].address) == plain
-            assert acceptance(cluster, round_) == pytest.approx(acceptance(cluster, "alone"), rel=0.02)
-            outputs = [found for name, found in cluster.outputs.items() if name.startswith(round_ + "/")]
-            assert {found[1][1].drafted_tokens for found in outputs} == {3}
-        cluster.wait_empty(*pair, alone)
-
-
-def test_the_first_step_after_a_hand_off_speculates(prompts: list[list[int]]) -> None:
-    with Cluster() as cluster:
-        prefill, decode = cluster.start_pair(config(speculating(prefill="carry")))
-        cluster.generate(prefill, asked("r", prompts[0], 0.0), decode.address)
-        cluster.run("r")
-        first, second = (output for _, output in cluster.outputs["r"][:2])
-        assert first.drafted_tokens == 0
-        assert second.drafted_tokens == 4
