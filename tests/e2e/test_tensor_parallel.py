@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,94 +23,75 @@ from tests.worker.tiny_model import assert_greedy
 
 NUM_TOKENS = 16
 ENDED_S = 10.0
-TWO = {"prefill_tensor_parallel_size": 2, "decode_tensor_parallel_size": 2}
+PROMPTS = [prompt(length) for length in (5, 48, 130)]
+Pairs = Sequence[tuple[int, int]]
+"""Numbers of ranks of prefill and decode workers that serve together."""
 
 
 def other_ranks(worker: RunningWorker) -> list[psutil.Process]:
     return psutil.Process(worker.process.pid).children()
 
 
-def test_hand_offs_between_different_sizes(folder: Path, reference: PreTrainedModel) -> None:
-    prompts = [prompt(length) for length in (5, 48, 130)]
-    options = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3)
-    one = tiny_config(folder, speculative_config=options)
-    two = replace(one, **TWO)
-    with Cluster() as cluster:
-        small, large = (cluster._launch("prefill", f"prefill-{i}", each) for i, each in enumerate((one, two)))
-        alone, ranks = (cluster._launch("decode", f"decode-{i}", each) for i, each in enumerate((one, two)))
-        for worker in (small, large, alone, ranks):
+class Sized:
+    """Prefill and decode workers by their number of ranks, of all sizes in `pairs`."""
+
+    def __init__(self, cluster: Cluster, config: ServeConfig, pairs: Pairs, fault: str) -> None:
+        self._cluster = cluster
+        self.prefill, self.decode = (
+            {size: self._launch(role, config, size, fault) for size in sorted(set(sizes))}
+            for role, sizes in zip(("prefill", "decode"), zip(*pairs, strict=True), strict=True)
+        )
+        self.workers = [*self.prefill.values(), *self.decode.values()]
+        for worker in self.workers:
             cluster._await(worker)
-        assert [len(other_ranks(worker)) for worker in (small, large, alone, ranks)] == [0, 1, 0, 1]
-        for name, prefill, decode in (("up", small, ranks), ("down", large, alone), ("same", large, ranks)):
-            ids = [f"{name}-{index}" for index in range(len(prompts))]
-            for request_id, each in zip(ids, prompts, strict=True):
-                cluster.generate(prefill, request(request_id, each, NUM_TOKENS), decode.address)
-            cluster.run(*ids)
-            for request_id, each in zip(ids, prompts, strict=True):
-                assert_greedy(reference, each, cluster.tokens(request_id), NUM_TOKENS)
-            assert set(cluster.sources(ids[-1])) == {prefill.worker_id, decode.worker_id}
-            last = [output for worker, output in cluster.outputs[ids[-1]] if worker == decode.worker_id]
-            assert sum(output.accepted_tokens for output in last) > NUM_TOKENS // 2
-        cluster.wait_empty(small, large, alone, ranks)
-        left = other_ranks(large) + other_ranks(ranks)
+        sizes = [*self.prefill, *self.decode]
+        assert [len(other_ranks(worker)) + 1 for worker in self.workers] == sizes
+
+    def _launch(self, role: Any, config: ServeConfig, size: int, fault: str) -> RunningWorker:
+        sized = replace(config, prefill_tensor_parallel_size=size, decode_tensor_parallel_size=size)
+        return self._cluster._launch(role, f"{role}-{size}", sized, fault)
+
+    def hand_over(self, sender: int, receiver: int) -> tuple[list[list[int]], int]:
+        """Return all prompts' tokens, and how many drafted ones the last one's decode worker took."""
+        cluster, prefill, decode = self._cluster, self.prefill[sender], self.decode[receiver]
+        ids = [f"{sender}-{receiver}-{index}" for index in range(len(PROMPTS))]
+        for request_id, each in zip(ids, PROMPTS, strict=True):
+            cluster.generate(prefill, request(request_id, each, NUM_TOKENS), decode.address)
+        cluster.run(*ids)
+        assert set(cluster.sources(ids[-1])) == {prefill.worker_id, decode.worker_id}
+        last = [output for worker, output in cluster.outputs[ids[-1]] if worker == decode.worker_id]
+        return [cluster.tokens(each) for each in ids], sum(output.accepted_tokens for output in last)
+
+
+@pytest.mark.parametrize(
+    ("fault", "pairs"), [("", ((1, 2), (2, 1), (2, 2))), ("gloo", ((1, 2), (2, 1), (4, 2)))]
+)
+def test_hand_offs_between_different_sizes(
+    folder: Path, reference: PreTrainedModel, fault: str, pairs: Pairs
+) -> None:
+    """With pools of their own, ranks' blocks are joined and divided, with a draft's KV on rank 0 alone."""
+    options = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3)
+    with Cluster() as cluster:
+        sized = Sized(cluster, tiny_config(folder, speculative_config=options), pairs, fault)
+        for pair in pairs:
+            found, num_accepted = sized.hand_over(*pair)
+            for each, tokens in zip(PROMPTS, found, strict=True):
+                assert_greedy(reference, each, tokens, NUM_TOKENS)
+            assert num_accepted > NUM_TOKENS // 2
+        cluster.wait_empty(*sized.workers)
+        left = [rank for worker in sized.workers for rank in other_ranks(worker)]
     assert not psutil.wait_procs(left, ENDED_S)[1], "ranks end with their worker"
 
 
 @pytest.mark.parametrize("fault", ["", "gloo"])
 def test_states_are_handed_over_between_different_sizes(tmp_path: Path, fault: str) -> None:
     write_model("qwen3_5_text", tmp_path)
-    prompts = [prompt(length) for length in (5, 48, 130)]
-    one = tiny_config(tmp_path)
-    two = replace(one, **TWO)
+    pairs = ((1, 1), (1, 2), (2, 1), (2, 2))
     with Cluster() as cluster:
-        prefill = [
-            cluster._launch("prefill", f"prefill-{i}", each, fault) for i, each in enumerate((one, two))
-        ]
-        decode = [cluster._launch("decode", f"decode-{i}", each, fault) for i, each in enumerate((one, two))]
-        for worker in (*prefill, *decode):
-            cluster._await(worker)
-        found = []
-        for sender, receiver in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            ids = [f"{sender}-{receiver}-{index}" for index in range(len(prompts))]
-            for request_id, each in zip(ids, prompts, strict=True):
-                asked = request(request_id, each, NUM_TOKENS)
-                cluster.generate(prefill[sender], asked, decode[receiver].address)
-            cluster.run(*ids)
-            found.append([cluster.tokens(request_id) for request_id in ids])
-            assert set(cluster.sources(ids[-1])) == {prefill[sender].worker_id, decode[receiver].worker_id}
+        sized = Sized(cluster, tiny_config(tmp_path), pairs, fault)
+        found = [sized.hand_over(*pair)[0] for pair in pairs]
         assert found[1:] == found[:1] * 3
-        cluster.wait_empty(*prefill, *decode)
-
-
-def test_hand_offs_between_ranks_with_pools_of_their_own(folder: Path, reference: PreTrainedModel) -> None:
-    """Blocks are joined from ranks' heads, and divided among others, with a draft's KV on rank 0 alone."""
-    prompts = [prompt(length) for length in (5, 48, 130)]
-    options = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3)
-
-    def config(size: int) -> ServeConfig:
-        sizes = {"prefill_tensor_parallel_size": size, "decode_tensor_parallel_size": size}
-        return tiny_config(folder, speculative_config=options, **sizes)
-
-    with Cluster() as cluster:
-        prefill = {
-            size: cluster._launch("prefill", f"prefill-{size}", config(size), "gloo") for size in (1, 2, 4)
-        }
-        decode = {size: cluster._launch("decode", f"decode-{size}", config(size), "gloo") for size in (1, 2)}
-        for worker in (*prefill.values(), *decode.values()):
-            cluster._await(worker)
-        for sender, receiver in ((1, 2), (2, 1), (4, 2)):
-            ids = [f"{sender}-{receiver}-{index}" for index in range(len(prompts))]
-            for request_id, each in zip(ids, prompts, strict=True):
-                asked = request(request_id, each, NUM_TOKENS)
-                cluster.generate(prefill[sender], asked, decode[receiver].address)
-            cluster.run(*ids)
-            for request_id, each in zip(ids, prompts, strict=True):
-                assert_greedy(reference, each, cluster.tokens(request_id), NUM_TOKENS)
-            name = decode[receiver].worker_id
-            assert set(cluster.sources(ids[-1])) == {prefill[sender].worker_id, name}
-            last = [output for worker, output in cluster.outputs[ids[-1]] if worker == name]
-            assert sum(output.accepted_tokens for output in last) > NUM_TOKENS // 2
-        cluster.wait_empty(*prefill.values(), *decode.values())
+        cluster.wait_empty(*sized.workers)
 
 
 @pytest.fixture(scope="module")
