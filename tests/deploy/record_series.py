@@ -40,11 +40,8 @@ def server(*options: str) -> Iterator[ServerProcess]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "disk").mkdir(mode=0o700)
         disk = ["--kv-disk-path", f"{folder}/disk", "--enable-log-requests"]
-        running = ServerProcess(BUNDLED_MODEL, Path(folder) / "log", *OPTIONS, *disk, *options)
-        try:
+        with ServerProcess(BUNDLED_MODEL, Path(folder) / "log", *OPTIONS, *disk, *options) as running:
             yield running.wait_ready()
-        finally:
-            running.kill()
 
 
 def exercise(running: ServerProcess) -> None:

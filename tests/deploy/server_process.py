@@ -64,6 +64,12 @@ class ServerProcess:
             )
         self.seen: dict[int, psutil.Process] = {}
 
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")

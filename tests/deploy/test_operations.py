@@ -36,11 +36,9 @@ STREAM = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "stream": 
 
 @pytest.fixture(scope="module")
 def running(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(tiny_folder, tmp_path_factory.mktemp("operations") / "log", *OPTIONS)
-    try:
+    log = tmp_path_factory.mktemp("operations") / "log"
+    with ServerProcess(tiny_folder, log, *OPTIONS) as server:
         yield server.wait_ready()
-    finally:
-        server.kill()
 
 
 @pytest.fixture

@@ -279,14 +279,13 @@ class SmallStorm(Storm):
 
 
 def test_random_kills_and_freezes_change_no_answer(tmp_path: Path) -> None:
-    server = ServerProcess(Path(BUNDLED_MODEL), tmp_path / "log", *OPTIONS)
-    try:
-        with httpx.Client(base_url=server.wait_ready().url, timeout=300) as http:
-            every = 1.5
-            seen = SmallStorm(http).measure(requests=72, seconds=every * (len(FAULTS) + 1), every=every)
-        wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
-        assert seen | wanted == seen
-        assert seen["restarted"]
-        assert seen["requests_placed_again"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
-    finally:
-        server.kill()
+    with (
+        ServerProcess(Path(BUNDLED_MODEL), tmp_path / "log", *OPTIONS) as server,
+        httpx.Client(base_url=server.wait_ready().url, timeout=300) as http,
+    ):
+        every = 1.5
+        seen = SmallStorm(http).measure(requests=72, seconds=every * (len(FAULTS) + 1), every=every)
+    wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
+    assert seen | wanted == seen
+    assert seen["restarted"]
+    assert seen["requests_placed_again"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
