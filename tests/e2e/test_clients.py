@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import subprocess
@@ -84,23 +83,9 @@ def test_a_prediction_is_drafted_from_and_changes_no_token(client: openai.OpenAI
 def test_completions_and_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["model"]
     answer = client.completions.create(model="model", prompt="Say this", max_tokens=5, seed=1)
-    chunks = client.completions.create(model="model", prompt="Say this", max_tokens=5, seed=1, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+    assert answer.choices[0].text
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=ASK)
-
-
-def test_the_async_client(url: str) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            asked = {**COMMON, "input": "Hello", "max_output_tokens": 8, "extra_body": {"seed": 3}}
-            answer = await client.responses.create(**asked)
-            stream = await client.responses.create(**asked, stream=True)
-            deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-        return [answer.output_text, "".join(deltas)]
-
-    whole, streamed = asyncio.run(ask())
-    assert whole == streamed
 
 
 def test_structured_outputs(client: openai.OpenAI) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -77,19 +76,6 @@ def test_both_decode_workers_use_its_drafts(serving: HttpServing, plain: list[li
     for worker in ("decode-0", "decode-1"):
         assert serving.worker_states()[worker]["counters"][name] > 0
     assert serving.counter("draft-0", "drafted_tokens_total") > 0
-    serving.wait_empty()
-
-
-def test_a_frozen_draft_worker_resumes(serving: HttpServing, plain: list[list[int]]) -> None:
-    frozen = serving.workers["draft-0"]
-    with ThreadPoolExecutor(4) as pool:
-        running = start(serving, pool)
-        frozen.signal(signal.SIGSTOP)
-        assert not all(each.done() for each in running)
-        assert [each.result() for each in running] == plain
-        frozen.signal(signal.SIGCONT)
-        serving.wait(lambda: "draft-0" in serving.worker_states())
-        assert [each.result() for each in start(serving, pool)] == plain
     serving.wait_empty()
 
 

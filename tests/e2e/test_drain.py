@@ -202,30 +202,6 @@ def test_the_new_worker_dies_during_the_fetch(
         check_nothing_is_left(serving)
 
 
-def test_the_last_worker_of_a_role_stays(folder: Path) -> None:
-    with HttpServing(folder) as serving:
-        refusals = {
-            ("decode-0", "drain", ""): (409, "last decode worker"),
-            ("decode-0", "role", "prefill"): (409, "last decode worker"),
-            ("decode-0", "role", "decode"): (409, "is a decode worker already"),
-            ("decode-0", "role", "draft"): (400, "none of prefill, decode"),
-            ("decode-9", "drain", ""): (404, "there are decode-0, prefill-0"),
-        }
-        for (worker_id, what, role), (status, reason) in refusals.items():
-            answer = serving.http.post(f"/workers/{worker_id}/{what}", json={"role": role} if role else {})
-            assert (answer.status_code, reason in answer.text) == (status, True), answer.text
-        answer = serving.http.post("/workers/decode-0/drain", json={"force": True})
-        assert (answer.status_code, "force" in answer.text) == (400, True)
-        assert ask(serving, REQUESTS[1])["usage"]["completion_tokens"] > 0
-
-
-def test_operators_need_the_api_key(folder: Path) -> None:
-    with HttpServing(folder, {"decode-0": "", "decode-1": ""}, api_key="secret") as serving:
-        wrong = {"Authorization": "Bearer wrong"}
-        assert serving.http.post("/workers/decode-0/drain", headers=wrong).status_code == 401
-        assert serving.http.post("/workers/decode-0/drain").json()["id"] == "decode-0"
-
-
 def kept_prefix(serving: HttpServing) -> set[str]:
     """Return the workers in whose prefix cache the router finds one of the prompts."""
     feed = serving.router.state.kv_feed

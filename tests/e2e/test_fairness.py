@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.architectures import VOCAB_SIZE
-from tests.e2e.serving import HttpServing
+from tests.e2e.serving import PAIR, HttpServing
 
 FLOOD, SINGLES = 64, 4
 KEYS = "flooder,other"
@@ -34,15 +32,9 @@ def ask(serving: HttpServing, key: str, seed: int, max_tokens: int) -> tuple[flo
     return first, events
 
 
-@pytest.mark.parametrize(
-    "workers", [{"decode-0": ""}, {"prefill-0": "", "decode-0": ""}], ids=["one", "pair"]
-)
-def test_a_flood_leaves_other_keys_their_share(folder: Path, workers: dict[str, str]) -> None:
-    slow = dict.fromkeys(workers, "slow:0.01")
-    with (
-        HttpServing(folder, slow, api_key=KEYS, disaggregation=len(workers) > 1) as serving,
-        ThreadPoolExecutor(FLOOD) as pool,
-    ):
+def test_a_flood_leaves_other_keys_their_share(folder: Path) -> None:
+    slow = dict.fromkeys(PAIR, "slow:0.01")
+    with HttpServing(folder, slow, api_key=KEYS) as serving, ThreadPoolExecutor(FLOOD) as pool:
         alone = statistics.median(ask(serving, "other", 1000 + index, 8)[0] for index in range(SINGLES))
         began = time.monotonic()
         flood = [pool.submit(ask, serving, "flooder", index, 16 + index) for index in range(FLOOD)]

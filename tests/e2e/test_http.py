@@ -55,96 +55,43 @@ def expected(reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pro
     return tokenizer.decode(greedy(reference, prompt_ids, NUM_TOKENS))
 
 
+def asked(**fields: Any) -> dict[str, Any]:
+    usual = {"model": "model", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+    return {**usual, "extra_body": {"ignore_eos": True}, **fields}
+
+
 def test_completion_equals_generate(client: openai.OpenAI, expected: str, prompt_ids: list[int]) -> None:
-    answer = client.completions.create(
-        model="model", prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, extra_body={"ignore_eos": True}
-    )
+    answer = client.completions.create(**asked())
     assert answer.choices[0].text == expected
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt_ids), NUM_TOKENS)
 
 
-def test_streamed_completion_equals_generate(client: openai.OpenAI, expected: str) -> None:
-    stream = client.completions.create(
-        model="model",
-        prompt=PROMPT,
-        max_tokens=NUM_TOKENS,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == NUM_TOKENS
-
-
 async def test_async_client_streams_many_at_once(serving: HttpServing, expected: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
 
         async def one() -> str:
-            stream = await client.completions.create(
-                model="model",
-                prompt=PROMPT,
-                max_tokens=NUM_TOKENS,
-                temperature=0,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
+            stream = await client.completions.create(**asked(stream=True))
             return "".join([chunk.choices[0].text async for chunk in stream])
 
         assert await asyncio.gather(*(one() for _ in range(16))) == [expected] * 16
-
-
-def test_a_streamed_chat_equals_a_whole_one(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    whole = client.chat.completions.create(model="model", messages=messages, max_tokens=12, seed=3)  # type: ignore[arg-type]
-    stream = client.chat.completions.create(
-        model="model",
-        messages=messages,  # type: ignore[arg-type]
-        max_tokens=12,
-        seed=3,
-        stream=True,
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text == whole.choices[0].message.content
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_cuts_exactly(client: openai.OpenAI, expected: str, stream: bool) -> None:
     start = len(expected) // 2
     stop = expected[start : start + 3]
-    answer = client.completions.create(
-        model="model",
-        prompt=PROMPT,
-        max_tokens=NUM_TOKENS,
-        temperature=0,
-        stop=[stop],
-        stream=stream,
-        extra_body={"ignore_eos": True},
-    )
-    choices = [c.choices[0] for c in answer] if stream else [answer.choices[0]]  # type: ignore[union-attr]
+    answer = client.completions.create(**asked(stop=[stop], stream=stream))
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == expected[: expected.index(stop)]
     assert choices[-1].finish_reason == "stop"
 
 
 def test_logprobs_equal_those_of_transformers(
-    client: openai.OpenAI,
-    reference: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: list[int],
+    client: openai.OpenAI, reference: PreTrainedModel, prompt_ids: list[int]
 ) -> None:
-    answer = client.completions.create(
-        model="model",
-        prompt=prompt_ids,
-        max_tokens=6,
-        temperature=0,
-        logprobs=3,
-        echo=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
+    answer = client.completions.create(**asked(prompt=prompt_ids, max_tokens=6, logprobs=3, echo=True))
     token_ids = prompt_ids + greedy(reference, prompt_ids, 6)
     with torch.inference_mode():
         logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
@@ -156,16 +103,6 @@ def test_logprobs_equal_those_of_transformers(
     best = logprobs[:-1].topk(3).values
     for row, top in zip(best, got.top_logprobs[1:], strict=True):
         assert sorted(top.values(), reverse=True)[:3] == pytest.approx(row.tolist(), abs=1e-3)
-
-
-def test_n_answers_differ_and_repeat_with_their_seed(client: openai.OpenAI) -> None:
-    def ask() -> list[str]:
-        answer = client.completions.create(model="model", prompt=PROMPT, max_tokens=12, n=4, seed=11)
-        return [choice.text for choice in answer.choices]
-
-    first = ask()
-    assert len(set(first)) == 4
-    assert ask() == first
 
 
 async def test_random_aborts_and_disconnects_leak_nothing(serving: HttpServing) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from protocol.speculation import parse_speculative_config
 from tests.e2e.architectures import prompt
-from tests.e2e.serving import PAIR, HttpServing
+from tests.e2e.serving import HttpServing
 from tests.engine.adapter_files import merge, write_adapter
 from tests.worker.tiny_model import greedy, load
 
@@ -50,24 +49,15 @@ def load_adapter(serving: HttpServing, name: str, path: str) -> Any:
     return serving.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
 
 
-VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "split": dict,
-    "killed": lambda: {"workers": KILLED},
-    "speculating": lambda: {
-        "speculative_config": parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
-    },
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_equal_those_of_merged_weights(
-    folder: Path, modules: dict[str, str], expected: list[list[int]], variant: str
+    folder: Path, modules: dict[str, str], expected: list[list[int]]
 ) -> None:
-    options = OPTIONS | {"workers": PAIR} | VARIANTS[variant]()
-    with HttpServing(folder, lora_modules=modules, **options) as serving:
+    """Split, with drafts, and after a decode worker's death."""
+    drafts = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
+    options = OPTIONS | {"lora_modules": modules, "speculative_config": drafts}
+    with HttpServing(folder, KILLED, **options) as serving:
         assert ask_all(serving) == expected
-        if variant == "killed":
-            assert serving.metric("tandem_requests_placed_again_total") > 0
+        assert serving.metric("tandem_requests_placed_again_total") > 0
         serving.wait_empty()
         assert ask_all(serving) == expected  # again, with the prefix caches filled
         serving.wait_empty()

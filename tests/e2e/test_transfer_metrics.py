@@ -6,11 +6,10 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from bench.shapes.tokenizer import save_tokenizer
-from tests.e2e.architectures import VOCAB_SIZE, write_model
 from tests.e2e.serving import HttpServing
 
 STAGES = ("reserve_time", "transfer_time", "transfer_exposed_time", "transfer_wait_time", "handoff_time")
@@ -22,11 +21,7 @@ LENGTHS = (200, 33, 120)
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    folder.mkdir()
-    write_model("llama", folder)
-    save_tokenizer(folder, VOCAB_SIZE, 512)
+def serving(folder: Path) -> Iterator[HttpServing]:
     with HttpServing(folder, kv_transports="tcp") as serving:
         yield serving
 
