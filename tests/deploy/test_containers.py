@@ -22,7 +22,7 @@ from deploy.config import ENV_PREFIX, load_config
 from protocol.config import ServeConfig, field_docs
 from protocol.roles import ROLES
 from tests.cluster.hosts import why_not
-from tests.deploy.containers import ROOT, Containers, compose, make_volume, of_dockerfile, pod_service
+from tests.deploy.containers import ROOT, Containers, compose, make_volume, pod_service
 from tests.deploy.helm import HELM, groups, render
 from tests.waiting import wait_until
 
@@ -66,14 +66,6 @@ def test_mounted_paths_exist(services: dict[str, Any]) -> None:
     assert (ROOT / services["router"]["build"]["dockerfile"]).is_file()
 
 
-def test_services_run_what_the_image_contains(services: dict[str, Any]) -> None:
-    assert {services[name]["image"] for name in OURS} == {"tandem-serve:cpu"}
-    for name in OURS:
-        assert services[name]["command"] == [name]
-    (entry,) = json.loads(of_dockerfile("ENTRYPOINT"))
-    assert os.access(ROOT / entry, os.X_OK)
-
-
 def test_as_many_nodes_as_workers_of_a_role() -> None:
     asked = {"TANDEM_PREFILL_REPLICAS": "3", "TANDEM_DECODE_REPLICAS": "5"}
     services = compose(asked)["services"]
@@ -97,28 +89,6 @@ def test_every_option_and_the_hubs_token_take_effect() -> None:
     passed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-options"].keys()
     ours = {"host", "port", "ray_address", "worker_host"}
     assert passed == {ENV_PREFIX + field.upper() for field in field_docs().keys() - ours}, "x-options"
-
-
-def test_services_wait_until_they_are_ready(services: dict[str, Any]) -> None:
-    assert "/ready" in services["router"]["healthcheck"]["test"][-1]
-    for name in ("prefill", "decode"):
-        assert services[name]["healthcheck"]["test"][-1].endswith("/6380"), (
-            "the node manager's, by deploy/node.sh"
-        )
-    optional = {name: service["profiles"] for name, service in services.items() if "profiles" in service}
-    expected = {"prometheus": ["monitoring"], "grafana": ["monitoring"], "traces": ["traces"]}
-    assert optional == expected
-
-
-def test_one_container_gets_all_gpus(services: dict[str, Any]) -> None:
-    gpu = compose({}, ROOT / "docker-compose.gpu.yml")["services"]
-    assert gpu.keys() == set(OURS)
-    assert [gpu[name]["deploy"] for name in ("prefill", "decode")] == [{"replicas": 0}] * 2
-    router = gpu["router"]
-    assert (router["command"], router["image"]) == (["alone"], "tandem-serve:cuda")
-    (devices,) = router["deploy"]["resources"]["reservations"]["devices"]
-    assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
-    assert config_of(router).device == "cuda", "so that it ends if it finds none"
 
 
 def test_prometheus_grafana_and_traces_find_their_files(services: dict[str, Any]) -> None:
@@ -164,13 +134,6 @@ def test_make_pin_writes_digests_behind_tags_once(tmp_path: Path) -> None:
             if name in OURS
             else service["image"].endswith("@sha256:0a")
         ), name
-
-
-def test_packages_are_a_layer_that_code_changes_keep() -> None:
-    text = (ROOT / "deploy/Dockerfile").read_text()
-    assert text.index("--require-hashes -r deploy/requirements-${DEVICE}.txt") < text.index("COPY . .")
-    assert of_dockerfile("USER") == "1000:1000"
-    assert "TRITON_CACHE_DIR=/home/tandem/.cache/" in text, "on the volume that keeps kernels"
 
 
 def test_a_login_shell_finds_ray() -> None:

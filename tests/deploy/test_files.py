@@ -51,29 +51,6 @@ def test_cloud_nodes_have_a_type_for_each_role(name: str) -> None:
         assert 0 <= types[role]["min_workers"] < types[role]["max_workers"]
 
 
-@pytest.mark.parametrize("name", CLOUD_FILES)
-def test_the_page_names_the_hosts_of_the_smallest_cluster(name: str) -> None:
-    types = yaml.safe_load((ROOT / "deploy" / name).read_text())["available_node_types"]
-    assert types["draft"]["min_workers"] == 0
-    hosts = {"router": types["head"], "prefill": types["prefill"], "decode": types["decode"]}
-    text = (ROOT / "docs/from-zero.md").read_text()
-    smallest = (
-        f"{kind['node_config']['InstanceType']} x {kind.get('min_workers', 1)} ({part})"
-        for part, kind in hosts.items()
-    )
-    most = (types[role]["max_workers"] for role in ("prefill", "decode", "draft"))
-    row = "| {}, {}, {}; at most {}, {}, and {} for drafts |"
-    assert f"[{name}](../deploy/{name}) {row.format(*smallest, *most)}" in text
-
-
-def test_the_clouds_files_differ_in_their_hosts_alone() -> None:
-    cpu, gpu = (yaml.safe_load((ROOT / "deploy" / name).read_text()) for name in CLOUD_FILES)
-    differing = {key for key in cpu | gpu if cpu.get(key) != gpu.get(key)}
-    setup = {"setup_commands", "head_setup_commands", "worker_setup_commands"}
-    assert differing == {"available_node_types", "head_start_ray_commands", *setup}
-    assert any("TANDEM_DEVICE=cuda" in line for line in gpu["head_start_ray_commands"])
-
-
 def test_hosts_of_the_cluster_file_have_the_same_names_everywhere() -> None:
     text = (ROOT / "deploy/cluster.yaml").read_text()
     config = yaml.safe_load(text)
@@ -159,24 +136,6 @@ def test_scripts_are_executable_and_parse() -> None:
     for script in ("deploy/install.sh", "deploy/node.sh", "deploy/container.sh", "deploy/ray", ".ci/run"):
         assert os.access(ROOT / script, os.X_OK), script
         subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        ("install", "deploy/install.sh"),
-        ("serve", ".venv/bin/tandem serve"),
-        ("test", "-m pytest"),
-        ("lint", ".venv/bin/lint-imports"),
-    ],
-)
-def test_make_targets(target: str, expected: str) -> None:
-    shown = subprocess.run(
-        ["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert expected in shown.stdout
 
 
 def test_every_package_is_type_checked() -> None:

@@ -82,6 +82,10 @@ def test_fitting_options_are_accepted(model: str, tmp_path: Path) -> None:
         ({"decode_tensor_parallel_size": 3}, "--decode-.*: 3 does not divide num_attention_heads of .*, 8$"),
         ({"attention_backend": "triton"}, "--attention-backend: triton is for --device cuda, not cpu$"),
         ({"generation_config": "/nope"}, "--generation-config: must be auto, vllm or a folder, got /nope$"),
+        (
+            {"kv_disk_path": "/proc/x", "kv_disk_size": 1, "kv_offloading_size": 1},
+            "--kv-disk-path: cannot use /proc/x: ",
+        ),
         ({"tokenizer": "/nope"}, "--tokenizer: there is no folder /nope$"),
         ({"model": "/nope.gguf"}, "--model: there is no file /nope.gguf$"),
         ({"model": "nope.gguf"}, r"--model: there is no file nope.gguf, and a file on the hub is owner/"),

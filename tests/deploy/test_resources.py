@@ -32,12 +32,6 @@ def test_threads(cores: int, changes: dict[str, int], threads: int) -> None:
     assert choose_threads(ServeConfig(**changes), cores)[0] == threads
 
 
-def test_threads_spin_only_briefly() -> None:
-    environment = thread_environment(2)
-    assert environment["OMP_NUM_THREADS"] == "2"
-    assert 0 < int(environment["GOMP_SPINCOUNT"]) < 100_000
-
-
 MULTIPLY = """
 import torch
 

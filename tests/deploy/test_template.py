@@ -160,20 +160,6 @@ def test_a_frozen_worker_is_killed(host: Host, tiny_folder: Path) -> None:
     worker.kill()  # nobody else will collect it
 
 
-def test_five_come_back_together(host: Host, tiny_folder: Path) -> None:
-    config = tiny_config(tiny_folder)
-    names = [f"five-{index}" for index in range(5)]
-    clients = [host.client() for _ in names]
-    workers = [host.spawn(name, config, client) for name, client in zip(names, clients, strict=True)]
-    host.wait_ready(*names)
-    for worker in workers:
-        worker.kill()
-    assert [worker.wait().signal for worker in workers] == [signal.SIGKILL] * 5
-    again = [host.spawn(name, config, client) for name, client in zip(names, clients, strict=True)]
-    host.wait_ready(*names)
-    assert sum(sum(psutil.Process(worker.pid).cpu_times()[:2]) for worker in again) < 5 * RESTART_CPU_S
-
-
 def test_a_model_that_cannot_be_loaded_is_the_workers_error(host: Host, tmp_path: Path) -> None:
     ended = host.spawn("decode-0", tiny_config(tmp_path)).wait()
     assert "--model" in ended.reason and ended.signal is None

@@ -27,7 +27,10 @@ CUTS = [
     ("mid payload", "both ways"),
     ("ack arrives", "back"),
     ("ack arrives", "there"),
+    ("piece begins", "unplugged"),
+    ("", "both ways"),
 ]
+"""Where the sender is then, or "" for between two requests, and what is cut."""
 
 
 @pytest.mark.parametrize(("point", "way"), CUTS)
@@ -36,13 +39,18 @@ def test_the_link_is_cut(
 ) -> None:
     """Each side ends its requests by itself. When the link is mended, the next one is served."""
     sender, receiver = ends
-    sender.arm(point, "HOLD", 2 if point != "hello sent" else 1)
-    request = arena.begin(sender, receiver, 96)
-    sender.wait_at(point)
-    cut(network, way)
-    sender.go_on()
+    if point:
+        sender.arm(point, "HOLD", 2 if point != "hello sent" else 1)
+        request = arena.begin(sender, receiver, 96)
+        sender.wait_at(point)
+        cut(network, way)
+        sender.go_on()
+    else:
+        arena.serve(sender, receiver)
+        cut(network, way)
+        request = arena.begin(sender, receiver)
     arena.finish(request, of="sender", deadline_s=PROMPT_S)
-    assert request.sent == "failed" and "no progress" in request.reasons
+    assert request.sent == "failed" and (way == "unplugged" or "no progress" in request.reasons)
     arena.finish(request, deadline_s=ORPHAN_S)
     mend(network, way)
     arena.check(sender, receiver)
@@ -65,35 +73,10 @@ def test_the_link_comes_back_in_time(arena: Arena, network: Network) -> None:
     arena.check(sender, receiver)
 
 
-def test_the_link_is_cut_between_two_requests(
-    arena: Arena, network: Network, ends: tuple[Child, Child]
-) -> None:
-    sender, receiver = ends
-    arena.serve(sender, receiver)
-    cut(network, "both ways")
-    request = arena.begin(sender, receiver)
-    arena.finish(request, of="sender", deadline_s=PROMPT_S)
-    arena.finish(request, deadline_s=ORPHAN_S)
-    assert request.sent == "failed"
-    mend(network, "both ways")
-    arena.check(sender, receiver)
-
-
-def test_a_host_is_unplugged(arena: Arena, network: Network, ends: tuple[Child, Child]) -> None:
-    sender, receiver = ends
-    sender.arm("piece begins", "HOLD", 2)
-    request = arena.begin(sender, receiver)
-    sender.wait_at("piece begins")
-    network.unplug(network.right)
-    sender.go_on()
-    arena.finish(request, of="sender", deadline_s=PROMPT_S)
-    arena.finish(request, deadline_s=ORPHAN_S)
-    assert request.sent == "failed"
-    network.plug_in(network.right)
-    arena.check(sender, receiver)
-
-
 def cut(network: Network, way: str) -> None:
+    if way == "unplugged":
+        network.unplug(network.right)
+        return
     if way != "back":
         network.cut(network.left, network.right)
     if way != "there":
@@ -101,6 +84,9 @@ def cut(network: Network, way: str) -> None:
 
 
 def mend(network: Network, way: str) -> None:
+    if way == "unplugged":
+        network.plug_in(network.right)
+        return
     if way != "back":
         network.mend(network.left, network.right)
     if way != "there":

@@ -89,20 +89,13 @@ def test_one_damage(arena: Arena, places: dict[str, int], kind: Kind, place: str
     arena.check(sender, receiver)
 
 
-@pytest.mark.parametrize("place", ["length", "payload", "ack", "last ack"])
-def test_a_wire_that_is_slow_for_a_moment(arena: Arena, places: dict[str, int], place: str) -> None:
-    damage = Damage("delay", places[place], seconds=0.2, upstream=place in UPSTREAM)
-    sender, receiver, request = request_through(arena, damage)
-    assert (request.sent, request.received) == ("completed", "completed")
-    arena.check(sender, receiver)
-
-
+@pytest.mark.parametrize("seconds", [0.2, 1.0])
 @pytest.mark.parametrize("place", ["length", "payload", "last ack"])
-def test_a_wire_that_is_slow_for_too_long(arena: Arena, places: dict[str, int], place: str) -> None:
-    """Both sides give the connection up, and the transfer continues over a new one."""
-    damage = Damage("delay", places[place], seconds=1.0, upstream=place in UPSTREAM)
+def test_a_slow_wire(arena: Arena, places: dict[str, int], place: str, seconds: float) -> None:
+    """If it takes too long, both sides give the connection up, and continue over a new one."""
+    damage = Damage("delay", places[place], seconds=seconds, upstream=place in UPSTREAM)
     sender, receiver, request = request_through(arena, damage)
-    assert request.sent == "completed"
+    assert request.sent == "completed" and (seconds == 1.0 or request.received == "completed")
     arena.check(sender, receiver)
 
 
