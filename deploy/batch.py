@@ -14,7 +14,7 @@ from typing import Annotated, Any, BinaryIO
 
 import httpx
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Meta
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.client import ServerError, authorization
@@ -38,24 +38,9 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     method: str = "POST"
 
 
-class BatchResponse(msgspec.Struct, kw_only=True):
-    """The server's response. `body` is its JSON, unchanged."""
-
-    status_code: int
-    request_id: str
-    body: Raw
-
-
-class BatchAnswer(msgspec.Struct, kw_only=True):
-    """A line of the output."""
-
-    id: str
-    custom_id: str
-    response: BatchResponse
-    error: dict[str, Any] | None
-
-
 class _Answered(msgspec.Struct):
+    """The part of an output's line that is read again."""
+
     custom_id: str
     error: Any = None
 
@@ -190,10 +175,10 @@ class _Batch:
             if answer is not None:
                 self._output.write(msgspec.json.encode(answer) + b"\n")
                 self._output.flush()
-                self._answered[answer.custom_id] = _message(answer.error)
+                self._answered[request.custom_id] = _message(answer["error"])
                 self._done()
 
-    async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> BatchAnswer | None:
+    async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> dict[str, Any] | None:
         """Return the final answer, or None. Raises `ServerError` if no request can succeed."""
         body = {"priority": self._priority, **request.body}
         reason = ""
@@ -226,7 +211,7 @@ def _message(error: Any) -> str:
     return str(message)[:500] or "failed"
 
 
-def _answer(request: BatchRequest, response: httpx.Response) -> BatchAnswer:
+def _answer(request: BatchRequest, response: httpx.Response) -> dict[str, Any]:
     request_id = response.headers.get("x-request-id", "")
     try:
         body = msgspec.json.decode(response.content)
@@ -236,13 +221,12 @@ def _answer(request: BatchRequest, response: httpx.Response) -> BatchAnswer:
     if not response.is_success:
         reported = body.get("error") if isinstance(body, dict) else None
         error = reported if isinstance(reported, dict) else {"message": str(body)[:500]}
-    raw = Raw(msgspec.json.encode(body))
-    return BatchAnswer(
-        id=f"batch_req_{request_id or os.urandom(8).hex()}",
-        custom_id=request.custom_id,
-        response=BatchResponse(status_code=response.status_code, request_id=request_id, body=raw),
-        error=error,
-    )
+    return {
+        "id": f"batch_req_{request_id or os.urandom(8).hex()}",
+        "custom_id": request.custom_id,
+        "response": {"status_code": response.status_code, "request_id": request_id, "body": body},
+        "error": error,
+    }
 
 
 def _retry_after_s(response: httpx.Response) -> float:
