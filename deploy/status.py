@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -87,24 +87,26 @@ _SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau", "K now"
 def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
     """Print the workers, live until Ctrl-C, or once. Raises `ServerError`."""
     with contextlib.suppress(KeyboardInterrupt), client(url, api_key) as http:
+
+        def fetch() -> dict[str, Any]:
+            status: dict[str, Any] = checked(http.get("/workers")).json()
+            return status
+
         if as_json:
-            print(json.dumps(_fetch(http), indent=2))
-        elif once or not sys.stdout.isatty():
-            output_console().print(make_view(url, _fetch(http)))
+            print(json.dumps(fetch(), indent=2))
         else:
-            _live(http, url, interval_s)
+            _show(lambda: make_view(url, fetch()), once, interval_s, screen=False)
 
 
-def _fetch(http: httpx.Client) -> dict[str, Any]:
-    status: dict[str, Any] = checked(http.get("/workers")).json()
-    return status
-
-
-def _live(http: httpx.Client, url: str, interval_s: float) -> None:
-    with Live(make_view(url, _fetch(http)), auto_refresh=False, screen=False) as live:
+def _show(view: Callable[[], RenderableType], once: bool, interval_s: float, *, screen: bool) -> None:
+    """Print a view once, or show it anew after each interval."""
+    if once or not sys.stdout.isatty():
+        output_console().print(view())
+        return
+    with Live(view(), auto_refresh=False, screen=screen) as live:
         while True:
             time.sleep(interval_s)
-            live.update(make_view(url, _fetch(http)), refresh=True)
+            live.update(view(), refresh=True)
 
 
 def make_view(url: str, status: dict[str, Any]) -> Group:
@@ -125,7 +127,6 @@ def make_table(url: str, status: dict[str, Any]) -> FittedTable:
 
 def _row(worker: dict[str, Any]) -> list[str]:
     total = max(1, worker["total_blocks"])
-    queried = worker["prefix_query_tokens"]
     return [
         worker["id"],
         worker["role"],
@@ -134,7 +135,7 @@ def _row(worker: dict[str, Any]) -> list[str]:
         str(worker["num_waiting"]),
         f"{worker['kv_usage']:.0%} of {worker['total_blocks']}",
         f"{worker['cached_blocks'] / total:.0%}",
-        f"{worker['prefix_hit_tokens'] / queried:.0%}" if queried else "-",
+        _share(worker["prefix_hit_tokens"], worker["prefix_query_tokens"]),
         _transports(worker) or "-",
     ]
 
@@ -181,7 +182,7 @@ def _brought(total: dict[str, float]) -> list[str]:
     accepted = total.get("accepted_tokens", 0)
     return [
         f"{drafts:.0f}",
-        f"{accepted / drafted:.0%}" if drafted else "-",
+        _share(accepted, drafted),
         f"{1 + accepted / drafts:.2f}" if drafts else "-",
     ]
 
@@ -217,17 +218,15 @@ class Snapshot(NamedTuple):
 def show_top(url: str, api_key: str | None, *, once: bool, interval_s: float) -> None:
     """Show frames until Ctrl-C, or one frame with the rates of one interval. Raises `ServerError`."""
     with contextlib.suppress(KeyboardInterrupt), client(url, api_key) as http:
-        before = Snapshot.fetch(http)
+        latest = Snapshot.fetch(http)
+
+        def view() -> RenderableType:
+            nonlocal latest
+            before, latest = latest, Snapshot.fetch(http)
+            return frame(url, before, latest)
+
         time.sleep(interval_s)
-        if once or not sys.stdout.isatty():
-            output_console().print(frame(url, before, Snapshot.fetch(http)))
-            return
-        with Live(auto_refresh=False, screen=True) as live:
-            while True:
-                after = Snapshot.fetch(http)
-                live.update(frame(url, before, after), refresh=True)
-                before = after
-                time.sleep(interval_s)
+        _show(view, once, interval_s, screen=True)
 
 
 def frame(url: str, before: Snapshot, after: Snapshot) -> RenderableType:
@@ -307,15 +306,14 @@ def _drafts(before: Snapshot, after: Snapshot) -> FittedTable:
         earlier = spec_decode_totals(_counters(before, worker_id))
         for method, totals in spec_decode_totals(worker["counters"]).items():
             gained = {name: total - earlier.get(method, {}).get(name, 0.0) for name, total in totals.items()}
-            drafts, accepted = gained.get("drafts", 0.0), gained.get("accepted_tokens", 0.0)
+            drafts = gained.get("drafts", 0.0)
             if drafts < 0:
                 continue  # the worker was restarted
             table.add_row(
                 worker_id,
                 method,
                 f"{drafts / (after.at - before.at):.0f}",
-                _share(accepted, gained.get("draft_tokens", 0.0)),
-                f"{1 + accepted / drafts:.2f}" if drafts else "-",
+                *_brought(gained)[1:],
                 ", ".join(made.get(worker_id, ())) or "-",
             )
     return table
