@@ -154,7 +154,8 @@ def _check_together(config: ServeConfig) -> None:
     if config.api_key_file is not None and not read_key_file(config.api_key_file):
         raise ConfigError(f"--api-key-file: {config.api_key_file} has no key: `tandem key add` makes one")
     worker_ports(config)
-    _check_http_tls(config)
+    if _are_given(config, "tls_cert", "tls_key"):
+        http_tls(config)
     _check_tls(config)
     _check_tiers(config)
     if config.kv_cache_dtype != "auto" and config.kv_wire_dtype != "auto":
@@ -176,11 +177,6 @@ def _check_together(config: ServeConfig) -> None:
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
             f"got {config.max_num_batched_tokens}"
         )
-
-
-def _check_http_tls(config: ServeConfig) -> None:
-    if _are_given(config, "tls_cert", "tls_key"):
-        http_tls(config)
 
 
 def _are_given(config: ServeConfig, *fields: str) -> bool:
