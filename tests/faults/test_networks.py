@@ -30,7 +30,7 @@ CUTS = [
     ("piece begins", "unplugged"),
     ("", "both ways"),
 ]
-"""Where the sender is then, or "" for between two requests, and what is cut."""
+"""The sender is at this point (or "", between two requests) when this way is cut."""
 
 
 @pytest.mark.parametrize(("point", "way"), CUTS)
