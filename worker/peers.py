@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import zmq
 
 from messaging.sockets import bind_router, connect_dealer, give_way, start_authenticator
-from protocol.codec import encode, peer_reply, peer_request
+from protocol.codec import BoundedDecoder, encode, peer_reply, peer_request
 from protocol.errors import ProtocolError
 from protocol.ids import PeerAddress, peer_identity
 from protocol.ports import worker_ports
 from protocol.worker_to_worker import PeerReply, PeerRequest
-from worker.parts import WorkerParts
+from worker.parts import Counters, WorkerParts
 
 log = logging.getLogger(__name__)
 
 IDLE_LINK_S = 60.0
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -36,30 +40,28 @@ class PeerLinks:
         self._poller = poller
         self._links: dict[str, _Link] = {}
 
-    def send(self, peer: PeerAddress, message: PeerRequest) -> None:
+    def send(self, peer: PeerAddress, message: PeerRequest, flags: int = 0) -> None:
         link = self._links.get(peer.incarnation) or self._open(peer)
         link.last_used = time.monotonic()
-        link.socket.send(encode(message))
+        link.socket.send(encode(message), flags)
         give_way()
 
     def offer(self, peer: PeerAddress, message: PeerRequest) -> bool:
         """Send a message that may be lost; return False if the queue to the peer is full."""
-        link = self._links.get(peer.incarnation) or self._open(peer)
-        link.last_used = time.monotonic()
         try:
-            link.socket.send(encode(message), zmq.NOBLOCK)
+            self.send(peer, message, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        give_way()
         return True
 
     def receive(self, events: dict[object, int]) -> list[tuple[PeerAddress, PeerReply]]:
         """Return all replies that have arrived, each with the worker that sent it."""
-        replies: list[tuple[PeerAddress, PeerReply]] = []
-        for link in self._links.values():
-            if link.socket in events:
-                self._drain(link, replies)
-        return replies
+        return [
+            (link.address, reply)
+            for link in self._links.values()
+            if link.socket in events
+            for _, reply in _arrived(link.socket, peer_reply, self._parts.counters, link.address.worker_id)
+        ]
 
     def close_idle(self, now: float, in_use: set[str]) -> None:
         """Close connections to incarnations that are not `in_use` and have not been for a while."""
@@ -84,18 +86,6 @@ class PeerLinks:
         self._poller.unregister(link.socket)
         link.socket.close(linger=500)
 
-    def _drain(self, link: _Link, replies: list[tuple[PeerAddress, PeerReply]]) -> None:
-        while True:
-            try:
-                raw = link.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                replies.append((link.address, peer_reply.decode(raw)))
-            except ProtocolError as error:
-                self._parts.counters.add("dropped_messages_total")
-                log.warning("dropped a reply of %s: %s", link.address.worker_id, error)
-
 
 class PeerSocket:
     """The ROUTER socket: requests come with their sender's identity. Replies to lost peers are dropped."""
@@ -108,17 +98,7 @@ class PeerSocket:
 
     def receive(self) -> list[tuple[bytes, PeerRequest]]:
         """Return all requests that have arrived, without waiting."""
-        requests: list[tuple[bytes, PeerRequest]] = []
-        while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return requests
-            try:
-                requests.append((frames[0], peer_request.decode(frames[-1])))
-            except ProtocolError as error:
-                self._counters.add("dropped_messages_total")
-                log.warning("dropped a request of %r: %s", frames[0], error)
+        return list(_arrived(self.socket, peer_request, self._counters))
 
     def reply(self, identity: bytes, message: PeerReply) -> None:
         self.socket.send_multipart([identity, encode(message)])
@@ -127,3 +107,16 @@ class PeerSocket:
     def close(self) -> None:
         self.socket.close(linger=500)
         self._authenticator.stop()
+
+
+def _arrived(
+    socket: zmq.Socket[bytes], decoder: BoundedDecoder[T], counters: Counters, sender: str = ""
+) -> Iterator[tuple[bytes, T]]:
+    """Yield the messages that have arrived, each with its first frame: its sender's identity at a ROUTER."""
+    while socket.poll(0):
+        frames = socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            yield frames[0], decoder.decode(frames[-1])
+        except ProtocolError as error:
+            counters.add("dropped_messages_total")
+            log.warning("dropped a message of %r: %s", sender or frames[0], error)

@@ -68,10 +68,6 @@ class Proxy:
         """Lead new connections to another target."""
         self._target = target.rpartition(":")
 
-    def drop_all(self) -> None:
-        for sock in list(self._sockets):
-            _reset(sock)
-
     def _start(self, target: object, *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore[arg-type]
         self._threads.append(thread)

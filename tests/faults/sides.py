@@ -205,9 +205,6 @@ class SenderEnd(End):
             checksum=options.checksum,
         )
 
-    def connect(self, peer: PeerAddress) -> str:
-        return self.sender.connect(peer)
-
     def push(
         self,
         peer: PeerAddress,
@@ -251,9 +248,6 @@ class SenderEnd(End):
             for stream in link._streams:
                 if stream._channel is not None:
                     stream._channel.shutdown()
-
-    def transports(self) -> dict[str, str]:
-        return self.sender.transports()
 
     def leave(self, addresses: list[str]) -> list[str]:
         """Wait until no link leads through these closed addresses. Return the links that still do."""
