@@ -47,15 +47,11 @@ def test_each_request_is_in_the_stage_histograms_and_in_the_log(
     blocks = sum(-(-length // 16) for length in LENGTHS)
     moved = serving.metric("tandem_request_kv_transfer_bytes_sum")
     assert moved > 0 and moved % blocks == 0
-    lines = [message for message in caplog.messages if "hand-off" in message]
+    lines = [message for message in caplog.messages if "handoff_s" in message]
     assert len(lines) == len(LENGTHS)
     for line, length in zip(lines, LENGTHS, strict=True):
-        assert f"length, {length} tokens in, 4 out" in line
-        assert re.search(
-            r"queue [\d.]+ ms, prefill [\d.]+ ms, reserve [\d.]+ ms, transfer [\d.]+ ms: \d+ bytes over tcp, "
-            r"exposed [\d.]+ ms, waited [\d.]+ ms, hand-off [\d.]+ ms",
-            line,
-        )
+        assert f"length, prompt_tokens {length}, mode split" in line
+        assert re.search(r"transfer {'transport': 'tcp', 'transferred_bytes': \d+, .*}, tokens 4", line)
 
 
 def test_the_pairs_totals_agree_with_the_requests(serving: HttpServing) -> None:
