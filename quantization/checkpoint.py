@@ -56,17 +56,11 @@ class Unfinished:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self._folder = output / FOLDER
         if (self._folder / _SETTINGS).exists():
-            check_same_run(self._folder, self.noted(_SETTINGS) or {}, settings)
+            begun = json.loads((self._folder / _SETTINGS).read_text(encoding="utf-8"))
+            check_same_run(self._folder, begun, settings)
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.note(_SETTINGS, settings)
-
-    def note(self, name: str, content: Mapping[str, Any]) -> None:
-        _write_json(self._folder / name, content)
-
-    def noted(self, name: str) -> dict[str, Any] | None:
-        path = self._folder / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        _write_json(self._folder / _SETTINGS, settings)
 
     def has(self, index: int) -> bool:
         return self._path(index).exists()

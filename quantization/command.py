@@ -26,8 +26,6 @@ from quantization.preparation import PreparedRun, QuantizeOptions, Recipe, prepa
 from quantization.texts import SHARED_RUN, HeldOut, TextQuality, predict
 from training.data import fast_dtype, load_frozen
 
-_BEFORE = "before.json"
-
 
 def quantize(options: QuantizeOptions, console: Console) -> None:
     """Calibrate, quantize, measure and save. An interrupted run continues after its last finished block.
@@ -43,7 +41,7 @@ def quantize(options: QuantizeOptions, console: Console) -> None:
     unfinished = Unfinished(options.output, _settings(options, recipe, model, windows, text))
     for line in _choices(options, prepared):
         console.print(line)
-    before = _before(unfinished, model, text)
+    before = predict(model, text)
     console.print(
         f"{options.model}: {_describe(recipe)}; {len(job.blocks)} blocks, {windows.numel():,} tokens of "
         f"calibration; before: perplexity {before.perplexity:.4f}, {before.bits_per_byte:.4f} bits per byte"
@@ -176,14 +174,6 @@ def _settings(
 
 def _hash(tokens: Tensor) -> str:
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _before(unfinished: Unfinished, model: PreTrainedModel, text: HeldOut) -> TextQuality:
-    noted = unfinished.noted(_BEFORE)
-    if noted is None:
-        noted = dataclasses.asdict(predict(model, text))
-        unfinished.note(_BEFORE, noted)
-    return TextQuality(**noted)
 
 
 def _command(options: QuantizeOptions, recipe: Recipe, windows: Tensor, text: HeldOut) -> str:
