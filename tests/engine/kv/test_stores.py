@@ -121,7 +121,8 @@ class Machine:
             case _ if self.live:
                 index = self.rng.randrange(len(self.live))
                 if self.rng.random() < 0.05 or not self.step(self.live[index]):
-                    self.live.pop(index).held.free()
+                    held = self.live.pop(index).held
+                    held.free(), held.free()
         self.check_counts()
 
     def a_prompt(self) -> list[int]:
@@ -343,6 +344,21 @@ def test_new_blocks_are_adjacent_if_possible() -> None:
     assert started(blocks, [0] * 160)[0].blocks[0] == list(range(10))
 
 
+def test_the_least_recently_used_blocks_go_first() -> None:
+    """The last block of a sequence goes before its earlier ones."""
+    blocks, other = manager_of(FULL, 5), TOKENS[100:132]
+    for token_ids in (TOKENS[:32], other):
+        published(blocks, token_ids)
+    started(blocks, TOKENS[:33])[0].free()
+    expected = [*block_identities(ROOT, other, BLOCK)][::-1] + IDENTITIES[1::-1]
+    gone: list[bytes] = []
+    while blocks.available:
+        before = [*blocks.tables[0].entries]
+        blocks.take(1)
+        gone += [identity for identity in before if identity not in blocks.tables[0].entries]
+    assert gone == expected and (blocks.num_free, blocks.num_cached) == (0, 0)
+
+
 def test_room_is_taken_in_all_tables_or_in_none() -> None:
     blocks = manager_of(MIXED, 10)
     held, _ = find_prefix(blocks, TOKENS[:10], ROOT)
@@ -352,13 +368,6 @@ def test_room_is_taken_in_all_tables_or_in_none() -> None:
     assert not held.grow(0, 30, spare=2)
     assert held.grow(0, 30, spare=1) and blocks.available == 4
     assert held.extents() == [Extent(0, [0, 1]), Extent(1, [2, 3]), Extent(2, [4, 5])]
-
-
-def test_a_reservation_without_a_prefix_begins_at_the_window_of_its_last_row() -> None:
-    blocks = manager_of(MIXED, 70)
-    reserved = reserve_blocks(blocks, TOKENS[:270], ROOT)
-    assert reserved is not None and reserved[1] == 0
-    assert reserved[0].first_places == [0, WINDOW.first_place(270), SMALL.first_place(270)]
 
 
 def test_blocks_freed_behind_the_window_are_reused_at_the_end() -> None:
@@ -460,17 +469,6 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert (blocks.num_free, blocks.num_cached) == (4, 0)
 
 
-def test_a_position_is_covered_if_every_table_has_its_blocks() -> None:
-    blocks = two_tables(8)
-    log = blocks.watch()
-    published(blocks, TOKENS[:48])
-    log.take()
-    blocks.take(3)  # two are free: one table gives up the last block of the three
-    assert cached_prefix(blocks, TOKENS[:48], ROOT) == 32
-    assert [event.identity for event in log.take()] == [IDENTITIES[2]]
-    assert [event.identity for event in blocks.contents()] == [b"", *IDENTITIES[:2]]
-
-
 def test_a_chain_moves_nothing_and_a_tree_moves_before_its_blocks_are_published() -> None:
     blocks = two_tables(16)
     assert isinstance(blocks.pool, FakePool)
@@ -519,17 +517,6 @@ def test_states_already_continued_from_go_first_and_shared_ones_last() -> None:
 
 
 # --- lower tiers ------------------------------------------------------------------------------------
-
-
-def test_the_lower_tier_loads_blocks_that_all_tables_have_there() -> None:
-    tier = FakeTier([*IDENTITIES[:3], *(table_identity(each, 1) for each in IDENTITIES[:2])])
-    blocks = two_tables(16, tier)
-    found = admit(blocks, TOKENS[:48], ROOT)
-    assert found is not None
-    held, covered = found
-    assert covered == 32 and held.identities == IDENTITIES[:2] and not held.below
-    assert tier.asked == [*IDENTITIES[:2], *(table_identity(each, 1) for each in IDENTITIES[:2])]
-    assert tier.loaded == held.blocks[0][:2] + held.blocks[1][:2] and tier.num_missed == 0
 
 
 def test_loaded_blocks_are_reported_with_their_tokens() -> None:
@@ -643,58 +630,7 @@ def test_a_reservation_searches_again_after_a_loss() -> None:
     assert blocks.available == 60
 
 
-def test_listeners_hear_only_of_the_first_table() -> None:
-    tier = FakeTier([table_identity(IDENTITIES[0], 1)])
-    blocks = manager_of(Kind((None, SMALL), 0, 0), 8, tier)
-    log = blocks.watch()
-    published(blocks, TOKENS[:32])
-    assert [event.identity for event in log.take()] == [b"", *IDENTITIES[:2]]
-    assert [event.identity for event in blocks.contents()] == [b"", *IDENTITIES[:2]]
-    blocks.take(8)
-    assert {event.identity for event in log.take()} == {*IDENTITIES[:2]}
-
-
 # --- blocks from and for other workers --------------------------------------------------------------
-
-
-def sent_by(holding: BlockManager, wanted: Sequence[bytes], first: int = 0) -> tuple[list[int], int, int]:
-    """Return the first places, blocks and states' blocks that a holder sends."""
-    lent = hold_blocks(holding, wanted, first)
-    count = sum(len(extent.blocks) for extent in lent.extents(firsts=lent.first_places)) - len(
-        lent.state_blocks
-    )
-    return lent.first_places, len(lent.identities), count
-
-
-@pytest.mark.parametrize(
-    ("kind", "here", "firsts", "blocks_found", "num_sent"),
-    [
-        (FULL, 70, [0], 8, 8),
-        (ALONE, 0, [8], 12, 4),
-        (MIXED, 70, [0, 4, 4], 8, 8 + 4 + 4),
-        (STATES, 70, [0], 8, 8),
-    ],
-)
-def test_another_worker_sends_the_missing_blocks(
-    kind: Kind, here: int, firsts: list[int], blocks_found: int, num_sent: int
-) -> None:
-    """All blocks after the present ones that the layers read."""
-    asking, holding = manager_of(kind, 70), manager_of(kind, 70)
-    published(asking, TOKENS[:here])
-    published(holding, TOKENS[:200])
-    room = find_room(asking, TOKENS, ROOT)
-    first = here // BLOCK
-    assert room is not None and room.covered == first * BLOCK and room.wanted == IDENTITIES[first:18]
-    assert sent_by(holding, room.wanted, first) == (firsts, blocks_found, num_sent)
-    assert room.num_sent(blocks_found) == num_sent
-    room.keep(blocks_found)
-    assert asking.available == 70
-    held, covered = find_prefix(asking, TOKENS, ROOT)
-    assert covered == 192 and len(held.state_blocks) == kind.state_blocks
-    held.free()
-    again = find_room(asking, TOKENS[:193], ROOT)
-    assert again is not None and not again.wanted
-    again.sequence_blocks.free()
 
 
 @each_kind
@@ -713,16 +649,3 @@ def test_a_full_pool_has_no_room(kind: Kind) -> None:
     assert find_room(blocks, TOKENS, ROOT) is None and blocks.available == 3
     room = find_room(blocks, TOKENS[:8], ROOT)
     assert room is not None and not room.wanted
-
-
-def test_held_blocks_stay_until_they_are_returned() -> None:
-    blocks = manager_of(FULL, 8)
-    published(blocks, TOKENS[:128])
-    held = hold_blocks(blocks, [*IDENTITIES[:3], b"x" * 16, IDENTITIES[3]])
-    assert len(held.blocks[0]) == 3
-    other = SequenceBlocks(blocks, b"o" * 16)
-    other.grow(0, 5 * BLOCK)
-    assert blocks.available == 0
-    assert hold_blocks(blocks, IDENTITIES).blocks[0] == held.blocks[0]
-    held.free()
-    assert blocks.num_blocks - blocks.available == 8
