@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from protocol.outputs import TokenOutput
 from tests.e2e.architectures import write_model
 from tests.engine.devices.test_recurrent import assert_empty, needs_hooks, room_of
 from tests.engine.test_engine import Make, ask, prompt_of, run, tiny_engine, tokens
-from tests.worker.tiny_model import assert_greedy, write_tiny_llama
+from tests.worker.tiny_model import assert_greedy
 
 
 @pytest.fixture(scope="module")
@@ -95,26 +94,6 @@ def test_prompts_that_arrive_together_share_the_first_ones_states(
 
 
 @needs_hooks
-def test_evicted_and_preempted_prompts_get_the_same_tokens(
-    make_engine: Make, reference: PreTrainedModel
-) -> None:
-    roomy = make_engine()
-    room = room_of(roomy, 18 + roomy.pool.state_blocks)
-    asked = Asker(make_engine(kv_cache_memory_bytes=room), reference)
-    rng = random.Random(1)
-    texts = [prompt_of(75, seed) for seed in range(3)]
-    hits = 0
-    for _ in range(12):
-        prompts = [
-            rng.choice(texts)[: rng.randint(20, 75)] + prompt_of(rng.randint(1, 20), rng.random())
-            for _ in range(rng.randint(1, 5))
-        ]
-        hits += asked(*prompts, max_tokens=rng.randint(1, 40))
-    stats = asked.engine.stats()
-    assert stats.num_preemptions > 0 and hits > 0
-
-
-@needs_hooks
 def test_a_hit_fits_if_its_prompt_just_fitted(make_engine: Make, reference: PreTrainedModel) -> None:
     """The state that it continues from makes room for the one that it hands over."""
     roomy = make_engine(max_model_len=128)
@@ -156,37 +135,6 @@ def test_evicted_blocks_return_with_their_state(
     assert again.engine.tiers is not None and again.engine.tiers.num_blocks == 0
     assert [again(prompt) for prompt in prompts] == [96, 48, 96]
     again.engine.close()
-
-
-def chat(engine: Engine, *, chats: int, turns: int) -> float:
-    """Return the hit rate of conversations with one preamble, in turns."""
-    histories = [prompt_of(40) for _ in range(chats)]
-    for turn in range(turns):
-        for index, history in enumerate(histories):
-            history += prompt_of(23 + index, 100 * turn + index + 1)
-            engine.add(ask(f"{turn}-{index}", list(history), 12))
-        outputs = run(engine)
-        for index, history in enumerate(histories):
-            history += tokens(outputs[f"{turn}-{index}"])
-    stats = engine.stats()
-    return stats.prefix_hit_tokens / stats.prefix_query_tokens
-
-
-@needs_hooks
-def test_a_chat_hits_as_often_as_with_full_attention(folder: Path, tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path)
-    rates = [chat(engine_of(model), chats=4, turns=4) for model in (folder, tmp_path)]
-    assert rates[0] >= 0.9 * rates[1] > 0.5
-
-
-@needs_hooks
-@pytest.mark.parametrize(("num_blocks", "least"), [(32, 0.35), (40, 0.6)])
-def test_in_a_small_pool_states_already_continued_from_make_room(
-    folder: Path, num_blocks: int, least: float
-) -> None:
-    """The rates are 0.39 and 0.63, or 0.29 and 0.57 if states are not passed over once used."""
-    room = room_of(engine_of(folder), num_blocks)
-    assert chat(engine_of(folder, kv_cache_memory_bytes=room), chats=4, turns=4) > least
 
 
 @needs_hooks

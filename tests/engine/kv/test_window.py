@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import SLIDING_WINDOW, config_of, write_model
 from tests.engine.test_engine import Make, ask, assert_empty, prompt_of, run, tiny_engine, tokens
 from tests.speculation import scripted
-from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load
+from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, load
 from training.heads.contract import HeadOptions, Target
 from training.heads.eagle import build_eagle3
 
@@ -38,11 +37,6 @@ BOUNDS: dict[str, dict[str, int]] = {
     "mistral": {"num_blocks": 64},
     "gemma3_text": {"num_blocks": 120, "max_model_len": 400},
 }
-TIGHT: dict[str, dict[str, int]] = {
-    "mistral": {"num_blocks": 19},
-    "gemma3_text": {"num_blocks": 54, "max_model_len": 290},
-}
-"""Room for little more than one sequence."""
 
 
 @pytest.fixture(scope="module", params=BLOCK_BYTES)
@@ -69,8 +63,7 @@ def make_engine(kind: str, folder: Path) -> Make:
         bounds: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6, "compile": compile}
         bounds |= BOUNDS[kind] | options
         room = bounds.pop("num_blocks") * BLOCK_BYTES[kind]
-        host_room = bounds.pop("host_blocks", 0) * BLOCK_BYTES[kind] / 2**30
-        return tiny_engine(folder, kv_cache_memory_bytes=room, kv_offloading_size=host_room, **bounds)
+        return tiny_engine(folder, kv_cache_memory_bytes=room, **bounds)
 
     return make
 
@@ -175,78 +168,13 @@ def test_a_pool_need_not_hold_a_whole_sequence(make_engine: Make, reference: Pre
     assert_empty(engine)
 
 
-def test_a_prefix_ends_where_any_table_lacks_blocks(
-    make_engine: Make, reference: PreTrainedModel, kind: str
-) -> None:
-    """Blocks before a window are evicted first."""
-    engine = make_engine(num_blocks={"mistral": 17, "gemma3_text": 60}[kind])
-    prompt, other = prompt_of(350), prompt_of(64, 2)
-    engine.add(ask("first", prompt, 20))
-    conversation = prompt + tokens(run(engine)["first"]) + prompt_of(7, 1)
-    asked = [(conversation, 368), (prompt[:40], 0), (prompt, 336), (other, 0), (other, 63)]
-    for text, found in asked:
-        engine.add(ask("again", text))
-        outputs = run(engine)["again"]
-        assert cached(outputs) == found and tokens(outputs) == greedy(reference, text, 8)
-    assert_empty(engine)
-
-
-@pytest.mark.parametrize("has_host", [False, True])
-def test_evicted_and_preempted_prompts_get_the_same_tokens(
-    make_engine: Make, reference: PreTrainedModel, kind: str, has_host: bool
-) -> None:
-    """Three to six requests at once, whose prompts begin alike: they evict and preempt each other."""
-    turns, max_tokens, host_blocks = (4, 60, 40) if kind == "mistral" else (3, 30, 150)
-    engine = make_engine(**TIGHT[kind], host_blocks=host_blocks * has_host)
-    rng = random.Random(2)
-    texts = [prompt_of(220, seed) for seed in range(3)]
-    for turn in range(turns):
-        prompts = {
-            f"{turn}-{index}": rng.choice(texts)[: rng.choice([10, 30, rng.randint(100, 220)])]
-            + prompt_of(rng.randint(1, 20), turn)
-            for index in range(rng.randint(3, 6))
-        }
-        for name, prompt in prompts.items():
-            engine.add(ask(name, prompt, max_tokens))
-        outputs = run(engine)
-        for name, prompt in prompts.items():
-            assert_greedy(reference, prompt, tokens(outputs[name]), max_tokens)
-        assert_empty(engine)
-    stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
-    assert engine.tiers is None or engine.tiers.counters.hit_blocks > 0
-    engine.close()
-
-
-def test_a_prompt_returns_from_the_disk(
-    make_engine: Make, reference: PreTrainedModel, kind: str, tmp_path: Path
-) -> None:
-    """Earlier prompts displaced it from an earlier engine's pool and host memory."""
-    host_blocks, disk_blocks = (32, 200) if kind == "mistral" else (96, 600)
-    disk = {"kv_disk_path": str(tmp_path), "kv_disk_size": disk_blocks * BLOCK_BYTES[kind] / 2**30}
-    before, prompt = make_engine(**TIGHT[kind], host_blocks=host_blocks, **disk), prompt_of(250)
-    for index in range(4):
-        before.add(ask("r", prompt if index == 0 else prompt_of(200, index)))
-        run(before)
-    before.close()
-    after = make_engine(**TIGHT[kind], host_blocks=host_blocks, **disk)
-    after.add(ask("r", prompt))
-    outputs = run(after)["r"]
-    assert cached(outputs) == 240 and tokens(outputs) == greedy(reference, prompt, 8)
-    assert after.tiers is not None
-    counters = after.tiers.totals()
-    after.close()
-    needed = sum(15 - (0 if window is None else window.first_place(240)) for window in WINDOWS[kind])
-    assert counters["kv_host_hit_blocks_total"] == counters["kv_disk_hit_blocks_total"] == needed
-
-
 @pytest.mark.parametrize("num_found", [0, 150, 250])
 def test_a_hand_off_moves_only_the_windows(
     make_engine: Make, reference: PreTrainedModel, kind: str, num_found: int
 ) -> None:
     """Blocks of full layers at the decode worker count, even if it lacks a window."""
     prompt = prompt_of(250)
-    prefill, decode = make_engine(**TIGHT[kind]), make_engine(num_blocks=60)
+    prefill, decode = make_engine(), make_engine(num_blocks=60)
     if num_found:
         decode.add(ask("before", prompt[:num_found]))
         run(decode)
