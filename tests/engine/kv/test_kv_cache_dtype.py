@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator
-from tests.engine.kv.test_tiers_engine import written
 from tests.engine.test_engine import Make, prompt_of, run, tokens
 
 NUM_TOKENS = 24
@@ -28,24 +27,15 @@ ALLOWED = [5, 6, 7, 8]
 
 
 @pytest.fixture
-def make_engine(folder: Path) -> Iterator[Make]:
-    engines: list[Engine] = []
+def make_engine(folder: Path) -> Make:
+    bounds = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20} | bounds
 
     def make(**options: Any) -> Engine:
-        settings: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "max_model_len": 256,
-            "max_num_batched_tokens": 64,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 1 << 20,
-        }
         config = ServeConfig(model=str(folder), device="cpu", **(settings | options))
-        engines.append(Engine(config, speculate=BatchSpeculator))
-        return engines[-1]
+        return Engine(config, speculate=BatchSpeculator)
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def ask(index: int, given: Sequence[int] = ()) -> EngineRequest:
@@ -66,15 +56,6 @@ def alone(engine: Engine, index: int, given: Sequence[int] = ()) -> tuple[list[i
     engine.add(ask(index, given))
     outputs = run(engine)[f"r{index}"]
     return tokens(outputs), outputs[0].cached_tokens or 0
-
-
-def settled(engine: Engine, index: int) -> tuple[list[int], int]:
-    """Return the same as `alone`, then wait until evicted blocks are on the disk, so that later hits do not
-    depend on its speed.
-    """
-    answer = alone(engine, index)
-    written(engine)
-    return answer
 
 
 @CODED
@@ -109,31 +90,6 @@ def test_tokens_do_not_depend_on_the_drafts(make_engine: Make, folder: Path, kv_
         assert {info.name: info.quantization for info in drafting.pool.segments}.get(
             "draft", "none"
         ) == "none"
-
-
-@CODED
-def test_blocks_come_back_from_host_and_disk(make_engine: Make, tmp_path: Path, kv_cache_dtype: str) -> None:
-    block_bytes = make_engine(kv_cache_dtype=kv_cache_dtype).pool.memory.shape[1]
-    tight = {
-        "kv_cache_dtype": kv_cache_dtype,
-        "kv_cache_memory_bytes": 20 * block_bytes,
-        "kv_offloading_size": 16 * block_bytes / 2**30,
-        "kv_disk_path": str(tmp_path),
-        "kv_disk_size": 1 / 1024,
-    }
-    engine = make_engine(**tight)
-    expected = [settled(engine, index)[0] for index in range(len(PROMPTS))]
-    assert [settled(engine, index) for index in range(len(PROMPTS))] == [
-        (expected[0], 192),
-        (expected[1], 32),
-        (expected[2], 63),
-        (expected[3], 80),
-    ]
-    engine.close()
-    again = make_engine(**tight)
-    found = [alone(again, index) for index in range(len(PROMPTS))]
-    assert [tokens for tokens, _ in found] == expected
-    assert sum(cached for _, cached in found) > 100  # from the earlier worker's blocks on the disk
 
 
 @CODED

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.kv.layout import DRAFT, TARGET, Group, LayerPlace, LayerShape, PoolLayout, Segment
 from engine.kv.pool import KVPool, pool_blocks
-from engine.kv.tiers.host import HostMemory
 from protocol.config import ServeConfig
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
@@ -130,17 +129,6 @@ def test_copied_blocks_are_whole(pool: KVPool) -> None:
         assert torch.equal(pool.segment(name), old)
 
 
-def test_the_host_tier_keeps_both_segments(pool: KVPool) -> None:
-    before = {name: pool.segment(name)[2].clone() for name in NAMES}
-    memory = HostMemory(pool.memory, 2)
-    memory.save(2, 1)
-    pool.memory[2].zero_()
-    memory.load(1, 11)
-    for name, old in before.items():
-        assert torch.equal(pool.segment(name)[11], old)
-        assert not pool.segment(name)[2].any()
-
-
 GIB = 2**30
 PER_TOKEN = Segment(8, 4, 32, torch.bfloat16)
 """4 KiB of KV per token."""
@@ -152,24 +140,10 @@ def blocks_for(device: str = "cpu", max_model_len: int = 1024, kept_free: int = 
     return pool_blocks(config, layout, torch.device(device), max_model_len, kept_free=kept_free)
 
 
-def test_two_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has 16 GiB of weights and nine twentieths of 80 GiB, whichever starts first."""
-    others = 0
-    pools = []
-    for _ in range(2):
-        own = 16 * GIB
-        free = 80 * GIB - others - own
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, own=own: own)
-        pools.append(blocks_for("cuda", gpu_memory_utilization=0.45) * 16 * 4096)
-        others += own + pools[-1]
-    assert pools[0] == pools[1] == 20 * GIB
-
-
 @pytest.mark.parametrize(
     ("free", "reserved", "utilization", "kept_free", "expected"),
-    [(5, 16, 0.9, 0, 5), (60, 10, 0.5, 2, 28)],
-    ids=["no more than is free", "room for steps stays"],
+    [(5, 16, 0.9, 0, 5), (60, 10, 0.5, 2, 28), (28, 16, 0.45, 0, 20)],
+    ids=["no more than is free", "room for steps stays", "another worker has its share"],
 )
 def test_a_gpu_pool(
     free: int,

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.kv.tiers import slot_file
-from engine.kv.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile, check_free_space, claim_folder
+from engine.kv.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile, claim_folder
 from protocol.errors import ConfigError
 from tests.engine.tiers_parts import check_blocks, content_of, identity_of, open_file, write_blocks
 
@@ -168,17 +167,6 @@ def test_a_flipped_bit_is_detected_and_a_truncation_is_counted(tmp_path: Path) -
             check_blocks(damaged)
 
 
-def test_a_flipped_bit_in_an_entry_drops_the_block(tmp_path: Path) -> None:
-    write_eight(tmp_path)
-    index = tmp_path / "worker-0" / "index"
-    for slot in range(8):
-        raw = bytearray(index.read_bytes())
-        raw[ENTRY_BYTES * (slot + 1) + 7 * slot] ^= 1  # from the magic to the checksum
-        index.write_bytes(raw)
-    with opened(tmp_path) as damaged:
-        assert (damaged.stored, damaged.num_corrupt) == ([], 8)
-
-
 def test_a_process_killed_during_a_write_leaves_only_whole_blocks(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -221,27 +209,6 @@ def test_one_process_claims_two_folders_and_releases_them(tmp_path: Path) -> Non
         fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_slot_is_empty_while_its_block_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the process dies meanwhile, the old entry must not name the new block's bytes."""
-    with opened(tmp_path, 4) as file:
-        write_blocks(file, range(2))
-        write_all = slot_file._write_all
-
-        def die_in_the_block(fd: int, data: memoryview, offset: int) -> None:
-            if len(data) == BLOCK_BYTES:
-                write_all(fd, data[: BLOCK_BYTES // 2], offset)
-                raise OSError("no more")
-            write_all(fd, data, offset)
-
-        monkeypatch.setattr(slot_file, "_write_all", die_in_the_block)
-        with pytest.raises(OSError, match="no more"):
-            file.write(0, identity_of(7), 7, memoryview(content_of(identity_of(7), BLOCK_BYTES)))
-        monkeypatch.undo()
-    with opened(tmp_path, 4) as again:
-        assert [stored.identity for stored in again.stored] == [identity_of(1)]
-        assert check_blocks(again) == 1
-
-
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     """Another user who made it first could put blocks into it."""
     claim_folder(tmp_path).release()
@@ -262,15 +229,6 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, name: str, how: str) 
         file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises((ConfigError, PermissionError), match=f"{name} .*(mode 666|is a symbolic link)"):
         open_file(tmp_path, BLOCK_BYTES, 8)
-
-
-def test_an_unusable_folder_names_the_flag(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--kv-disk-path: cannot use"):
-        claim_folder(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"--kv-disk-size: .* GiB are asked for"):
-        check_free_space(tmp_path, 2**60)
-    check_free_space(tmp_path, 1)
 
 
 def on_small_disk(folder: Path, size: str, commands: str) -> subprocess.CompletedProcess[str]:
