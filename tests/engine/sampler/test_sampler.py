@@ -89,27 +89,6 @@ def test_a_mixed_batch_equals_the_plain_definition(vocab_size, spread, dtype):
         assert got.failed_rows == []
 
 
-@pytest.mark.parametrize("name", PARAMS)
-def test_a_uniform_batch_equals_the_plain_definition(name):
-    """Equal rows take shortcuts that a mixed batch does not."""
-    torch.manual_seed(1)
-    vocab_size = 3000
-    rows = [make_row(str(i), range(1, i + 2), range(2, 2 + i % 4), seed=-i, **PARAMS[name]) for i in range(8)]
-    logits = 4 * torch.randn(len(rows), vocab_size)
-    expected = [reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)]
-    assert Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids == expected
-
-
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_a_large_flat_vocabulary_is_searched_in_pieces(spread):
-    torch.manual_seed(2)
-    vocab_size = 70_001
-    logits = spread * torch.randn(4, vocab_size)
-    rows = [make_row(str(i), seed=i, **p) for i, p in enumerate([{}, {"top_p": 0.99}, {"min_p": 0.01}, {}])]
-    expected = [reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)]
-    assert Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids == expected
-
-
 @pytest.mark.parametrize("params", [{}, {"min_p": 1e-12}, {"top_p": 1 - 1e-9}, {"top_k": 5999}])
 def test_many_unlikely_tokens_beat_a_likely_one_together(params):
     """Each is 12 nats down, so only the greatest noise makes one of them win."""
@@ -129,14 +108,6 @@ def test_the_callers_logits_are_not_changed(params):
     before = logits.clone()
     Sampler(50, "cpu", EOS).sample(logits, [make_row("a", **params), make_row("b", **params)])
     assert torch.equal(logits, before)
-
-
-def test_logits_may_be_a_slice_of_a_larger_tensor():
-    torch.manual_seed(0)
-    wide = torch.randn(8, 100)
-    rows = [make_row("a", seed=3), make_row("b", temperature=0.0)]
-    sliced = Sampler(50, "cpu", EOS).sample(wide[::4, :50], rows)
-    assert sliced.token_ids == Sampler(50, "cpu", EOS).sample(wide[::4, :50].contiguous(), rows).token_ids
 
 
 def test_no_rows_give_no_tokens():
