@@ -94,21 +94,6 @@ def test_a_long_prompt_runs_in_chunks(make_engine: Make, reference: PreTrainedMo
     assert_empty(engine)
 
 
-def test_a_block_aligned_prompt_is_found_whole(make_engine: Make, reference: PreTrainedModel) -> None:
-    engine = make_engine()
-    prompt = prompt_of(48)
-    engine.add(ask("first", prompt))
-    run(engine)
-    engine.add(ask("again", prompt))
-    first_step = engine.step()
-    assert first_step.num_tokens == 1  # only the last token, into a copy of the cached block
-    assert first_step.outputs[0].cached_tokens == 47
-    assert tokens(first_step.outputs + run(engine)["again"]) == greedy(reference, prompt, 8)
-    engine.add(ask("third", prompt))
-    assert tokens(run(engine)["third"]) == greedy(reference, prompt, 8)
-    assert_empty(engine)
-
-
 def test_equal_prompts_are_computed_once(make_engine: Make, reference: PreTrainedModel) -> None:
     engine = make_engine()
     prompt = prompt_of(150)
@@ -408,15 +393,6 @@ def test_a_request_may_fill_the_context_and_no_more(make_engine: Make) -> None:
         engine.add(ask("too long", prompt_of(MAX_LEN - 8), 9))
 
 
-def test_a_reservation_without_room(make_engine: Make) -> None:
-    engine = make_engine(num_blocks=17)
-    first = engine.reserve(ask("a", prompt_of(200)))
-    assert first is not None
-    assert engine.reserve(ask("b", prompt_of(200, 1))) is None
-    first.sequence_blocks.free()
-    assert engine.reserve(ask("b", prompt_of(200, 1))) is not None
-
-
 def test_prompt_logprobs_across_chunks(make_engine: Make, reference: PreTrainedModel) -> None:
     prompt = prompt_of(100)
     engine = make_engine()
@@ -473,29 +449,6 @@ def test_a_request_without_a_possible_token_fails_alone(
     assert [output.error_kind for output in outputs["impossible"]] == ["internal"]
     assert tokens(outputs["fine"]) == greedy(reference, prompt_of(20), 8)
     assert_empty(engine)
-
-
-@pytest.mark.timeout(600)
-def test_compiled_forward_gives_the_same_tokens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model has one layer, since compiling takes four CPU seconds for each."""
-    caplog.set_level("INFO", "tandem.engine")
-    monkeypatch.setattr(phases, "SLOW_S", 0.0)
-    write_tiny_llama(tmp_path, num_layers=1)
-    reference = load(tmp_path)
-    engine = tiny_engine(
-        tmp_path, max_model_len=MAX_LEN, kv_cache_memory_bytes=64 * BLOCK_BYTES, compile="on"
-    )
-    assert engine.start_up["forward"].startswith("torch.compile")
-    expected, took = (text for text in caplog.messages if text.startswith("compiling the model"))
-    assert "takes about 13 s of CPU time for its 1 layers" in expected and " took " in took
-    prompts = [prompt_of(length, length) for length in (1, 5, 33, 150)]
-    for index, prompt in enumerate(prompts):
-        engine.add(ask(str(index), prompt))
-    outputs = run(engine)
-    for index, prompt in enumerate(prompts):
-        assert tokens(outputs[str(index)]) == greedy(reference, prompt, 8)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -108,14 +108,14 @@ def test_a_compiled_forward_adds_adapters(tmp_path: Path) -> None:
     write_adapter(tmp_path, tmp_path / "other", 2, targets=("q_proj", "v_proj", "down_proj"))
     engine = make_engine(tmp_path, compile="on")
     assert engine.start_up["forward"].startswith("torch.compile")
-    prompt = prompt_of(20)
-    for adapter in ("", *SCALES):
-        engine.add(ask(adapter or "base", prompt, adapter=named(engine, adapter)))
+    prompts = {"": prompt_of(150), "one": prompt_of(1), "other": prompt_of(33)}
+    for adapter, prompt in prompts.items():
+        engine.add(ask(adapter, prompt, adapter=named(engine, adapter)))
     outputs = run(engine)
-    assert tokens(outputs["base"]) == greedy(load(tmp_path), prompt, 8)
+    assert tokens(outputs[""]) == greedy(load(tmp_path), prompts[""], 8)
     for adapter in SCALES:
         merged = merge(load(tmp_path), tmp_path / adapter, SCALES["one"])
-        assert tokens(outputs[adapter]) == greedy(merged, prompt, 8)
+        assert tokens(outputs[adapter]) == greedy(merged, prompts[adapter], 8)
 
 
 def logits_of(engine: Engine, batch: list[SequenceRows]) -> list[Tensor]:

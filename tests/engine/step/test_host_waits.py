@@ -24,7 +24,6 @@ from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.experts import tile_experts
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel, RecurrentLayers
-from engine.devices.step_runner import Forward
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.recurrent_hooks import hook
 from engine.devices.torch.runner import Modules, TorchRunner
@@ -313,33 +312,6 @@ def test_a_step_with_adapters_is_one_launch(
     runner.run(Step(decode, [0, 1]), late_tokens().fill)
     assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
     assert not gpu.waits, "\n".join(gpu.waits)
-
-
-def test_launches_of_64_decode_rows_in_36_layers(gpu: AbsentGpu) -> None:
-    rows = [SequenceRows([5], 1000, [[1] * 63])] * 64
-    backend = TritonBackend(pool_of(36).layers(TARGET))
-    runner = runner_of(CudaDecoder(describe(qwen3(36)), backend, 1024), backend)
-    runner.run(Step(rows, range(64)))
-    gpu.clear()
-    runner.run(Step(rows, range(64)))
-    assert gpu.launches["attend"] == gpu.launches["merge"] == gpu.launches["rotate"] == 36
-    assert gpu.launches["add_norm"] == 2 * 36 + 1
-    assert gpu.launches["linear"] == 4 * 36 + 1
-    assert sum(gpu.launches.values()) == 10 * 36 + 5, gpu.launches
-
-
-@pytest.mark.parametrize(("modules", "num_layers"), [(False, 36), (True, LAYERS)])
-def test_a_captured_step_is_one_launch(gpu: AbsentGpu, modules: bool, num_layers: int) -> None:
-    backend, graphs = TritonBackend(pool_of(num_layers).layers(TARGET)), CountedGraphs(gpu)
-    buckets = Buckets([16, 64], [1], [64], trees=False)
-    model = qwen3(num_layers)
-    decoder: Forward = Modules(model, backend) if modules else CudaDecoder(describe(model), backend, 1024)
-    runner = CudaRunner(decoder, backend, GPU, "", buckets, graphs)
-    assert runner.choice == f"{decoder.name}, eager"
-    runner.warm_up()
-    assert runner.choice == f"{decoder.name}, 2 graphs"
-    check_run(gpu, runner, [SequenceRows([5], 1000, [[1] * 63])] * 60, 60)
-    assert gpu.launches == {"graph": 1}
 
 
 def test_the_next_step_is_launched_before_anyone_waits_for_the_last(gpu: AbsentGpu) -> None:
