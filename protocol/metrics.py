@@ -1,5 +1,4 @@
-"""The only declaration of each metric. `/metrics` exposes them, and `python -m protocol.metrics` writes
-`docs/metrics.md`.
+"""The only declaration of each metric. `/metrics` exposes them, `docs/metrics.md` lists them.
 
 Names follow vLLM's where vLLM has the metric, and get the prefix `tandem_` on `/metrics`. Names contain the
 unit: seconds or bytes. Workers report metrics with each heartbeat, as `name` or `name{label="value"}`;
@@ -9,7 +8,6 @@ undeclared metrics are dropped.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -347,47 +345,3 @@ def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] |
     if len(labels) != len(metric.labels) or set(values) != set(metric.labels):
         return None
     return metric, [values[name] for name in metric.labels]
-
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "metrics.md"
-_HEAD = """\
-# Metrics
-
-All metrics of `/metrics`. This file is generated from [protocol/metrics.py](../protocol/metrics.py) by
-`python -m protocol.metrics` (checked by
-`tests/router/observe/test_metrics_declared.py::test_the_document_is_up_to_date`). Times are in seconds, sizes
-in bytes. Counters start at 0 with their process.
-"""
-_GROUPS = {
-    "The router": ("All have the label `model_name`.", ROUTER),
-    "Workers": (
-        "All have the labels `worker`, `role` and `model_name`. A lost worker has no samples.",
-        (*WORKER, *REPORTED),
-    ),
-    "Pairs of workers": (
-        "KV transfer from `worker` to `peer`. All have the labels `worker`, `role`, `model_name`, `peer` and "
-        "`transport`. A pair has no samples once one of its workers is lost.",
-        (*PAIR_STATE, *PAIR_COUNTERS),
-    ),
-}
-
-
-def document() -> str:
-    """Return the text of `docs/metrics.md`."""
-    lines = [_HEAD]
-    for title, (about, metrics) in _GROUPS.items():
-        lines += [
-            f"## {title}\n",
-            f"{about}\n",
-            "| metric | type | labels | meaning |",
-            "|---|---|---|---|",
-        ]
-        for metric in metrics:
-            labels = ", ".join(f"`{label}`" for label in metric.labels)
-            lines.append(f"| `{PREFIX}{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(document())

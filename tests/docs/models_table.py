@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import transformers
@@ -35,14 +36,20 @@ def row(model_type: str, found: Verdict) -> str:
     return f"| `{model_type}` | {emphasis}`{name}`{emphasis} | {forward}{kept} | {same_bits} |"
 
 
+def with_rows(text: str, heading: str, rows: Iterable[str]) -> str:
+    """Return a page's text with other rows in the table below a heading."""
+    table = re.compile(rf"(^## {heading}$.*?^\|---[^\n]*\n)(?:\|[^\n]*\n)*", re.DOTALL | re.MULTILINE)
+    lines = "".join(f"{row}\n" for row in rows)
+    return table.sub(lambda match: match[1] + lines, text, count=1)
+
+
 def document(text: str, verdicts: dict[str, Verdict]) -> str:
     """Return the page's text with the verdicts of all types. Raises `KeyError` for one without a table."""
-    rows: dict[str, str] = dict.fromkeys(SECTIONS.values(), "")
+    rows: dict[str, list[str]] = {heading: [] for heading in SECTIONS.values()}
     for model_type, found in verdicts.items():
-        rows[SECTIONS[found.kind]] += row(model_type, found) + "\n"
+        rows[SECTIONS[found.kind]].append(row(model_type, found))
     for heading, lines in rows.items():
-        table = re.compile(rf"(^## {heading}$.*?^\|---[^\n]*\n)(?:\|[^\n]*\n)*", re.DOTALL | re.MULTILINE)
-        text = table.sub(lambda match, lines=lines: match[1] + lines, text, count=1)
+        text = with_rows(text, heading, lines)
     return re.sub(r"(?<=with Transformers )[\d.]+(?=;)", transformers.__version__, text)
 
 

@@ -208,6 +208,13 @@ def side(closing: Closing, kind: type, tls: str, seed: int) -> Process:
     return closing(Process(kind, tls, num_blocks=NUM_BLOCKS, block_bytes=BIG, seed=seed))
 
 
+def begin_and_wait_until_moving(receiver: Process) -> None:
+    """Read again and again. Return once something has arrived."""
+    before = receiver.ask("first_bytes")
+    receiver.ask("begin", EVERYTHING, True)
+    wait_until(lambda: receiver.ask("first_bytes") != before)
+
+
 def wait_until_over(receiver: Process) -> None:
     wait_until(lambda: not receiver.ask("num_orphaned_reads"), WAIT_S, "the read's end")
 
@@ -224,6 +231,30 @@ def read_from_frozen(closing: Closing, read_s: float) -> tuple[Process, Process]
     assert receiver.ask("num_orphaned_reads") == 1
     assert receiver.ask("close_gate") is False
     return sender, receiver
+
+
+@pytest.mark.parametrize(("tls", "deaths"), [("tcp", 1), ("cma,tcp", 2)])
+def test_a_killed_senders_successor_works(closing: Closing, tls: str, deaths: int) -> None:
+    """NIXL forgets a dead peer, so its prepared lists dangle; other systems' decode workers crash here."""
+    receiver = side(closing, Receiver, tls, 2)
+    for seed in range(3, 3 + deaths):
+        sender = side(closing, Sender, tls, seed)
+        join(sender, receiver, NUM_BLOCKS, 10)
+        begin_and_wait_until_moving(receiver)
+        sender.signal(signal.SIGKILL)
+        killed = time.monotonic()
+        outcome, _ = receiver.ask("end")
+        assert isinstance(outcome, OSError), outcome
+        assert time.monotonic() - killed < 12
+        with pytest.raises(OSError):
+            receiver.ask("read", EVERYTHING)
+        wait_until_over(receiver)
+        receiver.ask("close_reader")
+        sender.close()
+    sender = side(closing, Sender, tls, 6)
+    join(sender, receiver, NUM_BLOCKS)
+    assert receiver.ask("read", EVERYTHING) is True
+    assert receiver.ask("digest") == sender.ask("digest")
 
 
 def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing) -> None:

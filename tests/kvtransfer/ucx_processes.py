@@ -96,6 +96,9 @@ class Side:
     def digest(self) -> str:
         return digest(self.pool.buffer)
 
+    def first_bytes(self) -> bytes:
+        return bytes(self.pool.buffer[:32])
+
     def cpu_seconds(self) -> float:
         return time.process_time()
 

@@ -14,27 +14,27 @@ from engine.kv.tiers.host import HostCounters
 from kvtransfer.pairs import Pairs
 from protocol.config import ServeConfig
 from protocol.metrics import (
-    DOCUMENT,
     PAIR_COUNTERS,
     PAIR_STATE,
     REPORTED,
     ROUTER,
     VLLM,
     WORKER,
-    document,
     reported,
 )
 from protocol.roles import ROLES
 from protocol.worker_to_router import WorkerState
 from router.observe.metrics import ServerTotals
 from speculation.account import Account
+from tests.docs.metrics_table import DOCUMENT, document
 from worker.parts import Counters
 
 BY_NAME = {metric.name: metric for metric in REPORTED}
 
 
 def test_the_document_is_up_to_date():
-    assert DOCUMENT.read_text() == document(), "run: python -m protocol.metrics"
+    text = DOCUMENT.read_text()
+    assert document(text) == text, "run: python -m tests.docs.metrics_table"
 
 
 def test_the_router_counts_only_what_is_declared():
