@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.engine import Engine
 from tests.engine.quick_starts import quick_starts  # noqa: F401
+from tests.speculation import eagle_files
 from tests.speculation.dflash_files import dflash
 from tests.speculation.methods import ALLOWED, ROOMY, SAMPLING, Given, requests
 from tests.speculation.mtp_files import write_head
@@ -41,6 +43,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def target(pair: tuple[Path, Path]) -> Path:
     return pair[0]
+
+
+@pytest.fixture(scope="session")
+def deep_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the folder of a model of eight layers, for which heads are published."""
+    folder = tmp_path_factory.mktemp("deep")
+    eagle_files.write_target(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def deep_model(deep_target: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(deep_target, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")

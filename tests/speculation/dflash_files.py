@@ -138,8 +138,8 @@ class PlainBlock:
         ids = torch.arange(DRAFT_VOCAB) + weights["d2t"]
         return logits.index_copy(1, ids, linear(normed, weights["lm_head.weight"]))
 
-    def draft(self, token_ids: list[int], count: int, first: int = 0) -> list[int]:
-        return self.logits(token_ids, count, first).argmax(-1).tolist()
+    def draft(self, token_ids: list[int], count: int) -> list[int]:
+        return self.logits(token_ids, count).argmax(-1).tolist()
 
     def _context(self, token_ids: list[int]) -> Tensor:
         known = tuple(token_ids)

@@ -70,19 +70,23 @@ class Watched:
             speculative_config=speculative,
         )
         self.engine = Engine(replace(config, **options), speculate=BatchSpeculator)
-        self.engine.pool.segment("draft").fill_(1e3)  # unwritten KV must never be read
         speculator = self.engine._speculator
         assert isinstance(speculator, BatchSpeculator)
         self.target = speculator._loaded
         drafter: Any = speculator._drafters[method]
         self.drafter = drafter
+        if drafter.kv_group is not None:
+            self.engine.pool.segment("draft").fill_(1e3)  # unwritten KV must never be read
         self._propose = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]
 
     def propose(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Draft | None]:
         drafts = self._propose(sequences, counts)
         for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            assert draft is not None and 0 < len(draft.token_ids) <= counts[index]
+            if draft is None:
+                assert self.drafter.kv_group is None, "only a last hidden state may be unknown"
+                continue
+            assert 0 < len(draft.token_ids) <= counts[index]
             self.trees.append(draft)
             self.drafts.append((sequence.request_id, list(sequence.token_ids), draft.token_ids))
             if self.correct is not None:
@@ -110,6 +114,12 @@ class Watched:
                 assert output.finish_reason != "error", output.error
                 outputs.setdefault(output.request_id, []).extend(output.token_ids)
         return outputs
+
+    def assert_drafts(self, draft: Callable[[list[int], int], list[int]]) -> None:
+        """Compare all drafts with what `draft` makes of the committed tokens and a number of tokens."""
+        assert self.drafts
+        for request_id, token_ids, drafted in self.drafts:
+            assert drafted == draft(token_ids, len(drafted)), f"{request_id} after {len(token_ids)} tokens"
 
     def hand_over(
         self, decode: Watched, prompt: list[int], max_tokens: int, uncomputed: int = 0

@@ -41,15 +41,19 @@ class PlainHead:
         return linear(joined, self.weights["fc.weight"]) if "fc.weight" in self.weights else joined
 
     @torch.no_grad()
-    def logits(self, token_ids: list[int], drafted: list[int], first_row: int = 0) -> Tensor:
+    def logits(
+        self, token_ids: list[int], drafted: list[int], first_row: int = 0, lost: int | None = None
+    ) -> Tensor:
         """Return the logits after the last of `drafted`, in the target's vocabulary: [vocab_size].
 
-        Rows before `first_row` are ignored.
+        Rows before `first_row` are ignored, and the hidden state before the place `lost` is zeros.
         """
         known = tuple(token_ids[:-1])
         if known not in self._features:
             self._features[known] = self.features(token_ids[:-1])
         hidden = self._features[known]
+        if lost is not None:
+            hidden = hidden.index_fill(0, torch.tensor(lost - 1), 0)
         everything = token_ids + drafted
         while True:
             output = self._layer(everything[1 : len(hidden) + 1], hidden, first_row)
@@ -58,10 +62,10 @@ class PlainHead:
                 return self._score(scored)
             hidden = torch.cat([hidden, fed_back[None]])
 
-    def draft(self, token_ids: list[int], count: int, first_row: int = 0) -> list[int]:
+    def draft(self, token_ids: list[int], count: int) -> list[int]:
         drafted: list[int] = []
         while len(drafted) < count:
-            drafted.append(int(self.logits(token_ids, drafted, first_row).argmax()))
+            drafted.append(int(self.logits(token_ids, drafted).argmax()))
         return drafted
 
     def _layer(self, tokens: list[int], hidden: Tensor, first_row: int) -> Tensor:

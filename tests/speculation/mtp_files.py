@@ -287,16 +287,22 @@ def make_head(
     return layer.eval(), tensors
 
 
-def write_head(target: Path, folder: Path) -> Path:
+def publish_beside(target: PreTrainedModel, folder: Path, norm_offset: float = 0.0) -> Published:
     """Write a random head for any model into a folder of its own, as the library Speculators does."""
-    config = AutoConfig.from_pretrained(target)
+    config = AutoConfig.from_pretrained(target.config._name_or_path)
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         config.layer_types = ["full_attention"]
-    _, tensors = make_head(replace(SPECULATORS, norm_offset=1.0), config)
-    folder.mkdir()
+    family = replace(SPECULATORS, norm_offset=norm_offset)
+    layer, tensors = make_head(family, config)
+    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({"speculators_model_type": "mtp"}))
+    return Published(family, target, [layer], tensors)
+
+
+def write_head(target: Path, folder: Path) -> Path:
+    publish_beside(AutoModelForCausalLM.from_pretrained(target), folder, norm_offset=1.0)
     return folder
 
 

@@ -30,15 +30,8 @@ HEADS: dict[str, Callable[[Path], files.Published]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    files.write_target(folder)
-    return folder
-
-
-def native(target: Path, head: Path, **options: object) -> Watched:
-    return Watched(target, head, **({"dtype": "bfloat16", "compile": "auto"} | options))
+def native(deep_target: Path, head: Path, **options: object) -> Watched:
+    return Watched(deep_target, head, **({"dtype": "bfloat16", "compile": "auto"} | options))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -54,20 +47,20 @@ def prompt(seed: int, length: int) -> list[int]:
     ],
 )
 def test_native_rows_equal_torchs(
-    name: str, dtype: str, tolerance: float, target: Path, tmp_path: Path
+    name: str, dtype: str, tolerance: float, deep_target: Path, tmp_path: Path
 ) -> None:
-    head = HEADS[name](target).write(tmp_path / "head")
-    assert_native_rows(native(target, head, dtype=dtype), tolerance)
+    head = HEADS[name](deep_target).write(tmp_path / "head")
+    assert_native_rows(native(deep_target, head, dtype=dtype), tolerance)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_native_rows_equal_torchs_with_an_int8_target_head(
-    reduced: bool, target: Path, tmp_path: Path
+    reduced: bool, deep_target: Path, tmp_path: Path
 ) -> None:
     """EAGLE-1 uses the target's head. EAGLE-3 without its own uses some of that head's outputs."""
-    published = files.eagle3() if reduced else files.eagle1(target)
+    published = files.eagle3() if reduced else files.eagle1(deep_target)
     published.tensors.pop("lm_head.weight", None)
-    watched = native(target, published.write(tmp_path / "head"), quantize_lm_head=True)
+    watched = native(deep_target, published.write(tmp_path / "head"), quantize_lm_head=True)
     head = watched.drafter._head
     assert isinstance(head, EagleHead)
     _, lm_head = head.tables(watched.target)
@@ -80,12 +73,12 @@ def test_native_rows_equal_torchs_with_an_int8_target_head(
     ("name", "format"), [("eagle1", "int8"), ("eagle3", "int4"), ("eagle3-target-s-lm-head", "int8")]
 )
 def test_a_quantized_head_equals_torchs(
-    name: str, format: Quantization, target: Path, tmp_path: Path
+    name: str, format: Quantization, deep_target: Path, tmp_path: Path
 ) -> None:
-    published = files.eagle1(target) if name == "eagle1" else files.eagle3()
+    published = files.eagle1(deep_target) if name == "eagle1" else files.eagle3()
     if name == "eagle3-target-s-lm-head":
         del published.tensors["lm_head.weight"]
-    watched = native(target, published.write(tmp_path / "head"), quantization=format)
+    watched = native(deep_target, published.write(tmp_path / "head"), quantization=format)
     loaded = watched.drafter._head
     assert isinstance(loaded, EagleHead)
     rounded = [module for module in loaded.head.modules() if isinstance(module, PackedQuantizedLinear)]
@@ -95,11 +88,11 @@ def test_a_quantized_head_equals_torchs(
     assert_native_rows(watched)
 
 
-def test_a_quantized_head_changes_no_token(target: Path, tmp_path: Path) -> None:
+def test_a_quantized_head_changes_no_token(deep_target: Path, tmp_path: Path) -> None:
     head = files.eagle3().write(tmp_path / "head")
     requests = [(f"r{i}", prompt(i, 12 + i), {"temperature": 0.7 * (i % 2), "seed": i}) for i in range(4)]
     answers = []
-    for watched in (native(target, head, quantization="int8"), native(target, head, num_tokens=0)):
+    for watched in (native(deep_target, head, quantization="int8"), native(deep_target, head, num_tokens=0)):
         for request_id, token_ids, sampling in requests:
             watched.ask(request_id, token_ids, 20, sampling=sampling)
         answers.append(watched.run())
@@ -123,10 +116,10 @@ def assert_native_rows(watched: Watched, tolerance: float = 0.03) -> None:
     ],
 )
 def test_chains_in_one_call_equal_step_by_step_ones(
-    name: str, temperature: float, verification: Verification, target: Path, tmp_path: Path
+    name: str, temperature: float, verification: Verification, deep_target: Path, tmp_path: Path
 ) -> None:
-    head = HEADS[name](target).write(tmp_path / "head")
-    watched = native(target, head, num_tokens=5, verification=verification, enable_prefix_caching=False)
+    head = HEADS[name](deep_target).write(tmp_path / "head")
+    watched = native(deep_target, head, num_tokens=5, verification=verification, enable_prefix_caching=False)
     drafts, distributions = [], []
     for in_one_call in (True, False):
         watched.drafts, watched.trees = [], []
@@ -151,8 +144,8 @@ def test_chains_in_one_call_equal_step_by_step_ones(
         torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-5)
 
 
-def test_penalties_are_left_to_the_sampler(target: Path, tmp_path: Path) -> None:
-    watched = native(target, files.eagle3().write(tmp_path / "head"))
+def test_penalties_are_left_to_the_sampler(deep_target: Path, tmp_path: Path) -> None:
+    watched = native(deep_target, files.eagle3().write(tmp_path / "head"))
     watched.ask("a", prompt(1, 12), 12, sampling={"repetition_penalty": 5.0})
     watched.run()
     for _, _, drafted in watched.drafts:

@@ -20,10 +20,8 @@ from tests.speculation.eagle_files import Published
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = tmp_path_factory.mktemp("target")
-    files.write_target(folder)
-    return load_model(ServeConfig(model=str(folder), dtype="float32", device="cpu"))
+def target(deep_target: Path) -> LoadedModel:
+    return load_model(ServeConfig(model=str(deep_target), dtype="float32", device="cpu"))
 
 
 def test_layer_ids_follow_the_formats(target: LoadedModel, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
-from engine.engine import Engine
 from protocol.errors import ConfigError
-from protocol.speculation import SpeculativeConfig
-from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import SLIDING_WINDOW, VOCAB_SIZE, config_of, write_model
-from tests.speculation.small_engine import ask, prompt_of, run, small_config
+from tests.speculation.eagle_engine import Watched
+from tests.speculation.small_engine import prompt_of
 from tests.worker.tiny_model import greedy
-
-NUM_DRAFTED = 3
 
 
 def write_assistant(folder: Path, **changes: Any) -> Gemma4AssistantForCausalLM:
@@ -46,30 +43,8 @@ def write_assistant(folder: Path, **changes: Any) -> Gemma4AssistantForCausalLM:
     return assistant
 
 
-class Watched:
-    """An engine that records its drafts after so many tokens."""
-
-    def __init__(self, target: Path, assistant: Path) -> None:
-        speculative = SpeculativeConfig(
-            method="mtp", model=str(assistant), num_speculative_tokens=NUM_DRAFTED
-        )
-        config = small_config(target, speculative_config=speculative, max_num_batched_tokens=24)
-        self.engine = Engine(config, speculate=BatchSpeculator)
-        self.drafts: list[tuple[list[int], list[int]]] = []
-        speculator: Any = self.engine._speculator
-        drafter = speculator._drafters["mtp"]
-        propose = drafter.propose
-
-        def watched(sequences: Any, counts: Any) -> Any:
-            drafts = propose(sequences, counts)
-            self.drafts += [
-                (list(sequence.token_ids), draft.token_ids)
-                for sequence, draft in zip(sequences, drafts, strict=True)
-                if draft is not None
-            ]
-            return drafts
-
-        drafter.propose = watched
+def watch(target: Path, assistant: Path) -> Watched:
+    return Watched(target, assistant, num_tokens=3, method="mtp")
 
 
 @torch.no_grad()
@@ -100,18 +75,17 @@ def test_drafts_are_those_of_transformers(ordered: bool, tmp_path: Path) -> None
     write_model("gemma4_text", tmp_path / "target")
     assistant = write_assistant(tmp_path / "assistant", use_ordered_embeddings=ordered)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
-    watched = Watched(tmp_path / "target", tmp_path / "assistant")
+    watched = watch(tmp_path / "target", tmp_path / "assistant")
     prompt = prompt_of(SLIDING_WINDOW + 20, vocab_size=VOCAB_SIZE)
     for _ in range(2):  # the second finds the prompt's blocks
-        found = run(watched.engine, [ask("a", prompt, 10, ignore_eos=True)])
-        assert found["a"].token_ids == greedy(target, prompt, 10)
+        watched.ask("a", prompt, 10)
+        assert watched.run()["a"] == greedy(target, prompt, 10)
     assert len(watched.drafts) > 8
-    for token_ids, drafted in watched.drafts:
-        assert drafted == draft(target, assistant, token_ids, len(drafted))
+    watched.assert_drafts(partial(draft, target, assistant))
 
 
 def test_an_assistant_of_another_model_is_refused(tmp_path: Path) -> None:
     write_model("gemma4_text", tmp_path / "target")
     write_assistant(tmp_path / "assistant", backbone_hidden_size=48)
     with pytest.raises(ConfigError, match="backbone_hidden_size must be the model's 64, got 48"):
-        Watched(tmp_path / "target", tmp_path / "assistant")
+        watch(tmp_path / "target", tmp_path / "assistant")

@@ -1,6 +1,6 @@
 """Faults of other servers with the KV of drafted tokens. Numbers follow our reference list.
 
-Number 19, hidden states that the drafter only guessed: tests/speculation/test_eagle_drafter.py. Number 21 for
+Number 19, hidden states that the drafter only guessed: tests/speculation/test_drafters.py. Number 21 for
 the model itself, whose state cannot be rolled back: tests/engine/load/test_loader.py.
 """
 

@@ -1,4 +1,4 @@
-"""Medusa heads draft the right tokens for the right places, and change no output."""
+"""Medusa's static trees, kept paths and rounded heads. See `test_drafters.py`, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import field_docs
 from protocol.errors import ConfigError
-from protocol.handoff import REBUILD
 from protocol.speculation import Quantization, SpeculativeConfig
 from speculation import drawing
 from speculation.medusa import MedusaDrafter, StaticTree, assumed_acceptance, choose_tree
@@ -151,33 +150,12 @@ def test_heads_that_the_format_does_not_fit_are_refused(tmp_path: Path) -> None:
         make_engine(tmp_path / "target", tmp_path / "heads", heads_in="int4")
 
 
-def test_each_head_drafts_for_its_own_place(drafted: Drafted) -> None:
-    """The i-th drafted token is head i's best, from the hidden state of the last token but one."""
-    requests = [ask(f"r{seed}", prompt_of(50 - 20 * seed, seed), 10) for seed in range(3)]
-    found = drafted.drafts(*requests, num_speculative_tokens=8)
-    assert len(found) > 20
-    for _, draft, logits in found:
-        assert draft.token_ids == logits.argmax(dim=-1).tolist()[: len(draft.token_ids)]
-    assert max(len(draft.token_ids) for _, draft, _ in found) == NUM_HEADS
-
-
 def noisy(logits: Tensor, first: int, temperature: float, seed: int) -> Tensor:
     """Add the noise of the place that a head drafts for, which ranks its tokens."""
     positions = torch.arange(first, first + len(logits))
     keys = stream_keys(torch.full_like(positions, seed), positions)
     noise = gumbel_noise(keys.unsqueeze(1), torch.arange(logits.shape[1]))
     return logits.log_softmax(dim=-1) / temperature + noise
-
-
-def test_sampled_drafts_use_the_noise_of_their_places(
-    drafted: Drafted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drawing, "_NUM_CANDIDATES", VOCAB_SIZE)
-    found = drafted.drafts(ask("r", prompt_of(20), 12, **SAMPLED), num_speculative_tokens=4)
-    assert len(found) > 5
-    for committed, draft, logits in found:
-        scores = noisy(logits, len(committed), SAMPLED["temperature"], int(SAMPLED["seed"]))
-        assert draft.token_ids == scores.argmax(dim=-1).tolist()[: len(draft.token_ids)]
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
@@ -197,16 +175,6 @@ def test_a_draft_tree_follows_the_static_tree(
         assert draft.parents == tree.parents[:size]
         nodes = zip(tree.depths[:size], tree.ranks[:size], strict=True)
         assert draft.token_ids == [int(ranked[depth, rank]) for depth, rank in nodes]
-
-
-def test_under_rejection_sampling_drafts_carry_their_distributions(drafted: Drafted) -> None:
-    requests = [ask(name, prompt_of(20, seed), 30, **SAMPLED) for seed, name in enumerate("rs")]
-    found = drafted.drafts(*requests, num_speculative_tokens=3, verification="standard")
-    assert len(found) > 10
-    for _, draft, logits in found:
-        assert draft.distributions is not None
-        expected = (logits[: len(draft.token_ids)] / SAMPLED["temperature"]).softmax(dim=-1)
-        torch.testing.assert_close(draft.distributions, expected, atol=1e-5, rtol=1e-3)
 
 
 def test_under_rejection_sampling_trees_are_greedy(drafted: Drafted) -> None:
@@ -282,28 +250,3 @@ def deepest(tree: StaticTree, rank: int) -> int:
         if place == (last, rank):
             depth, last = depth + 1, node
     return depth
-
-
-def test_the_hidden_state_is_handed_over(drafted: Drafted) -> None:
-    request = ask("r", prompt_of(35), 20)
-    prefill, decode = (
-        make_engine(drafted.target, drafted.folder, num_speculative_tokens=3) for _ in range(2)
-    )
-    expected = tokens(run(make_engine(drafted.target), [request]))["r"]
-    prefill.add(request, prefill_only=True)
-    (first,) = [output.token_ids[0] for _ in range(20) for output in prefill.step().outputs]
-    assert first == expected[0]
-    state = prefill.draft_state("r")
-    found = []
-    for given in (state, REBUILD):
-        reservation = decode.reserve(request)
-        assert reservation is not None
-        (ours,), theirs = reservation.sequence_blocks.blocks, prefill.computed("r")[0].blocks
-        decode.pool.memory[ours] = prefill.pool.memory[theirs]
-        decode.activate(reservation, first, len(request.prompt_token_ids), draft=given)
-        drafts = watched(decode)
-        assert tokens(run(decode))["r"] == expected[1:]
-        found.append(drafts)
-    assert len(found[0][0][0]) == 36  # after the prompt and the first token
-    assert len(found[1][0][0]) == 37  # one step later, without the state
-    assert found[0][1][1].token_ids == found[1][0][1].token_ids

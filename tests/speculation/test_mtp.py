@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,9 @@ from speculation.mtp_head import load_mtp
 from speculation.tree_growth import TREE_WIDTH
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.speculation.eagle_engine import Watched
-from tests.speculation.mtp_files import FAMILIES, Published, publish, quantize, store
+from tests.speculation.mtp_files import FAMILIES, publish, quantize, store
 from tests.speculation.small_engine import prompt_of
 from tests.worker.tiny_model import greedy
-
-
-def assert_as_published(watched: Watched, published: Published, lost: int | None = None) -> None:
-    assert watched.drafts
-    for request_id, token_ids, drafted in watched.drafts:
-        expected = published.draft(token_ids, len(drafted), lost)
-        assert drafted == expected, f"{request_id} after {len(token_ids)} tokens"
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "step3p7"])
@@ -35,7 +29,7 @@ def test_drafts_equal_the_formulas(name: str, tmp_path: Path) -> None:
     prompt = prompt_of(37, vocab_size=VOCAB_SIZE)  # two chunks
     watched.ask("a", prompt, 8)
     assert watched.run()["a"] == greedy(published.target, prompt, 8)
-    assert_as_published(watched, published)
+    watched.assert_drafts(published.draft)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "mimo_v2"])
@@ -50,11 +44,11 @@ def test_several_heads_after_hand_offs_and_prefix_hits(name: str, tmp_path: Path
     first, _ = prefill.hand_over(decode, prompt, 6)
     assert first + decode.run()["a"] == greedy(published.target, prompt, 6)
     assert len(decode.drafts[0][1]) == len(prompt) + 1
-    assert_as_published(decode, published)
+    decode.assert_drafts(published.draft)
     decode.drafts.clear()
     decode.ask("b", prompt[:32] + prompt_of(6, 8, VOCAB_SIZE), 6)
     decode.run()
-    assert_as_published(decode, published, lost=32)
+    decode.assert_drafts(partial(published.draft, lost=32))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "mimo_v2", "step3p7"])
@@ -100,7 +94,7 @@ def test_a_head_in_fp8_blocks(tmp_path: Path) -> None:
     watched = Watched(tmp_path, tmp_path, num_tokens=3, method="mtp")
     watched.ask("a", prompt_of(20, vocab_size=VOCAB_SIZE), 8)
     watched.run()
-    assert_as_published(watched, published)
+    watched.assert_drafts(published.draft)
 
 
 @pytest.mark.parametrize(
