@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,27 +11,20 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.batch.runner import Step
 from engine.batch.step_inputs import SequenceRows
-from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.runner import CudaRunner
-from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET
 from engine.model.describe import describe
 from engine.sampler import Sampler
 from engine.sampler import sampler as choosing
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import SpeculativeConfig, Verification
-from speculation import self_speculative as self_drafter
-from speculation.chains import ChainDrafting, DraftRows
-from speculation.self_speculative import SelfDrafter
+from protocol.speculation import Verification
 from speculation.verification.verify import prepare, verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
-from tests.engine.step.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of
+from tests.engine.step.test_host_waits import pool_of, qwen3, runner_of
 
 CHAIN = Draft([5, 6, 7])
 TREE = Draft([5, 6, 7, 8], [-1, -1, 1, 1])
@@ -139,35 +130,10 @@ def test_rejection_sampling_waits_once(rule: Verification) -> None:
         for _ in range(2):
             gpu.clear()
             assert len(verify(rule, sequences, logits, sampler)) == len(sequences)
-    assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
+    ((line, times),) = gpu.waits.items()
+    assert times == 1 and line.startswith("/engine/copies.py") and line.endswith("an event")
     launched = [name for name in gpu.launches if name != "cat"]  # the tokens after probes
     assert launched == [*SAMPLED, "recover"] and set(gpu.launches.values()) == {1}
-
-
-def chain_drafting(runner: CudaRunner, verification: Verification) -> ChainDrafting:
-    def rows_of(sequence: SequenceState, rows: DraftRows) -> SequenceRows:
-        start = len(sequence.token_ids) - 1 + rows.first
-        return SequenceRows(rows.token_ids, start, sequence.held.blocks)
-
-    options = SpeculativeConfig(method="draft_model", model="", verification=verification)
-    return ChainDrafting(runner, options, GPU, rows_of, lambda logits: logits, Sampler(512, GPU, [2]))
-
-
-def test_a_chain_for_rejection_sampling_waits_once() -> None:
-    with absent_gpu() as gpu:
-        backend = TritonBackend(pool_of().layers(TARGET))
-        runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
-        drafting = chain_drafting(runner, "standard")
-        sequences = drafting_sequences()
-        for _ in range(2):
-            gpu.clear()
-            drafts = drafting.draft(sequences, [rows_of(each, 1) for each in sequences], [4, 3])
-        assert not gpu.waits, "\n".join(gpu.waits)
-        assert lengths_of(drafts) == [4, 3]
-    assert [draft.distributions is None for draft in drafts] == [True, False]
-    assert drafts[1].distributions is not None and drafts[1].distributions.shape == (3, 512)
-    assert gpu.launches["weigh"] == 3  # the greedy request's last token needs no draw
-    assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
 
 
 def test_verification_is_compiled_at_the_start() -> None:
@@ -178,49 +144,6 @@ def test_verification_is_compiled_at_the_start() -> None:
         gpu.clear()
         prepare("coupled", sampler, torch.bfloat16)
     assert not gpu.launches
-
-
-def drafting_sequences() -> list[SequenceState]:
-    sequences = [sequence_with(0, None, temperature=0.0), sequence_with(1, None, top_p=0.9)]
-    for number, sequence in enumerate(sequences):
-        sequence.sequence_blocks = SimpleNamespace(blocks=[[1 + number]])  # type: ignore[assignment]
-    return sequences
-
-
-def lengths_of(drafts: Sequence[Draft | None]) -> list[int]:
-    """Return the drafts' lengths, for which tokens arrive now."""
-    return [len(draft.token_ids) for draft in drafts if draft is not None]
-
-
-def waits_for_the_tokens(gpu: AbsentGpu) -> bool:
-    ((line, times),) = gpu.waits.items()
-    return times == 1 and line.startswith("/engine/copies.py") and line.endswith("an event")
-
-
-def test_a_chain_of_a_models_own_layers_is_one_replay_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, options = pool_of(), SpeculativeConfig(method="self_speculative", skip_layers=[0])
-    config = ServeConfig(max_num_seqs=2, speculative_config=options)
-    with absent_gpu() as gpu:
-        monkeypatch.setattr(self_drafter, "select_backend", lambda *_: (TritonBackend, ""))
-        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
-        loaded = LoadedModel(qwen3(), GPU, torch.bfloat16, pool.groups[TARGET], 512, 64, [2], "")
-        drafter = SelfDrafter(options, config, loaded)
-        CudaDecoder(describe(loaded.model), TritonBackend(pool.layers(TARGET)), 64)
-        drafter.attach(loaded, pool)
-        drafter.warm_up()
-        sequences = drafting_sequences()
-        for _ in range(2):
-            gpu.clear()
-            drafts = drafter.propose(sequences, [5, 3])
-        assert not gpu.waits, "\n".join(gpu.waits)
-        assert lengths_of(drafts) == [5, 3]
-    assert drafter._runner.choice == "CUDA decoder, 4 graphs"
-    assert gpu.launches["graph"] == 5
-    assert waits_for_the_tokens(gpu)
-    joined, own = (
-        model.model.layers[-1].mlp.up_proj.weight for model in (loaded.model, drafter._loaded.model)
-    )
-    assert joined.untyped_storage()._cdata == own.untyped_storage()._cdata, "weights are there twice"
 
 
 def test_every_kernel_is_compiled_at_the_start() -> None:

@@ -70,16 +70,29 @@ def repeats(sequence: SequenceState, count: int) -> Draft:
     return Draft([sequence.token_ids[-1]] * count)
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+WITHOUT_CHOICE = {"temperature": 1.0, "top_k": 1}
+"""Makes requests take the path of sampling, with the tokens of greedy ones."""
+RULES: list[tuple[Verification, str, dict[str, Any]]] = [
+    *(("coupled", name, sampling) for name, sampling in SAMPLING.items()),
+    *((rule, "greedy", WITHOUT_CHOICE) for rule in ("standard", "block")),
+]
+
+
+@pytest.mark.parametrize(("verification", "expected", "sampling"), RULES)
 def test_bug_15_each_position_is_constrained_by_the_tokens_before_it(
-    pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], sampling: str
+    pair: tuple[Path, Path],
+    plain: dict[str, dict[str, TokenOutput]],
+    verification: Verification,
+    expected: str,
+    sampling: dict[str, Any],
 ) -> None:
     """Also behind drafts that repeat one token."""
-    often_right = scripted.sometimes_right(tokens(plain[sampling]), 0.7, VOCAB_SIZE)
+    often_right = scripted.sometimes_right(tokens(plain[expected]), 0.7, VOCAB_SIZE)
     for script in (often_right, repeats):
-        engine = scripted.engine_with(native_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED)
-        found = run(engine, requests(**SAMPLING[sampling]))
-        assert tokens(found) == tokens(plain[sampling])
+        drafter = ScriptedDrafter(script)
+        engine = scripted.engine_with(native_config(pair[0]), drafter, NUM_DRAFTED, verification=verification)
+        found = run(engine, requests(**sampling))
+        assert tokens(found) == tokens(plain[expected])
         assert drafted_and_accepted(found)[1] > 20 or script is repeats
 
 
@@ -95,29 +108,9 @@ def test_bug_15_a_draft_model_keeps_no_penalties_of_rejected_tokens(
     assert tokens(run(engine, requests(temperature=0.0))) == tokens(plain["greedy"])
 
 
-@pytest.mark.parametrize("verification", ["standard", "block"])
-def test_bug_15_rejection_sampling_obeys_all_constraints(
-    pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], verification: Verification
-) -> None:
-    """With top_k=1 the sampling path has no choice, so its tokens equal those of greedy requests."""
-    script = scripted.sometimes_right(tokens(plain["greedy"]), 0.7, VOCAB_SIZE)
-    engine = scripted.engine_with(
-        native_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification
-    )
-    found = run(engine, requests(temperature=1.0, top_k=1))
-    assert tokens(found) == tokens(plain["greedy"])
-    assert drafted_and_accepted(found)[1] > 20
-
-
-@pytest.mark.parametrize(
-    ("verification", "sampling"),
-    [
-        *(("coupled", sampling) for sampling in SAMPLING.values()),
-        *((rule, {"temperature": 1.0, "top_k": 1}) for rule in ("standard", "block")),
-    ],
-)
+@pytest.mark.parametrize(("verification", "_", "sampling"), RULES)
 def test_bug_16_log_probabilities_equal_those_without_speculation(
-    pair: tuple[Path, Path], verification: Verification, sampling: dict[str, Any]
+    pair: tuple[Path, Path], verification: Verification, _: str, sampling: dict[str, Any]
 ) -> None:
     asked = [
         ask(f"r{top}", prompt_of(20, top), ignore_eos=True, logprobs=top, **sampling)

@@ -1,6 +1,6 @@
 """Faults of other servers that change the distribution of tokens. Numbers follow our reference list.
 
-Effects of numbers 1, 2 and 4 on outputs: tests/statistics/test_rejection_sampling.py.
+Number 5, a token after a rejection from another row: tests/speculation/test_verification.py.
 """
 
 from __future__ import annotations
@@ -75,26 +75,6 @@ def test_bug_04_greedy_drafts_have_no_distribution() -> None:
     assert [draft.distributions is not None for draft in drafts] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("verification", "depth"),
-    [("coupled", 0), ("coupled", 4), ("standard", 0), ("standard", 2), ("block", 1), ("block", 5)],
-)
-def test_bug_05_the_token_after_a_rejection_comes_from_its_own_row(
-    pair: tuple[Path, Path], verification: Verification, depth: int
-) -> None:
-    """With top_k=1 sampling has no choice, so a token of any other row would show."""
-    request = ask("r", prompt_of(20), ignore_eos=True, temperature=1.0, top_k=1)
-    expected = tokens(run(Engine(native_config(pair[0])), [request]))
-    script = scripted.wrong_from(expected, depth, VOCAB_SIZE)
-    engine = scripted.engine_with(
-        native_config(pair[0]), ScriptedDrafter(script), num_tokens=5, verification=verification
-    )
-    found = run(engine, [request])
-    assert tokens(found) == expected
-    num_rounds = engine.counters()['spec_decode_num_drafts_total{method="ngram"}']
-    assert found["r"].accepted_tokens >= depth * (num_rounds - 1)
-
-
 def unrelated_drafts(sequence: SequenceState, count: int) -> Draft:
     """Draft tokens that depend on the sequence's own tokens alone."""
     return Draft([(7 * token + 1) % VOCAB_SIZE for token in sequence.token_ids[-count:]])
@@ -148,21 +128,3 @@ def test_bug_06_requests_that_differ_only_in_their_seeds_differ(
     found = tokens(run(engine, asked))
     assert found["r0"] == found["r3"]
     assert len({tuple(each) for each in found.values()}) == 4
-
-
-@pytest.mark.parametrize("verification", BY_CHANCE)
-def test_requests_without_speculation_get_the_tokens_of_a_server_without(
-    pair: tuple[Path, Path], verification: Verification
-) -> None:
-    """They run in one batch with others that speculate."""
-    plain = tokens(run(Engine(native_config(pair[0])), crowd()))
-
-    def half_of_them(sequence: SequenceState, count: int) -> Draft | None:
-        return unrelated_drafts(sequence, count) if sequence.request_id in ("r1", "r5") else None
-
-    drafter = ScriptedDrafter(half_of_them)
-    engine = scripted.engine_with(native_config(pair[0]), drafter, num_tokens=3, verification=verification)
-    found = tokens(run(engine, crowd()))
-    assert {name: found[name] for name in plain if name not in ("r1", "r5")} == {
-        name: plain[name] for name in plain if name not in ("r1", "r5")
-    }

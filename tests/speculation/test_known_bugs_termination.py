@@ -58,42 +58,32 @@ def assert_same_end(plain: TokenOutput, speculated: TokenOutput) -> None:
     assert speculated.stop_token_id == plain.stop_token_id
 
 
-@pytest.mark.parametrize("earliest", [2, 5, 9, 10])
+@pytest.mark.parametrize(("earliest", "min_tokens"), [(2, 0), (5, 0), (9, 0), (10, 0), (3, 8)])
 def test_bug_08_an_accepted_end_of_text_ends_the_request(
-    pair: tuple[Path, Path], answer: list[int], tmp_path: Path, earliest: int
+    pair: tuple[Path, Path], answer: list[int], tmp_path: Path, earliest: int, min_tokens: int
 ) -> None:
+    """If it has `min_tokens`."""
     end = fresh_at(answer, earliest)
     folder = model_that_ends_with(pair[0], answer[end], tmp_path / "model")
-    plain, speculated, _ = both(folder, scripted.right({"r": answer}), logprobs=2)
-    assert plain.token_ids == answer[: end + 1] and plain.finish_reason == "stop"
+    least = end + min_tokens if min_tokens else 0
+    plain, speculated, _ = both(folder, scripted.right({"r": answer}), logprobs=2, min_tokens=least)
+    assert (plain.token_ids == answer[: end + 1]) == (plain.finish_reason == "stop") == (not min_tokens)
     assert_same_end(plain, speculated)
-    assert speculated.logprobs is not None and len(speculated.logprobs) == end + 1
+    assert speculated.logprobs is not None and len(speculated.logprobs) == len(plain.token_ids) >= least
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 8, 9, 10, 18])
+@pytest.mark.parametrize(
+    ("max_tokens", "stops"), [*((number, False) for number in (1, 2, 8, 9, 10, 18)), (12, True)]
+)
 def test_bug_09_max_tokens_cuts_accepted_tokens(
-    pair: tuple[Path, Path], answer: list[int], max_tokens: int
+    pair: tuple[Path, Path], answer: list[int], max_tokens: int, stops: bool
 ) -> None:
-    plain, speculated, _ = both(
-        pair[0], scripted.right({"r": answer}), max_tokens=max_tokens, ignore_eos=True
-    )
-    assert plain.finish_reason == "length" and plain.token_ids == answer[:max_tokens]
-    assert_same_end(plain, speculated)
-
-
-@pytest.mark.parametrize("max_tokens_after", [0, 1, 3])
-def test_bug_09_a_stop_within_accepted_tokens_comes_before_max_tokens(
-    pair: tuple[Path, Path], answer: list[int], max_tokens_after: int
-) -> None:
-    end = fresh_at(answer, 6)
-    plain, speculated, _ = both(
-        pair[0],
-        scripted.right({"r": answer}),
-        max_tokens=end + 1 + max_tokens_after,
-        stop_token_ids=[answer[end]],
-        ignore_eos=True,
-    )
-    assert plain.finish_reason == "stop" and plain.stop_token_id == answer[end]
+    """A stop token among the tokens left comes first."""
+    last = answer[max_tokens - 1]
+    sampling = {"max_tokens": max_tokens, "stop_token_ids": [last] if stops else [], "ignore_eos": True}
+    plain, speculated, _ = both(pair[0], scripted.right({"r": answer}), **sampling)
+    assert plain.finish_reason == ("stop" if stops else "length")
+    assert stops or plain.token_ids == answer[:max_tokens]
     assert_same_end(plain, speculated)
 
 
@@ -135,13 +125,3 @@ def test_an_ended_request_leaves_nothing(pair: tuple[Path, Path], answer: list[i
     engine = scripted.engine_with(native_config(pair[0]), drafter, NUM_DRAFTED)
     run(engine, [ask("r", PROMPT, 7, ignore_eos=True)])
     assert drafter.forgotten == ["r"]
-
-
-def test_min_tokens_prevents_a_drafted_end(
-    pair: tuple[Path, Path], answer: list[int], tmp_path: Path
-) -> None:
-    end = fresh_at(answer, 3)
-    folder = model_that_ends_with(pair[0], answer[end], tmp_path / "model")
-    plain, speculated, _ = both(folder, scripted.right({"r": answer}), min_tokens=end + 5)
-    assert len(plain.token_ids) >= end + 5
-    assert_same_end(plain, speculated)

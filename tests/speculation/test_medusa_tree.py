@@ -30,12 +30,6 @@ def all_paths(table: list[list[float]]) -> list[float]:
     return sorted(ways, reverse=True)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 12, 30])
-def test_its_nodes_are_the_likeliest_paths(size: int) -> None:
-    found = probabilities(choose_tree(TABLE, size), TABLE)
-    assert found == pytest.approx(all_paths(TABLE)[:size])
-
-
 def test_random_tables_give_optimal_trees() -> None:
     rng = random.Random(3)
     for _ in range(20):
@@ -57,15 +51,6 @@ def test_parents_come_first_and_siblings_differ() -> None:
     tokens = [100 * depth + rank for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
     masks = Draft(tokens, tree.parents).masks()
     assert masks is not None and all(mask >> (row) & 1 for row, mask in enumerate(masks))
-
-
-def test_a_smaller_tree_is_the_beginning_of_a_larger() -> None:
-    small, large = choose_tree(TABLE, 7), choose_tree(TABLE, 30)
-    assert (small.parents, small.depths, small.ranks) == (
-        large.parents[:7],
-        large.depths[:7],
-        large.ranks[:7],
-    )
 
 
 def test_ranks_that_were_never_right_come_last() -> None:

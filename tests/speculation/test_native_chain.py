@@ -9,22 +9,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engine.batch.step_inputs import SequenceRows
 from engine.engine import Engine
-from engine.kv.sequence_blocks import SequenceBlocks
 from engine.linear.packed import kernel_fault
-from engine.sampler import Purpose, draw
-from engine.step.draft import Draft
-from engine.step.sequence import SequenceState
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
-from speculation.chains import ChainDrafting, run_last
 from speculation.draft_model import DraftModel
 from speculation.speculator import BatchSpeculator
-from speculation.verification.rejection import noise_keys
 
 MODELS = Path(BUNDLED_MODEL).parent
 
@@ -139,51 +132,3 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(prompts: list[list[in
     engine = engine_with("standard", Path(BUNDLED_MODEL))
     _, drafted, accepted = serve(engine, prompts, 0.8, 1.0)
     assert accepted == drafted > 100
-
-
-# --- distributions ----------------------------------------------------------------------------------
-
-NUM_DRAWS = 500
-
-
-@pytest.fixture(scope="module")
-def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
-    """Return drafts of three tokens after one prompt, with different seeds."""
-    drafter = drafter_of(by_chance)
-    assert isinstance(drafter._drafting, ChainDrafting)
-    native = drafter._drafting._native
-    assert native is not None
-    found = []
-    for seed in range(NUM_DRAWS):
-        params = SamplingParams(max_tokens=9, temperature=0.7, seed=seed)
-        request = EngineRequest(request_id=f"drawn{seed}", prompt_token_ids=[7, 8, 9], sampling=params)
-        sequence = SequenceState(request, seed)
-        sequence.sequence_blocks = SequenceBlocks(by_chance.blocks, b"")
-        sequence.sequence_blocks.blocks = [[by_chance.blocks.num_blocks - 1]]
-        (draft,) = native.draft([sequence], drafter._unread_rows([sequence]), [3])
-        found.append((sequence, draft))
-    return found
-
-
-def test_drafts_carry_the_softmax_that_they_were_drawn_from(
-    by_chance: Engine, drawn: list[tuple[SequenceState, Draft]]
-) -> None:
-    drafter = drafter_of(by_chance)
-    for sequence, draft in drawn[::10]:
-        assert draft.distributions is not None and draft.distributions.dtype is torch.float32
-        place, blocks = len(sequence.token_ids), sequence.held.blocks
-        rows = drafter._unread_rows([sequence])
-        rows += [SequenceRows(draft.token_ids[n : n + 1], place + n, blocks) for n in (0, 1)]
-        logits = [run_last(drafter._runner, [each], None).logits for each in rows]
-        expected = (torch.cat(logits).float() / 0.7).softmax(dim=1)
-        # Scaled logits are below 32 and may differ by one unit in the last place, which is 2e-6.
-        torch.testing.assert_close(draft.distributions, expected, atol=1e-7, rtol=4e-6)
-
-
-def test_drafts_use_the_noise_of_their_place_and_purpose(drawn: list[tuple[SequenceState, Draft]]) -> None:
-    sequences = [sequence for sequence, _ in drawn]
-    for place in range(3):
-        distributions = torch.stack([d.distributions[place] for _, d in drawn if d.distributions is not None])
-        positions = [sequence.position + place for sequence in sequences]
-        keys = noise_keys(sequences, positions, Purpose.DRAFT, torch.device("cpu"))
-        assert draw(distributions, keys).tolist() == [draft.token_ids[place] for _, draft in drawn]

@@ -253,6 +253,11 @@ def test_a_step_that_a_model_drafts_for(
     assert made.steady() == 4 + 1
     assert made.waits == 1
     assert made.gpu.launches["graph"] == 1 + 3
+    if options["method"] == "self_speculative":
+        speculator: Any = made.engine._speculator
+        ours, own = speculator._loaded.model, speculator._drafters["self_speculative"]._loaded.model
+        joined, shared = (each.model.layers[-1].mlp.up_proj.weight for each in (ours, own))
+        assert joined.untyped_storage()._cdata == shared.untyped_storage()._cdata, "weights are there twice"
     made.ask("c", repetition_penalty=1.2)
     assert made.steady() == 4 + 1 + 4
     assert made.gpu.waits.total() == 3 + 1

@@ -143,38 +143,3 @@ def test_each_row_of_a_mixed_batch_has_its_own_distribution():
     for index in range(len(names)):
         exact = distribution(logits, rows[1500 * index], EOS).numpy()
         assert_fits(histogram(tokens[1500 * index : 1500 * (index + 1)]), exact)
-
-
-# --- power of these tests: small faults are caught --------------------------------------------------
-
-
-def assert_caught(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    with pytest.raises(AssertionError):
-        assert_fits(counts, probabilities)
-
-
-@pytest.mark.parametrize(
-    ("drawn", "claimed"),
-    [
-        ({"top_k": 4}, {"top_k": 5}),
-        ({"top_k": 6}, {"top_k": 5}),
-        ({"top_p": 0.75}, {"top_p": 0.6}),
-        ({"temperature": 0.9}, {}),
-        ({"min_p": 0.08}, {"min_p": 0.12}),
-        ({"frequency_penalty": 0.2}, {"presence_penalty": 0.2}),
-    ],
-)
-def test_a_filter_that_is_slightly_off_is_caught(drawn, claimed):
-    logits = some_logits()
-    tokens = draw(logits, rows_across_seeds(**drawn))
-    assert_caught(histogram(tokens), distribution(logits, rows_across_seeds(1, **claimed)[0], EOS).numpy())
-
-
-def test_noise_shared_by_two_positions_is_caught():
-    logits = some_logits()
-    rows = rows_across_positions(2 * NUM_DRAWS)
-    for row in rows:
-        row.position -= row.position % 2
-    tokens = draw(logits, rows).reshape(-1, 2)
-    exact = distribution(logits, rows[0], EOS).numpy()
-    assert_caught(pairs(tokens[:, 0], tokens[:, 1]), np.outer(exact, exact).ravel())
