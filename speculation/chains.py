@@ -16,7 +16,6 @@ from torch import Tensor
 
 from engine.batch.runner import ChainDrafter, ForwardOutput, Runner, Step
 from engine.batch.step_inputs import RowArrays, SequenceRows
-from engine.copies import Downloader
 from engine.sampler import Sampler
 from engine.sampler.rows import edits_logits, needs_history
 from engine.step.draft import Draft, LateTokens
@@ -60,22 +59,23 @@ class ChainDrafting:
         self,
         runner: Runner,
         options: SpeculativeConfig,
-        device: torch.device,
         rows_of: RowsOf,
-        whole: Callable[[Tensor], Tensor],
         sampler: Sampler,
+        draft_ids: Tensor | None = None,
     ) -> None:
-        """Draw with `sampler`, which must forget requests. `whole` maps logits to the target's vocabulary."""
+        """Draw with `sampler`, which must forget requests. Draft token i is the target's `draft_ids[i]`, or
+        i without them.
+        """
         self._runner = runner
-        self._rows_of, self._whole = rows_of, whole
-        self._drawing = Drawing(sampler, options.verification)
-        self._download = Downloader(device)
-        self._stays_on_device = stays_on_device(runner, device)
+        self._rows_of = rows_of
+        self._drawing = Drawing(sampler, options.verification, draft_ids)
+        self._download = sampler.download
+        self._stays_on_device = stays_on_device(runner, sampler.device)
         self._native: NativeChain | None = None
         if runner.chains is not None:
             self._native = NativeChain(runner.chains, sampler.vocab_size, options.verification)
 
-    def warm_up(self) -> None:
+    def warm_up(self, hidden: Tensor | None = None) -> None:
         """Do nothing: the kernels that draw are compiled with the target's sampler."""
 
     def is_native(self, sequences: Sequence[SequenceState]) -> bool:
@@ -102,7 +102,7 @@ class ChainDrafting:
             growing = sequences[: sum(count > place for count in counts)]
             if place:
                 output = self._run_drafted(growing, chains, output.hidden, drawn[-1] if is_late else None)
-            drawn.append(self._drawing.draw(growing, self._whole(output.logits), chains[: len(growing)]))
+            drawn.append(self._drawing.draw(growing, output.logits, chains[: len(growing)]))
             token_ids = [0] * len(growing) if is_late else drawn[-1].token_ids.clamp_min(0).tolist()
             for chain, token_id in zip(chains, token_ids, strict=False):
                 chain.append(token_id)

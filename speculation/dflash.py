@@ -31,7 +31,7 @@ from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.dflash_weights import load_dflash
-from speculation.drawing import Drawing, in_whole_vocabulary
+from speculation.drawing import Drawing
 from speculation.target_states import DraftedKv, DraftKvDrafter
 
 
@@ -50,7 +50,7 @@ class DFlashDrafter(DraftKvDrafter):
         self.kv_group = Group.uniform(DRAFT, segment)
         self.hidden_layers = self._draft.hidden_layers
         self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
-        self._drawing = Drawing(self._sampler, options.verification)
+        self._drawing = Drawing(self._sampler, options.verification, self._draft.draft_ids)
         self._upload = upload_to(target.device)
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
@@ -67,7 +67,7 @@ class DFlashDrafter(DraftKvDrafter):
             loaded,
             BlockBackend(kind, layers, draft.layer_windows),
         )
-        self._vocab_size, self._block_size = loaded.vocab_size, pool.block_size
+        self._block_size = pool.block_size
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -86,7 +86,7 @@ class DFlashDrafter(DraftKvDrafter):
         return [*drafts]
 
     def _logits(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> Tensor:
-        """Return logits [sequences, most tokens, vocab_size]. They mean nothing after a draft's end."""
+        """Return logits [sequences, most tokens, draft vocabulary]. They mean nothing after a draft's end."""
         batch = [
             SequenceRows(
                 [sequence.token_ids[-1], *[self._draft.mask_token_id] * room],
@@ -107,8 +107,7 @@ class DFlashDrafter(DraftKvDrafter):
             logits = logits * self._draft.logit_scale
         if self._draft.softcap:
             logits = torch.tanh(logits / self._draft.softcap) * self._draft.softcap
-        whole = in_whole_vocabulary(logits, self._draft.draft_ids, self._vocab_size)
-        return whole.unflatten(0, (len(sequences), rooms[0]))
+        return logits.unflatten(0, (len(sequences), rooms[0]))
 
     def _write(self, waiting: Mapping[SequenceState, DraftedKv]) -> None:
         features: list[Tensor] = []

@@ -29,10 +29,10 @@ from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from protocol.speculation import SpeculativeConfig
-from speculation.chains import ChainDrafting, DraftRows
+from speculation.chains import DraftRows
 from speculation.control.estimator import default_drafted
 from speculation.drafter import ComputedRows, Drafter
-from speculation.tree_drafting import TreeDrafting
+from speculation.tree_drafting import drafting_of
 
 _READ_AT_ONCE = 2048
 """The most tokens that one step reads, so that other requests do not wait long for their next token."""
@@ -97,13 +97,14 @@ class DraftModel(Drafter):
         if pool.draft_state_slots is not None:
             self._state_slots = DraftStateSlots(pool.draft_state_slots)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
-        made = self._runner, self._options, device, self._draft_rows, self._whole
-        self._drafting: ChainDrafting | TreeDrafting
-        if self._options.tree:
-            recurs = self._loaded.recurrent is not None or loaded.recurrent is not None
-            self._drafting = TreeDrafting(*made, self._config.block_size, recurs=recurs)
-        else:
-            self._drafting = ChainDrafting(*made, self._sampler)
+        self._drafting = drafting_of(
+            self._runner,
+            self._options,
+            self._draft_rows,
+            self._sampler,
+            block_size=self._config.block_size,
+            recurs=self._loaded.recurrent is not None or loaded.recurrent is not None,
+        )
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -150,9 +151,6 @@ class DraftModel(Drafter):
                 self._read(sequence, len(sequence.token_ids) - unread + budget)
             budget -= min(unread, budget)
         return ready
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        return logits[:, : self._vocab_size]
 
     def _draft_rows(self, sequence: SequenceState, rows: DraftRows) -> SequenceRows:
         root, state_slot = len(sequence.token_ids) - 1, self._state_slot(sequence)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.copies import Downloader, Upload
+from engine.copies import Upload
 from engine.sampler import Sampler, SamplingRow
 from engine.sampler.noise import gumbel_noise, stream_keys
 from engine.step.draft import Draft, LateTokens
@@ -45,15 +45,14 @@ class DrawnTokens(NamedTuple):
 class Drawing:
     """The draws of one drafter's tokens, with a `sampler` of its own, which must `forget` requests, too."""
 
-    def __init__(self, sampler: Sampler, verification: Verification) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, verification: Verification, draft_ids: Tensor | None = None) -> None:
+        self._sampler, self._draft_ids = sampler, draft_ids
         self._shares_noise = verification == "coupled"
-        self._download = Downloader(sampler.device)
 
     def draw(
         self, sequences: Sequence[SequenceState], logits: Tensor, drafted: Sequence[Sequence[int]]
     ) -> DrawnTokens:
-        """Draw a token for each sequence from the draft's `logits` [sequences, vocab_size] after the tokens
+        """Draw a token for each sequence from the draft's `logits` [sequences, tokens] after the tokens
         `drafted` so far. For sequences that need no history only the number of these tokens matters.
         """
         rows = [sequence.sampling_row(its) for sequence, its in zip(sequences, drafted, strict=True)]
@@ -62,7 +61,7 @@ class Drawing:
     def draft_at_once(
         self, sequences: Sequence[SequenceState], rooms: Sequence[int], logits: Tensor
     ) -> list[Draft]:
-        """Draft up to `rooms[i]` tokens for each sequence from `logits` [sequences, count, vocab_size], which
+        """Draft up to `rooms[i]` tokens for each sequence from `logits` [sequences, count, tokens], which
         do not depend on the tokens before. The host does not wait for the tokens.
         """
         count = logits.shape[1]
@@ -71,7 +70,7 @@ class Drawing:
         for number, row in enumerate(rows):
             row.position += number % count
         drawn = self._choose(owners, rows, logits.flatten(0, 1))
-        late, drafts = LateTokens(drawn.token_ids.clamp_min(0), self._download), []
+        late, drafts = LateTokens(drawn.token_ids.clamp_min(0), self._sampler.download), []
         for number, (sequence, room) in enumerate(zip(sequences, rooms, strict=True)):
             places = range(number * count, number * count + min(room, count))
             draft = Draft([~place for place in places], late=late)
@@ -83,6 +82,7 @@ class Drawing:
     def _choose(
         self, sequences: Sequence[SequenceState], rows: list[SamplingRow], logits: Tensor
     ) -> DrawnTokens:
+        logits = in_whole_vocabulary(logits, self._draft_ids, self._sampler.vocab_size)
         if self._shares_noise or all(row.params.is_greedy for row in rows):
             return DrawnTokens(self._sampler.tokens(logits, rows), None)
         starts = [sequence.position for sequence in sequences]

@@ -28,7 +28,7 @@ from engine.model.describe import activation_of, embedding_scale
 from engine.model.program import Attention, HeadInput, Layer, ModelProgram, Norm, Product, Rotation
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
-from protocol.speculation import Quantization
+from protocol.speculation import Quantization, SpeculativeConfig
 from speculation.checkpoint import (
     EMBEDDING,
     TABLES,
@@ -42,7 +42,7 @@ from speculation.checkpoint import (
     rope,
     round_draft,
 )
-from speculation.head_drafter import DraftHead
+from speculation.head_drafter import DraftHead, HeadDrafter
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,11 @@ class EagleHead(DraftHead):
         own = nn.ModuleList([self.head] if self.lm_head is None else [self.head, self.lm_head])
         round_draft(own, format, target)
         self.lm_head = own[1] if len(own) > 1 else None
+
+
+def eagle_drafter(options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> HeadDrafter:
+    assert options.model is not None
+    return HeadDrafter(load_eagle(options.model, target, options.quantization), options, config)
 
 
 def load_eagle(model: str, target: LoadedModel, quantization: Quantization | None = None) -> EagleHead:

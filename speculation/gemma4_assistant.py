@@ -68,14 +68,7 @@ class AssistantDrafter(LastStateDrafter):
         forward = _Modules(self._assistant, loaded.model, shapes, backend)
         self._runner = TorchRunner(forward, backend, device, "off", products="", packed=False)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
-        self._chains = ChainDrafting(
-            self._runner,
-            self._options,
-            device,
-            self._rows,
-            lambda logits: logits[:, : loaded.vocab_size],
-            self._sampler,
-        )
+        self._drafting = ChainDrafting(self._runner, self._options, self._rows, self._sampler)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -83,7 +76,7 @@ class AssistantDrafter(LastStateDrafter):
     @torch.inference_mode()
     def _draft(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> list[Draft]:
         rows = [self._rows(each, DraftRows(0, each.token_ids[-1:])) for each in sequences]
-        return self._chains.draft(sequences, rows, rooms, self._last_states(sequences))
+        return self._drafting.draft(sequences, rows, rooms, self._last_states(sequences))
 
     def _rows(self, sequence: SequenceState, rows: DraftRows) -> SequenceRows:
         return SequenceRows(rows.token_ids, len(sequence.token_ids) - 1, sequence.held.blocks)

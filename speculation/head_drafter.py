@@ -27,11 +27,10 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.chains import ChainDrafting, DraftRows
+from speculation.chains import DraftRows
 from speculation.drafter import HiddenRows
-from speculation.drawing import in_whole_vocabulary
 from speculation.target_states import DraftedKv, DraftKvDrafter
-from speculation.tree_drafting import TreeDrafting
+from speculation.tree_drafting import drafting_of
 
 
 class DraftHead(ABC):
@@ -82,33 +81,30 @@ class HeadDrafter(DraftKvDrafter):
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
         self._runner = self._head.runner(self._config, loaded, pool.layers(DRAFT), backend_class)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
-        self._vocab_size = loaded.vocab_size
-        made = self._runner, self._options, device, self._draft_rows, self._whole
-        self._chains = ChainDrafting(*made, self._sampler)
-        self._trees: TreeDrafting | None = None
-        if self._options.tree:
-            recurs = loaded.recurrent is not None
-            self._trees = TreeDrafting(*made, self._config.block_size, recurs=recurs)
+        self._drafting = drafting_of(
+            self._runner,
+            self._options,
+            self._draft_rows,
+            self._sampler,
+            self._head.draft_ids,
+            block_size=self._config.block_size,
+            recurs=loaded.recurrent is not None,
+        )
         feature = torch.zeros((1, self._head.feature_size), dtype=dtype, device=device)
         self._no_feature = HiddenRows(feature, range(1))
         self._nothing_carried = feature.new_zeros((self.carried_features, loaded.hidden_size))
 
     def warm_up(self) -> None:
         self._runner.warm_up()
-        if self._trees is not None:
-            self._trees.warm_up(self._no_feature.cut())
+        self._drafting.warm_up(self._no_feature.cut())
 
     @torch.inference_mode()
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         rows, features = self._committed_rows(sequences)
         self._give_carried(sequences)
-        drafts: Sequence[Draft | None]
-        if self._trees is not None:
-            drafts = self._trees.draft(sequences, rows, counts, self._combine(features))
-        else:
-            mixes = self._head.mixes_in_program and self._chains.is_native(sequences)
-            hidden = features if mixes else self._combine(features)
-            drafts = self._chains.draft(sequences, rows, counts, hidden)
+        mixes = self._head.mixes_in_program and self._drafting.is_native(sequences)
+        hidden = features if mixes else self._combine(features)
+        drafts = self._drafting.draft(sequences, rows, counts, hidden)
         self._take_carried(sequences)
         for sequence, draft in zip(sequences, drafts, strict=True):
             if draft is not None:
@@ -119,9 +115,6 @@ class HeadDrafter(DraftKvDrafter):
         root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
         start, tables = root + rows.first, sequence.held.blocks
         return SequenceRows(rows.token_ids, start, tables, rows.masks, root, first_key)
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        return in_whole_vocabulary(logits, self._head.draft_ids, self._vocab_size)
 
     def _committed_rows(self, sequences: Sequence[SequenceState]) -> tuple[list[SequenceRows], Tensor]:
         """Return the rows that draft the first token, all committed, and the target's hidden states before

@@ -25,6 +25,7 @@ from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.step.draft import Draft, LateTokens
 from engine.step.sequence import SequenceState
+from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import Checkpoint, round_draft
 from speculation.drawing import Drawing, best_of, rank
@@ -40,7 +41,7 @@ class MedusaDrafter(LastStateDrafter):
     draw with.
     """
 
-    def __init__(self, options: SpeculativeConfig, target: LoadedModel) -> None:
+    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         super().__init__()
         assert options.model is not None
         hidden_size = target.model.config.get_text_config(decoder=True).hidden_size

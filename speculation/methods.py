@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from engine.devices.loaded_model import LoadedModel
 from engine.step.draft import Draft
 from protocol.config import ServeConfig
@@ -10,78 +13,38 @@ from protocol.fields import named
 from protocol.speculation import Method, SpeculativeConfig
 from speculation.drafter import Drafter
 
+_DRAFTERS: Mapping[Method, str] = MappingProxyType(
+    {
+        "draft_model": "speculation.draft_model:DraftModel",
+        "ngram": "speculation.weightless.ngram:NgramDrafter",
+        "suffix": "speculation.weightless.suffix:suffix_drafter",
+        "lookahead": "speculation.weightless.lookahead:LookaheadDrafter",
+        "medusa": "speculation.medusa:MedusaDrafter",
+        "eagle": "speculation.eagle:eagle_drafter",
+        "mtp": "speculation.mtp_head:mtp_drafter",
+        "dflash": "speculation.dflash:DFlashDrafter",
+        "self_speculative": "speculation.self_speculative:SelfDrafter",
+    }
+)
+"""What makes each method's drafter, imported when it is needed. `custom` is named by `options.drafter`."""
+
+_FLAG = "--speculative-config: drafter"
+
 
 def build_drafter(
     method: Method, options: SpeculativeConfig, config: ServeConfig, loaded: LoadedModel
 ) -> Drafter:
     """Load the method's weights, if it has any. Raise `ConfigError` that names the option."""
-    match method:
-        case "draft_model":
-            from speculation.draft_model import DraftModel
-
-            return DraftModel(options, config, loaded)
-        case "ngram":
-            from speculation.weightless.ngram import NgramDrafter
-
-            return NgramDrafter(options)
-        case "suffix":
-            from speculation.weightless.ngram import NgramDrafter
-            from speculation.weightless.suffix import SuffixDrafter, compiled
-
-            return NgramDrafter(options) if compiled() is None else SuffixDrafter(options)
-        case "lookahead":
-            from speculation.weightless.lookahead import LookaheadDrafter
-
-            return LookaheadDrafter(options, loaded.eos_token_ids)
-        case "medusa":
-            from speculation.medusa import MedusaDrafter
-
-            return MedusaDrafter(options, loaded)
-        case "eagle":
-            from speculation.eagle import load_eagle
-            from speculation.head_drafter import HeadDrafter
-
-            assert options.model is not None
-            return HeadDrafter(load_eagle(options.model, loaded, options.quantization), options, config)
-        case "mtp":
-            from checkpoints.drafts import ASSISTANTS
-            from speculation.checkpoint import Checkpoint
-            from speculation.gemma4_assistant import AssistantDrafter
-            from speculation.head_drafter import HeadDrafter
-            from speculation.mtp_head import load_mtp
-
-            assert options.model is not None
-            checkpoint = Checkpoint(
-                options.model, revision=config.revision if options.model == config.model else None
-            )
-            if checkpoint.config.get("model_type") in ASSISTANTS:
-                return AssistantDrafter(checkpoint, options, config, loaded)
-            return HeadDrafter(load_mtp(checkpoint, loaded, options), options, config)
-        case "dflash":
-            from speculation.dflash import DFlashDrafter
-
-            return DFlashDrafter(options, config, loaded)
-        case "self_speculative":
-            from speculation.self_speculative import SelfDrafter
-
-            return SelfDrafter(options, config, loaded)
-        case "custom":
-            return _custom_drafter(options, config, loaded)
-
-
-_FLAG = "--speculative-config: drafter"
-
-
-def _custom_drafter(options: SpeculativeConfig, config: ServeConfig, loaded: LoadedModel) -> Drafter:
-    """Call the class or function that `options.drafter` names. Raise `ConfigError` for anything else."""
-    assert options.drafter is not None
-    make = named(options.drafter, _FLAG)
+    name = _DRAFTERS.get(method) or options.drafter
+    assert name is not None
+    make = named(name, _FLAG)
     if not callable(make):
-        raise ConfigError(f"{_FLAG}: {options.drafter} is neither a class nor a function")
+        raise ConfigError(f"{_FLAG}: {name} is neither a class nor a function")
     drafter = make(options, config, loaded)
     if not isinstance(drafter, Drafter):
-        made = type(drafter).__name__
-        raise ConfigError(f"{_FLAG}: {options.drafter} makes a {made}, not a speculation.drafter.Drafter")
+        raise ConfigError(
+            f"{_FLAG}: {name} makes a {type(drafter).__name__}, not a speculation.drafter.Drafter"
+        )
     return drafter
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints.drafts import ASSISTANTS
 from checkpoints.mtp_layouts import NUMBER, HeadLayout, find_layouts
 from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
@@ -24,7 +25,9 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import FIELD, Checkpoint
-from speculation.head_drafter import DraftHead, SeveralHeads
+from speculation.drafter import Drafter
+from speculation.gemma4_assistant import AssistantDrafter
+from speculation.head_drafter import DraftHead, HeadDrafter, SeveralHeads
 
 _FLAG = "--speculative-config: method mtp"
 
@@ -111,6 +114,17 @@ def mtp_program(layers: Any) -> ModelProgram:
     token_norm, hidden_norm = (replace(like, weight=norm.weight) for norm in norms)
     parts = HeadInput(token_norm=token_norm, hidden_norm=hidden_norm, joint=entry.joint, feeds_normed=True)
     return replace(described, name="MTP head", entry=parts)
+
+
+def mtp_drafter(options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> Drafter:
+    """Make the drafter of the model's own heads, of other ones or of a Gemma 4 assistant."""
+    assert options.model is not None
+    checkpoint = Checkpoint(
+        options.model, revision=config.revision if options.model == config.model else None
+    )
+    if checkpoint.config.get("model_type") in ASSISTANTS:
+        return AssistantDrafter(checkpoint, options, config, target)
+    return HeadDrafter(load_mtp(checkpoint, target, options), options, config)
 
 
 def load_mtp(checkpoint: Checkpoint, target: LoadedModel, options: SpeculativeConfig) -> MtpHeads:

@@ -83,14 +83,7 @@ class SelfDrafter(Drafter):
         self._runner = self._build_runner(pool)
         self._state_slots = pool.state_slots
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
-        self._drafting = ChainDrafting(
-            self._runner,
-            self._options,
-            loaded.device,
-            self._draft_rows,
-            lambda logits: logits[:, : loaded.vocab_size],
-            self._sampler,
-        )
+        self._drafting = ChainDrafting(self._runner, self._options, self._draft_rows, self._sampler)
 
     def _build_runner(self, pool: KVPool) -> Runner:
         loaded, group = self._loaded, pool.groups[TARGET]

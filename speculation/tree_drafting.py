@@ -6,20 +6,21 @@ level, the likeliest tokens and their scores are copied to it, once per level, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.batch.step_inputs import BlockTable, SequenceRows, StepShape, step_inputs
-from engine.copies import Downloader, upload_to
+from engine.copies import upload_to
+from engine.sampler import Sampler
 from engine.sampler.rows import needs_history
 from engine.step.draft import Draft, LateTrees
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
-from speculation.chains import DraftRows, RowsOf, run_last, stays_on_device
-from speculation.drawing import best_of, rank
+from speculation.chains import ChainDrafting, DraftRows, RowsOf, run_last, stays_on_device
+from speculation.drawing import best_of, in_whole_vocabulary, rank
 from speculation.tree_growth import TREE_WIDTH, TreeGrowth, TreeLevel
 
 
@@ -28,18 +29,19 @@ class TreeDrafting:
         self,
         runner: Runner,
         options: SpeculativeConfig,
-        device: torch.device,
         rows_of: RowsOf,
-        whole: Callable[[Tensor], Tensor],
-        block_size: int,
+        sampler: Sampler,
+        draft_ids: Tensor | None = None,
         *,
+        block_size: int,
         recurs: bool,
     ) -> None:
         """Take the arguments of `ChainDrafting`, and the KV pool's `block_size`. If a layer `recurs`, the
         host must know which rows follow which.
         """
-        self._runner = runner
-        self._rows_of, self._whole = rows_of, whole
+        device = sampler.device
+        self._runner, self._rows_of = runner, rows_of
+        self._draft_ids, self._vocab_size = draft_ids, sampler.vocab_size
         self._depth = options.max_speculative_tokens
         self._with_noise = options.verification == "coupled"
         self._block_size = block_size
@@ -47,7 +49,11 @@ class TreeDrafting:
         self._device = device
         self._upload_rows, self._upload_sources = upload_to(device), upload_to(device)
         self._upload_rooms = upload_to(device if self._on_device else torch.device("cpu"))
-        self._download = Downloader(device)
+        self._download = sampler.download
+
+    def is_native(self, sequences: Sequence[SequenceState]) -> bool:
+        """Return whether `draft` is one native call: never."""
+        return False
 
     def warm_up(self, hidden: Tensor | None = None) -> None:
         """Compile the kernels that grow trees. `hidden` [1, size] is given if rows run on hidden states."""
@@ -128,12 +134,30 @@ class TreeDrafting:
         after = [sequence for sequence, count in zip(sequences, each_has, strict=True) for _ in range(count)]
         params = [sequence.params for sequence in after]
         positions = [sequence.position + depth for sequence in after]
-        ranked = rank(self._whole(logits), params, positions, self._upload_rows, with_noise=self._with_noise)
+        logits = in_whole_vocabulary(logits, self._draft_ids, self._vocab_size)
+        ranked = rank(logits, params, positions, self._upload_rows, with_noise=self._with_noise)
         scores, token_ids = best_of(*ranked, TREE_WIDTH)
         if self._on_device or self._device.type == "cpu":
             return scores, token_ids
         both = self._download(torch.stack([scores.double(), token_ids.double()]))  # exact in float64
         return both[0].float(), both[1].long()
+
+
+def drafting_of(
+    runner: Runner,
+    options: SpeculativeConfig,
+    rows_of: RowsOf,
+    sampler: Sampler,
+    draft_ids: Tensor | None = None,
+    *,
+    block_size: int,
+    recurs: bool,
+) -> ChainDrafting | TreeDrafting:
+    """Return the drafting of trees or of chains, as the options say."""
+    made = runner, options, rows_of, sampler, draft_ids
+    if options.tree:
+        return TreeDrafting(*made, block_size=block_size, recurs=recurs)
+    return ChainDrafting(*made)
 
 
 def drafts_of(nodes: Tensor) -> list[Draft | None]:

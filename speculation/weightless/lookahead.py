@@ -11,8 +11,10 @@ from itertools import islice, zip_longest
 
 import numpy as np
 
+from engine.devices.loaded_model import LoadedModel
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
+from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import ComputedRows
 from speculation.weightless.ngram import TextDrafter
@@ -31,13 +33,13 @@ class LookaheadDrafter(TextDrafter):
     If there is room for too few rows, the n-grams come first.
     """
 
-    def __init__(self, options: SpeculativeConfig, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         super().__init__()
         self._num_levels = options.lookahead_ngram - 1
         self._num_columns = options.lookahead_window
         self._num_guesses = options.lookahead_guesses
         self._masks = window_masks(self._num_levels, self._num_columns)
-        self._eos = frozenset(eos_token_ids)
+        self._eos = frozenset(target.eos_token_ids)
         self._windows: dict[str, LookaheadWindow] = {}
         self._pools: dict[str, NgramPool] = {}
 

@@ -121,7 +121,7 @@ def compiled() -> Callable[..., None]:
 
 
 class NgramDrafter(TextDrafter):
-    def __init__(self, options: SpeculativeConfig) -> None:
+    def __init__(self, options: SpeculativeConfig, *_: object) -> None:
         super().__init__()
         self._bounds = options.prompt_lookup_min, options.prompt_lookup_max
         self._compiled = compiled()

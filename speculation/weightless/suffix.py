@@ -24,7 +24,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from native.build import declare, load_library, optional
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless.ngram import NOTHING, Text, TextBatch, TextDrafter
+from speculation.weightless.ngram import NOTHING, NgramDrafter, Text, TextBatch, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -95,6 +95,11 @@ class SuffixDrafter(TextDrafter):
         """Return the tenant's number, -1 if it has no earlier outputs."""
         tenant = None if self._corpus is None else self._corpus.tenant(sequence.request.cache_salt)
         return -1 if tenant is None else tenant
+
+
+def suffix_drafter(options: SpeculativeConfig, *_: object) -> TextDrafter:
+    """Make a drafter, of n-grams if the search does not compile."""
+    return NgramDrafter(options) if compiled() is None else SuffixDrafter(options)
 
 
 NUM_ORDERS = 4

@@ -123,9 +123,9 @@ def test_chains_in_one_call_equal_step_by_step_ones(
     drafts, distributions = [], []
     for in_one_call in (True, False):
         watched.drafts, watched.trees = [], []
-        assert watched.drafter._chains._native is not None
+        assert watched.drafter._drafting._native is not None
         if not in_one_call:
-            watched.drafter._chains._native = None
+            watched.drafter._drafting._native = None
         for index in range(3):
             params = SamplingParams(
                 max_tokens=9 + 2 * index, temperature=temperature, seed=index, ignore_eos=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
+from protocol.config import ServeConfig
 from protocol.speculation import MAX_TREE_NODES, SpeculativeConfig
 from speculation.drafter import ComputedRows
 from speculation.verification.coupled import agreeing_path
@@ -37,8 +39,13 @@ def options(ngram: int = 4, window: int = 5, guesses: int = 5) -> SpeculativeCon
     )
 
 
+def drafter_of(asked: SpeculativeConfig) -> LookaheadDrafter:
+    target: Any = SimpleNamespace(eos_token_ids=[EOS])
+    return LookaheadDrafter(asked, ServeConfig(model=""), target)
+
+
 def drafter(**sizes: int) -> LookaheadDrafter:
-    return LookaheadDrafter(options(**sizes), [EOS])
+    return drafter_of(options(**sizes))
 
 
 def step(drafting: LookaheadDrafter, sequence: SequenceState, model: Model, num_rows: int) -> Draft | None:
@@ -197,7 +204,7 @@ def test_drafts_are_valid(
     sizes = options(ngram, window, guesses)
     if sizes.lookahead_rows > MAX_TREE_NODES:
         return
-    drafting, sequence = LookaheadDrafter(sizes, [EOS]), decoding(text, [1])
+    drafting, sequence = drafter_of(sizes), decoding(text, [1])
     for _ in range(6):
         draft = step(drafting, sequence, lambda context: rng.randrange(5), num_rows)
         if draft is None:

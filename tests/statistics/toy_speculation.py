@@ -131,8 +131,7 @@ class LogitsRunner:
     ) -> list[Draft]:
         """Draw chains of `length` tokens by the drafters' own loop."""
         options = SpeculativeConfig(method="ngram", verification=verification)
-        sampler, device = Sampler(self.vocab_size, "cpu", []), torch.device("cpu")
-        drafting = ChainDrafting(self, options, device, _rows_of, lambda logits: logits, sampler)
+        drafting = ChainDrafting(self, options, _rows_of, Sampler(self.vocab_size, "cpu", []))
         rows = [SequenceRows(each.token_ids[-1:], each.position - 1, [[]]) for each in sequences]
         return drafting.draft(sequences, rows, [length] * len(sequences))
 

@@ -73,7 +73,7 @@ def test_a_chain_of_a_model() -> None:
     drafts: list[list[Draft]] = []
     options = SpeculativeConfig(method="draft_model", model="", verification="standard")
     for side in (eager, replayed):
-        drafting = ChainDrafting(side.runner, options, CPU, draft_rows, whole, Sampler(60, CPU, []))
+        drafting = ChainDrafting(side.runner, options, draft_rows, Sampler(60, CPU, []))
         drafting._stays_on_device = side is replayed
         drafts.append(drafting.draft(sequences, rows, COUNTS))
         assert all((draft.late is None) == (side is eager) for draft in drafts[-1])
@@ -96,7 +96,9 @@ def test_trees_of_a_model(counts: list[int]) -> None:
     for side in (by_host, by_device):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tree_drafting, "stays_on_device", lambda *_, on=side is by_device: on)
-            drafting = TreeDrafting(side.runner, options, CPU, draft_rows, whole, BLOCK, recurs=False)
+            drafting = TreeDrafting(
+                side.runner, options, draft_rows, Sampler(60, CPU, []), block_size=BLOCK, recurs=False
+            )
         drafts.append(drafting.draft(sequences, rows, counts))
     for expected, found, count in zip(*drafts, counts, strict=True):
         assert expected is not None and found is not None
@@ -111,10 +113,6 @@ def test_trees_of_a_model(counts: list[int]) -> None:
 def draft_rows(sequence: SequenceState, rows: DraftRows) -> SequenceRows:
     root = sequence.position - 1
     return SequenceRows(rows.token_ids, root + rows.first, sequence.held.blocks, rows.masks, root)
-
-
-def whole(logits: Tensor) -> Tensor:
-    return logits
 
 
 def test_some_of_a_models_layers() -> None:
@@ -148,7 +146,7 @@ def test_drafts_that_depend_on_earlier_tokens_are_drawn_by_the_host() -> None:
     rows = [SequenceRows(each.token_ids[-1:], each.position - 1, each.held.blocks) for each in sequences]
     options = SpeculativeConfig(method="draft_model", model="")
     runner = sides(Buckets([4], [1], [2], trees=False))[0].runner
-    drafting = ChainDrafting(runner, options, CPU, draft_rows, whole, Sampler(60, CPU, []))
+    drafting = ChainDrafting(runner, options, draft_rows, Sampler(60, CPU, []))
     drafting._stays_on_device = True
     assert all(draft.late is None for draft in drafting.draft(sequences, rows, [2, 2, 1]))
     assert all(draft.late is not None for draft in drafting.draft(sequences[:2], rows[:2], COUNTS))
