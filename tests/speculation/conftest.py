@@ -12,15 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.engine import Engine
 from tests.engine.quick_starts import quick_starts  # noqa: F401
 from tests.speculation import eagle_files
-from tests.speculation.dflash_files import dflash
-from tests.speculation.methods import ALLOWED, ROOMY, SAMPLING, Given, requests
-from tests.speculation.mtp_files import write_head
+from tests.speculation.methods import ROOMY, SAMPLING, Given, requests, write_heads
 from tests.speculation.scripted import Answers
-from tests.speculation.small_engine import VOCAB_SIZE, run, small_config, write_pair
-from tests.worker.tiny_model import load
-from training.heads.contract import HeadOptions, Target
-from training.heads.eagle import build_eagle3
-from training.heads.medusa import build_medusa
+from tests.speculation.small_engine import run, small_config, write_pair
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -60,21 +54,8 @@ def deep_model(deep_target: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def given(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Given:
-    """Untrained heads: EAGLE and DFlash draft nothing but the few allowed tokens, so that some are right."""
-    folder, (target, draft) = tmp_path_factory.mktemp("heads"), pair
-    model, all_tokens = load(target), torch.ones(VOCAB_SIZE)
-    few = torch.zeros(VOCAB_SIZE).index_fill(0, torch.tensor(ALLOWED), 1)
-    torch.manual_seed(0)
-    options = HeadOptions(draft_vocab_size=len(ALLOWED))
-    build_eagle3(Target("tiny", model, few), options).save(folder / "eagle")
-    build_medusa(Target("tiny", model, all_tokens), HeadOptions(depth=5)).save(folder / "medusa")
-    dflash("fs", width=model.config.hidden_size, captured=(1,), ids=torch.tensor(ALLOWED)).write(
-        folder / "dflash"
-    )
-    config = small_config(target, ROOMY)
-    mtp = write_head(target, folder / "mtp")
-    heads = (folder / name for name in ("eagle", "medusa", "dflash"))
-    return Given(config, draft, *heads, mtp, answers={}, num_tokens=5)
+    target, draft = pair
+    return write_heads(tmp_path_factory.mktemp("heads"), small_config(target, ROOMY), draft, "fs", (1,))
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
-from protocol.speculation import SpeculativeConfig
-from speculation.speculator import BatchSpeculator
 from tests.speculation import scripted
+from tests.speculation.dflash_files import dflash
+from tests.speculation.mtp_files import write_head
 from tests.speculation.scripted import Answers, ScriptedDrafter
-from tests.speculation.small_engine import VOCAB_SIZE, ask, native_config, prompt_of
+from tests.speculation.small_engine import VOCAB_SIZE, ask, drafting, native_config, prompt_of
+from tests.worker.tiny_model import load
+from training.heads.contract import HeadOptions, Target
+from training.heads.eagle import build_eagle3
+from training.heads.medusa import build_medusa
 
 CHUNK = 128
 LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]
@@ -62,9 +68,7 @@ class Given:
 
     def deploy(self, **options: Any) -> Engine:
         """Make an engine with these options of the `SpeculativeConfig`."""
-        asked = SpeculativeConfig(num_speculative_tokens=self.num_tokens, **options)
-        config = replace(self.config, speculative_config=asked)
-        return Engine(config, speculate=BatchSpeculator)
+        return drafting(self.config, num_speculative_tokens=self.num_tokens, **options)
 
     def tree(self, **options: Any) -> Engine:
         return self.deploy(tree=True, tree_nodes=3 * self.num_tokens, **options)
@@ -102,6 +106,27 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
         scripted.tree(given.answers, 0.7, VOCAB_SIZE), 3 * given.num_tokens
     ),
 }
+
+
+def write_heads(
+    folder: Path, config: ServeConfig, draft: Path, types: str, captured: tuple[int, ...]
+) -> Given:
+    """Write untrained heads. EAGLE and DFlash draft nothing but the few allowed tokens, so that some are
+    right. DFlash has layers of `types`, and the context of `captured` layers.
+    """
+    target = Path(config.model)
+    model, ids = load(target), torch.tensor(ALLOWED)
+    size = model.config.vocab_size
+    few = torch.zeros(size).index_fill(0, ids, 1)
+    torch.manual_seed(0)
+    eagle = build_eagle3(Target("tiny", model, few), HeadOptions(draft_vocab_size=len(ALLOWED)))
+    eagle.save(folder / "eagle")
+    build_medusa(Target("tiny", model, torch.ones(size)), HeadOptions(depth=5)).save(folder / "medusa")
+    block = dflash(types, width=model.config.hidden_size, captured=captured, ids=ids)
+    block.write(folder / "dflash")
+    mtp = write_head(target, folder / "mtp")
+    heads = (folder / name for name in ("eagle", "medusa", "dflash"))
+    return Given(config, draft, *heads, mtp, answers={}, num_tokens=5)
 
 
 SEGMENTS = {"draft_model": 2.0, "eagle": 1.25, "mtp": 1.5, "dflash": 2.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from protocol.config import ServeConfig
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig
+from speculation.speculator import BatchSpeculator
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -64,6 +67,12 @@ def small_config(model: Path, num_blocks: int = 128, **options: Any) -> ServeCon
 def native_config(model: Path, num_blocks: int = 128, **options: Any) -> ServeConfig:
     """Return the configuration of an engine whose steps take a tenth of the time, where there are kernels."""
     return small_config(model, num_blocks, **({"compile": "auto"} | options))
+
+
+def drafting(config: ServeConfig, **options: Any) -> Engine:
+    """Make an engine with these options of the `SpeculativeConfig`."""
+    asked = SpeculativeConfig(**options)
+    return Engine(replace(config, speculative_config=asked), speculate=BatchSpeculator)
 
 
 def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,9 @@ from engine.engine import Engine
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.errors import ConfigError
-from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Drafter
 from speculation.methods import problem
-from speculation.speculator import BatchSpeculator
-from tests.speculation.small_engine import VOCAB_SIZE, ask, native_config, prompt_of, run, tokens
+from tests.speculation.small_engine import VOCAB_SIZE, ask, drafting, native_config, prompt_of, run, tokens
 
 HERE = "tests.speculation.test_custom"
 
@@ -53,13 +51,8 @@ def no_drafter(*arguments: Any) -> str:
     return "none"
 
 
-@pytest.fixture
-def deployed(pair: tuple[Path, Path]) -> Callable[[str], Engine]:
-    def make(drafter: str) -> Engine:
-        asked = SpeculativeConfig(method="custom", drafter=drafter, num_speculative_tokens=3)
-        return Engine(native_config(pair[0], speculative_config=asked), speculate=BatchSpeculator)
-
-    return make
+def deployed(target: Path, drafter: str) -> Engine:
+    return drafting(native_config(target), method="custom", drafter=drafter, num_speculative_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -72,19 +65,15 @@ def deployed(pair: tuple[Path, Path]) -> Callable[[str], Engine]:
         (f"{HERE}:no_drafter", "makes a str, not a speculation.drafter.Drafter"),
     ],
 )
-def test_objects_that_are_no_drafters_are_refused(
-    deployed: Callable[[str], Engine], drafter: str, why: str
-) -> None:
+def test_objects_that_are_no_drafters_are_refused(target: Path, drafter: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"^--speculative-config: drafter: .*{why}"):
-        deployed(drafter)
+        deployed(target, drafter)
 
 
-def test_invalid_drafts_are_dropped(
-    deployed: Callable[[str], Engine], pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_drafts_are_dropped(target: Path, caplog: pytest.LogCaptureFixture) -> None:
     requests = [ask(f"r{i}", prompt_of(20, i), 24, ignore_eos=True) for i in range(2)]
-    plain = tokens(run(Engine(native_config(pair[0])), requests))
-    engine = deployed(f"{HERE}:WrongDrafter")
+    plain = tokens(run(Engine(native_config(target)), requests))
+    engine = deployed(target, f"{HERE}:WrongDrafter")
     assert tokens(run(engine, requests)) == plain
     assert engine._speculator is not None
     assert engine._speculator.counters()["spec_decode_refused_drafts_total"] > 10

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.engine import Engine
 from protocol.errors import ConfigError
-from protocol.speculation import SpeculativeConfig
 from speculation import draft_model
-from speculation.speculator import BatchSpeculator
-from tests.speculation.small_engine import CHUNK, ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import CHUNK, ask, drafting, prompt_of, run, small_config, tokens
 from tests.worker.tiny_model import greedy, load
 
 PROMPT = 60
@@ -20,9 +17,8 @@ NUM_EMITTED = 5
 
 
 def engine_with(pair: tuple[Path, Path]) -> Engine:
-    target, draft = pair
-    asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
-    return Engine(replace(small_config(target, 128), speculative_config=asked), speculate=BatchSpeculator)
+    options = {"method": "draft_model", "model": str(pair[1]), "num_speculative_tokens": 3}
+    return drafting(small_config(pair[0]), **options)
 
 
 def test_a_prompt_is_read_with_the_first_draft(pair: tuple[Path, Path]) -> None:

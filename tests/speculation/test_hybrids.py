@@ -21,21 +21,19 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
-from protocol.speculation import SpeculativeConfig
 from speculation import self_speculative as self_drafter
 from speculation.draft_model import DraftModel, DraftStateSlots
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation import scripted
-from tests.speculation.dflash_files import dflash
-from tests.speculation.methods import ALLOWED, CRAMPED, METHODS, Given
+from tests.speculation.methods import CRAMPED, METHODS, Given, write_heads
 from tests.speculation.methods import requests as sampled_requests
-from tests.speculation.mtp_files import write_head
 from tests.speculation.scripted import Answers, Script, ScriptedDrafter
 from tests.speculation.small_engine import (
     VOCAB_SIZE,
     ask,
     drafted_and_accepted,
+    drafting,
     prompt_of,
     run,
     small_config,
@@ -43,9 +41,6 @@ from tests.speculation.small_engine import (
     write_noisy,
 )
 from tests.worker.tiny_model import greedy, load
-from training.heads.contract import HeadOptions, Target
-from training.heads.eagle import build_eagle3
-from training.heads.medusa import build_medusa
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
@@ -113,21 +108,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
     folder = tmp_path_factory.mktemp("given")
     for model_type, name in (("qwen3_5_text", "target"), ("llama", "draft")):
         write_model(model_type, folder / name)
-    model = load(folder / "target")
-    size = model.config.vocab_size
-    few = torch.zeros(size).index_fill(0, torch.tensor(ALLOWED), 1)
-    build_eagle3(Target("tiny", model, few), HeadOptions(draft_vocab_size=len(ALLOWED))).save(
-        folder / "eagle"
-    )
-    build_medusa(Target("tiny", model, torch.ones(size)), HeadOptions(depth=5)).save(folder / "medusa")
     limits = {"max_model_len": 256, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     config = config_of(folder / "target", compile="auto", **limits)
-    mtp = write_head(folder / "target", folder / "mtp")
-    dflash("f", width=model.config.hidden_size, captured=(1, 2), ids=torch.tensor(ALLOWED)).write(
-        folder / "dflash"
-    )
-    heads = (folder / name for name in ("draft", "eagle", "medusa", "dflash"))
-    return Given(config, *heads, mtp, {}, 0)
+    return write_heads(folder, config, folder / "draft", "f", (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +172,7 @@ def test_bfloat16_gives_the_same_bits_with_drafts_and_without(model: Path) -> No
 
 
 def drafting_itself(config: ServeConfig, num_tokens: int, **options: Any) -> Engine:
-    asked = SpeculativeConfig(method="self_speculative", num_speculative_tokens=num_tokens, **options)
-    return Engine(replace(config, speculative_config=asked), speculate=BatchSpeculator)
+    return drafting(config, method="self_speculative", num_speculative_tokens=num_tokens, **options)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +189,11 @@ def test_drafting_with_all_layers_is_always_right(
     assert tokens(found) == answers
     drafted, accepted = drafted_and_accepted(found)
     assert drafted == accepted > 60
+
+
+def drafting_by(config: ServeConfig, draft: Path, num_tokens: int, **options: Any) -> Engine:
+    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_tokens}
+    return drafting(config, **asked, **options)
 
 
 SKIPPING, EXITING = {"skip_layers": [1]}, {"exit_layer": 2}
@@ -250,14 +237,8 @@ def test_hybrids_in_the_native_decoder_draft_for_each_other(tmp_path: Path, tree
     write_model("qwen3_5_text", tmp_path / "target")
     write_noisy(tmp_path / "target", tmp_path / "draft")
     config = native_config(tmp_path / "target")
-    speculative = SpeculativeConfig(
-        method="draft_model",
-        model=str(tmp_path / "draft"),
-        num_speculative_tokens=9 if tree else 5,
-        tree=tree,
-    )
     expected = tokens(run(Engine(config), requests()))
-    engine = Engine(replace(config, speculative_config=speculative), speculate=BatchSpeculator)
+    engine = drafting_by(config, tmp_path / "draft", 9 if tree else 5, tree=tree)
     found = run(engine, requests())
     assert tokens(found) == expected
     assert drafted_and_accepted(found)[1] > 30
@@ -308,9 +289,7 @@ def test_a_request_that_lost_its_state_slot_is_read_again(
     drafts: dict[str, tuple[ServeConfig, Path, Answers]],
 ) -> None:
     config, draft, _ = drafts["llama"]
-    asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=5)
-    drafting = replace(config, speculative_config=asked, max_num_seqs=1)
-    engine = Engine(drafting, speculate=BatchSpeculator)
+    engine = drafting_by(replace(config, max_num_seqs=1), draft, 5)
     first, second = requests()[3:]
     expected, _ = proposals(engine, [first], 5)
     with recorded(engine, 5) as found:
@@ -339,11 +318,7 @@ def test_a_draft_with_recurrent_layers_returns_to_committed_tokens(
     config, draft, expected = drafts[target]
     num_tokens = 9 if tree else 5
     options: dict[str, Any] = {"tree": True, "tree_nodes": num_tokens} if tree else {}
-    asked = SpeculativeConfig(
-        method="draft_model", model=str(draft), num_speculative_tokens=num_tokens, **options
-    )
-    drafting = replace(config, speculative_config=asked)
-    engine = Engine(drafting, speculate=BatchSpeculator)
+    engine = drafting_by(config, draft, num_tokens, **options)
     found, answers = proposals(engine, requests(), num_tokens)
     assert answers == expected
     again, _ = proposals(engine, requests(), num_tokens)  # with prefixes from the cache
@@ -351,7 +326,7 @@ def test_a_draft_with_recurrent_layers_returns_to_committed_tokens(
     texts = sorted(found, key=len)[:: max(len(found) // 8, 1)]
     assert len(texts) >= 8
     anew = [ask(f"a{i}", [*text[:-1]], num_tokens + 2, ignore_eos=True) for i, text in enumerate(texts)]
-    fresh, _ = proposals(Engine(drafting, speculate=BatchSpeculator), anew, num_tokens)
+    fresh, _ = proposals(drafting_by(config, draft, num_tokens, **options), anew, num_tokens)
     assert {text: fresh[text] for text in texts} == {text: found[text] for text in texts}
 
 
@@ -369,7 +344,5 @@ def test_a_request_without_a_state_slot_takes_one_of_an_idle_drafter() -> None:
 
 def test_states_are_not_handed_over(drafts: dict[str, tuple[ServeConfig, Path, Answers]]) -> None:
     config, draft, _ = drafts["llama"]
-    asked = SpeculativeConfig(method="draft_model", model=str(draft), prefill="carry")
-    config = replace(config, speculative_config=asked)
     with pytest.raises(ConfigError, match=r"prefill: .* must be auto or rebuild"):
-        Engine(config, speculate=BatchSpeculator)
+        drafting_by(config, draft, 5, prefill="carry")

@@ -15,14 +15,14 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
-from protocol.speculation import SpeculativeConfig, Verification
-from speculation.speculator import BatchSpeculator
+from protocol.speculation import Verification
 from tests.speculation import scripted
 from tests.speculation.scripted import ScriptedDrafter
 from tests.speculation.small_engine import (
     VOCAB_SIZE,
     ask,
     drafted_and_accepted,
+    drafting,
     native_config,
     prompt_of,
     run,
@@ -101,10 +101,8 @@ def test_bug_15_a_draft_model_keeps_no_penalties_of_rejected_tokens(
     pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], verification: Verification
 ) -> None:
     target, draft = pair
-    options = SpeculativeConfig(
-        method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED, verification=verification
-    )
-    engine = Engine(native_config(target, 256, speculative_config=options), speculate=BatchSpeculator)
+    options = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTED}
+    engine = drafting(native_config(target, 256), verification=verification, **options)
     assert tokens(run(engine, requests(temperature=0.0))) == tokens(plain["greedy"])
 
 

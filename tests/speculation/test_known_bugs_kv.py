@@ -21,19 +21,26 @@ from engine.step.profiling import ProfilingRun
 from engine.step.sequence import SequenceStage
 from protocol.errors import ConfigError
 from protocol.requests import EngineRequest
-from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator
-from tests.speculation.small_engine import CHUNK, MAX_LEN, ask, joined, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import (
+    CHUNK,
+    MAX_LEN,
+    ask,
+    drafting,
+    joined,
+    prompt_of,
+    run,
+    small_config,
+    tokens,
+)
 
 NUM_DRAFTED = 5
 BLOCK_SIZE = 16
 
 
 def engine_with(model: Path, draft: Path, num_blocks: int = 128, **options: Any) -> Engine:
-    asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED)
-    # The draft's segment is as large as the model's own KV.
-    config = small_config(model, 2 * num_blocks, speculative_config=asked, **options)
-    return Engine(config, speculate=BatchSpeculator)
+    config = small_config(model, 2 * num_blocks, **options)  # the draft's segment is as large as the model's
+    return drafting(config, method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED)
 
 
 @pytest.fixture

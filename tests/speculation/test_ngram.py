@@ -63,20 +63,10 @@ def test_it_drafts_what_followed_before(way: str, text: list[int], want: list[in
     assert draft(text, 3) == want
 
 
-def test_a_loop_is_drafted_for_any_length(way: str) -> None:
-    assert draft([1, 2, 3, 1, 2, 3], 8) == [1, 2, 3, 1, 2, 3, 1, 2]
-
-
 def test_drafts_fill_each_sequences_room(way: str) -> None:
     texts = [[1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7, 7]]
     sequences = [decoding(text, request_id=str(index)) for index, text in enumerate(texts)]
     assert chains(drafter().propose(sequences, [4, 5, 1, 2])) == [[3, 4, 5, 6], [], [3], [7, 7]]
-
-
-def test_distant_matches_are_found(way: str) -> None:
-    for distance in (63, 64, 65, 127, 128, 129, 500):
-        text = [*range(1000, 1100), 1, 2, 3, *range(10, 10 + distance), 1, 2]
-        assert draft(text, 2) == [3, 10], distance
 
 
 def test_a_growing_request_is_followed(way: str) -> None:

@@ -65,16 +65,6 @@ def test_the_likeliest_continuation_is_drafted(text: list[int], count: int, want
     assert draft(drafter(), text, count) == want
 
 
-def test_the_better_match_of_text_and_earlier_outputs_is_used() -> None:
-    drafting = drafter()
-    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]  # after "1 2" twice 3, once 4
-    assert draft(drafting, text, 2) == [3, 8]
-    keep(drafting, [5, 1, 2, 6, 6, 5])
-    assert draft(drafting, text, 2) == [6, 6]
-    assert draft(drafting, [7, 1, 2, 3, 3, 7, 1, 2], 2) == [3, 3]  # a longer match here
-    assert draft(drafting, [0, 5, 1], 2) == [2, 6]
-
-
 @pytest.mark.parametrize(
     ("text", "want"),
     [([1, 2], []), ([1, 2, 5], [6]), ([1, 2, 5, 6], [7, 8]), ([1, 2, 5, 6, 7, 8], []), ([1, 2, 5, 9], [])],
@@ -113,18 +103,6 @@ def test_a_prediction_stays_in_front_of_a_changing_text() -> None:
     assert chains(drafting.propose([sequence], [8]))[0] == [*range(60, 68)]
     sequence.token_ids[:] = [1, 9]
     assert chains(drafting.propose([sequence], [8]))[0] == [10]
-
-
-def test_limits_of_a_draft() -> None:
-    text = [*range(1, 13), *range(1, 7)]  # six tokens match
-    assert draft(drafter(), text, 32) == [7, 8, 9, 10, 11, 12]
-    assert draft(drafter(max_spec_factor=0.5), text, 32) == [7, 8, 9]
-    assert draft(drafter(max_spec_factor=0.0), text, 32) == []
-    assert draft(drafter(max_spec_factor=1e300), text, 32) == [*range(7, 13), *range(1, 7)]
-    assert draft(drafter(max_tree_depth=4), text, 32) == [7, 8]  # two matched, two drafted
-    branches = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2]  # after "1 2" three different ones
-    assert draft(drafter(min_token_prob=0.4), branches, 2) == []
-    assert draft(drafter(min_token_prob=0.3), branches, 2) == [5, 1]
 
 
 @settings(deadline=None, max_examples=100)
@@ -172,15 +150,6 @@ def test_tenants_do_not_see_each_others_text() -> None:
     assert draft(drafting, [9, 1, 2, 3], 8, salt="two") == [7, 7]
     assert draft(drafting, [9, 1, 2, 3], 8, salt="one") == [4, 5, 6]
     assert draft(drafting, [9, 1, 2, 3], 8) == []
-
-
-def test_outputs_are_separate() -> None:
-    drafting = drafter()
-    keep(drafting, [1, 2, 3])
-    keep(drafting, [4, 5, 6])
-    assert draft(drafting, [0, 2, 3], 8) == []
-    assert draft(drafting, [3, 4], 8) == [5]  # one token matches, not two
-    assert draft(drafting, [0, 1, 2], 8) == [3]
 
 
 def test_prompts_are_not_kept() -> None:

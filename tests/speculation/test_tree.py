@@ -88,15 +88,6 @@ def expected_length(paths: list[tuple[int, ...]], seed: int) -> float:
     return sum(math.exp(score_of(path, seed)) for path in paths)
 
 
-def test_a_tree_of_width_one_is_the_likeliest_chain() -> None:
-    (draft,), _ = grow_all([3], [6], depth=6, width=1)
-    assert draft.parents == [-1, 0, 1, 2, 3, 4]
-    path: tuple[int, ...] = ()
-    for token in draft.token_ids:
-        assert token == int(log_probs_after(path, 3).argmax())
-        path = (*path, token)
-
-
 def test_a_batch_grows_each_tree_independently() -> None:
     together, _ = grow_all([1, 2, 3], [20, 5, 1], depth=5, width=3)
     for index, (seed, limit) in enumerate([(1, 20), (2, 5), (3, 1)]):

@@ -11,19 +11,15 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.kv.layout import DRAFT, TARGET
-from protocol.speculation import SpeculativeConfig
 from speculation import tree_drafting
-from speculation.speculator import BatchSpeculator
-from tests.speculation.small_engine import INTERPRETED, ask, prompt_of, small_config, write_noisy
+from tests.speculation.small_engine import INTERPRETED, ask, drafting, prompt_of, small_config, write_noisy
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
 
 
 def make_engine(target: Path, draft: Path) -> Engine:
-    asked = SpeculativeConfig(
-        method="draft_model", model=str(draft), tree=True, num_speculative_tokens=12, max_speculative_tokens=5
-    )
-    return Engine(small_config(target, speculative_config=asked), speculate=BatchSpeculator)
+    options = {"tree": True, "num_speculative_tokens": 12, "max_speculative_tokens": 5}
+    return drafting(small_config(target), method="draft_model", model=str(draft), **options)
 
 
 def test_a_draft_that_equals_the_target_is_right_to_the_last_token(target: Path) -> None:

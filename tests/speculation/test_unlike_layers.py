@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine.engine import Engine
 from protocol.errors import ConfigError
-from protocol.speculation import SpeculativeConfig
-from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.speculation.small_engine import (
     ask,
     drafted_and_accepted,
+    drafting,
     prompt_of,
     run,
     small_config,
@@ -26,12 +22,6 @@ from tests.worker.tiny_model import assert_greedy, load
 LENGTHS, NUM_TOKENS = [1, 20, 40, 100], 24
 
 
-def make_engine(folder: Path, **speculation: Any) -> Engine:
-    config = small_config(folder, 400)
-    asked = SpeculativeConfig(**speculation)
-    return Engine(replace(config, speculative_config=asked), speculate=BatchSpeculator)
-
-
 @pytest.mark.parametrize(
     ("model_type", "is_tree"), [("gemma4_text", True), ("gpt_oss", True), ("deepseek_v3", False)]
 )
@@ -40,7 +30,9 @@ def test_drafts_change_no_token(model_type: str, is_tree: bool, tmp_path: Path) 
     write_model(model_type, target)
     write_noisy(target, draft, 0.01)
     shape = {"tree": True, "tree_nodes": 12} if is_tree else {}
-    engine = make_engine(target, method="draft_model", model=str(draft), num_speculative_tokens=4, **shape)
+    engine = drafting(
+        small_config(target, 400), method="draft_model", model=str(draft), num_speculative_tokens=4, **shape
+    )
     reference = load(target)
     prompts = {f"r{i}": prompt_of(length, i) for i, length in enumerate(LENGTHS)}
     found = run(engine, [ask(name, prompt, NUM_TOKENS, ignore_eos=True) for name, prompt in prompts.items()])
@@ -53,4 +45,4 @@ def test_drafts_change_no_token(model_type: str, is_tree: bool, tmp_path: Path) 
 def test_models_with_shared_kv_cannot_draft_with_some_layers(tmp_path: Path) -> None:
     write_model("gemma4_text", tmp_path)
     with pytest.raises(ConfigError, match="skip_layers: gemma4_text has layers that share their KV"):
-        make_engine(tmp_path, method="self_speculative", skip_layers=[1])
+        drafting(small_config(tmp_path), method="self_speculative", skip_layers=[1])

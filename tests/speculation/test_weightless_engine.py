@@ -11,11 +11,11 @@ import pytest
 from costs.acceptance import FIRST_RATE
 from engine.engine import Engine
 from protocol.requests import EngineRequest
-from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
+from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation
 from speculation.speculator import BatchSpeculator
 from speculation.weightless.ngram import TextDrafter
 from tests.speculation.engines import ticks
-from tests.speculation.small_engine import ask, native_config, prompt_of, run, tokens
+from tests.speculation.small_engine import ask, drafting, native_config, prompt_of, run, tokens
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"ignore_eos": True},
@@ -39,10 +39,8 @@ def plain(target: Path) -> dict[str, dict[str, list[int]]]:
     return {kind: tokens(run(engine, requests(sampling))) for kind, sampling in SAMPLING.items()}
 
 
-def engine_with(target: Path, method: Method, count: int, num_blocks: int = 128, budget: int = 64) -> Engine:
-    asked = SpeculativeConfig(method=method, num_speculative_tokens=count)
-    config = native_config(target, num_blocks, max_num_batched_tokens=budget, speculative_config=asked)
-    return Engine(config, speculate=BatchSpeculator)
+def engine_with(target: Path, method: Method, count: int) -> Engine:
+    return drafting(native_config(target), method=method, num_speculative_tokens=count)
 
 
 def test_beyond_the_ends_of_a_tree_acceptance_is_zero(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,10 +55,7 @@ def test_beyond_the_ends_of_a_tree_acceptance_is_zero(target: Path, monkeypatch:
 
 def test_a_tree_fits_beside_a_single_sequence(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch)
-    asked = SpeculativeConfig(method="lookahead")
-    engine = Engine(
-        native_config(target, max_num_seqs=1, speculative_config=asked), speculate=BatchSpeculator
-    )
+    engine = drafting(native_config(target, max_num_seqs=1), method="lookahead")
     run(engine, [ask("a", prompt_of(16), 120, **SAMPLING["of few tokens"])])
     counters = engine.counters()
     assert (

@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from engine.engine import Engine
 from protocol.errors import ConfigError
-from protocol.speculation import Method, SpeculativeConfig
+from protocol.speculation import Method
 from speculation.medusa import read_heads
-from speculation.speculator import BatchSpeculator
-from tests.speculation.small_engine import ask, drafted_and_accepted, run, small_config, tokens
+from tests.speculation.small_engine import ask, drafted_and_accepted, drafting, run, small_config, tokens
 from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model
 from tests.training.recorded import continued, hidden_states
 from training.data import Windows
@@ -248,10 +247,9 @@ def assert_serve(folder: Path, heads: Path, method: Method, **options: Any) -> N
         ask("r", list(range(30, 60)), 30, ignore_eos=True),
         ask("s", [9, 8, 7], 30, ignore_eos=True, temperature=0.7, seed=1),
     ]
-    speculation = SpeculativeConfig(method=method, model=str(heads), num_speculative_tokens=3, **options)
     plain = run(Engine(small_config(folder)), requests)
-    drafting = Engine(small_config(folder, speculative_config=speculation), speculate=BatchSpeculator)
-    found = run(drafting, requests)
+    asked = {"method": method, "model": str(heads), "num_speculative_tokens": 3}
+    found = run(drafting(small_config(folder), **asked, **options), requests)
     assert tokens(found) == tokens(plain)
     assert drafted_and_accepted(found)[0] > 0
 
