@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
-from tests.speculation.eagle_files import DRAFT_VOCAB, LAYERS, THETA, VOCAB, WIDTH, Published
+from tests.speculation.eagle_files import (
+    DRAFT_VOCAB,
+    LAYERS,
+    THETA,
+    VOCAB,
+    WIDTH,
+    Published,
+    attend,
+    rotated,
+)
 
 HEADS, KV_HEADS, HEAD_DIM, FFN, BLOCK, MASK = 4, 2, 16, 48, 6, 7
 WINDOW = 12
@@ -163,12 +172,7 @@ class PlainBlock:
             linear(both, weight("self_attn.k_proj")).view(-1, KV_HEADS, HEAD_DIM), weight("self_attn.k_norm")
         )
         value = linear(both, weight("self_attn.v_proj")).view(-1, KV_HEADS, HEAD_DIM)
-        query, key = _rotated(query, len(context)), _rotated(key, 0)
-        attended = torch.empty_like(query)
-        for head in range(HEADS):
-            group = head * KV_HEADS // HEADS
-            scores = query[:, head] @ key[:, group].T / HEAD_DIM**0.5
-            attended[:, head] = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value[:, group]
+        attended = attend(rotated(query, len(context)), rotated(key, 0), value, seen)
         x = x + linear(attended.flatten(1), weight("self_attn.o_proj"))
         normed = _normed(x, weight("post_attention_layernorm"))
         gated = silu(linear(normed, weight("mlp.gate_proj"))) * linear(normed, weight("mlp.up_proj"))
@@ -177,12 +181,3 @@ class PlainBlock:
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-
-
-def _rotated(x: Tensor, first: int) -> Tensor:
-    half = HEAD_DIM // 2
-    angles = (first + torch.arange(len(x)))[:, None, None] / THETA ** (torch.arange(half) / half)
-    low, high = x[..., :half], x[..., half:]
-    return torch.cat(
-        [low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1
-    )

@@ -24,8 +24,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import Method, Verification
 from tests.speculation import dflash_files, eagle_files, medusa_files, mtp_files
 from tests.speculation.eagle_engine import Watched
-from tests.speculation.eagle_files import VOCAB
-from tests.speculation.eagle_reference import PlainHead
+from tests.speculation.eagle_files import VOCAB, PlainHead
 from tests.speculation.small_engine import prompt_of as any_prompt
 from tests.worker.tiny_model import greedy
 

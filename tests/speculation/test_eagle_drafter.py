@@ -23,7 +23,7 @@ from speculation.drawing import rank
 from speculation.target_states import DraftedKv
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
-from tests.speculation.eagle_reference import PlainHead
+from tests.speculation.eagle_files import PlainHead
 from tests.speculation.host_trees import grow_trees
 from tests.speculation.small_engine import prompt_of as any_prompt
 from tests.worker.tiny_model import greedy
