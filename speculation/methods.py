@@ -26,7 +26,7 @@ _DRAFTERS: Mapping[Method, str] = MappingProxyType(
         "self_speculative": "speculation.self_speculative:SelfDrafter",
     }
 )
-"""What makes each method's drafter, imported when it is needed. `custom` is named by `options.drafter`."""
+"""Makers of the methods' drafters, imported when needed. `options.drafter` names that of `custom`."""
 
 _FLAG = "--speculative-config: drafter"
 
