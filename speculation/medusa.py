@@ -12,6 +12,7 @@ import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from engine.step.draft import Draft, LateTokens
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.checkpoint import Checkpoint, round_draft
+from speculation.checkpoint import Checkpoint, check_shape, round_draft
 from speculation.drawing import Drawing, best_of, rank
 from speculation.target_states import LastStateDrafter
 
@@ -230,9 +231,9 @@ def assumed_acceptance(num_heads: int) -> list[list[float]]:
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _PREFIXES = ("medusa_head.", "medusa_heads.")
-_OWN_NAMES = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?P<linear>linear\.)?(?P<kind>weight|bias)")
-_VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_VLLM_LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+_OWN_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
+_LM_HEAD = re.compile(r"lm_heads\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -256,137 +257,110 @@ class HeadWeights:
 
 def read_heads(model: str, hidden_size: int, vocab_size: int) -> HeadWeights:
     """Read the heads. Raise `ConfigError` that names the file and what does not fit the target."""
-    return _Reader(Checkpoint(model, FILES), hidden_size, vocab_size).read()
+    checkpoint = Checkpoint(model, FILES)
+    names, size = _names_by_vllms(checkpoint.names), hidden_size
+    blocks = [(int(match[1]), int(match[2])) for match in map(_BLOCK.match, names) if match]
+    heads = {head for head, _ in blocks}
+    is_shared = "lm_head.weight" in names or bool(checkpoint.config.get("original_lm_head"))
+    if not is_shared:
+        heads |= {int(match[1]) for match in map(_LM_HEAD.match, names) if match}
+    if not heads:
+        raise checkpoint.error("the tensors", "have no Medusa head among them")
+    num_heads = max(heads) + 1
 
+    def of_layer(layer: int, kind: str, *shape: int) -> Tensor:
+        tensors = []
+        for head in range(num_heads):
+            name = names.get(f"blocks.{head}.layers.{layer}.{kind}")
+            if name is None:
+                raise checkpoint.error(f"head {head}", f"has no {kind} for its layer {layer}")
+            tensors.append(checkpoint.tensor(name))
+            check_shape(checkpoint, name, tensors[-1], shape)
+        return torch.stack(tensors)
 
-class _Reader:
-    def __init__(self, checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> None:
-        self._checkpoint = checkpoint
-        self._hidden_size = hidden_size
-        self._vocab_size = vocab_size
-        self._blocks: dict[tuple[int, int, str], str] = {}
-        """The tensors' names by head, layer and "weight" or "bias"."""
-        self._lm_heads: dict[int, str] = {}
-        self._token_map: str | None = None
-        self._shared = bool(checkpoint.config.get("original_lm_head"))
-
-    def read(self) -> HeadWeights:
-        self._sort_names()
-        num_heads, num_layers = self._count()
-        token_map = self._read_token_map()
-        config = self._checkpoint.config
-        return HeadWeights(
-            num_heads=num_heads,
-            layers=[self._layer(layer, num_heads) for layer in range(num_layers)],
-            lm_heads=self._read_lm_heads(num_heads, token_map),
-            token_map=token_map,
-            logit_scale=float(config.get("logit_scale", 1.0)),
-            rank_acceptance=self._read_rank_acceptance(num_heads),
-        )
-
-    def _sort_names(self) -> None:
-        names = {name: name for name in self._checkpoint.names}
-        for prefix in _PREFIXES:
-            beside_a_model = {n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
-            names = beside_a_model or names
-        depths: dict[int, int] = {}
-        for short, name in names.items():
-            if match := _VLLM_BLOCK.fullmatch(short):
-                self._blocks[int(match[1]), int(match[2]), match[3]] = name
-            elif match := _VLLM_LM_HEAD.fullmatch(short):
-                self._lm_heads[int(match[1])] = name
-            elif short == "lm_head.weight":
-                self._shared, self._lm_heads[0] = True, name
-            elif short == "token_map":
-                self._token_map = name
-            elif match := _OWN_NAMES.fullmatch(short):
-                head, layer = int(match["head"]), int(match["layer"])
-                if match["linear"]:
-                    self._blocks[head, layer, match["kind"]] = name
-                else:
-                    self._lm_heads[head] = name
-                    depths[head] = layer
-        self._share_blocks(depths)
-
-    def _share_blocks(self, depths: dict[int, int]) -> None:
-        """Copy repeated blocks: Medusa v1 repeats one block object in a head, and files may have it once."""
-        for head, depth in depths.items():
-            for layer in range(1, depth):
-                for kind in ("weight", "bias"):
-                    before = self._blocks.get((head, layer - 1, kind))
-                    if before is not None:
-                        self._blocks.setdefault((head, layer, kind), before)
-
-    def _count(self) -> tuple[int, int]:
-        heads = {head for head, _, _ in self._blocks} | (set() if self._shared else set(self._lm_heads))
-        if not heads:
-            raise self._checkpoint.error("the tensors", "have no Medusa head among them")
-        return max(heads) + 1, max((layer + 1 for _, layer, _ in self._blocks), default=0)
-
-    def _layer(self, layer: int, num_heads: int) -> tuple[Tensor, Tensor | None]:
-        size = self._hidden_size
-        weights = [self._block(head, layer, "weight", (size, size)) for head in range(num_heads)]
-        if not any((head, layer, "bias") in self._blocks for head in range(num_heads)):
-            return torch.stack(weights), None
-        biases = [self._block(head, layer, "bias", (size,)) for head in range(num_heads)]
-        return torch.stack(weights), torch.stack(biases)
-
-    def _block(self, head: int, layer: int, kind: str, shape: tuple[int, ...]) -> Tensor:
-        name = self._blocks.get((head, layer, kind))
+    layers: list[tuple[Tensor, Tensor | None]] = []
+    for layer in range(max((1 + layer for _, layer in blocks), default=0)):
+        has_bias = any(f"blocks.{head}.layers.{layer}.bias" in names for head in heads)
+        bias = of_layer(layer, "bias", size) if has_bias else None
+        layers.append((of_layer(layer, "weight", size, size), bias))
+    token_map = _token_map(checkpoint, names.get("token_map"), vocab_size)
+    lm_heads = []
+    for head in range(1 if is_shared else num_heads):
+        name = names.get(f"lm_heads.{head}.weight") or (None if head else names.get("lm_head.weight"))
         if name is None:
-            raise self._checkpoint.error(f"head {head}", f"has no {kind} for its layer {layer}")
-        return self._checked(name, shape)
+            raise checkpoint.error(f"head {head}", "has no LM head")
+        lm_heads.append(_lm_head(checkpoint, name, hidden_size, vocab_size, token_map))
+    return HeadWeights(
+        num_heads=num_heads,
+        layers=layers,
+        lm_heads=torch.stack(lm_heads),
+        token_map=token_map,
+        logit_scale=float(checkpoint.config.get("logit_scale", 1.0)),
+        rank_acceptance=_rank_acceptance(checkpoint, num_heads),
+    )
 
-    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._checkpoint.tensor(name)
-        if tensor.shape != shape:
-            found = tuple(tensor.shape)
-            raise self._checkpoint.error(name, f"has the shape {found}, the target needs {shape}")
-        return tensor
 
-    def _read_token_map(self) -> Tensor | None:
-        if self._token_map is None:
-            rows = self._checkpoint.config.get("truncated_vocab_size", self._vocab_size)
-            if rows is not None and rows < self._vocab_size:
-                raise self._checkpoint.error("truncated_vocab_size", f"is {rows}, but there is no token_map")
-            return None
-        token_map = self._checkpoint.tensor(self._token_map).long()
-        if token_map.ndim != 1 or not ((token_map >= 0) & (token_map < self._vocab_size)).all():
-            raise self._checkpoint.error(
-                self._token_map,
-                f"must be a list of token ids below {self._vocab_size}, the target's vocabulary",
-            )
-        return token_map
+def _names_by_vllms(names: Sequence[str]) -> dict[str, str]:
+    """Return the file's names by vLLM's. Medusa v1 repeats a block object, and files may have it once."""
+    given = {name: name for name in names}
+    for prefix in _PREFIXES:
+        given = {name.removeprefix(prefix): name for name in given if name.startswith(prefix)} or given
+    found: dict[str, str] = {}
+    depths: dict[str, int] = {}
+    for short, name in given.items():
+        match = _OWN_NAME.fullmatch(short)
+        if match is None:
+            found[short] = name
+        elif match[3]:
+            found[f"blocks.{match[1]}.layers.{match[2]}.{match[4]}"] = name
+        else:
+            found[f"lm_heads.{match[1]}.weight"] = name
+            depths[match[1]] = int(match[2])
+    for head, depth in depths.items():
+        for layer, kind in product(range(1, depth), ("weight", "bias")):
+            if before := found.get(f"blocks.{head}.layers.{layer - 1}.{kind}"):
+                found.setdefault(f"blocks.{head}.layers.{layer}.{kind}", before)
+    return found
 
-    def _read_lm_heads(self, num_heads: int, token_map: Tensor | None) -> Tensor:
-        count = 1 if self._shared else num_heads
-        return torch.stack([self._lm_head(head, token_map) for head in range(count)])
 
-    def _lm_head(self, head: int, token_map: Tensor | None) -> Tensor:
-        """Return an LM head with a row for each token that can be drafted; further rows are padding."""
-        if head not in self._lm_heads:
-            raise self._checkpoint.error(f"head {head}", "has no LM head")
-        name = self._lm_heads[head]
-        weight = self._checkpoint.tensor(name)
-        if weight.ndim != 2 or weight.shape[1] != self._hidden_size:
-            found = tuple(weight.shape)
-            raise self._checkpoint.error(name, f"has the shape {found}, not (rows, {self._hidden_size})")
-        chosen = token_map is not None and len(weight) <= len(token_map)
-        rows = len(token_map) if token_map is not None and chosen else self._vocab_size
-        if len(weight) < rows:
-            raise self._checkpoint.error(name, f"has {len(weight)} rows for a vocabulary of {rows} tokens")
-        return weight[:rows] if token_map is None or chosen else weight[token_map]
+def _token_map(checkpoint: Checkpoint, name: str | None, vocab_size: int) -> Tensor | None:
+    if name is None:
+        rows = checkpoint.config.get("truncated_vocab_size", vocab_size)
+        if rows is not None and rows < vocab_size:
+            raise checkpoint.error("truncated_vocab_size", f"is {rows}, but there is no token_map")
+        return None
+    token_map = checkpoint.tensor(name).long()
+    if token_map.ndim != 1 or not ((token_map >= 0) & (token_map < vocab_size)).all():
+        raise checkpoint.error(
+            name, f"must be a list of token ids below {vocab_size}, the target's vocabulary"
+        )
+    return token_map
 
-    def _read_rank_acceptance(self, num_heads: int) -> list[list[float]] | None:
-        rates = self._checkpoint.config.get("rank_acceptance")
-        if rates is None:
-            return None
-        try:
-            table = torch.tensor(rates, dtype=torch.float64)
-        except (TypeError, ValueError):
-            table = torch.empty(0)
-        if table.ndim != 2 or len(table) != num_heads or not ((table >= 0) & (table <= 1)).all():
-            raise self._checkpoint.error(
-                "rank_acceptance", f"must have equally long lists of probabilities, {num_heads} of them"
-            )
-        return table.tolist()
+
+def _lm_head(
+    checkpoint: Checkpoint, name: str, hidden_size: int, vocab_size: int, token_map: Tensor | None
+) -> Tensor:
+    """Return an LM head with a row for each token that can be drafted; further rows are padding."""
+    weight = checkpoint.tensor(name)
+    if weight.ndim != 2 or weight.shape[1] != hidden_size:
+        raise checkpoint.error(name, f"has the shape {tuple(weight.shape)}, not (rows, {hidden_size})")
+    chosen = token_map is not None and len(weight) <= len(token_map)
+    rows = len(token_map) if token_map is not None and chosen else vocab_size
+    if len(weight) < rows:
+        raise checkpoint.error(name, f"has {len(weight)} rows for a vocabulary of {rows} tokens")
+    return weight[:rows] if token_map is None or chosen else weight[token_map]
+
+
+def _rank_acceptance(checkpoint: Checkpoint, num_heads: int) -> list[list[float]] | None:
+    rates = checkpoint.config.get("rank_acceptance")
+    if rates is None:
+        return None
+    try:
+        table = torch.tensor(rates, dtype=torch.float64)
+    except (TypeError, ValueError):
+        table = torch.empty(0)
+    if table.ndim != 2 or len(table) != num_heads or not ((table >= 0) & (table <= 1)).all():
+        raise checkpoint.error(
+            "rank_acceptance", f"must have equally long lists of probabilities, {num_heads} of them"
+        )
+    return table.tolist()
