@@ -40,16 +40,12 @@ RowsOf = Callable[[SequenceState, DraftRows], SequenceRows]
 
 
 def stays_on_device(runner: Runner, device: torch.device) -> bool:
-    """Return whether drafts stay on the device: the host would have to wait for them, and the runner does not
-    need them on the host.
-    """
+    """Return whether drafts stay on the device: neither host nor runner needs them at once."""
     return device.type != "cpu" and runner.can_fill
 
 
 def run_last(runner: Runner, batch: Sequence[SequenceRows], hidden: Tensor | None) -> ForwardOutput:
-    """Run rows, for a head with the `hidden` states before them. Return the logits and, for a head, the
-    hidden states of each sequence's last row.
-    """
+    """Run rows. Return the logits and, for a head, the hidden states of each sequence's last row."""
     ends = [end - 1 for end in accumulate(len(rows.token_ids) for rows in batch)]
     return runner.run(Step(batch, ends, hidden is not None, hidden))
 
@@ -63,9 +59,7 @@ class ChainDrafting:
         sampler: Sampler,
         draft_ids: Tensor | None = None,
     ) -> None:
-        """Draw with `sampler`, which must forget requests. Draft token i is the target's `draft_ids[i]`, or
-        i without them.
-        """
+        """Draw with `sampler`, which must forget requests. Draft token i is `draft_ids[i]`, or i without."""
         self._runner = runner
         self._rows_of = rows_of
         self._drawing = Drawing(sampler, options.verification, draft_ids)

@@ -124,9 +124,7 @@ FIELD = "--speculative-config: quantization"
 def round_draft(
     draft: nn.Module, format: CodeFormat, target: LoadedModel, kept: nn.Module | None = None
 ) -> None:
-    """Round the linear layers, except the one to be `kept`, and prepare them for the target's device. Raise
-    ConfigError if the format fits none of them.
-    """
+    """Round the linear layers, except `kept`. Raise ConfigError if the format fits none of them."""
     try:
         round_layers(draft, format, kept)
     except ValueError as error:
@@ -196,9 +194,7 @@ def lm_head_of(
 
 
 def draft_ids_of(checkpoint: Checkpoint, size: int | None, target: LoadedModel) -> Tensor | None:
-    """Return the target's ids of the `size` tokens that can be drafted: draft token i is the target's token i
-    + d2t[i]. None if all can be drafted.
-    """
+    """Return the target's ids of the `size` draft tokens: i + d2t[i] for i. None if all can be drafted."""
     vocab_size = target.vocab_size
     if "d2t" not in checkpoint.names:
         if size is not None and size != vocab_size:
@@ -231,9 +227,7 @@ def activation(checkpoint: Checkpoint, layer: Mapping[str, Any]) -> str:
 
 
 def rope(checkpoint: Checkpoint, layer: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
-    """Return the file's parameters of the rotation, from any of the three places where it may have them. If
-    the file has no base, use the model's.
-    """
+    """Return the rotation's parameters, from any of three places; without a base, with the model's."""
     parameters = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
     # Like speculators, some have parameters by layer type.
     parameters = dict(parameters.get("sliding_attention") or parameters)

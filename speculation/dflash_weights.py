@@ -84,9 +84,7 @@ class BlockDraft:
 
 
 def load_dflash(model: str, target: LoadedModel) -> BlockDraft:
-    """Load a drafter in the target's dtype, on its device. Raise `ConfigError` that names the file and the
-    tensor or field that does not fit.
-    """
+    """Load a drafter. Raise `ConfigError` that names the file and what does not fit."""
     checkpoint = Checkpoint(model)
     config = checkpoint.config
     layer = config.get("transformer_layer_config", config)
@@ -157,9 +155,7 @@ def _windows(checkpoint: Checkpoint, layer: Mapping[str, Any]) -> list[int]:
 def _layer_windows(
     checkpoint: Checkpoint, fields: Mapping[str, Any], windows: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """Return the windows of layers that are not causal, None for the others: layers with a window are causal
-    unless the config says otherwise.
-    """
+    """Return windows, None for causal layers: by default those with a window."""
     causal = fields.get("is_causal", fields.get("causal"))
     if causal not in (None, True, False):
         raise checkpoint.error("is_causal", f"must be true or false, got {causal!r}")
@@ -251,9 +247,7 @@ class Context(nn.Module):
         self._pool = pool
 
     def write(self, hidden: Tensor, places: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        """Write the KV of tokens with `hidden` states [rows, feature_size] at `places` [rows] of their texts
-        to the `offsets` in `blocks`.
-        """
+        """Write the KV of tokens with `hidden` states [rows, feature_size] at `places` [rows]."""
         products = self.products(apply_norm(self._norm, self.fc(hidden))).unflatten(-1, self._shape)
         keys, values = products.unbind(2)  # [rows, layers, heads, head_dim]
         keys = apply_norm(self._key_norm, keys)

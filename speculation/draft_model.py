@@ -39,9 +39,7 @@ _READ_AT_ONCE = 2048
 
 
 def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: torch.dtype) -> ServeConfig:
-    """Return the configuration that loads a target's draft model. Its KV has the dtype that it computes in,
-    and the target's adapters are not for it.
-    """
+    """Return the configuration of a target's draft model, which has no adapters."""
     dtype: Any = str(target_dtype).removeprefix("torch.")
     assert options.model is not None
     return replace(
@@ -189,9 +187,7 @@ class DraftModel(Drafter):
         return self._computed.get(request_id, 0)
 
     def observe(self, computed: Sequence[ComputedRows]) -> None:
-        """Keep the KV of accepted tokens. Read prompts that are computed for another worker, unless that
-        worker drafts them itself; a recurrent state would not reach it.
-        """
+        """Keep accepted tokens' KV; read prompts for other workers that do not draft them themselves."""
         for each in computed:
             if each.draft is not None:
                 self._keep_accepted(each, each.draft)

@@ -61,9 +61,7 @@ class Drawing:
     def draft_at_once(
         self, sequences: Sequence[SequenceState], rooms: Sequence[int], logits: Tensor
     ) -> list[Draft]:
-        """Draft up to `rooms[i]` tokens for each sequence from `logits` [sequences, count, tokens], which
-        do not depend on the tokens before. The host does not wait for the tokens.
-        """
+        """Draft up to `rooms[i]` tokens each from `logits` [sequences, count, tokens], without a wait."""
         count = logits.shape[1]
         owners = [sequence for sequence in sequences for _ in range(count)]
         rows = [owner.sampling_row() for owner in owners]

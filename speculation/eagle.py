@@ -81,9 +81,7 @@ class HeadShape:
 
 
 class Head(nn.Module):
-    """The weights of a head except its embedding and LM head, which may be the target's. `head_program`
-    describes how they run.
-    """
+    """The weights of a head except for its tables. `head_program` describes how they run."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -216,9 +214,7 @@ def _linear(shape: HeadShape, name: str, in_features: int, out_features: int) ->
 
 
 class EagleHead(DraftHead):
-    """An EAGLE head. `embedding` [vocab_size, hidden_size] and `lm_head`, with `draft_vocab_size` outputs,
-    are None if the target's serve.
-    """
+    """An EAGLE head. `embedding` and `lm_head` are None if the target's serve."""
 
     def __init__(
         self,
@@ -273,9 +269,7 @@ def eagle_drafter(options: SpeculativeConfig, config: ServeConfig, target: Loade
 
 
 def load_eagle(model: str, target: LoadedModel, quantization: Quantization | None = None) -> EagleHead:
-    """Load a head in the target's dtype, on its device. Raise `ConfigError` that names the file and the
-    tensor or field that does not fit.
-    """
+    """Load a head. Raise `ConfigError` that names the file and what does not fit."""
     checkpoint = Checkpoint(model)
     shape = read_shape(checkpoint, target)
     head = Head(shape)

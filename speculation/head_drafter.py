@@ -61,9 +61,7 @@ class DraftHead(ABC):
         kv: Sequence[LayerKv],
         backend: type[AttentionBackend],
     ) -> Runner:
-        """Return a runner of the head with these layers' KV, for several heads a `SeveralHeads`. To be called
-        once.
-        """
+        """Return a runner of the head, for several heads a `SeveralHeads`. To be called once."""
 
 
 class HeadDrafter(DraftKvDrafter):
@@ -117,9 +115,7 @@ class HeadDrafter(DraftKvDrafter):
         return SequenceRows(rows.token_ids, start, tables, rows.masks, root, first_key)
 
     def _committed_rows(self, sequences: Sequence[SequenceState]) -> tuple[list[SequenceRows], Tensor]:
-        """Return the rows that draft the first token, all committed, and the target's hidden states before
-        them, [rows, feature_size].
-        """
+        """Return the committed rows that draft, and the states before them, [rows, feature_size]."""
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
         for sequence in sequences:
@@ -220,9 +216,7 @@ class SeveralHeads(Runner):
         return sum(head.warm_up() for head in self._heads)
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-        """Run committed rows with the target's hidden states, or draft rows, all of one depth, with the
-        `hidden` that the call before returned.
-        """
+        """Run committed rows with the target's states, or drafted ones of one depth with the last call's."""
         if step.batch[0].tree_start is None:
             self._depth = 0
             return self._run_committed(step)

@@ -47,9 +47,7 @@ class MtpHeads(DraftHead):
             self._factors = norm(torch.ones_like(norm.weight)).to(target.device, target.dtype)
 
     def combine(self, features: Tensor) -> Tensor:
-        """Undo the final norm's weights for heads that read the state before the norm. They norm it
-        themselves, so its length does not matter.
-        """
+        """Undo the final norm's weights for heads that norm the state before it themselves."""
         if self._factors is None:
             return features
         return torch.where(self._factors == 0, 0, features / self._factors)
@@ -81,9 +79,7 @@ class MtpHeads(DraftHead):
         return runner
 
     def program(self) -> ModelProgram:
-        """Return the program of a single head, which a family must describe, with its linear layers as they
-        are now.
-        """
+        """Return a single head's program, with its linear layers as they are now."""
         return mtp_program(self.heads[0].model)
 
 
@@ -128,9 +124,7 @@ def mtp_drafter(options: SpeculativeConfig, config: ServeConfig, target: LoadedM
 
 
 def load_mtp(checkpoint: Checkpoint, target: LoadedModel, options: SpeculativeConfig) -> MtpHeads:
-    """Load the heads that drafts need from a checkpoint, mostly the served model's own. Raise `ConfigError`
-    that names the file and the tensor that is missing or does not fit.
-    """
+    """Load the heads that drafts need. Raise `ConfigError` that names the file and the tensor at fault."""
     try:
         layouts = find_layouts(checkpoint.names, target.num_layers)
     except LookupError as error:

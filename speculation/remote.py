@@ -40,9 +40,7 @@ class RemoteRequest:
 
     @property
     def num_wanted(self) -> int:
-        """The number of useful tokens beyond the committed ones: those that are verified now, the one that
-        the target adds, and those for the next step.
-        """
+        """The number of useful tokens: of this step's draft, the target's own, and of the next draft."""
         return 2 * self.granted + 1 if self.granted else 0
 
     def take(self, start: int, token_ids: list[int]) -> Use:

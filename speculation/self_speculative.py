@@ -108,9 +108,7 @@ class SelfDrafter(Drafter):
         return SequenceRows(rows.token_ids, start, blocks, state_slot=sequence.state_slot, certain=certain)
 
     def _num_settled(self, sequence: SequenceState) -> int:
-        """Return the number of tokens in recurrent layers' states. Drafting adds no more, since layers that
-        do not draft would lag.
-        """
+        """Return the tokens in recurrent layers' states, to which drafting adds none."""
         return self._state_slots.position(sequence.state_slot) if self._state_slots is not None else 0
 
     def _fitting(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
@@ -138,9 +136,7 @@ def _unpack(model: PreTrainedModel) -> None:
 
 
 class PartialDescription(NativeModel):
-    """Some of a model's layers for the native decoder, in the model's own memory or rounded. `num_rounded`
-    counts the products with rounded weights.
-    """
+    """Some of a model's layers for the native decoder, `num_rounded` of the products rounded."""
 
     def __init__(self, whole: NativeModel, kept: Sequence[int], format: CodeFormat | None) -> None:
         super().__init__(whole.dtype)

@@ -128,9 +128,7 @@ class TreeDrafting:
     def _rank(
         self, logits: Tensor, sequences: Sequence[SequenceState], each_has: Sequence[int], depth: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens, where the trees grow, after rows `depth` tokens after the roots; tree
-        i has `each_has[i]` of these rows.
-        """
+        """Return the likeliest tokens after `each_has[i]` rows of tree i, `depth` tokens after the roots."""
         after = [sequence for sequence, count in zip(sequences, each_has, strict=True) for _ in range(count)]
         params = [sequence.params for sequence in after]
         positions = [sequence.position + depth for sequence in after]

@@ -108,9 +108,7 @@ class TreeLevel:
         return found
 
     def unknown_rows(self, max_nodes: Sequence[int]) -> list[DraftRows]:
-        """Return rows for `fill` to complete. The host only knows how many nodes a tree has at most by then,
-        so the rows begin anywhere, even before the text.
-        """
+        """Return rows for `fill` to complete, which begin anywhere: the host knows only `max_nodes`."""
         count, width = self.num_rows, self.state.sources.shape[1]
         ends = [min(self.depth * width, most) for most in max_nodes]
         return [DraftRows(1 + end - count, [0] * count, [1] * count) for end in ends]

@@ -25,9 +25,7 @@ def _candidates(
     LEAVES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Return the candidates of `TreeGrowth._candidates` in the order of their numbers, with their ranks, the
-    newest rows that children follow, and the number of rows that were run.
-    """
+    """Return `TreeGrowth._candidates` by number, with ranks, rows followed and the number of rows run."""
     nodes, leaves, leaf_scores, paths, runs = state
     values, token_ids, num_rows = offered
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)

@@ -36,9 +36,7 @@ def load_frozen(model: str, device_name: str) -> PreTrainedModel:
 
 
 def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in. On CPUs without bfloat16 instructions torch is five times as fast in
-    float32.
-    """
+    """Return the dtype to compute in: without bfloat16 instructions float32 is five times as fast."""
     return torch.float32 if device.type == "cpu" and not _cpu_has_bfloat16() else dtype
 
 
@@ -60,10 +58,9 @@ def read_texts(path: Path, option: str = "--data") -> list[str]:
         texts = [text for file in sorted(path.rglob("*")) if file.is_file() for text in _try_file(file)]
     else:
         texts = list(_file_texts(path, option))
-    texts = [text for text in texts if text.strip()]
-    if not texts:
+    if not any(text.strip() for text in texts):
         raise ConfigError(f"{option}: {path} has no text")
-    return sorted(texts, key=_hash)
+    return sorted(filter(str.strip, texts), key=_hash)
 
 
 def _hash(text: str) -> bytes:
@@ -85,7 +82,11 @@ def _file_texts(path: Path, option: str) -> Iterator[str]:
         return
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            yield _text_of(line, f"{option}: {path}, line {number}")
+            where = f"{option}: {path}, line {number}"
+            text = _json_object(line, where).get("text")
+            if not isinstance(text, str):
+                raise ConfigError(f'{where}: has no string "text"')
+            yield text
 
 
 def _read(path: Path, option: str) -> str:
@@ -93,13 +94,6 @@ def _read(path: Path, option: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option}: {path} cannot be read as UTF-8: {error}") from error
-
-
-def _text_of(line: str, where: str) -> str:
-    text = _json_object(line, where).get("text")
-    if not isinstance(text, str):
-        raise ConfigError(f'{where}: has no string "text"')
-    return text
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
@@ -163,9 +157,7 @@ def cut_windows(tokens: Tensor, length: int) -> Tensor:
 
 
 def spread_windows(tokens: Tensor, length: int, most: int, name: str) -> Tensor:
-    """Return at most `most` whole windows, spread evenly over the tokens. Raises `ConfigError`, which calls
-    the tokens `name`, if there is no window.
-    """
+    """Return up to `most` windows, spread evenly. Raises `ConfigError` with `name` if there are none."""
     windows = cut_windows(tokens, length)
     if not len(windows):
         raise ConfigError(

@@ -80,9 +80,7 @@ def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
 
 @torch.inference_mode()
 def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[LayerChoice]:
-    """Return the best choice for each number of layers to skip, from 1 to `most`. `texts` int64 [windows,
-    length].
-    """
+    """Return the best choices of 1 to `most` layers on `texts`, int64 [windows, length]."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     expected = _likeliest(model, texts)
     skipped: tuple[int, ...] = ()
@@ -102,9 +100,7 @@ def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[LayerChoice
 
 
 def _likeliest(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """Return the argmax token of each place, [windows, length]. Runs window by window, since logits of a
-    large vocabulary take much memory.
-    """
+    """Return each place's argmax token, [windows, length], window by window to save memory."""
     return torch.cat([model(input_ids=text, use_cache=False).logits.argmax(-1) for text in texts.split(1)])
 
 

@@ -34,9 +34,7 @@ class Learner(Protocol):
     def optimizers(self) -> Mapping[str, Optimizer]: ...
 
     def backward(self, step: int) -> float:
-        """Add the gradients of this step's batch to `module`'s parameters; return the loss. The batch depends
-        only on the step's number.
-        """
+        """Add the gradients of the batch, which the step's number determines; return the loss."""
         ...
 
     def updated(self) -> None:

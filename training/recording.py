@@ -60,9 +60,7 @@ class Recording:
     """
 
     def __init__(self, folder: Path, width: int, most_bytes: int, settings: Mapping[str, Any]) -> None:
-        """Open or begin a recording of `width` values per token. Raises `ConfigError` if the folder has a
-        recording with other settings.
-        """
+        """Open or begin a recording. Raises `ConfigError` if the folder has one with other settings."""
         self.width = width
         self._folder = folder
         self._most = most_bytes

@@ -80,9 +80,7 @@ class DraftController:
         return not (reads_hidden and (self._has_read_prompts or self._steps_left == 1))
 
     def went_ahead(self, num_decoding: int, num_to_come: int) -> None:
-        """Record that the coming step was launched under the present plan. If a plan has become due since,
-        the step after it gets one.
-        """
+        """Record that the coming step was launched under the present plan, and plan the next if due."""
         if self.begin_step(num_decoding, num_to_come):
             self.end_window()
             self._steps_left = 0

@@ -201,9 +201,7 @@ class Estimator:
         place: int = 0,
         is_blind: bool = False,
     ) -> None:
-        """Record that the request, now `place` tokens long, had room for `num_granted` tokens in a step. Its
-        draft, if any, was `depth` deep.
-        """
+        """Record a step's draft, `depth` deep, of a request with room for `num_granted` tokens."""
         if self.window is not None:
             self.window.drafted += num_drafted
         request.acceptance.method.observe_found(num_granted, num_drafted)
@@ -225,9 +223,7 @@ class Estimator:
         return per_read * num_tokens
 
     def report(self, max_tokens: int) -> SpeculationState:
-        """Return the router's report; any thread may call this. `max_tokens`: the most tokens that a request
-        drafts under the deployment's configuration.
-        """
+        """Return the router's report. Requests draft at most `max_tokens`. Any thread may call this."""
         sequences = _powers_of_two(self._max_sequences)
         drafted = [0, *_powers_of_two(self._max_tokens)]
         seconds = [

@@ -38,9 +38,7 @@ def _round_key(seed, start, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def _read_span(spans, sequence):
-    """Return a sequence's first row, first node, number of nodes, seed, position and rule, and the address of
-    its distributions, 0 if it has none.
-    """
+    """Return first row, first node, number of nodes, seed, position, rule, address of distributions or 0."""
     spans += sequence * SPAN_FIELDS
     return (
         tl.load(spans),
@@ -119,9 +117,7 @@ def _judge_block(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Judge a block like `rejection._judge`: return the results of `_walk`, and the share of the target's
-    distribution that is left at the end. Rows that fail accept no token.
-    """
+    """Judge a block like `rejection._stops_of_blocks`, with the results of `_judge`. Failed rows accept none."""
     first_row, first_node, count, seed, position, _, drawn = _read_span(spans, sequence)
     share, kept = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
     length = tl.full([], 0, tl.int64)
@@ -156,9 +152,7 @@ def _judge(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Return bits of the accepted nodes, the last of them, their number, bits of the rejected nodes, and the
-    share of the target's distribution that is left at the end.
-    """
+    """Return the results of `_walk`, and the share of the target's distribution left at the end."""
     accepted, last, depth, rejected = _walk(spans, nodes, target, sequence, SIZE)
     share = tl.full([], 1.0, tl.float64)
     if masses is not None:

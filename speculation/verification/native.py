@@ -53,9 +53,7 @@ def can_verify(sequence: SequenceState) -> bool:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
-    """Verify like `coupled.verify`, for sequences that `can_verify`. Those that are greedy or have no draft
-    get exactly the tokens that they would get alone.
-    """
+    """Verify like `coupled.verify`, for sequences that `can_verify`."""
     function, is_coupled = compiled(), rule == "coupled"
     assert function is not None
     count = len(sequences)

@@ -46,9 +46,7 @@ class DraftProbabilities:
 
 @dataclass(slots=True, eq=False)
 class Stop:
-    """The accepted nodes, in order, and the nodes that were then rejected, against a `share` of the target's
-    distribution after the accepted ones.
-    """
+    """Accepted nodes, and those then rejected against a `share` of the target's distribution."""
 
     accepted: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
@@ -180,9 +178,7 @@ def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
 def noise_keys(
     sequences: Sequence[SequenceState], positions: Sequence[int], purpose: Purpose, device: torch.device
 ) -> Tensor:
-    """Return the noise's keys, int64 [n], for a position of each sequence's round, which begins at its next
-    token.
-    """
+    """Return the noise's keys, int64 [n], for a position of each sequence's round."""
     seeds = [sequence.params.seed for sequence in sequences]
     starts = [sequence.position for sequence in sequences]
     columns = torch.tensor([seeds, starts, list(positions)], dtype=torch.int64, device=device)

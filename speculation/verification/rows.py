@@ -107,9 +107,7 @@ def num_rows(sequence: SequenceState) -> int:
 
 
 def distributions_of(draft: Draft | None, logits: Tensor) -> Tensor | None:
-    """Return a draft's distributions in the form that kernels read: float32 [nodes, vocab_size] on the
-    logits' device.
-    """
+    """Return a draft's distributions as kernels read them, float32 [nodes, vocab_size] on their device."""
     if draft is None or draft.distributions is None:
         return None
     if draft.distributions.shape != (draft.num_nodes, logits.shape[1]):

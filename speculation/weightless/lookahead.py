@@ -151,9 +151,7 @@ class NgramPool:
 
 
 def ngrams_of(text: np.ndarray, length: int) -> Iterator[Ngram]:
-    """Yield the tokens after earlier occurrences of the text's last token, up to `length` tokens each, the
-    most recent first. `text` is int32 [its length].
-    """
+    """Yield up to `length` tokens after earlier places of the text's last one, the most recent first."""
     for place in np.flatnonzero(text[:-1] == text[-1])[: -_MAX_PLACES - 1 : -1].tolist():
         yield tuple(text[place + 1 : place + 1 + length].tolist())
 

@@ -1,6 +1,4 @@
-"""`tandem speculate train`: trains heads from a model and texts, and writes a card with their measured
-acceptance.
-"""
+"""`tandem speculate train`: trains heads and writes a card with their measured acceptance."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from training.heads.contract import HeadLearner, HeadOptions, Target, TrainableH
 from training.heads.eagle import build_eagle3, captured_layers
 from training.heads.medusa import build_medusa
 from training.heads.mtp import build_mtp
-from training.loop import FinishedStep, Schedule, Trainer
+from training.loop import Schedule, Trainer
 from training.recording import LONGEST_PIECE, Device, Recording, SourceText, answer, check_room, digest
 
 
@@ -89,24 +87,6 @@ class TrainOptions:
     recording_gib: float = 20.0
 
 
-@dataclass(frozen=True)
-class TrainingRun:
-    """The settings of a training run. A checkpoint with other settings is not resumed.
-
-    `data` is a hash of the training texts.
-    """
-
-    method: str
-    model: str
-    data: str
-    steps: int
-    batch_tokens: int
-    length: int
-    learning_rate: float
-    seed: int
-    options: dict[str, int | None]
-
-
 def train(options: TrainOptions, console: Console) -> list[float]:
     """Train, measure, save; return the held-out acceptance of each drafted position.
 
@@ -127,22 +107,37 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     )
     batch = max(1, batch_tokens // options.length)
     windows = Windows(recording.num_tokens, options.length, batch, options.seed)
-    run = _describe(options, windows, digest(pieces))
+    steps = options.steps or options.epochs * windows.steps_per_epoch
+    settings = {  # a checkpoint with other ones is not resumed
+        "method": options.method,
+        "model": options.model,
+        "data": digest(pieces),
+        "steps": steps,
+        "batch_tokens": windows.batch_tokens,
+        "length": options.length,
+        "learning_rate": options.learning_rate,
+        "seed": options.seed,
+        "options": dataclasses.asdict(options.head),
+    }
     checkpoint = options.output / _CHECKPOINT
     learner = HeadLearner(head, target, recording, windows, options.learning_rate)
-    schedule, settings = head_schedule(run.steps), dataclasses.asdict(run)
-    trainer = Trainer(learner, schedule, settings, checkpoint, options.save_every_s)
+    trainer = Trainer(learner, head_schedule(steps), settings, checkpoint, options.save_every_s)
     parameters = sum(p.numel() for p in head.module.parameters() if p.requires_grad)
     console.print(
         f"{options.method} heads for {options.model}: {parameters:,} parameters, {recording.num_tokens:,} "
-        f"tokens of text, {run.steps} steps of {windows.batch_tokens} tokens on {target.device}"
+        f"tokens of text, {steps} steps of {windows.batch_tokens} tokens on {target.device}"
     )
     if trainer.first_step:
         console.print(f"going on from step {trainer.first_step} of {checkpoint}")
-    _run(trainer, run.steps, console)
+    with _progress(console, steps, "step", trainer.first_step) as report:
+        trainer.run(
+            lambda step: report(
+                step.number, f"loss {step.loss:.3f}, {step.tokens / step.seconds:,.0f} tokens/s"
+            )
+        )
     rates = acceptance(head, answers)
     head.save(options.output)
-    _write_card(options.output, run, rates, parameters, answers.num_texts)
+    _write_card(options.output, settings, rates, parameters, answers.num_texts)
     checkpoint.unlink()
     if options.recording is None:
         shutil.rmtree(_recording_folder(options))
@@ -166,7 +161,7 @@ def _pieces(
     else:
         kept = len(stream) - int(len(stream) * HELD_OUT_SHARE)
         stream, held_out = stream[:kept], stream[kept:]
-    longest = min(LONGEST_PIECE, _positions(options) - 1)
+    longest = min(LONGEST_PIECE, _text_config(options).max_position_embeddings - 1)
     measured = spread_windows(held_out, options.length, options.held_out_windows, "held-out text")
     prompts = measured[:, : max(1, min(options.length, longest) - CONTINUED_TOKENS)].tolist()
     return (
@@ -185,19 +180,15 @@ def _answered(
     else:
         count = max(1, min(most, int(len(prompts) * HELD_OUT_SHARE)))
         prompts, held_out = prompts[:-count], prompts[-count:]
-    longest = _positions(options) - options.answer_tokens
+    longest = _text_config(options).max_position_embeddings - options.answer_tokens
     for prompt in [*prompts, *held_out]:
         if len(prompt) > longest:
             raise ConfigError(
                 f"--prompts: a prompt of {len(prompt)} tokens and --answer-tokens {options.answer_tokens} "
-                f"exceed the model's {_positions(options)} tokens"
+                f"exceed the model's {_text_config(options).max_position_embeddings} tokens"
             )
     training = [SourceText(prompt, options.answer_tokens) for prompt in prompts]
     return training, [SourceText(prompt, options.answer_tokens) for prompt in held_out]
-
-
-def _positions(options: TrainOptions) -> int:
-    return int(_text_config(options).max_position_embeddings)
 
 
 def _text_config(options: TrainOptions) -> Any:
@@ -241,36 +232,11 @@ def head_schedule(steps: int) -> Schedule:
     return Schedule(steps, warm_up, decay=steps - warm_up + 1)
 
 
-def _describe(options: TrainOptions, windows: Windows, data: str) -> TrainingRun:
-    return TrainingRun(
-        method=options.method,
-        model=options.model,
-        data=data,
-        steps=options.steps or options.epochs * windows.steps_per_epoch,
-        batch_tokens=windows.batch_tokens,
-        length=options.length,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-        options=dataclasses.asdict(options.head),
-    )
-
-
-def _run(trainer: Trainer, steps: int, console: Console) -> None:
-    with _progress(console, steps, "step", trainer.first_step) as report:
-
-        def trained(step: FinishedStep) -> None:
-            report(step.number, f"loss {step.loss:.3f}, {step.tokens / step.seconds:,.0f} tokens/s")
-
-        trainer.run(trained)
-
-
 @contextlib.contextmanager
 def _progress(
     console: Console, total: int, name: str, completed: int
 ) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar; without a terminal, a line every minute. Yields a function that takes the number
-    of finished units and a text.
-    """
+    """Show a progress bar, or a line every minute. Yields a function of the units done and a text."""
     columns = (TextColumn("{task.fields[state]}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("", total=total, completed=completed, state=name)
@@ -294,19 +260,17 @@ def _table(rates: list[float]) -> Table:
     return table
 
 
-def _write_card(folder: Path, run: TrainingRun, rates: list[float], parameters: int, windows: int) -> None:
-    """Write the card. `rates` is the held-out acceptance of each drafted position, measured on `windows`
-    windows.
-    """
-    config = json.dumps({"method": METHODS[run.method].served_as, "model": str(folder)})
+def _write_card(folder: Path, run: dict[str, Any], rates: list[float], parameters: int, windows: int) -> None:
+    """Write the card, with the acceptance of each drafted position on held-out `windows`."""
+    config = json.dumps({"method": METHODS[run["method"]].served_as, "model": str(folder)})
     rows = "\n".join(f"| {number} | {rate:.1%} |" for number, rate in enumerate(rates, start=1))
     (folder / "README.md").write_text(
         f"""# {folder.name}
 
-{run.method} heads for `{run.model}`, {parameters:,} parameters, trained by `tandem speculate train`.
+{run["method"]} heads for `{run["model"]}`, {parameters:,} parameters, trained by `tandem speculate train`.
 
 ```sh
-tandem serve --model {run.model} --speculative-config '{config}'
+tandem serve --model {run["model"]} --speculative-config '{config}'
 ```
 
 | drafted token | accepted, with all before it |
@@ -317,8 +281,8 @@ Measured on the model's own greedy continuations of {windows} held-out texts, at
 share of places where a greedy draft's tokens are what the model itself says. With all {len(rates)} drafted, a
 step brings {1 + sum(rates):.2f} tokens in the mean.
 
-Training: {run.steps} steps of {run.batch_tokens} tokens in windows of {run.length}, learning
-rate {run.learning_rate:g}, seed {run.seed}.
+Training: {run["steps"]} steps of {run["batch_tokens"]} tokens in windows of {run["length"]}, learning
+rate {run["learning_rate"]:g}, seed {run["seed"]}.
 """,
         encoding="utf-8",
     )

@@ -68,17 +68,13 @@ class Target:
         return weight[token_ids].float() * self.logit_scale
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        """Return the model's logits, float32, from final hidden states (after layer `num_layers`) and these
-        rows of `lm_head`, each a token.
-        """
+        """Return float32 logits of these rows of `lm_head` from hidden states after layer `num_layers`."""
         logits = nn.functional.linear(hidden.to(self.computes_in), lm_head.to(self.computes_in)).float()
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def frequent_tokens(self, count: int) -> Tensor:
-        """Return the ids of the `count` most frequent tokens, ascending: int64 [count]. Raises
-        `ConfigError`.
-        """
+        """Return the `count` most frequent tokens, ascending: int64 [count]. Raises `ConfigError`."""
         if count > self.vocab_size:
             raise ConfigError(f"--draft-vocab-size: {count} exceeds the model's {self.vocab_size} tokens")
         most = self.token_counts.argsort(descending=True, stable=True)[:count]

@@ -20,9 +20,7 @@ LARGEST_SHARE = 0.1
 
 
 def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
-    """Build a head with a layer like the target's, scaled down if too large, and an LM head of its own if
-    small enough. Raises `ConfigError` that names the option.
-    """
+    """Build a head of a limited share of the target. Raises `ConfigError` that names the option."""
     if options.num_layers not in (None, 1):
         raise ConfigError(f"--num-layers: an EAGLE-3 head has one, got {options.num_layers}")
     size = options.draft_vocab_size or min(DRAFT_VOCABULARY, target.vocab_size)
@@ -34,9 +32,7 @@ def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
 
 
 def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
-    """Return the head's shape. `room`: the most parameters for the layer and the projection of the hidden
-    states.
-    """
+    """Return the head's shape, with at most `room` parameters in its layer and projection."""
     config = target.model.config.get_text_config(decoder=True)
     width, heads = target.hidden_size, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

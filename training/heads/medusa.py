@@ -75,9 +75,7 @@ class MedusaTraining(TrainableHead):
         self._right.append((ranked == token_ids[:, ahead].unsqueeze(-1)).flatten(0, 1))
 
     def save(self, folder: Path) -> None:
-        """Save in vLLM's layout with one LM head, which it calls `original_lm_head`. `rank_acceptance` is
-        our addition.
-        """
+        """Save in vLLM's layout for one LM head. `rank_acceptance` is our addition."""
         tensors = {
             name: parameter.detach().to(self._target.dtype)
             for name, parameter in self.module.named_parameters()

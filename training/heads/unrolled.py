@@ -61,9 +61,7 @@ class UnrolledTraining(TrainableHead):
         self.module: nn.Module = nn.ModuleDict(learned)
 
     def run_by(self, describe: Describe, combine: Callable[[Tensor], Tensor], positions: int) -> None:
-        """Unroll the program that `describe` returns, for windows of up to `positions` tokens. `combine`
-        turns the target's hidden states into a row's input.
-        """
+        """Unroll what `describe` returns for `positions` tokens; `combine` makes a row's input of states."""
         embedding = self._target.model.get_input_embeddings()
         if embedding.weight.dtype is not self._target.computes_in:
             embedding = copy.deepcopy(embedding).to(self._target.computes_in)
@@ -104,9 +102,7 @@ class UnrolledTraining(TrainableHead):
         return total / sum(_STEP_WEIGHT**step for step in range(self.depth))
 
     def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the greedy chains of `depth` tokens from each of `places`: int64 [windows, places,
-        depth].
-        """
+        """Return greedy chains from `places`: int64 [windows, places, depth]."""
 
         def choose(places: Tensor, step: int, scored: Tensor | None) -> Tensor:
             return token_ids[:, 1:] if scored is None else self._best(scored)
@@ -166,9 +162,7 @@ class _UnrolledAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-        """Attend with query [windows, places, num_heads, head_dim], key and value with num_kv_heads; return
-        query's shape.
-        """
+        """Attend with query [windows, places, num_heads, head_dim]; return its shape."""
         groups = query.shape[-2] // key.shape[-2]
         query = query.transpose(1, 2)
         key, value = (rows.repeat_interleave(groups, dim=-2).transpose(1, 2) for rows in (key, value))
