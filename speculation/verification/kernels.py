@@ -117,7 +117,7 @@ def _judge_block(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Judge a block like `rejection._stops_of_blocks`, with the results of `_judge`. Failed rows accept none."""
+    """Judge a block like `rejection._stops_of_blocks`, with the results of `_judge`; failed rows end it."""
     first_row, first_node, count, seed, position, _, drawn = _read_span(spans, sequence)
     share, kept = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
     length = tl.full([], 0, tl.int64)
