@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,99 +19,31 @@ from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from engine.sampler import gumbel_noise, stream_keys
 from engine.step.draft import Draft
-from engine.step.sequence import SequenceState
-from protocol.config import field_docs
 from protocol.errors import ConfigError
-from protocol.speculation import Quantization, SpeculativeConfig
+from protocol.speculation import Verification
 from speculation import drawing
-from speculation.medusa import MedusaDrafter, StaticTree, assumed_acceptance, choose_tree
-from speculation.speculator import BatchSpeculator
-from tests.speculation import small_engine
-from tests.speculation.medusa_files import (
-    PlainHeads,
-    own_names,
-    random_heads,
-    vllm_names,
-    write_v1,
-    write_vllm,
-)
-from tests.speculation.small_engine import joined, native_config, prompt_of, run, tokens
-from tests.worker.tiny_model import VOCAB_SIZE, load
+from speculation.medusa import StaticTree, assumed_acceptance, choose_tree
+from tests.speculation.eagle_engine import Watched
+from tests.speculation.eagle_files import VOCAB, WIDTH
+from tests.speculation.medusa_files import own_names, random_heads, vllm_names, write_v1, write_vllm
+from tests.speculation.small_engine import ask, drafting, native_config, run, small_config, tokens
+from tests.speculation.small_engine import prompt_of as any_prompt
+from tests.worker.tiny_model import VOCAB_SIZE
 
 NEEDS_KERNEL = pytest.mark.skipif(
     kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="this machine has no such kernel"
 )
 HIDDEN_SIZE = 64
 NUM_HEADS = 4
-SAMPLED = {"temperature": 0.8, "seed": 11}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11}
+prompt_of = partial(any_prompt, vocab_size=VOCAB)
 
 
-def ask(request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> Any:
-    return small_engine.ask(request_id, prompt, max_tokens, ignore_eos=True, **sampling)
-
-
-def make_engine(
-    target: Path, heads: Path | None = None, heads_in: Quantization | None = None, **options: Any
-) -> Engine:
-    """Make an engine with these heads, if any. Options are the speculation's or the server's."""
-    server = {name: options.pop(name) for name in [*options] if name in field_docs()}
-    if heads is not None:
-        asked = SpeculativeConfig(method="medusa", model=str(heads), quantization=heads_in, **options)
-        server["speculative_config"] = asked
-    return Engine(native_config(target, 96, **server), speculate=BatchSpeculator)
-
-
-def drafter_of(engine: Engine) -> MedusaDrafter:
-    drafter = engine._speculator._drafters["medusa"]  # type: ignore[union-attr]
-    assert isinstance(drafter, MedusaDrafter)
-    return drafter
-
-
-@dataclass
-class Drafted:
-    """Random heads in a file and as a plain reference, and what engines draft with them."""
-
-    target: Path
-    folder: Path
-    model: PreTrainedModel
-    heads: PlainHeads
-
-    def drafts(self, *requests: Any, **options: Any) -> list[tuple[list[int], Draft, Tensor]]:
-        """Run requests. Return each draft with the committed tokens before it and the heads' logits there."""
-        engine = make_engine(self.target, self.folder, **options)
-        drafts = watched(engine)
-        run(engine, requests)
-        assert not drafter_of(engine)._features
-        return [(committed, draft, self.logits(committed[:-1])) for committed, draft in drafts]
-
-    @torch.no_grad()
-    def logits(self, token_ids: list[int]) -> Tensor:
-        """Return the heads' logits after the last of these tokens, from the state that the LM head reads."""
-        output = self.model(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
-        return self.heads.logits(output.hidden_states[-1][:, -1])[0]
-
-
-def watched(engine: Engine) -> list[tuple[list[int], Draft]]:
-    """Return a list that gets all later drafts, with the committed tokens before each."""
-    found: list[tuple[list[int], Draft]] = []
-    drafter = drafter_of(engine)
-    propose = drafter.propose
-
-    def watching(sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        drafts = propose(sequences, counts)
-        pairs = zip(sequences, drafts, strict=True)
-        found.extend((list(sequence.token_ids), draft) for sequence, draft in pairs if draft is not None)
-        return drafts
-
-    drafter.propose = watching  # type: ignore[method-assign]
-    return found
-
-
-@pytest.fixture(scope="module")
-def drafted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    heads, folder = random_heads(NUM_HEADS, 1, HIDDEN_SIZE, VOCAB_SIZE), tmp_path_factory.mktemp("heads")
-    write_v1(folder, own_names(heads))
-    return Drafted(target, folder, load(target).eval(), heads)
+@pytest.fixture
+def watch(deep_target: Path, tmp_path: Path) -> Callable[..., Watched]:
+    """Return a function that makes an engine with random heads."""
+    write_v1(tmp_path, own_names(random_heads(NUM_HEADS, 1, WIDTH, VOCAB)))
+    return partial(Watched, deep_target, tmp_path, method="medusa")
 
 
 @pytest.mark.parametrize(
@@ -126,18 +58,20 @@ def test_quantized_heads_draft_nearly_the_same_and_change_no_token(
         heads.lm_heads = [heads.lm_heads[0]] * NUM_HEADS
     tensors = {name: each for name, each in vllm_names(heads).items() if not shared or "lm_heads" not in name}
     write_vllm(tmp_path, tensors | ({"lm_head.weight": heads.lm_heads[0]} if shared else {}))
-    options = {"num_speculative_tokens": NUM_HEADS, "dtype": dtype, "enable_prefix_caching": False}
-    rounded = make_engine(target, tmp_path, heads_in="int8", **options)
-    plain = make_engine(target, tmp_path, **options)
-    requests = [ask("greedy", prompt_of(40, 1)), ask("sampled", prompt_of(7, 2), logprobs=2, **SAMPLED)]
-    without, *answers = [
-        tokens(run(each, requests)) for each in (make_engine(target, dtype=dtype), rounded, plain)
+    config = native_config(target, dtype=dtype, enable_prefix_caching=False)
+    asked: dict[str, Any] = {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": NUM_HEADS}
+    rounded, plain = (drafting(config, quantization=format, **asked) for format in ("int8", None))
+    requests = [
+        ask("greedy", any_prompt(40, 1), ignore_eos=True),
+        ask("sampled", any_prompt(7, 2), ignore_eos=True, logprobs=2, **SAMPLED),
     ]
+    without, *answers = [tokens(run(each, requests)) for each in (Engine(config), rounded, plain)]
     assert answers == [without, without]
     random = torch.Generator().manual_seed(0)
     features = torch.randn(40, HIDDEN_SIZE, generator=random).to(getattr(torch, dtype))
+    speculators: list[Any] = [rounded._speculator, plain._speculator]
     with torch.inference_mode():
-        ours, theirs = (drafter_of(each)._heads.logits(features, 3).float() for each in (rounded, plain))
+        ours, theirs = (each._drafters["medusa"]._heads.logits(features, 3).float() for each in speculators)
     error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
     assert 1e-3 < error < 0.03, "rounded, but to int8"
 
@@ -147,46 +81,47 @@ def test_heads_that_the_format_does_not_fit_are_refused(tmp_path: Path) -> None:
     narrow = AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, **shape)
     AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "target")
     write_v1(tmp_path / "heads", own_names(random_heads(2, 1, 40, VOCAB_SIZE)))
+    asked = {"method": "medusa", "model": str(tmp_path / "heads"), "quantization": "int4"}
     with pytest.raises(
         ConfigError, match="--speculative-config: quantization: int4 fits none of the model's 3"
     ):
-        make_engine(tmp_path / "target", tmp_path / "heads", heads_in="int4")
+        drafting(small_config(tmp_path / "target"), **asked)
 
 
-def noisy(logits: Tensor, first: int, temperature: float, seed: int) -> Tensor:
+def noisy(logits: Tensor, first: int) -> Tensor:
     """Add the noise of the place that a head drafts for, which ranks its tokens."""
     positions = torch.arange(first, first + len(logits))
-    keys = stream_keys(torch.full_like(positions, seed), positions)
+    keys = stream_keys(torch.full_like(positions, SAMPLED["seed"]), positions)
     noise = gumbel_noise(keys.unsqueeze(1), torch.arange(logits.shape[1]))
-    return logits.log_softmax(dim=-1) / temperature + noise
+    return logits.log_softmax(dim=-1) / SAMPLED["temperature"] + noise
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED])
+@pytest.mark.parametrize(
+    ("sampling", "verification"), [({}, "coupled"), (SAMPLED, "coupled"), (SAMPLED, "standard")]
+)
 def test_a_draft_tree_follows_the_static_tree(
-    drafted: Drafted, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., Watched],
+    deep_model: PreTrainedModel,
+    sampling: dict[str, Any],
+    verification: Verification,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drawing, "_NUM_CANDIDATES", VOCAB_SIZE)
-    request = ask("r", prompt_of(20), 20, **sampling)
-    found = drafted.drafts(request, num_speculative_tokens=20, tree=True, tree_nodes=12)
-    tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
-    assert any(len(draft.token_ids) == 12 for _, draft, _ in found)
-    for committed, draft, logits in found:
-        if sampling:
-            logits = noisy(logits, len(committed), sampling["temperature"], sampling["seed"])
-        ranked = logits.topk(10).indices
-        size = len(draft.token_ids)
-        assert draft.parents == tree.parents[:size]
-        nodes = zip(tree.depths[:size], tree.ranks[:size], strict=True)
-        assert draft.token_ids == [int(ranked[depth, rank]) for depth, rank in nodes]
-
-
-def test_under_rejection_sampling_trees_are_greedy(drafted: Drafted) -> None:
-    options: dict[str, Any] = {"num_speculative_tokens": 12, "tree": True, "tree_nodes": 12}
-    tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
-    request = ask("r", prompt_of(20), 30, **SAMPLED)
-    for _, draft, logits in drafted.drafts(request, verification="standard", **options):
-        expected = tree.draft(logits.topk(10).indices.tolist(), len(draft.token_ids))
-        assert (draft.token_ids, draft.distributions) == (expected.token_ids, None)
+    """Under rejection sampling trees are greedy."""
+    monkeypatch.setattr(drawing, "_NUM_CANDIDATES", VOCAB)
+    watched = watch(num_tokens=NUM_HEADS, tree_nodes=12, verification=verification)
+    watched.ask("r", prompt_of(20), 20, sampling=sampling)
+    watched.run()
+    heads, tree = random_heads(NUM_HEADS, 1, WIDTH, VOCAB), choose_tree(assumed_acceptance(NUM_HEADS), 12)
+    assert any(len(drafted) == 12 for _, _, drafted in watched.drafts)
+    for (_, committed, drafted), draft in zip(watched.drafts, watched.trees, strict=True):
+        with torch.no_grad():
+            output = deep_model(torch.tensor([committed[:-1]]), output_hidden_states=True)
+            logits = heads.logits(output.hidden_states[-1][:, -1])[0]
+        if sampling and verification == "coupled":
+            logits = noisy(logits, len(committed))
+        expected = tree.draft(logits.topk(10).indices.tolist(), len(drafted))
+        assert (drafted, draft.parents) == (expected.token_ids, expected.parents)
+        assert draft.distributions is None
 
 
 class Oracle:
@@ -202,7 +137,7 @@ class Oracle:
 
     def logits(self, features: Tensor, count: int) -> Tensor:
         assert len(features) == len(self.sequences)
-        logits = torch.zeros(len(features), count, VOCAB_SIZE)
+        logits = torch.zeros(len(features), count, VOCAB)
         for row, sequence in enumerate(self.sequences):
             known = self._answers[sequence.request_id][sequence.position :]
             for head, right in enumerate(known[:count]):
@@ -214,36 +149,31 @@ class Oracle:
 
 @pytest.mark.parametrize(("tree", "rank"), [(False, 0), (True, 0), (True, 1)])
 def test_right_drafts_are_accepted_and_their_path_is_kept(
-    drafted: Drafted, tree: bool, rank: int, monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., Watched], tree: bool, rank: int
 ) -> None:
     """Each head's right token has a certain rank, so each step yields the tree's tokens of this rank."""
-    requests = [
-        ask(f"r{i}", prompt_of(10 + i, i), 60, **(SAMPLED if i and rank == 0 else {})) for i in range(2)
-    ]
-    expected = tokens(run(make_engine(drafted.target), requests))
-    options = {"num_speculative_tokens": 24, "tree": tree, "tree_nodes": 24}
-    engine = make_engine(drafted.target, drafted.folder, max_num_batched_tokens=128, **options)
-    answers = {r.request_id: r.prompt_token_ids + expected[r.request_id] for r in requests}
-    drafter = drafter_of(engine)
-    oracle, propose = Oracle(answers, rank), drafter.propose
+    plain, watched = watch(num_tokens=0), watch(tree_nodes=24 * tree, max_num_batched_tokens=128)
+    prompts = {"r0": prompt_of(10, 0), "r1": prompt_of(11, 1)}
+    for each, (name, prompt) in itertools.product((plain, watched), prompts.items()):
+        each.ask(name, prompt, 60, sampling=SAMPLED if name == "r1" and rank == 0 else {})
+    expected = plain.run()
+    oracle = Oracle({name: prompt + expected[name] for name, prompt in prompts.items()}, rank)
+    watched.drafter._heads, propose = oracle, watched._propose
 
-    def watched(sequences: Any, counts: Any) -> Any:
+    def proposing(sequences: Any, counts: Any) -> list[Draft | None]:
         oracle.sequences = list(sequences)
         return propose(sequences, counts)
 
-    monkeypatch.setattr(drafter, "_heads", oracle)
-    monkeypatch.setattr(drafter, "propose", watched)
-    for request in requests:
-        engine.add(request)
-    outputs: dict[str, list[Any]] = {request.request_id: [] for request in requests}
-    while engine.has_work():
-        for output in engine.step().outputs:
-            outputs[output.request_id].append(output)
+    watched._propose = proposing
+    outputs: dict[str, list[list[int]]] = {name: [] for name in prompts}
+    while watched.engine.has_work():
+        for output in watched.engine.step().outputs:
+            outputs[output.request_id].append(output.token_ids)
     per_step = 1 + (deepest(choose_tree(assumed_acceptance(NUM_HEADS), 24), rank) if tree else NUM_HEADS)
     assert per_step > 1
     for name, found in outputs.items():
-        assert joined(found).token_ids == expected[name]
-        assert [len(output.token_ids) for output in found[:4]] == [1, per_step, per_step, per_step]
+        assert [*itertools.chain(*found)] == expected[name]
+        assert [*map(len, found[:4])] == [1, per_step, per_step, per_step]
 
 
 def deepest(tree: StaticTree, rank: int) -> int:
