@@ -74,9 +74,10 @@ class Draft:
 
     def depths(self) -> list[int]:
         """Return the distance of each node from the sequence's last token, in tokens."""
+        if self.parents is None:
+            return [*range(1, self.num_nodes + 1)]
         depths: list[int] = []
-        for node in range(self.num_nodes):
-            parent = self.parent(node)
+        for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 

@@ -100,14 +100,14 @@ class SequenceState:
 
     def sampling_row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """Return the row that samples the next token, or the token after the `drafted` ones."""
-        return self.row_after(len(drafted), drafted)
-
-    def row_after(self, count: int, drafted: Sequence[int] = ()) -> SamplingRow:
-        """Return the row for the token after `count` draft tokens. A sequence whose parameters need no
-        history may leave out the `drafted` tokens.
-        """
         prompt, output = self.prompt_token_ids, self.output_token_ids
-        return SamplingRow(self.params, prompt, output, self.position + count, self.request_id, drafted)
+        position = len(self.token_ids) + len(drafted)
+        return SamplingRow(self.params, prompt, output, position, self.request_id, drafted)
+
+    def row_after(self, count: int) -> SamplingRow:
+        """Return the row for the token after `count` draft tokens, for parameters that need no history."""
+        prompt, output = self.prompt_token_ids, self.output_token_ids
+        return SamplingRow(self.params, prompt, output, len(self.token_ids) + count, self.request_id)
 
     def step_rows(self) -> list[SamplingRow]:
         """Return the rows for the next token and for the token after each draft token. The row after a probe
