@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from training.heads.contract import Target
+from tests.speculation.eagle_engine import Watched
+from training.heads.contract import Target, TrainableHead
 
 
 @torch.no_grad()
@@ -27,3 +28,26 @@ def continued(target: Target, prompts: Tensor, num_tokens: int) -> Tensor:
         pad_token_id=0,
     )
     return made
+
+
+def assert_drafts_as_trained(watched: Watched, head: TrainableHead, target: Target) -> None:
+    """Compare drafts of the head's whole depth with the chains that training unrolls."""
+    whole = [each for each in watched.drafts if len(each[2]) == head.depth]
+    assert len(whole) > 3
+    for _, token_ids, drafted in whole:
+        ids = torch.tensor([token_ids])
+        hidden = hidden_states(target, ids, head.hidden_layers)
+        chain = head.draft(ids, hidden, torch.tensor([len(token_ids) - 2]))
+        assert chain[0, 0].tolist() == drafted
+
+
+def learned(head: TrainableHead, token_ids: Tensor, hidden: Tensor, num_steps: int) -> list[float]:
+    """Train the head on one batch. Return the losses."""
+    optimizer, losses = torch.optim.AdamW(head.module.parameters(), lr=5e-3), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = head.loss(token_ids, hidden)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

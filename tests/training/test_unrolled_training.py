@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads: they learn, and serving drafts what training unrolled."""
+"""Training of EAGLE-3 and MTP heads: they learn, and serving drafts what training unrolled."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.errors import ConfigError
 from speculation.eagle import MidLayer
+from tests.e2e.architectures import VOCAB_SIZE, write_model
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
-from tests.training.recorded import continued, hidden_states
+from tests.training.recorded import assert_drafts_as_trained, continued, hidden_states, learned
 from training.heads.contract import HeadOptions, Target
 from training.heads.eagle import LARGEST_SHARE, Eagle3Training, _shape, build_eagle3, captured_layers
+from training.heads.mtp import build_mtp
 
 OFFICIAL = {
     "fc.weight",
@@ -71,15 +74,7 @@ def test_serving_drafts_the_same_as_training(
     watched = Watched(folder, tmp_path, num_tokens=3)
     watched.ask("a", [5, 17, 99, 3, 42, 8, 120, 33, 7, 61, 2], 12)
     watched.run()
-    checked = 0
-    for _, token_ids, drafted in watched.drafts:
-        if len(drafted) == head.depth:
-            ids = torch.tensor([token_ids])
-            place = torch.tensor([len(token_ids) - 2])
-            chain = head.draft(ids, hidden_states(target, ids, head.hidden_layers), place)
-            assert chain[0, 0].tolist() == drafted
-            checked += 1
-    assert checked > 3
+    assert_drafts_as_trained(watched, head, target)
 
 
 def test_draft_does_not_look_at_later_tokens(target: Target) -> None:
@@ -136,12 +131,8 @@ def test_training_makes_the_head_agree_with_the_target(target: Target) -> None:
         drafted = head.draft(token_ids, hidden, places)[..., 0]
         return (drafted == token_ids[:, places + 2]).float().mean().item()
 
-    optimizer = torch.optim.AdamW(head.module.parameters(), lr=5e-3)
     before = agreement()
-    for _ in range(80):
-        optimizer.zero_grad()
-        head.loss(token_ids, hidden).backward()
-        optimizer.step()
+    learned(head, token_ids, hidden, 80)
     assert agreement() > before + 0.3
 
 
@@ -207,3 +198,45 @@ def test_the_last_layer_is_not_captured_where_others_are_there(
 def test_options_that_do_not_fit(options: HeadOptions, complaint: str, target: Target) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build_eagle3(target, options)
+
+
+def target_of(folder: Path) -> Target:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    return Target("tiny", model, torch.arange(VOCAB_SIZE))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("qwen3_5_text", "mtp.fc"), ("llama", "mtp_layers.0.input_proj")]
+)
+def test_serving_drafts_by_mtp_heads_the_same_as_training(model_type: str, name: str, tmp_path: Path) -> None:
+    write_model(model_type, tmp_path / "target")
+    target = target_of(tmp_path / "target")
+    torch.manual_seed(0)
+    head = build_mtp(target, HeadOptions(depth=3))
+    for parameter in head.module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    head.save(tmp_path / "head")
+    with safe_open(tmp_path / "head" / "model.safetensors", "pt") as file:
+        assert f"{name}.weight" in file.keys()  # noqa: SIM118
+    watched = Watched(tmp_path / "target", tmp_path / "head", num_tokens=3, method="mtp")
+    watched.ask("a", [5, 17, 99, 3, 42, 8, 20, 33, 7, 61, 2], 10)
+    watched.run()
+    assert_drafts_as_trained(watched, head, target)
+
+
+def test_an_mtp_head_learns(tmp_path: Path) -> None:
+    write_model("qwen3_5_text", tmp_path)
+    target = target_of(tmp_path)
+    torch.manual_seed(0)
+    head = build_mtp(target, HeadOptions(depth=2))
+    prompts = torch.randint(1, VOCAB_SIZE, (4, 4), generator=torch.Generator().manual_seed(1))
+    token_ids = continued(target, prompts, 20)
+    hidden = hidden_states(target, token_ids, head.hidden_layers)
+    losses = learned(head, token_ids, hidden, 20)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_options_of_mtp_that_do_not_fit(tmp_path: Path) -> None:
+    write_model("llama", tmp_path)
+    with pytest.raises(ConfigError, match="--num-layers: an MTP head has one, got 2"):
+        build_mtp(target_of(tmp_path), HeadOptions(num_layers=2))
