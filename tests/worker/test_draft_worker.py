@@ -93,11 +93,10 @@ def is_empty(side: DecodeSide | DraftSide) -> bool:
     return side.engine.blocks.available == side.engine.blocks.num_blocks
 
 
-@pytest.mark.parametrize("jitter", [False, True])
 def test_decode_workers_share_a_draft_worker(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide, jitter: bool
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
-    network = Network(decodes, [drafter], random.Random(1) if jitter else None, 2 if jitter else 0)
+    network = Network(decodes, [drafter], random.Random(1), delay=2)
     asked = [
         [ask(f"{side}{i}", prompt_of(20 + 7 * i, i), 40, temperature=0.8 * (i % 2), seed=i) for i in range(3)]
         for side in range(2)
@@ -110,8 +109,7 @@ def test_decode_workers_share_a_draft_worker(
         assert decode.tokens() == plain_tokens(pair[0], requests)
         assert decode.accepted("remote") > 0
         assert decode.accepted("draft_model") == 0
-        if jitter:
-            assert decode.counter("remote_drafts_stale_total") > 0
+        assert decode.counter("remote_drafts_stale_total") > 0
     network.settle()
     assert len(drafter.loop.requests) == 0
     assert drafter.counter("draft_requests_open") == 0
@@ -378,14 +376,13 @@ HERE = DraftPlan(method="draft_model", max_tokens=4)
 PLANS = [None, NOBODY, HERE, remote_plan(), remote_plan(max_tokens=1), remote_plan(OTHER)]
 
 
-@pytest.mark.parametrize("loss", [0.0, 0.3])
-def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path], loss: float) -> None:
+def test_tokens_are_the_same_through_any_change_of_plan(pair: Pair) -> None:
     """Nothing stays at a draft worker, even if messages come late, twice or never."""
     target, draft = pair
     rng = random.Random(11)
     decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
     drafters = [DraftSide(draft), DraftSide(draft, OTHER)]
-    network = Network([decode], drafters, random.Random(2), delay=1, loss=loss)
+    network = Network([decode], drafters, random.Random(2), delay=1, loss=0.3)
     requests = [
         ask(f"r{i}", prompt_of(15 + 9 * i, i), 40, temperature=0.9 * (i % 2), seed=i) for i in range(3)
     ]
@@ -401,11 +398,8 @@ def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path],
         assert changes < 1000, "it does not end"
     assert decode.tokens() == plain_tokens(target, requests)
     assert changes > 20
-    accepted = 'spec_decode_num_accepted_tokens_total{{method="{}"}}'
-    counters = decode.engine.counters()
-    assert counters.get(accepted.format("remote"), 0) > 0
-    assert counters.get(accepted.format("draft_model"), 0) > 0
+    assert decode.accepted("remote") > 0 and decode.accepted("draft_model") > 0
     network.settle()
     for drafter in drafters:
         assert len(drafter.loop.requests) == 0
-        assert drafter.engine.blocks.available == drafter.engine.blocks.num_blocks
+        assert is_empty(drafter)
