@@ -172,6 +172,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ({**group(), "config_groups": {}}, "config_groups is missing"),
         ({**group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
         (group(num_bits=3), "num_bits is 3, not one of 4, 8"),
+        (group(num_bits=8, symmetric=False), "symmetric is False, not one of True"),
         (group(group_size=16), "group_size is 16, not one of 32, 64, 128"),
     ],
 )
