@@ -206,8 +206,7 @@ def _session(headers: Mapping[str, str]) -> str:
     """Return the client's name of the conversation, whose requests go to the same worker if possible."""
     session = headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARS:
-        limit = f"at most {MAX_SESSION_CHARS} characters, got {len(session)}"
-        raise ApiError(400, f"{SESSION_HEADER}: {limit}", param=SESSION_HEADER, code="invalid_value")
+        raise _bad_header(SESSION_HEADER, f"at most {MAX_SESSION_CHARS} characters, got {len(session)}")
     return session
 
 
@@ -216,8 +215,7 @@ def _wants_timing(headers: Mapping[str, str]) -> bool:
     if value is None:
         return False
     if value.lower() not in ("true", "false"):
-        message = f"{TIMING_HEADER}: must be true or false, got {value[:64]!r}"
-        raise ApiError(400, message, param=TIMING_HEADER, code="invalid_value")
+        raise _bad_header(TIMING_HEADER, f"must be true or false, got {value[:64]!r}")
     return value.lower() == "true"
 
 
@@ -231,9 +229,12 @@ def _slo(headers: Mapping[str, str], header: str, default_s: float | None) -> fl
     except ValueError:
         milliseconds = 0.0
     if not 0 < milliseconds < inf:
-        message = f"{header}: must be a positive number of milliseconds, got {value[:64]!r}"
-        raise ApiError(400, message, param=header, code="invalid_value")
+        raise _bad_header(header, f"must be a positive number of milliseconds, got {value[:64]!r}")
     return milliseconds / 1000
+
+
+def _bad_header(header: str, reason: str) -> ApiError:
+    return ApiError(400, f"{header}: {reason}", param=header, code="invalid_value")
 
 
 async def _disconnected(receive: Receive) -> None:

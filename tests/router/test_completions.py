@@ -202,12 +202,6 @@ def test_echo(complete, tokenizer, stream):
     assert text == PROMPT + tokenizer.decode(repeated(tokenizer, PROMPT, 3))
 
 
-def test_echo_of_token_ids(complete, tokenizer):
-    token_ids = tokenizer.encode("a text")
-    answer = complete(token_ids, max_tokens=1, echo=True)
-    assert answer.choices[0].text == tokenizer.decode([*token_ids, token_ids[0]])
-
-
 def test_logprobs(complete, tokenizer):
     answer = complete(max_tokens=5, logprobs=2)
     logprobs = answer.choices[0].logprobs

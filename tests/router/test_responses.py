@@ -196,7 +196,6 @@ CALL = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}
 BAD = {
     "no input": ({"input": None}, "input"),
     "empty input": ({"input": []}, "input"),
-    "input of a number": ({"input": 5}, "input"),
     "an item that is unknown": ({"input": [MESSAGE, {"type": "computer_call"}]}, "input[1].type"),
     "a role that is unknown": ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     "a message without content": ({"input": [{"role": "user"}]}, "input[0].content"),
@@ -257,14 +256,9 @@ BAD = {
         name: ({name: value}, name)
         for name, value in {
             "background": True,
-            "conversation": "conv_1",
             "truncation": "auto",
-            "top_logprobs": 3,
-            "prompt": {"id": "x"},
             "max_tool_calls": 1,
             "n": 2,
-            "max_tokens": 5,
-            "response_format": {"type": "json_object"},
         }.items()
     },
 }
