@@ -12,7 +12,6 @@
 #include "delta_mixer.h"
 #include "drafted.h"
 #include "experts.h"
-#include "kda_mixer.h"
 #include "latent_mixer.h"
 #include "row_math.h"
 #include "short_conv_mixer.h"
@@ -28,7 +27,7 @@ class Decoder : Work {
   public:
     explicit Decoder(const Model& model)
         : Work(model), drafted(m.entry ? m.entry->token_ids : nullptr), attention(*this), delta(*this),
-          short_conv(*this), state_space(*this), kda(*this), latent(*this), experts(*this) {
+          short_conv(*this), state_space(*this), latent(*this), experts(*this) {
         for (const Layer& layer : layers) widest = std::max(widest, layer.qkv.out);
     }
 
@@ -254,10 +253,10 @@ class Decoder : Work {
                 scale_row(&normed[r * m.hidden], float(layer.input_multiplier), m.hidden);
             });
         switch (layer.mixer) {
-            case DELTA: return delta.mix(l, rows);
+            case DELTA:
+            case CHANNEL_DELTA: return delta.mix(l, rows);
             case SHORT_CONV: return short_conv.mix(l, rows);
             case STATE_SPACE: return state_space.mix(l, rows);
-            case CHANNEL_DELTA: return kda.mix(l, rows);
             case LATENT: return latent.mix(l, rows);
             default: return attention.mix(l, rows);
         }
@@ -304,7 +303,6 @@ class Decoder : Work {
     DeltaMixer delta;
     ShortConvMixer short_conv;
     StateSpaceMixer state_space;
-    KdaMixer kda;
     LatentMixer latent;
     ExpertMlp experts;
     std::vector<Value> x, gated, active, targets, kept;

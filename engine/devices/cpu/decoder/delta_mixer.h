@@ -1,8 +1,13 @@
-// A gated delta net (Gated DeltaNet, 2024). A layer's `qkv` makes the convolution's inputs, followed by the gates of
-// the normed outputs; `gates` makes each head's beta, followed by the heads' decays: rate * softplus(made + shift).
+// Gated delta nets. A convolution of the first outputs of a layer's `qkv` makes queries and keys, which get unit
+// length, and values; `gates` makes each head's beta. A decay is rate * softplus(made + shift).
+//
+// In Gated DeltaNet (2024) `qkv` also makes the gates of the normed outputs, and `gates` the heads' decays. In Kimi
+// Delta Attention (2025), whose states decay by key channel, `gates` makes two short vectors: from the first, `decays`
+// makes each channel's decay; from the second, `opening` makes the gates of the normed outputs.
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -10,46 +15,73 @@
 #include <numeric>
 #include <vector>
 
-#include "delta_rule.h"
 #include "gate_math.h"
+#include "recurrent_mixer.h"
 
 namespace {
 
-class DeltaMixer : DeltaRule {
+class DeltaMixer : RecurrentMixer {
   public:
-    explicit DeltaMixer(Work& work) : DeltaRule(work) {}
+    explicit DeltaMixer(Work& work) : RecurrentMixer(work) {}
 
     // Fills `mixed` from a layer's `normed` rows, and returns its width.
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const Recurrent& delta = *layer.recurrent;
         const LayerStateSlots& of = m.state_slots[delta.number];
-        const int64_t n = rows.count, channels = of.channels;
-        const int64_t width = of.heads * of.value_dim, step = layer.qkv.out;
-        w.mixed.resize(w.room * width), gates.resize(n * 2 * of.heads);
-        make_room(of, n, of.heads);
+        const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
+        const int64_t width = of.heads * of.value_dim, decaying = of.heads * of.decay_dim;
+        const int64_t step = layer.qkv.out, made = delta.gates.out;
+        w.mixed.resize(w.room * width), gates.resize(n * made);
+        betas.resize(n * of.heads), decays.resize(n * decaying), read.resize(n * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
         w.project(l, GATES, w.normed.data(), delta.gates, gates.data(), n);
         if (delta.interleaved) part_heads(of, n, step);
+        Strided decay{gates.data() + of.heads, made}, opening{w.product.data() + channels, step};
+        if (delta.decays) {
+            decay = expand(delta.decays, of.heads, made, n, decayed);
+            opening = expand(delta.opening, of.heads + delta.decays.in, made, n, opened);
+        }
         convolve(delta, rows, w.product.data(), step);
         w.each_row(n, [&](int64_t r) {
-            finish_convolved(of, r);
-            const Value* made = &gates[r * 2 * of.heads];
+            float* row = &convolved[r * channels];
+            silu_row(row, channels);
+            for (int64_t first = 0; first < 2 * keys; first += of.key_dim)
+                unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
             for (int64_t h = 0; h < of.heads; h++) {
-                betas[r * of.heads + h] = beta_of(made[h]);
-                decays[r * of.heads + h] = delta.rates[h] * softplus(widen(made[of.heads + h]) + delta.shifts[h]);
+                betas[r * of.heads + h] = rounded(1 / (1 + exp_of(-widen(gates[r * made + h]))));
+                for (int64_t i = h * of.decay_dim; i < (h + 1) * of.decay_dim; i++)
+                    decays[r * decaying + i] = delta.rates[h] * softplus(widen(decay.row(r)[i]) + delta.shifts[i]);
             }
         });
-        apply(rows, of);
+        const float* query = convolved.data();
+        attend(rows, {&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(), nullptr, read.data(),
+                      channels, channels, channels});
         w.each_row(n, [&](int64_t r) {
             for (int64_t first = 0; first < width; first += of.value_dim)
-                opened_norm_row(&read[r * width + first], delta.norm, &w.product[r * step + channels + first],
-                                of.value_dim, m.norm_epsilon, &w.mixed[r * width + first]);
+                open_normed(delta, &read[r * width + first], opening.row(r) + first, of.value_dim,
+                            &w.mixed[r * width + first]);
         });
         return width;
     }
 
   private:
+    struct Strided {
+        const Value* first;
+        int64_t step;
+
+        const Value* row(int64_t r) const { return first + r * step; }
+    };
+
+    // Multiplies the values from `first` on in each row of `gates` by low-rank weights.
+    Strided expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<Value>& out) {
+        low.resize(n * weights.in), out.resize(n * weights.out);
+        for (int64_t r = 0; r < n; r++)
+            memcpy(&low[r * weights.in], &gates[r * step + first], weights.in * sizeof(Value));
+        w.multiply(low.data(), weights, out.data(), n);
+        return {out.data(), weights.out};
+    }
+
     // Reorders the products of models that interleave heads: from each key head's query, key, values and gates to all
     // queries, then all keys, and so on; likewise betas and decays.
     void part_heads(const LayerStateSlots& of, int64_t n, int64_t step) {
@@ -74,21 +106,30 @@ class DeltaMixer : DeltaRule {
         }
     }
 
-    // Norms a head's read values and multiplies them by silu(gate).
-    static void opened_norm_row(float* __restrict x, const Value* __restrict weight, const Value* __restrict gate,
-                                int64_t size, double epsilon, Value* __restrict out) {
+    // Norms a head's read values and multiplies them by silu(gate); with decays by channel by sigmoid(gate), where only
+    // the result is rounded.
+    void open_normed(const Recurrent& delta, float* __restrict x, const Value* __restrict gate, int64_t size,
+                     Value* __restrict out) const {
+        const Value* __restrict weight = delta.norm;
         for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);
-        const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
+        const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(m.norm_epsilon));
         float below[PIECE];
         for (int64_t first = 0; first < size; first += PIECE) {
-            const int64_t count = std::min(PIECE, size - first);
-            denominators(gate + first, count, below);
-            for (int64_t i = first; i < first + count; i++)
-                out[i] = narrow(rounded(widen(weight[i]) * rounded(x[i] * factor)) * (widen(gate[i]) / below[i - first]));
+            const int64_t end = std::min(first + PIECE, size);
+            denominators(gate + first, end - first, below);
+            if (delta.decays)
+                for (int64_t i = first; i < end; i++)
+                    out[i] = narrow(widen(weight[i]) * (x[i] * factor) / below[i - first]);
+            else
+                for (int64_t i = first; i < end; i++) {
+                    const float normed = rounded(widen(weight[i]) * rounded(x[i] * factor));
+                    out[i] = narrow(normed * (widen(gate[i]) / below[i - first]));
+                }
         }
     }
 
-    std::vector<Value> gates;
+    std::vector<Value> gates, low, decayed, opened;
+    std::vector<float> betas, decays, read;  // [rows, heads], [rows, heads, 1 or key_dim], [rows, heads, value_dim]
 };
 
 }  // namespace
