@@ -72,34 +72,18 @@ def _run(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, out_fe
     return out
 
 
-def _first(
-    words: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    inputs: Tensor | None,
-    bias: Tensor | None,
-    *numbers: int,
-) -> QuantizedArgs:
-    """Return the first expert's weights; `numbers` are the last three arguments of `packed_args`."""
-    offset, order, first_bias = (None if each is None else each[0] for each in (offsets, inputs, bias))
-    return packed_args(words[0], scales[0], offset, order, first_bias, *numbers)
+def _first(parts: Sequence[Tensor | None], numbers: Sequence[int]) -> QuantizedArgs:
+    """Return the first expert's weights, from the arguments of `packed_args` for all experts."""
+    return packed_args([None if each is None else each[0] for each in parts], numbers)
 
 
 def _run_quantized(
-    x: Tensor,
-    experts: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    inputs: Tensor | None,
-    bias: Tensor | None,
-    format: int,
-    input_group: int,
-    out_features: int,
+    x: Tensor, experts: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]
 ) -> Tensor:
     x, experts = x.contiguous(), experts.contiguous()
-    first = _first(words, scales, offsets, inputs, bias, format, input_group, out_features)
-    args, out = _routed(x, experts, first.in_features, out_features, len(words))
+    (words, scales, *_), first = parts, _first(parts, numbers)
+    assert words is not None and scales is not None
+    args, out = _routed(x, experts, first.in_features, first.out_features, len(words))
     quantized_kernel()(
         ctypes.addressof(args),
         ctypes.addressof(first),
@@ -111,24 +95,23 @@ def _run_quantized(
     return out
 
 
-def _run_meta(x: Tensor, experts: Tensor, *_: object) -> Tensor:
-    return x.new_empty((experts.numel(), _[-1]))
-
-
 _library = torch.library.Library("tandem", "FRAGMENT")
-_QUANTIZED = (
-    "Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, int format, int input_group"
-)
-_library.define(
-    "routed_linear(Tensor x, Tensor experts, Tensor weight, Tensor? bias, int out_features) -> Tensor"
-)
-_library.define(
-    f"routed_quantized_linear(Tensor x, Tensor experts, {_QUANTIZED}, int out_features) -> Tensor"
-)
+_library.define("routed_linear(Tensor x, Tensor experts, Tensor weight, Tensor? bias, int outputs) -> Tensor")
+_library.define("routed_quantized_linear(Tensor x, Tensor experts, Tensor?[] parts, int[] numbers) -> Tensor")
 _library.impl("routed_linear", _run, "CompositeExplicitAutograd")
 _library.impl("routed_quantized_linear", _run_quantized, "CompositeExplicitAutograd")
-for _name in ("routed_linear", "routed_quantized_linear"):
-    torch.library.register_fake(f"tandem::{_name}", _run_meta, lib=_library)
+
+
+@torch.library.register_fake("tandem::routed_linear", lib=_library)
+def _run_meta(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    return x.new_empty((experts.numel(), outputs))
+
+
+@torch.library.register_fake("tandem::routed_quantized_linear", lib=_library)
+def _run_quantized_meta(
+    x: Tensor, experts: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]
+) -> Tensor:
+    return x.new_empty((experts.numel(), numbers[-1]))
 
 
 class Routed(nn.Module):
@@ -194,9 +177,9 @@ class RoutedQuantizedLinear(Routed):
         return len(self.words)
 
     @property
-    def _parts(self) -> tuple[Any, ...]:
-        tensors = self.words, self.scales, self.offsets, self.inputs, self.bias
-        return *tensors, FORMATS.index(self.format), self.input_group, self.out_features
+    def _parts(self) -> tuple[list[Tensor | None], list[int]]:
+        parts = [self.words, self.scales, self.offsets, self.inputs, self.bias]
+        return parts, [FORMATS.index(self.format), self.input_group, self.out_features]
 
     def first(self) -> QuantizedArgs:
         """Return the first expert's weights, for native callers. They point to this layer's memory."""

@@ -1,5 +1,5 @@
-// Tiles in float32, for CPUs that can't multiply bfloat16. Inputs are widened once for all panels. Weights are widened
-// in registers: one shift or mask makes float32 of 16 (or 8), for all rows of the tile.
+// Tiles in float32: for float32 weights, and on CPUs that can't multiply bfloat16. Then inputs are widened once for all
+// panels, and weights in registers: one shift or mask makes float32 of 16 (or 8), for all rows of the tile.
 
 #pragma once
 
@@ -16,7 +16,11 @@
 
 namespace {
 
-class Floats {
+template <class Value> class FloatTiles {
+    using Product = ProductOf<Value>;
+    static constexpr bool WIDENS = sizeof(Value) == 2;
+    static constexpr int TOGETHER = WIDENS ? 2 : 1;  // adjacent weights of an output
+
   public:
     using Input = float;
     static constexpr bool EXPANDS = false, ROUNDS = false, TAKES_RUNS = false;
@@ -27,11 +31,12 @@ class Floats {
 
     // Returns the inputs of rows [row, end), valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
-        const uint16_t* x = p.x + row * p.in_features;
+        const Value* x = p.x + row * p.in_features;
+        if constexpr (!WIDENS) return x;
         const size_t count = (end - row) * p.in_features;
         if (widened.size() < count) widened.resize(count);
         float* to = widened.data();  // kept in a local: each access to a thread_local object takes a call
-        for (size_t i = 0; i < count; i++) to[i] = bf16_to_float(x[i]);
+        for (size_t i = 0; i < count; i++) to[i] = wide(x[i]);
         return to;
     }
 
@@ -61,7 +66,7 @@ class Floats {
     // Writes the outputs of rows [row, end); `totals` begin at row `row`.
     static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
         const int64_t first = panel * PANEL, count = std::min<int64_t>(p.out_features - first, PANEL);
-        for (int64_t r = row; r < end; r++, totals += PANEL) put(p, totals, p.out + r * p.out_features + first, first, count);
+        for (; row < end; row++, totals += PANEL) put(p, totals, p.out + row * p.out_features + first, first, count);
     }
 
     static constexpr int MOST_ROWS = 6;
@@ -71,22 +76,23 @@ class Floats {
     // waits for the previous one.
     template <int ROWS> static constexpr int VECTORS = LANES == 16 ? 4 : ROWS == 1 ? 8 : ROWS == 2 ? 4 : 2;
     template <int ROWS> static constexpr int WIDTH = VECTORS<ROWS> * LANES;
-    static constexpr int64_t FETCHED = 6144;  // prefetch distance, in weights
+    static constexpr int64_t FETCHED = 12288 / sizeof(Value);  // prefetch distance, in weights
+    static constexpr int64_t RUN = 16384 / (PANEL * sizeof(Value));  // its weights stay in the first cache
     static constexpr int64_t AHEAD = 1 << 11;  // prefetch distance, in words of codes: 4 KiB
     template <int ROWS> using Sums = Vec[ROWS][VECTORS<ROWS>];
 
     // If the vectors hold only a part of a panel's outputs, the parts take turns, so memory is read in its order.
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
-        const int64_t K = p.in_features, at_once = WIDTH<ROWS> == PANEL ? K : LONGEST_RUN;
+        const int64_t K = p.in_features, at_once = WIDTH<ROWS> == PANEL ? K : RUN;
         float totals[ROWS][PANEL] = {};
         for (int64_t k = 0; k < K; k += at_once) {
-            const uint16_t* w = p.weights + (panel * K + k) * PANEL;
+            const Value* w = p.weights + (panel * K + k) * PANEL;
             const int64_t count = std::min(at_once, K - k);
             for (int part = 0; part < PANEL; part += WIDTH<ROWS>) {
                 Sums<ROWS> sums;
                 for (int r = 0; r < ROWS; r++)
                     for (int v = 0; v < VECTORS<ROWS>; v++) sums[r][v] = load(totals[r] + part + v * LANES);
-                multiply<true>(w + 2 * part, w + FETCHED + part * count, x + k, K, count, sums);
+                multiply<true>(w + TOGETHER * part, w + FETCHED + part * count, x + k, K, count, sums);
                 for (int r = 0; r < ROWS; r++)
                     for (int v = 0; v < VECTORS<ROWS>; v++) store(totals[r] + part + v * LANES, sums[r][v]);
             }
@@ -128,12 +134,13 @@ class Floats {
 
     // Adds the products of `count` weights of WIDTH outputs with each row's inputs; rows have stride `stride`.
     template <bool FETCH, int ROWS> static void multiply(
-        const uint16_t* w, const uint16_t* ahead, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
-        for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL, ahead += 2 * WIDTH<ROWS>) {
-            for (int i = 0; FETCH && i < 2 * WIDTH<ROWS>; i += LINE_VALUES) __builtin_prefetch(ahead + i);
-            for (int half = 0; half < 2; half++) {
+        const Value* w, const Value* ahead, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
+        constexpr int LINE = 64 / sizeof(Value);
+        for (int64_t k = 0; k < count; k += TOGETHER, w += TOGETHER * PANEL, ahead += TOGETHER * WIDTH<ROWS>) {
+            for (int i = 0; FETCH && i < TOGETHER * WIDTH<ROWS>; i += LINE) __builtin_prefetch(ahead + i);
+            for (int half = 0; half < TOGETHER; half++) {
                 Vec weights[VECTORS<ROWS>];
-                for (int v = 0; v < VECTORS<ROWS>; v++) weights[v] = half_of_pairs(w + 2 * v * LANES, half);
+                for (int v = 0; v < VECTORS<ROWS>; v++) weights[v] = values_of(w + TOGETHER * v * LANES, half);
                 for (int r = 0; r < ROWS; r++)
                     for (int v = 0; v < VECTORS<ROWS>; v++) sums[r][v] += weights[v] * x[r * stride + k + half];
             }
@@ -149,15 +156,20 @@ class Floats {
     }
 
     // Writes the panel's `count` outputs from output `first` on.
-    static void put(const Product& p, const float* sums, uint16_t* out, int64_t first, int64_t count) {
-        if (!p.bias && count == PANEL) return narrow(sums, out);
+    static void put(const Product& p, const float* sums, Value* out, int64_t first, int64_t count) {
+        if (WIDENS && !p.bias && count == PANEL) return narrow(sums, out);
         float biased[PANEL];
         memcpy(biased, sums, sizeof biased);
-        for (int64_t n = 0; p.bias && n < count; n++) biased[n] += bf16_to_float(p.bias[first + n]);
-        uint16_t narrowed[PANEL];
+        for (int64_t n = 0; p.bias && n < count; n++) biased[n] += wide(p.bias[first + n]);
+        Value narrowed[PANEL];
         narrow(biased, narrowed);
         memcpy(out, narrowed, count * sizeof *narrowed);
     }
+
+    static float wide(uint16_t value) { return bf16_to_float(value); }
+    static float wide(float value) { return value; }
+
+    static void narrow(const float* panel, float* to) { memcpy(to, panel, PANEL * sizeof *to); }
 
     // Rounds a panel's values to nearest, ties to even. A NaN, from a bfloat16, has zero low bits, so it stays NaN.
     static void narrow(const float* panel, uint16_t* to) {
@@ -170,7 +182,9 @@ class Floats {
         }
     }
 
-    static Vec half_of_pairs(const uint16_t* from, int half) {
+    static Vec values_of(const float* from, int) { return load(from); }
+
+    static Vec values_of(const uint16_t* from, int half) {
         IntVec pairs;
         memcpy(&pairs, from, sizeof pairs);
         return (Vec)(half ? pairs & ~0xffff : pairs << 16);
@@ -178,5 +192,7 @@ class Floats {
 
     std::vector<float> widened;
 };
+
+using Floats = FloatTiles<uint16_t>;
 
 }  // namespace

@@ -47,12 +47,10 @@ def library() -> ctypes.CDLL:
     return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs, RoutedArgs)
 
 
-FUNCTIONS = {torch.bfloat16: "tandem_linear", torch.float32: "tandem_linear_of_float32"}
-
-
 @functools.cache
-def kernel(name: str = "tandem_linear") -> Callable[..., None]:
-    """Return a function of the library. Raises BuildError."""
+def kernel(dtype: torch.dtype = torch.bfloat16) -> Callable[..., None]:
+    """Return the product of weights and inputs in bfloat16 or float32. Raises BuildError."""
+    name = "tandem_linear" if dtype is torch.bfloat16 else "tandem_linear_of_float32"
     pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 4
     return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
 

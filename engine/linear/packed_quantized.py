@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,10 +42,10 @@ _DEPTH, _SLICE = 32, 128
 
 
 @functools.cache
-def kernel(name: str = "tandem_quantized_linear") -> Callable[..., None]:
-    """Return a function of the library. Raises BuildError."""
+def kernel() -> Callable[..., None]:
+    """Return `tandem_quantized_linear`. Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
-    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
+    return declare(library(), "tandem_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def fits(weight: QuantizedWeight) -> bool:
@@ -132,9 +132,8 @@ class PackedWeight:
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """Return the kernel's arguments. Their tensors must outlive them."""
-        return packed_args(
-            *self.tensors, bias, FORMATS.index(self.format), self.input_group, self.out_features
-        )
+        numbers = FORMATS.index(self.format), self.input_group, self.out_features
+        return packed_args((*self.tensors, bias), numbers)
 
 
 def join(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -152,30 +151,16 @@ def join(weights: Sequence[PackedWeight]) -> PackedWeight:
     )
 
 
-def packed_args(
-    words: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    inputs: Tensor | None,
-    bias: Tensor | None,
-    format: int,
-    input_group: int,
-    out_features: int,
-) -> QuantizedArgs:
-    """Return the kernel's arguments. `format` is an index in `FORMATS`, as torch's operators take no enum."""
+def packed_args(parts: Sequence[Tensor | None], numbers: Sequence[int]) -> QuantizedArgs:
+    """Return the kernel's arguments. `parts` are words, scales, offsets, inputs and bias; `numbers` the index
+    in `FORMATS`, the input group and the number of outputs.
+    """
+    (words, scales, *_), (format, input_group, out_features) = parts, numbers
+    assert words is not None and scales is not None
     in_features = _num_inputs(words, FORMATS[format])
-    return QuantizedArgs(
-        words.data_ptr(),
-        scales.data_ptr(),
-        None if offsets is None else offsets.data_ptr(),
-        None if inputs is None else inputs.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        in_features,
-        out_features,
-        in_features // scales.shape[1],
-        format,
-        input_group,
-    )
+    group = in_features // scales.shape[1]
+    addresses = (None if each is None else each.data_ptr() for each in parts)
+    return QuantizedArgs(*addresses, in_features, out_features, group, format, input_group)
 
 
 def _num_inputs(words: Tensor, format: CodeFormat) -> int:
@@ -204,24 +189,14 @@ def _even_codes(eight: Tensor) -> Tensor:
     return gathered.view(torch.int16)[:, 3::4]
 
 
-def _run(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    inputs: Tensor | None,
-    bias: Tensor | None,
-    format: int,
-    input_group: int,
-    out_features: int,
-) -> Tensor:
-    args = packed_args(words, scales, offsets, inputs, bias, format, input_group, out_features)
+def _run(x: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]) -> Tensor:
+    args = packed_args(parts, numbers)
     if not x.is_contiguous():
         x = x.contiguous()
     *batch, in_features = x.shape
     if in_features != args.in_features or x.dtype is not torch.bfloat16:
         raise ValueError(f"not a bfloat16 input of {args.in_features} features: {x.dtype} {tuple(x.shape)}")
-    out = torch.empty((*batch, out_features), dtype=torch.bfloat16)
+    out = torch.empty((*batch, args.out_features), dtype=torch.bfloat16)
     kernel()(
         x.data_ptr(),
         ctypes.addressof(args),
@@ -233,15 +208,12 @@ def _run(
     return out
 
 
-def _run_meta(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _[-1]))
+def _run_meta(x: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], numbers[-1]))
 
 
 _library = torch.library.Library("tandem", "FRAGMENT")
-_library.define(
-    "quantized_linear(Tensor x, Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, "
-    "int format, int input_group, int out_features) -> Tensor"
-)
+_library.define("quantized_linear(Tensor x, Tensor?[] parts, int[] numbers) -> Tensor")
 _library.impl("quantized_linear", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("tandem::quantized_linear", _run_meta, lib=_library)
 _quantized_linear = torch.ops.tandem.quantized_linear.default
@@ -258,12 +230,8 @@ class PackedQuantizedLinear(nn.Module):
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         """Make the layer. `bias` is bfloat16 [out_features]."""
         super().__init__()
-        self.format, self.out_features, self.in_features = (
-            weight.format,
-            weight.out_features,
-            weight.in_features,
-        )
-        self.input_group = weight.input_group
+        self.format, self.input_group = weight.format, weight.input_group
+        self.in_features, self.out_features = weight.in_features, weight.out_features
         for name in ("words", "scales", "offsets", "inputs"):
             self.register_buffer(name, getattr(weight, name))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -279,20 +247,18 @@ class PackedQuantizedLinear(nn.Module):
         return PackedQuantizedLinear(self.packed.rows(rows), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.words, self.scales, self.offsets, self.inputs, self.bias
-        return _quantized_linear(x, *parts, FORMATS.index(self.format), self.input_group, self.out_features)
+        parts = [self.words, self.scales, self.offsets, self.inputs, self.bias]
+        numbers = [FORMATS.index(self.format), self.input_group, self.out_features]
+        return _quantized_linear(x, parts, numbers)
 
 
 def pack_quantized_linears(model: nn.Module) -> None:
     """Replace the quantized layers of a bfloat16 model, freeing their weights. A layer that the kernel cannot
     multiply becomes a plain layer with the dequantized weight.
     """
-    for path in _quantized_linears(model):
-        linear = model.get_submodule(path)
-        assert isinstance(linear, QuantizedLinear)
-        weight = linear.quantized
-        if fits(weight):
-            model.set_submodule(path, PackedQuantizedLinear(packed(weight), linear.bias))
+    for path, linear in _quantized_linears(model):
+        if fits(linear.quantized):
+            model.set_submodule(path, PackedQuantizedLinear(packed(linear.quantized), linear.bias))
         else:
             model.set_submodule(path, linear.plain(torch.bfloat16))
 
@@ -309,14 +275,16 @@ def _rounded_inputs_pay() -> bool:
 
 def dequantize_linears(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the model's quantized layers by plain layers with the dequantized weights."""
-    for path in _quantized_linears(model):
-        linear = model.get_submodule(path)
-        assert isinstance(linear, QuantizedLinear)
+    for path, linear in _quantized_linears(model):
         model.set_submodule(path, linear.plain(dtype))
 
 
-def _quantized_linears(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+def _quantized_linears(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    """Yield the model's quantized layers one by one, by path: each may be replaced before the next."""
+    for path in [path for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]:
+        linear = model.get_submodule(path)
+        assert isinstance(linear, QuantizedLinear)
+        yield path, linear
 
 
 def with_outputs(linear: nn.Module, outputs: Tensor) -> nn.Module:

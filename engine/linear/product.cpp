@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "float32.h"
 #include "floats.h"
 #include "product.h"
 #include "quantized.h"
@@ -40,22 +39,6 @@ extern "C" {
 
 extern const int64_t tandem_sizes[] = {sizeof(Quantized), sizeof(Routed)};
 
-// Multiplies in float32, on any CPU.
-void tandem_linear_in_floats(
-    const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
-    int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Floats>(Product{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
-}
-
-#if defined(__AVX512BF16__)
-// Multiplies pairs of bfloat16.
-void tandem_linear_in_pairs(
-    const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
-    int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Pairs>(Product{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
-}
-#endif
-
 // Multiplies with the fastest kernel for this CPU.
 void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
@@ -75,22 +58,8 @@ void tandem_linear(
 void tandem_linear_of_float32(
     const float* x, const float* weights, const float* bias, float* out, int64_t rows, int64_t in_features,
     int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Float32>(ProductOf<float>{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
+    multiply<FloatTiles<float>>(ProductOf<float>{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
-
-void tandem_quantized_linear_in_floats(
-    const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
-    if (weights->input_group) return multiply_rounded<Shorts>(x, *weights, out, rows, threads, parallel);
-    multiply<Floats>(x, *weights, out, rows, threads, parallel);
-}
-
-#if defined(__AVX512BF16__)
-void tandem_quantized_linear_in_pairs(
-    const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
-    if (weights->input_group) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
-    multiply<Pairs>(x, *weights, out, rows, threads, parallel);
-}
-#endif
 
 // Multiplies with the fastest kernel for this CPU. The weights' inputs must be whole runs of at least 32.
 void tandem_quantized_linear(

@@ -1,4 +1,5 @@
-// engine/linear/product.cpp for a CPU with AMX-BF16, AVX512-BF16 and AVX512-VNNI, whose instructions are emulated on any other.
+// engine/linear/product.cpp for a CPU with AVX512-BF16, AVX512-VNNI and, unless WITHOUT_AMX, AMX-BF16, whose instructions
+// are emulated on any other.
 #include "immintrin.h"
 
 #include <sys/syscall.h>
@@ -14,7 +15,8 @@
 #ifndef __AVX512VNNI__
 #define __AVX512VNNI__
 #endif
-#ifndef __AMX_BF16__
+#undef __AMX_BF16__
+#ifndef WITHOUT_AMX
 #define __AMX_BF16__
 #endif
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,38 +10,10 @@ from torch import nn
 
 from engine.linear import packed
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
-from native import build
 from native.threads import gomp_parallel
 from tests.engine.kernels import CPU, needs_kernel
 
 pytestmark = needs_kernel
-
-
-KERNELS = ["tandem_linear", "tandem_linear_in_pairs", "tandem_linear_in_floats"]
-EMULATED = Path(__file__).parents[1] / "emulated" / "product.cpp"
-EMULATING = [*build._FLAGS, f"-I{EMULATED.parent}", "-O1"]  # the compiler takes a third of -O3's time
-HAS_PAIRS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-
-
-@functools.cache
-def emulated(name: str) -> Any:
-    """Return the kernels for AMX-BF16 and AVX512-BF16 with these instructions emulated in plain C++."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", EMULATING)
-        function = getattr(build.load_library(EMULATED), name)
-    function.argtypes = packed.kernel().argtypes  # type: ignore[attr-defined]
-    function.restype = None
-    return function
-
-
-@pytest.fixture(params=[*KERNELS, "emulated tandem_linear", "emulated tandem_linear_in_pairs"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select each way to multiply, on any CPU. The first uses AMX only if there is AMX."""
-    *how, name = request.param.split()
-    if name == "tandem_linear_in_pairs" and not (how or HAS_PAIRS):
-        pytest.skip("this CPU can't multiply pairs of bfloat16; the emulated ones are tested")
-    chosen = emulated(name) if how else packed.kernel(name)
-    monkeypatch.setattr(packed, "kernel", lambda: chosen)
 
 
 def layers(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.Linear, PackedLinear]:
@@ -53,8 +23,9 @@ def layers(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.L
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("out_features", [1, 15, 16, 63, 64, 65, 200])
-@pytest.mark.parametrize("in_features", [2, 34, 512])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(2, 1), (34, 15), (512, 16), (2, 63), (34, 64), (512, 65), (34, 200)]
+)
 def test_a_product_is_the_exact_one_rounded(in_features: int, out_features: int) -> None:
     for bias in (False, True):
         linear, ours = layers(in_features, out_features, bias)
@@ -82,18 +53,6 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_inputs_of_any_layout_and_batch_shape() -> None:
-    _, ours = layers(64, 32)
-    x = torch.randn(64, 3, 5).bfloat16()
-    turned = x.permute(1, 2, 0)
-    assert torch.equal(ours(turned), ours(turned.contiguous().view(15, 64)).view(3, 5, 32))
-    assert ours(x.new_empty(1, 0, 64)).shape == (1, 0, 32)
-    for wrong in (torch.randn(2, 64), torch.randn(2, 66).bfloat16()):
-        with pytest.raises(ValueError, match="64 features"):
-            ours(wrong)
-
-
-@pytest.mark.usefixtures("kernel")
 def test_nan_and_infinity_stay() -> None:
     _, ours = layers(64, 80)
     x = torch.randn(3, 64).bfloat16()
@@ -105,8 +64,7 @@ def test_nan_and_infinity_stay() -> None:
     assert out[2].isinf().all()
 
 
-@pytest.mark.parametrize("out_features", [1, 63, 64, 200])
-@pytest.mark.parametrize("in_features", [1, 64, 65, 512])
+@pytest.mark.parametrize(("in_features", "out_features"), [(1, 64), (64, 1), (65, 200), (512, 63)])
 def test_a_float32_product_is_exact_and_its_rows_have_the_same_bits_in_every_batch(
     in_features: int, out_features: int
 ) -> None:
@@ -116,7 +74,7 @@ def test_a_float32_product_is_exact_and_its_rows_have_the_same_bits_in_every_bat
         torch.randn(out_features),
         torch.randn(200, in_features),
     )
-    kernel, values = packed.kernel(packed.FUNCTIONS[torch.float32]), packed.pack(weight, together=1)
+    kernel, values = packed.kernel(torch.float32), packed.pack(weight, together=1)
 
     def multiply(rows: torch.Tensor, bias: torch.Tensor | None, threads: int = 1) -> torch.Tensor:
         out = torch.empty(len(rows), out_features)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import platform
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,20 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.linear import packed_quantized
 from engine.linear.packed import PackedLinear
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, fits, pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
-from native import build
 from tests.engine.kernels import needs_kernel
-from tests.engine.linear.test_packed_linear import EMULATED, EMULATING, HAS_PAIRS
+from tests.engine.linear.conftest import KERNELS
 from tests.engine.quantized_weights import make_weight
 
 pytestmark = needs_kernel
-
-KERNELS = ["", "_in_pairs", "_in_floats", " emulated", "_in_pairs emulated"]
-"""All ways to multiply, on any CPU. The first uses AMX only if there is AMX."""
 
 WEIGHTS: dict[str, Callable[[int, int], QuantizedWeight]] = {
     "int8 by channel": lambda k, n: make_weight(CodeFormat.INT8, k, n),
@@ -49,25 +42,6 @@ BATCHED = [
 """Emulated instructions are slow, so each of these kernels has a third of the weights."""
 
 
-@pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    suffix, *how = request.param.split(" ")
-    if suffix == "_in_pairs" and not (how or HAS_PAIRS):
-        pytest.skip("this CPU can't multiply pairs of bfloat16; the emulated ones are tested")
-    chosen = _kernel(f"tandem_quantized_linear{suffix}", bool(how))
-    monkeypatch.setattr(packed_quantized, "kernel", lambda: chosen)
-
-
-@functools.cache
-def _kernel(name: str, emulated: bool) -> Callable[..., None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if emulated:
-            patch.setattr(build, "_FLAGS", EMULATING)
-            library = build.load_library(EMULATED)
-            patch.setattr(packed_quantized, "library", lambda: library)
-        return packed_quantized.kernel.__wrapped__(name)
-
-
 def layer(kind: str, inputs: int, outputs: int, bias: bool) -> tuple[QuantizedLinear, PackedQuantizedLinear]:
     weight = WEIGHTS[kind.removesuffix(", rounding")](inputs, outputs)
     weight = replace(weight, input_group=128 * kind.endswith(", rounding"))
@@ -87,23 +61,6 @@ PRODUCTS = [
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("kernel", "kind", "inputs", "outputs"), PRODUCTS, indirect=["kernel"])
 def test_a_product_equals_the_dequantized_weights(kind: str, inputs: int, outputs: int) -> None:
-    check_product(kind, inputs, outputs)
-
-
-@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
-def test_portable_code_has_the_same_codes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares the code for less capable CPUs."""
-    if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in build._cpu()):
-        pytest.skip(f"this CPU has no {level}")
-    monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O0"])  # takes a tenth of -O3's time
-    monkeypatch.setattr(build, "_NATIVE", [f"-march={level}"])
-    chosen = packed_quantized.kernel.__wrapped__()
-    monkeypatch.setattr(packed_quantized, "kernel", lambda: chosen)
-    for kind in WEIGHTS:
-        check_product(kind, 128, 65)
-
-
-def check_product(kind: str, inputs: int, outputs: int) -> None:
     linear, ours = layer(kind, inputs, outputs, bias=outputs != 16)
     weight = linear.quantized.dequantized().double()
     largest = weight.abs().amax()
@@ -218,22 +175,12 @@ def test_every_code_becomes_its_value(format: CodeFormat) -> None:
     assert torch.equal(values.T.float(), weight.dequantized())
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", ["int4 in groups of 32, zeros, permuted, rounding", "mxfp4"])
 def test_some_outputs_of_a_layer(kind: str) -> None:
     _, whole = layer(kind, 128, 200, bias=True)
     x = torch.randn(3, 128).bfloat16()
     for rows in ([range(64, 192)], [range(30, 101)], [range(64), range(100, 140)]):
         assert torch.equal(whole.rows(rows)(x), whole(x)[:, [row for each in rows for row in each]])
-
-
-def test_inputs_of_any_layout_and_batch_shape() -> None:
-    _, ours = layer("int4 in groups of 32", 64, 32, bias=False)
-    turned = torch.randn(64, 3, 5).bfloat16().permute(1, 2, 0)
-    assert torch.equal(ours(turned), ours(turned.contiguous().view(15, 64)).view(3, 5, 32))
-    assert ours(turned.new_empty(1, 0, 64)).shape == (1, 0, 32)
-    for wrong in (torch.randn(2, 64), torch.randn(2, 96).bfloat16()):
-        with pytest.raises(ValueError, match="64 features"):
-            ours(wrong)
 
 
 def test_a_layer_that_the_kernel_does_not_fit_becomes_a_plain_one() -> None:

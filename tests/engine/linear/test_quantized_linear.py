@@ -107,6 +107,18 @@ def test_chosen_outputs(kind: str, bias: bool) -> None:
         assert torch.equal(part(x), whole(x)[:, outputs]), "the same kernel, the same bits"
 
 
+@needs_kernel
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind.startswith("packed")])
+def test_packed_layers_take_inputs_of_any_layout_and_batch_shape(kind: str) -> None:
+    ours = LAYERS[kind](None)
+    turned = torch.randn(INPUTS, 3, 5).bfloat16().permute(1, 2, 0)
+    assert torch.equal(ours(turned), ours(turned.contiguous().view(15, INPUTS)).view(3, 5, OUTPUTS))
+    assert ours(turned.new_empty(1, 0, INPUTS)).shape == (1, 0, OUTPUTS)
+    for wrong in (torch.randn(2, INPUTS), torch.randn(2, INPUTS + 2).bfloat16()):
+        with pytest.raises(ValueError, match="64 features"):
+            ours(wrong)
+
+
 def test_other_layers_cannot_be_restricted() -> None:
     with pytest.raises(TypeError, match="Embedding is no linear layer"):
         with_outputs(nn.Embedding(3, 4), torch.tensor([0]))

@@ -110,7 +110,7 @@ class NativeDecoder:
         self.vocab_size = model.vocab
         self.block_table = BlockTable(backend.block_size, backend.num_tables)
         self._hidden_size = model.hidden
-        model.linear, model.parallel = address_of(packed.kernel(packed.FUNCTIONS[self._dtype])), parallel()
+        model.linear, model.parallel = address_of(packed.kernel(self._dtype)), parallel()
         self._tables = self._take_tables(backend, model)
         model.quantized_linear = address_of(packed_quantized.kernel())
         model.routed_linear = address_of(experts.kernel())
