@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from ctypes import Structure, c_int64, c_void_p
+from ctypes import Structure
 from pathlib import Path
 
 import torch
@@ -21,21 +21,18 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from native.build import BuildError, declare, load_library
+from native.structs import fields
 from native.threads import gomp_parallel
+
+_FOLDER = Path(__file__).parent
 
 
 class QuantizedArgs(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("words", "scales", "offsets", "inputs", "bias")),
-        *((name, c_int64) for name in ("in_features", "out_features", "group", "format", "input_group")),
-    )
+    _fields_ = fields(_FOLDER / "quantized.h", "Quantized")
 
 
 class RoutedArgs(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "experts", "out")),
-        *((name, c_int64) for name in ("rows", "sharing", "num_experts", "in_features", "out_features")),
-    )
+    _fields_ = fields(_FOLDER / "routed_rows.h", "RoutedRows")
 
 
 PANEL = 64
@@ -44,7 +41,7 @@ PANEL = 64
 
 def library() -> ctypes.CDLL:
     """Return the compiled library. Raises BuildError."""
-    return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs, RoutedArgs)
+    return load_library(_FOLDER / "product.cpp")
 
 
 @functools.cache

@@ -37,8 +37,6 @@ template <class Tiles, class Value> void multiply(const ProductOf<Value>& p, int
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Quantized), sizeof(Routed)};
-
 // Multiplies with the fastest kernel for this CPU.
 void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,

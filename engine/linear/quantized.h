@@ -17,7 +17,7 @@
 
 namespace {
 
-// packed.py has the same struct, with `Args` after its name.
+// packed.py mirrors it, with `Args` after its name.
 struct Quantized {
     const uint16_t* words;     // see codes.h
     const float* scales;       // [n / 64][group][64]

@@ -1,4 +1,4 @@
-// Rows that are each multiplied by an expert's weights. packed.py has the same struct, with `Args` after its name.
+// Rows that are each multiplied by an expert's weights. packed.py mirrors it, with `Args` after its name.
 
 #pragma once
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from engine.batch.runner import Runner
 from engine.devices.attention import backend_over, by_table, select_backend
 from engine.devices.cpu.decoder.description import Description, unfit, unfit_head
-from engine.devices.cpu.decoder.forward import NativeDecoder, library
-from engine.devices.cpu.decoder.native_model import DTYPES
+from engine.devices.cpu.decoder.forward import NativeDecoder
+from engine.devices.cpu.decoder.native_model import DTYPES, library
 from engine.devices.cpu.recurrent.native import kernels
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.recurrent import operators_of

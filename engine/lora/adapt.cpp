@@ -66,7 +66,7 @@ template <int ROWS> void add_inputs(const uint16_t* down, const uint16_t* const*
 
 // Writes inner[i * rank + r], the product of row i with rank r of down.
 template <int ROWS> void shrink(const Part& p, const uint16_t* const* x, float* inner) {
-    const int64_t whole = p.in / INPUTS * INPUTS, left = p.in - whole;
+    const int64_t whole = p.inputs / INPUTS * INPUTS, left = p.inputs - whole;
     uint16_t padded[ROWS][INPUTS] = {};
     const uint16_t* last[ROWS];
     for (int i = 0; i < ROWS; i++) last[i] = padded[i], memcpy(padded[i], x[i] + whole, left * sizeof **x);
@@ -131,7 +131,7 @@ template <int ROWS> void adapt_rows(const Adapted& a, const int64_t* rows, const
 int64_t num_weights(const Adapted& a) {
     int64_t count = 0;
     for (const Part* p = a.parts; p < a.parts + a.num_parts; p++)
-        if (p->down) count += p->rank * (p->in + p->end - p->begin);
+        if (p->down) count += p->rank * (p->inputs + p->end - p->begin);
     return count;
 }
 

@@ -13,7 +13,7 @@ namespace {
 // `first` on. A null `down` adds nothing.
 struct Part {
     const uint16_t *down, *up;
-    int64_t rank, in, begin, end, first;
+    int64_t rank, inputs, begin, end, first;
 };
 
 // The rows of one adapter, and the parts to add to a product's outputs.

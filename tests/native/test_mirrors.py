@@ -11,24 +11,17 @@ from typing import Any
 import pytest
 
 from engine.devices.cpu.attention import backend as attention
-from engine.devices.cpu.decoder import native_model as decoder_structs
-from engine.devices.cpu.recurrent import native as recurrent
-from engine.linear import packed as linear_structs
 from engine.linear.packed_quantized import FORMATS
 from engine.lora import table as lora_structs
 from engine.model.program import Activation, MixerKind, NormKind, Score
 from engine.parallel import shared_ranks
 from engine.sampler import native, noise, rows
+from native.structs import fields
 from speculation.verification import native as verification
 from speculation.weightless import ngram, suffix
 
 ROOT = Path(__file__).parents[2]
 MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
-    ("engine/devices/cpu/attention/step.h", attention, {}),
-    ("engine/devices/cpu/decoder/structs.h", decoder_structs, {}),
-    ("engine/devices/cpu/recurrent/structs.h", recurrent, {}),
-    ("engine/linear/quantized.h", linear_structs, {"QuantizedArgs": "Quantized"}),
-    ("engine/linear/routed_rows.h", linear_structs, {"RoutedArgs": "RoutedRows"}),
     ("engine/lora/adapt.h", lora_structs, {}),
     ("engine/parallel/exchange.cpp", shared_ranks, {}),
     ("engine/sampler/chooser.h", rows, {}),
@@ -51,41 +44,10 @@ ENUMS: list[tuple[str, str, list[str]]] = [
     ("engine/linear/codes.h", "Format", [each.name for each in FORMATS]),
     ("engine/sampler/choice.h", "Purpose", [*noise.Purpose.__members__]),
 ]
-KINDS: dict[str, Any] = {
-    "int64_t": ctypes.c_int64,
-    "uint32_t": ctypes.c_uint32,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
-SPELLED_OUT = {"inputs": "in", "outputs": "out"}
-"""Python's names of fields whose C++ names are keywords or nearly so."""
 
 
 def source(path: str) -> str:
     return re.sub(r"//.*", "", (ROOT / path).read_text())
-
-
-def fields_of_cpp(path: str, name: str) -> list[tuple[str, str]]:
-    """Return the names and kinds of a struct's fields: pointers, numbers, or structs by their name."""
-    text = source(path)
-    found = re.search(rf"struct {name} {{", text)
-    assert found is not None, f"{path} has no struct {name}"
-    depth, body = 1, ""
-    for character in text[found.end() :]:
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            break
-        body += ";" if character == "}" else character if depth == 1 else ""
-    fields = []
-    for statement in body.split(";"):
-        statement = re.sub(r"\(\*(\w+)\)\[\w+\]", r"*\1", statement)  # a pointer to arrays
-        if "(" in statement or not (words := statement.replace("const", " ").split()):
-            continue
-        kind, declarators = words[0], " ".join(words[1:])
-        for declarator in declarators.split(","):
-            is_pointer = kind.endswith("*") or "*" in declarator
-            fields.append((declarator.strip(" *"), "pointer" if is_pointer else kind.rstrip("*")))
-    return fields
 
 
 def structs_of(module: ModuleType) -> dict[str, str]:
@@ -105,17 +67,9 @@ def structs_of(module: ModuleType) -> dict[str, str]:
     ],
 )
 def test_structs_have_the_same_fields(path: str, module: ModuleType, name: str, cpp: str) -> None:
-    fields: Any = getattr(module, name)._fields_
-    found = fields_of_cpp(path, cpp)
-    assert len(fields) == len(found)
-    for (field, kind), (told, told_kind) in zip(fields, found, strict=True):
-        assert told in (field, SPELLED_OUT.get(field))
-        if kind is ctypes.c_void_p:  # the addresses of functions have types of their own
-            assert told_kind not in KINDS, field
-        elif issubclass(kind, ctypes.Structure):
-            assert kind.__name__ == f"{told_kind}Args"
-        else:
-            assert kind is KINDS.get(told_kind), field
+    mirror: Any = getattr(module, name)
+    inner = [kind for _, kind in mirror._fields_ if issubclass(kind, ctypes.Structure)]
+    assert list(mirror._fields_) == fields(ROOT / path, cpp, *inner)
 
 
 @pytest.mark.parametrize(("path", "name", "values"), ENUMS)

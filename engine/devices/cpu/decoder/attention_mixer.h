@@ -17,7 +17,7 @@ class AttentionMixer {
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const int64_t n = rows.count, dim = m.head_dim, width = m.num_heads * dim;
-        const int64_t qkv = layer.qkv.out, apart = m.opens_heads ? 2 * dim : dim;  // `apart`: stride of queries
+        const int64_t qkv = layer.qkv.outputs, apart = m.opens_heads ? 2 * dim : dim;  // `apart`: stride of queries
         const int64_t keys = (qkv - m.num_heads * apart) / 2;
         w.mixed.resize(w.room * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);

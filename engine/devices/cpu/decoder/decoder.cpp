@@ -28,7 +28,7 @@ class Decoder : Work {
     explicit Decoder(const Model& model)
         : Work(model), drafted(m.entry ? m.entry->token_ids : nullptr), attention(*this), delta(*this),
           short_conv(*this), state_space(*this), latent(*this), experts(*this) {
-        for (const Layer& layer : layers) widest = std::max(widest, layer.qkv.out);
+        for (const Layer& layer : layers) widest = std::max(widest, layer.qkv.outputs);
     }
 
     // Sets the number of threads of later calls. Results have the same bits for every number of threads.
@@ -184,7 +184,7 @@ class Decoder : Work {
     const Value* mixed_states(const Value* states, int64_t n) {
         if (!m.entry || !m.entry->mixing) return states;
         targets.resize(n * m.hidden);
-        threads = n * m.entry->mixing.in * m.hidden < SERIAL_PRODUCTS ? 1 : most_threads;
+        threads = n * m.entry->mixing.inputs * m.hidden < SERIAL_PRODUCTS ? 1 : most_threads;
         multiply(states, m.entry->mixing, targets.data(), n);
         return targets.data();
     }
@@ -273,7 +273,7 @@ class Decoder : Work {
     // Fills `out` with a layer's output product of its mixer's result `made`.
     void make_output(size_t l, std::vector<Value>& made, int64_t width, std::vector<Value>& out, int64_t n) {
         const Layer& layer = layers[l];
-        gather(made, n, layer.qkv.first, width, layer.output.in);
+        gather(made, n, layer.qkv.first, width, layer.output.inputs);
         make_whole(layer.output, out.data(), n, m.hidden, [&](Value* to) {
             project(l, OUTPUT, made.data(), layer.output, to, n);
         });
@@ -288,11 +288,11 @@ class Decoder : Work {
 
     void feed_forward(size_t l, int64_t n) {
         const Layer& layer = layers[l];
-        const int64_t made = layer.gate_up.out, width = m.activation == RELU2 ? made : made / 2;
+        const int64_t made = layer.gate_up.outputs, width = m.activation == RELU2 ? made : made / 2;
         gated.resize(n * made), active.resize(n * width);
         project(l, GATE_UP, normed.data(), layer.gate_up, gated.data(), n);
         each_row(n, [&](int64_t r) { activate(&gated[r * made], width, &active[r * width]); });
-        gather(active, n, layer.gate_up.first, width, layer.down.in);
+        gather(active, n, layer.gate_up.first, width, layer.down.inputs);
         make_whole(layer.down, product.data(), n, m.hidden, [&](Value* out) {
             project(l, DOWN, active.data(), layer.down, out, n);
         });
@@ -318,10 +318,6 @@ class Decoder : Work {
 }  // namespace
 
 extern "C" {
-
-extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Recurrent), sizeof(Latent), sizeof(ExpertWeights),
-                                       sizeof(Experts), sizeof(Layer),     sizeof(HeadInput), sizeof(Model),
-                                       sizeof(Rows),    sizeof(Batch),     sizeof(Draft)};
 
 void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 

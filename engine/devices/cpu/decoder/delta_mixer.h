@@ -31,7 +31,7 @@ class DeltaMixer : RecurrentMixer {
         const LayerStateSlots& of = m.state_slots[delta.number];
         const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
         const int64_t width = of.heads * of.value_dim, decaying = of.heads * of.decay_dim;
-        const int64_t step = layer.qkv.out, made = delta.gates.out;
+        const int64_t step = layer.qkv.outputs, made = delta.gates.outputs;
         w.mixed.resize(w.room * width), gates.resize(n * made);
         betas.resize(n * of.heads), decays.resize(n * decaying), read.resize(n * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
@@ -40,7 +40,7 @@ class DeltaMixer : RecurrentMixer {
         Strided decay{gates.data() + of.heads, made}, opening{w.product.data() + channels, step};
         if (delta.decays) {
             decay = expand(delta.decays, of.heads, made, n, decayed);
-            opening = expand(delta.opening, of.heads + delta.decays.in, made, n, opened);
+            opening = expand(delta.opening, of.heads + delta.decays.inputs, made, n, opened);
         }
         convolve(delta, rows, w.product.data(), step);
         w.each_row(n, [&](int64_t r) {
@@ -75,11 +75,11 @@ class DeltaMixer : RecurrentMixer {
 
     // Multiplies the values from `first` on in each row of `gates` by low-rank weights.
     Strided expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<Value>& out) {
-        low.resize(n * weights.in), out.resize(n * weights.out);
+        low.resize(n * weights.inputs), out.resize(n * weights.outputs);
         for (int64_t r = 0; r < n; r++)
-            memcpy(&low[r * weights.in], &gates[r * step + first], weights.in * sizeof(Value));
+            memcpy(&low[r * weights.inputs], &gates[r * step + first], weights.inputs * sizeof(Value));
         w.multiply(low.data(), weights, out.data(), n);
-        return {out.data(), weights.out};
+        return {out.data(), weights.outputs};
     }
 
     // Reorders the products of models that interleave heads: from each key head's query, key, values and gates to all

@@ -22,10 +22,10 @@ class ExpertMlp {
         const Layer& layer = w.layers[l];
         const Experts& e = *layer.experts;
         choose(e, n);
-        const int64_t rows = n * e.chosen, inner = e.second.in;
-        made.resize(rows * e.first.out), active.resize(rows * inner), outputs.resize(rows * m.hidden);
+        const int64_t rows = n * e.chosen, inner = e.second.inputs;
+        made.resize(rows * e.first.outputs), active.resize(rows * inner), outputs.resize(rows * m.hidden);
         multiply(e, e.first, w.normed.data(), made.data(), rows, e.chosen);
-        w.each_row(rows, [&](int64_t r) { w.activate(&made[r * e.first.out], inner, &active[r * inner]); });
+        w.each_row(rows, [&](int64_t r) { w.activate(&made[r * e.first.outputs], inner, &active[r * inner]); });
         multiply(e, e.second, active.data(), outputs.data(), rows, 1);
         if (e.shared_gate) {
             shared_gates.resize(n);
@@ -58,7 +58,7 @@ class ExpertMlp {
     }
 
     void multiply(const Experts& e, const ExpertWeights& of, const Value* in, Value* out, int64_t rows, int64_t sharing) {
-        const Routed routed{in, chosen.data(), out, rows, sharing, e.count, of.in, of.out};
+        const Routed routed{in, chosen.data(), out, rows, sharing, e.count, of.inputs, of.outputs};
         if (of.quantized)
             return m.routed_quantized_linear(&routed, of.quantized, of.words, of.scales, w.threads, m.parallel);
         m.routed_linear(&routed, of.values, of.bias, w.threads, m.parallel);

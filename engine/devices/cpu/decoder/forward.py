@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,17 +27,11 @@ from engine.devices.attention import by_table
 from engine.devices.cpu.decoder.native_model import (
     BatchArgs,
     DraftArgs,
-    ExpertsArgs,
-    ExpertWeightsArgs,
-    HeadInputArgs,
-    LatentArgs,
-    LayerArgs,
     LayerPaths,
     ModelArgs,
     NativeModel,
-    RecurrentArgs,
     RowsArgs,
-    WeightsArgs,
+    library,
 )
 from engine.devices.cpu.recurrent.native import CpuSpans, kernels, layer_state_slots
 from engine.kv.attention import AttentionBackend, NativeBackend
@@ -47,36 +39,8 @@ from engine.kv.state_slots import StateSlots
 from engine.linear import experts, packed, packed_quantized
 from engine.lora.layers import kernel as adapt_kernel
 from engine.lora.table import Adapters, PackedProduct, PartArgs, Weights
-from native.build import address_of, declare, load_library
+from native.build import address_of
 from native.threads import parallel
-
-_SOURCES = {torch.bfloat16: "decoder.cpp", torch.float32: "decoder_float32.cc"}
-
-
-@functools.cache
-def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """Return the compiled decoder for `dtype`. Raises BuildError."""
-    structs = (
-        WeightsArgs,
-        RecurrentArgs,
-        LatentArgs,
-        ExpertWeightsArgs,
-        ExpertsArgs,
-        LayerArgs,
-        HeadInputArgs,
-        ModelArgs,
-        RowsArgs,
-        BatchArgs,
-        DraftArgs,
-    )
-    library = load_library(Path(__file__).parent / _SOURCES[dtype], *structs)
-    pointer = ctypes.c_void_p
-    declare(library, "tandem_decoder_create", pointer, pointer)
-    declare(library, "tandem_decoder_destroy", None, pointer)
-    declare(library, "tandem_decoder_forward", None, pointer, pointer, ctypes.c_int64)
-    declare(library, "tandem_decoder_run", ctypes.c_char_p, pointer, pointer, pointer, ctypes.c_int64)
-    declare(library, "tandem_decoder_draft", ctypes.c_char_p, pointer, pointer, ctypes.c_int64)
-    return library
 
 
 class NativeDecoder:

@@ -21,10 +21,10 @@ class LatentMixer {
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const Latent& of = *layer.latent;
-        const int64_t n = rows.count, heads = m.num_heads, latent = of.to_latent->out;
-        const int64_t own = of.to_latent->in, shared = m.head_dim - own;  // parts of a query
-        const int64_t made = layer.qkv.out, before = made - latent - shared, key_dim = latent + shared;
-        const int64_t value_dim = of.to_value->out, width = heads * value_dim;
+        const int64_t n = rows.count, heads = m.num_heads, latent = of.to_latent->outputs;
+        const int64_t own = of.to_latent->inputs, shared = m.head_dim - own;  // parts of a query
+        const int64_t made = layer.qkv.outputs, before = made - latent - shared, key_dim = latent + shared;
+        const int64_t value_dim = of.to_value->outputs, width = heads * value_dim;
         w.mixed.resize(w.room * width), queries.resize(n * heads * key_dim), attended.resize(n * heads * latent);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
         Value* key = w.product.data() + before;
@@ -32,7 +32,7 @@ class LatentMixer {
             norm_row(key + r * made, layer.key_norm, m.norms, latent, of.norm_epsilon, key + r * made);
         });
         if (of.queries) make_queries(layer, before, n);
-        const Strided made_queries = of.queries ? Strided{raised.data(), of.queries.out, m.head_dim}
+        const Strided made_queries = of.queries ? Strided{raised.data(), of.queries.outputs, m.head_dim}
                                                 : Strided{w.product.data(), made, m.head_dim};
         const Strided query{queries.data(), heads * key_dim, key_dim};
         each_head(made_queries, of.to_latent, query, n);
@@ -58,9 +58,9 @@ class LatentMixer {
 
     // Fills `raised` from the first `size` values of each row of a layer's `qkv` product.
     void make_queries(const Layer& layer, int64_t size, int64_t n) {
-        low.resize(n * size), raised.resize(n * layer.latent->queries.out);
+        low.resize(n * size), raised.resize(n * layer.latent->queries.outputs);
         w.each_row(n, [&](int64_t r) {
-            norm_row(&w.product[r * layer.qkv.out], layer.query_norm, m.norms, size, layer.latent->norm_epsilon,
+            norm_row(&w.product[r * layer.qkv.outputs], layer.query_norm, m.norms, size, layer.latent->norm_epsilon,
                      &low[r * size]);
         });
         w.multiply(low.data(), layer.latent->queries, raised.data(), n);
@@ -68,7 +68,7 @@ class LatentMixer {
 
     // Multiplies each head's part of the rows by the head's own weights.
     void each_head(const Strided& from, const Weights* weights, const Strided& to, int64_t n) {
-        const int64_t in = weights->in, out = weights->out;
+        const int64_t in = weights->inputs, out = weights->outputs;
         share_out(m.num_heads, w.threads, m.parallel, [&](int64_t h) {
             thread_local std::vector<Value> inputs, outputs;
             inputs.resize(n * in), outputs.resize(n * out);

@@ -16,7 +16,7 @@ class ShortConvMixer : RecurrentMixer {
     // Fills `mixed` from a layer's `normed` rows, and returns its width.
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
-        const int64_t n = rows.count, width = layer.qkv.out / 3, step = layer.qkv.out;
+        const int64_t n = rows.count, width = layer.qkv.outputs / 3, step = layer.qkv.outputs;
         w.mixed.resize(w.room * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
         Value* made = w.product.data();

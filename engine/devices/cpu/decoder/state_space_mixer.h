@@ -25,7 +25,7 @@ class StateSpaceMixer : RecurrentMixer {
         const Recurrent& space = *layer.recurrent;
         const LayerStateSlots& of = m.state_slots[space.number];
         const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
-        const int64_t width = of.heads * of.value_dim, step = layer.qkv.out;
+        const int64_t width = of.heads * of.value_dim, step = layer.qkv.outputs;
         w.mixed.resize(w.room * width);
         values.resize(n * width), decays.resize(n * of.heads), read.resize(n * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);

@@ -1,4 +1,4 @@
-// The decoder's model and arguments. structs.py has the same structs, with `Args` after their names.
+// The decoder's model and arguments. native_model.py mirrors them, with `Args` after their names.
 
 #pragma once
 
@@ -23,13 +23,13 @@ using Attend = void (*)(void*, const Call*);
 // Assembles whole rows from the ranks' parts. This rank has `own` of the `width` bytes of a row, from `first` on.
 using Gather = bool (*)(void* ranks, const Value* part, Value* whole, int64_t rows, int64_t first, int64_t own, int64_t width);
 
-// A product's packed weights, [out, in], and bias (null for none), or the quantized product's struct.
+// A product's packed weights, [outputs, inputs], and bias (null for none), or the quantized product's struct.
 struct Weights {
     const Value *values, *bias;
     const void* quantized;
-    int64_t in, out;
+    int64_t inputs, outputs;
     int64_t first;  // a rank's offset in a whole row, if its weights have only some of the outputs
-    const float* multipliers;  // factors of the outputs, [out]; null for none
+    const float* multipliers;  // factors of the outputs; null for none
 
     explicit operator bool() const { return values || quantized; }
 };
@@ -62,7 +62,7 @@ struct ExpertWeights {
     const Value *values, *bias;
     const void* quantized;  // the first expert's struct; a panel has `words` words and `scales` scales
     int64_t words, scales;
-    int64_t in, out;
+    int64_t inputs, outputs;
 };
 
 // A layer's experts. Each row goes through the experts that its router scores highest.
@@ -189,7 +189,7 @@ struct Draft {
     const int64_t* counts;      // tokens to draft
     const int64_t* seeds;
     const float* temperatures;  // 0: the likeliest token
-    const Value* before;         // for a head, [rows, mixing.in or hidden]: the target's hidden states before them
+    const Value* before;         // for a head, [rows, mixing.inputs or hidden]: the target's hidden states before them
     int64_t* drafted;           // [counts[0], num_sequences]
     // out, [num_sequences, counts[0], width]: the distributions from which tokens are drawn, with their own noise.
     // Null: tokens are drawn with the target's noise.

@@ -34,11 +34,11 @@ class Work {
 
     void multiply(const Value* in, const Weights& w, Value* out, int64_t n) {
         if (w.quantized) return m.quantized_linear(in, w.quantized, out, n, threads, m.parallel);
-        m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
+        m.linear(in, w.values, w.bias, out, n, w.inputs, w.outputs, threads, m.parallel);
     }
 
     void scale(const Weights& w, Value* out, int64_t n) {
-        if (w.multipliers) each_row(n, [&](int64_t r) { scale_row(out + r * w.out, w.multipliers, w.out); });
+        if (w.multipliers) each_row(n, [&](int64_t r) { scale_row(out + r * w.outputs, w.multipliers, w.outputs); });
     }
 
     // Finds each adapter's rows among the `kept` rows (null: all rows).
@@ -60,10 +60,10 @@ class Work {
     // Lets `compute` write all `width` outputs of each row, or only those of a rank's weights, which are gathered.
     template <class Compute>
     void make_whole(const Weights& w, Value* out, int64_t n, int64_t width, const Compute& compute) {
-        if (w.out == width) return compute(out);
-        part.resize(n * w.out);
+        if (w.outputs == width) return compute(out);
+        part.resize(n * w.outputs);
         compute(part.data());
-        gather(part.data(), out, n, w.first, w.out, width);
+        gather(part.data(), out, n, w.first, w.outputs, width);
     }
 
     void attend(const Call& call) { m.attend(m.attention[m.tables[call.layer]], &call); }
@@ -91,7 +91,7 @@ class Work {
         const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
         for (size_t i = 0; i < groups.size(); i++)
             adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
-        m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
+        m.adapt(in, w.inputs, out, w.outputs, adapted.data(), adapted.size(), threads, m.parallel);
     }
 
     void gather(const Value* from, Value* whole, int64_t n, int64_t first, int64_t own, int64_t width) {

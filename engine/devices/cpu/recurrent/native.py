@@ -9,7 +9,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import Structure, c_int64, c_void_p
+from ctypes import Structure
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +19,40 @@ from torch import Tensor
 from engine.batch.runner import StepOperators
 from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 from native.build import declare, load_library
+from native.structs import fields
 from native.threads import gomp_parallel
+
+_STRUCTS = Path(__file__).parent / "structs.h"
 
 
 class SpanArgs(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("state_slot", "base", "start", "count", "certain", "tree_start")),
-        ("masks", c_void_p),
-    )
+    _fields_ = fields(_STRUCTS, "Span")
 
 
 class SpansArgs(Structure):
-    _fields_ = (
-        ("spans", c_void_p),
-        *((name, c_int64) for name in ("num_spans", "grid", "window", "threads")),
-        ("parallel", c_void_p),
-    )
+    _fields_ = fields(_STRUCTS, "Spans")
 
 
 class SlotArrayArgs(Structure):
-    _fields_ = (("first", c_void_p), ("step", c_int64))
+    _fields_ = fields(_STRUCTS, "SlotArray")
 
 
 class LayerStateSlotsArgs(Structure):
-    _fields_ = (
-        *((name, SlotArrayArgs) for name in ("state", "tail", "inputs", "keys", "deltas", "decays")),
-        *((name, c_int64) for name in ("channels", "taps", "is_bf16")),
-        *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim", "decay_dim")),
-    )
+    _fields_ = fields(_STRUCTS, "LayerStateSlots", SlotArrayArgs)
 
 
 class ConvArgs(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("state_slots", "inputs", "weight", "bias", "out")),
-        ("input_step", c_int64),
-    )
+    _fields_ = fields(_STRUCTS, "Conv")
 
 
 class LinearAttentionArgs(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("state_slots", "query", "key", "value")),
-        *((name, c_void_p) for name in ("decay", "beta", "rates", "out")),
-        *((name, c_int64) for name in ("query_step", "key_step", "value_step")),
-    )
+    _fields_ = fields(_STRUCTS, "LinearAttention")
 
 
 @functools.cache
 def kernels() -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the convolution and linear attention. Raises BuildError."""
-    structs = SpanArgs, SpansArgs, LayerStateSlotsArgs, ConvArgs, LinearAttentionArgs
-    library = load_library(Path(__file__).parent / "recurrent.cpp", *structs)
+    library = load_library(Path(__file__).parent / "recurrent.cpp")
     arguments = ctypes.c_void_p, ctypes.c_void_p
     conv = declare(library, "tandem_causal_conv", None, *arguments)
     return conv, declare(library, "tandem_linear_attention", None, *arguments)

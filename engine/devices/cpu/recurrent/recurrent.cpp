@@ -93,9 +93,6 @@ template <class Work> void for_each(const Spans& of, int64_t parts, const Work& 
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Span), sizeof(Spans), sizeof(LayerStateSlots), sizeof(Conv),
-                                       sizeof(LinearAttention)};
-
 void tandem_causal_conv(const Spans* spans, const Conv* conv) {
     const int64_t parts = (conv->state_slots->channels + CHANNELS - 1) / CHANNELS;
     for_each(*spans, parts, [&](const Span& span, int64_t row, int64_t part) {

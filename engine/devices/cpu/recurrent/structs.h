@@ -1,4 +1,4 @@
-// Arguments of the operators of recurrent layers. native.py has the same structs, with `Args` after their names.
+// Arguments of the operators of recurrent layers. native.py mirrors them, with `Args` after their names.
 
 #pragma once
 

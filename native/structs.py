@@ -1,0 +1,42 @@
+"""Python's mirrors of C++ structs, with the fields that the sources give them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_KINDS: dict[str, Any] = {
+    "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+
+
+def fields(source: Path, name: str, *inner: type[ctypes.Structure]) -> list[tuple[str, Any]]:
+    """Return the `_fields_` of a struct in a C++ file. `inner` are the mirrors of structs within, with `Args`
+    after their names. Pointers and the addresses of functions become void pointers.
+    """
+    kinds = _KINDS | {each.__name__.removesuffix("Args"): each for each in inner}
+    return [(field, kinds.get(kind, ctypes.c_void_p)) for field, kind in declared(source, name)]
+
+
+def declared(source: Path, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of a struct's fields and their types; a pointer's type ends in `*`."""
+    text = re.sub(r"//.*", "", source.read_text())
+    found = re.search(rf"struct {name} {{(.*?)\n}};", text, re.S)
+    assert found is not None, f"{source} has no struct {name}"
+    body = found[1]
+    while "{" in body:
+        body = re.sub(r"{[^{}]*}", ";", body)
+    for statement in body.split(";"):
+        statement = re.sub(r"\(\*(\w+)\)\[\w+\]", r"*\1", statement)  # a pointer to arrays
+        words = statement.replace("const", " ").split()
+        if not words or "(" in statement:
+            continue  # a function
+        for declarator in " ".join(words[1:]).split(","):
+            is_pointer = words[0].endswith("*") or "*" in declarator
+            yield declarator.split("=")[0].strip(" *"), words[0].rstrip("*") + "*" * is_pointer
