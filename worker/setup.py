@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
+from engine.kv.block_manager import BlockManager
 from engine.kv.pool import Allocate
 from engine.load.loader import load_model, model_shape
 from engine.load.preloaded import is_preloaded, keep_preloaded
@@ -104,6 +106,8 @@ def build_engine(
     else:
         speculator = partial(BatchSpeculator, remote=remote)
         engine = Engine(config, allocate=allocate_pool, speculate=speculator, leader=leader)
+    if memory:
+        memory[0].stay_ahead(partial(_bytes_in_use, weakref.ref(engine.blocks), engine.pool.block_bytes))
     blocks: Tensor | JoinedBlocks = engine.pool.memory
     held = leader.held if leader is not None else []
     if held:
@@ -119,6 +123,11 @@ def build_engine(
         queue=queue_of(blocks.device, [each.blocks.device for each in held[1:]]),
     )
     return engine, pool
+
+
+def _bytes_in_use(manager: weakref.ref[BlockManager], block_bytes: int) -> int | None:
+    blocks = manager()
+    return (blocks.num_blocks - blocks.num_free) * block_bytes if blocks is not None else None
 
 
 def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:

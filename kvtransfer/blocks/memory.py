@@ -4,7 +4,10 @@ An attention kernel that walks a large pool needs far fewer address translations
 reads take a sixth less time. Linux gives huge pages to private memory on request. To shared memory it gives
 them at first touch only if an administrator allowed that
 (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), but from 6.1 on it turns pages in use into huge ones on
-request (`MADV_COLLAPSE`), with any setting. A thread requests that as the pool fills.
+request (`MADV_COLLAPSE`), with any setting.
+
+Linux clears a page when it is first touched, which takes a tenth of a prompt's time on some machines. So a
+thread allocates the pages just ahead of their use.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ logger = logging.getLogger("tandem.kvtransfer")
 _SEAL_FUTURE_WRITE = 0x0010
 """`F_SEAL_FUTURE_WRITE`, which Python's `fcntl` lacks: new mappings of the file are read-only."""
 _MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
-_COLLAPSE_BYTES = 16 * 1024 * 1024
-_LOOK_S = 0.5
+_PIECE_BYTES = 16 * 1024 * 1024
+_AHEAD_BYTES = 64 * 1024 * 1024
+_LOOK_S = 0.2
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL; those of Python's `mmap` do not
 
@@ -40,10 +45,10 @@ class PoolMemory:
     """Anonymous memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file that backs it if
     `shared`.
 
-    Pages are allocated at first touch. The file has no name, so a SIGKILL leaves nothing. Its size is sealed:
-    no truncation can crash a peer that maps it. Only `buffer` and the processes that it was lent to can write
-    to it (from Linux 5.1 on). `fd` is None on platforms without `memfd_create`. The memory and `fd` are freed
-    with the last view of `buffer`.
+    Pages are allocated at first touch, or ahead of it (`stay_ahead`). The file has no name, so a SIGKILL
+    leaves nothing. Its size is sealed: no truncation can crash a peer that maps it. Only `buffer` and the
+    processes that it was lent to can write to it (from Linux 5.1 on). `fd` is None on platforms without
+    `memfd_create`. The memory and `fd` are freed with the last view of `buffer`.
     """
 
     def __init__(
@@ -60,6 +65,17 @@ class PoolMemory:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             _advise_huge_pages(pages)
             self.buffer = memoryview(pages)
+
+    def stay_ahead(self, used: Callable[[], int | None]) -> None:
+        """Allocate huge pages ahead of use, in a thread that ends with the last view of `buffer`.
+
+        The memory is used from the front on. `used` returns the number of bytes in use, or None to end.
+        """
+        pages = weakref.ref(self.buffer.obj)
+        address = int(np.frombuffer(self.buffer, np.uint8).ctypes.data)
+        allocate = _populate if self.fd is None else _collapse
+        arguments = (pages, address, self.nbytes // _HUGE_PAGE * _HUGE_PAGE, allocate, used)
+        threading.Thread(target=_stay_ahead, args=arguments, name="kv-pages", daemon=True).start()
 
     def close(self) -> None:
         """Release this object's reference to the memory. Idempotent."""
@@ -91,9 +107,6 @@ def _shared(nbytes: int, lend: Callable[[int], None] | None) -> tuple[int, memor
     with contextlib.suppress(OSError):  # an old kernel
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     _advise_huge_pages(pages)
-    if nbytes >= _HUGE_PAGE:
-        arguments = (weakref.ref(pages), base + start, nbytes // _HUGE_PAGE * _HUGE_PAGE, fd)
-        threading.Thread(target=_keep_huge, args=arguments, name="huge-pages", daemon=True).start()
     return fd, memoryview(pages)[start : start + nbytes]
 
 
@@ -114,34 +127,46 @@ def _advise_huge_pages(pages: mmap.mmap) -> None:
             pages.madvise(mmap.MADV_HUGEPAGE)
 
 
-def _keep_huge(pages: weakref.ref[mmap.mmap], address: int, nbytes: int, fd: int) -> None:
-    """Turn pages into huge ones from the front on, whenever more of the file is allocated.
-
-    Blocks are allocated from the front, so this stays just ahead of their use. Parts without a free huge page
-    keep small pages.
-    """
+def _stay_ahead(
+    pages: weakref.ref[mmap.mmap],
+    address: int,
+    nbytes: int,
+    allocate: Callable[[int, int], int],
+    used: Callable[[], int | None],
+) -> None:
     done = 0
     while done < nbytes:
-        held = pages()
-        if held is None:
+        held, in_use = pages(), used()
+        if held is None or in_use is None:
             return
-        if os.fstat(fd).st_blocks * 512 <= done:
+        if done >= in_use + _AHEAD_BYTES:
             del held
             time.sleep(_LOOK_S)
             continue
-        size = min(_COLLAPSE_BYTES, nbytes - done)
-        if _collapse(address + done, size) == errno.EINVAL:
+        size = min(_PIECE_BYTES, nbytes - done)
+        if allocate(address + done, size) == errno.EINVAL:
             logger.warning(
-                "the shared KV pool stays on small pages, and attention over it is slower: huge pages need "
-                "Linux 6.1, or `advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+                "the KV pool gets its pages when they are first used, which is slower: pages ahead of use "
+                "need Linux 5.14, and huge ones of shared memory Linux 6.1, or `advise` in "
+                "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
             )
             return
         done += size
 
 
+def _populate(address: int, nbytes: int) -> int:
+    """Allocate private pages. Return 0 or the error's number."""
+    return _madvise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
 def _collapse(address: int, nbytes: int) -> int:
-    """Collapse the pages. Return 0 or the error's number."""
+    """Allocate shared pages, and turn them into huge ones where there is room. Return 0 or the error's
+    number."""
     for page in range(address, address + nbytes, _HUGE_PAGE):
         ctypes.string_at(page, 1)  # a range without any page is not collapsed
-    arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_MADV_COLLAPSE)
+    return _madvise(address, nbytes, _MADV_COLLAPSE)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice)
     return 0 if _libc.madvise(*arguments) == 0 else ctypes.get_errno()

@@ -235,29 +235,37 @@ def test_huge_pages_are_requested() -> None:
 
 
 @pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
-def test_used_shared_memory_gets_huge_pages() -> None:
-    """Memory beyond the used part is not allocated, and written bytes stay."""
-    memory = PoolMemory(64 * MIB)
+@pytest.mark.parametrize(("shared", "kind"), [(False, "AnonHugePages"), (True, "ShmemPmdMapped")])
+def test_huge_pages_stay_ahead_of_use(shared: bool, kind: str) -> None:
+    """Written bytes stay; memory far beyond the used part is not allocated."""
+    memory = PoolMemory(128 * MIB, shared=shared)
     content = np.random.default_rng(0).integers(0, 256, 18 * MIB, dtype=np.uint8)
     values = np.frombuffer(memory.buffer, dtype=np.uint8)
+
+    def resident(kind: str = "Rss") -> int:  # the mapping of private memory may be part of a larger one
+        return int(details(memory.buffer)[kind][0]) * 1024
+
+    before, huge_before = resident(), resident(kind)
     values[: 18 * MIB] = content
-    deadline = time.monotonic() + 20
-    while details(memory.buffer)["ShmemPmdMapped"][0] != str(32 * 1024):
-        assert time.monotonic() < deadline, details(memory.buffer)
-        time.sleep(0.05)
+    used = [0]
+    memory.stay_ahead(lambda: used[0])
+    wait_until(lambda: resident() - before >= 64 * MIB)
+    used[0] = 18 * MIB
+    wait_until(lambda: resident() - before >= 96 * MIB and resident(kind) - huge_before >= 90 * MIB)
     assert np.array_equal(values[: 18 * MIB], content)
-    assert not values[18 * MIB : 32 * MIB].any()
-    assert details(memory.buffer)["Rss"][0] == str(32 * 1024)
+    assert not values[18 * MIB : 96 * MIB].any()
+    assert resident() - before < 100 * MIB
 
 
-def test_a_kernel_without_huge_shared_pages_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("shared", "advice"), [(False, "_MADV_POPULATE_WRITE"), (True, "_MADV_COLLAPSE")])
+def test_a_kernel_without_the_advice_is_reported(
+    shared: bool, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtransfer.blocks.memory._MADV_COLLAPSE", -1)
-    memory = PoolMemory(NBYTES)
-    memory.buffer[0] = 1
+    monkeypatch.setattr(f"kvtransfer.blocks.memory.{advice}", -1)
+    memory = PoolMemory(NBYTES, shared=shared)
+    memory.stay_ahead(lambda: 1)
     wait_until(lambda: caplog.messages)
-    assert "stays on small pages" in caplog.messages[0]
+    assert "first used" in caplog.messages[0]
 
 
 def read() -> Transfer:
