@@ -59,7 +59,8 @@ def test_tokens_are_those_of_the_reference(
     assert engines[0].start_up["attention"] == "sdpa (requested)"
     rows.clear()  # those of warming up
     found = answers(engines[0])
-    assert min(rows["torch"]) >= 9 > max(rows["cpu"])
+    assert min(rows["torch"]) >= 9
+    assert max(rows["cpu"]) <= 8 + 2  # a short chunk, beside two sequences that decode
     assert found == answers(engines[1])
     for engine in engines:
         engine.close()
