@@ -248,6 +248,30 @@ def test_only_supported_choices_are_offered(make_router, tmp_path, fast_tokenize
     visit.shows("#facts", " tokens in ")
 
 
+def test_new_placements_are_animated_unless_motion_is_unwanted(make_router, open_page):
+    router = make_router()
+    make_pair(router)
+    assert post(router).status_code == 200
+    visit = open_page(router)
+    visit.shows("#decisions", "Split: prefill-0 → decode-0")
+    visit.page.evaluate(
+        """() => {
+            window.dots = 0;
+            const diagram = document.querySelector("#diagram");
+            const dots = () => diagram.querySelectorAll("circle").length;
+            new MutationObserver(() => { window.dots = Math.max(window.dots, dots()) })
+                .observe(diagram, { childList: true, subtree: true });
+        }"""
+    )
+    assert post(router).status_code == 200
+    visit.has("#decisions li", 2)
+    assert visit.page.evaluate("window.dots") == 0
+    visit.page.emulate_media(reduced_motion="no-preference")
+    assert post(router).status_code == 200
+    visit.has("#decisions li", 3)
+    assert visit.page.evaluate("window.dots") == 1
+
+
 def test_a_draft_worker_is_shown_beside_its_targets(make_router, open_page, pool):
     drafts = SpeculativeConfig(method="draft_model")
     router = make_router(draft_replicas=1, speculative_config=drafts, draft_placement="remote")

@@ -7,7 +7,10 @@ const NODE = { height: 50, gap: 12, narrow: 92, wide: 140 };
 const LANE = 18;
 const MAX_IN_COLUMN = 6;
 const MAX_LABELS = 3;
+const MAX_DOTS = 24;
 
+const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+const dots = svg("g");
 let nodes = new Map();
 let lane = 0;
 
@@ -18,7 +21,7 @@ export function drawDiagram(seen) {
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
   picture.setAttribute("height", height);
   const flows = flowsOf(seen);
-  picture.replaceChildren(...flows.map(line), ...labels(seen.links), ...[...nodes.values()].map(node));
+  picture.replaceChildren(...flows.map(line), ...labels(seen.links), dots, ...[...nodes.values()].map(node));
   const left = seen.workers.length - (nodes.size - 1);
   if (left) picture.append(svg("text", { class: "small", x: 0, y: height - 4 }, `${count(left)} more in the table`));
 }
@@ -139,5 +142,25 @@ function labels(links) {
     const [x, y] = [one.x + one.width + room / 2, (one.y + other.y + NODE.height) / 2 + 4];
     const facts = speed ? `${transport} ${bytes(speed)}/s` : transport;
     return svg("text", { class: "label", x, y, "text-anchor": "middle" }, facts);
+  });
+}
+
+/** Send a dot for each new placement from the router to the prefill worker, and on to the decode worker. */
+export function sendDots({ fresh }) {
+  if (stillness.matches || document.hidden) return;
+  const sent = fresh.slice(-MAX_DOTS);
+  sent.forEach(({ chosen: { workers: by } }, index) => {
+    const stops = ["router", by.prefill, by.decode].filter((id) => id && nodes.has(id));
+    if (stops.length < 2) return;
+    const path = stops.slice(1).map((id, place) => track(stops[place], id)).join(" ");
+    const dur = `${0.6 * (stops.length - 1)}s`;
+    const move = svg("animateMotion", { dur, path, begin: "indefinite", fill: "freeze" });
+    const dot = svg("circle", { r: 0 }, move);
+    dots.append(dot);
+    setTimeout(() => {
+      dot.setAttribute("r", 4);
+      move.beginElement();
+    }, (index / sent.length) * 900);
+    move.addEventListener("endEvent", () => dot.remove());
   });
 }

@@ -2,7 +2,7 @@
 
 import { get, key } from "./api.js";
 import { showDecisions, showScaling } from "./decisions.js";
-import { drawDiagram } from "./diagram.js";
+import { drawDiagram, sendDots } from "./diagram.js";
 import { byId, tell } from "./dom.js";
 import { startPlayground } from "./playground.js";
 import { showLinks, showUnderWay, showWorkers } from "./workers.js";
@@ -11,9 +11,10 @@ const REMEMBERED_MS = 10_000;
 
 const roleOf = (id) => id.replace(/-\d+$/, "");
 
-/** The differences between successive answers of the server: lost workers and workers' speeds. */
+/** The differences between successive answers of the server: lost workers, workers' speeds, new placements. */
 class Watch {
   #known = new Map();
+  #decided = null;
 
   /** Return the state to show, from the answers of `/cluster`, `/workers`, `/requests` and `/decisions`. */
   update(cluster, { workers }, requests, { decisions, scaling }) {
@@ -28,6 +29,7 @@ class Watch {
       requests: requests.requests,
       decisions,
       scaling,
+      fresh: this.#fresh(decisions),
     };
   }
 
@@ -51,6 +53,13 @@ class Watch {
       else this.#known.delete(id);
     }
     return found.map((worker) => ({ ...worker, role: this.#known.get(worker.id)?.role ?? roleOf(worker.id) }));
+  }
+
+  /** Return the placements since the last update, the oldest first. */
+  #fresh(decisions) {
+    const before = this.#decided;
+    this.#decided = new Set(decisions.map((decision) => decision.request_id));
+    return before ? decisions.filter((decision) => !before.has(decision.request_id)).reverse() : [];
   }
 }
 
@@ -121,6 +130,7 @@ function show(seen) {
   showLinks(seen);
   showDecisions(seen.decisions);
   showScaling(seen.scaling);
+  sendDots(seen);
   const ready = seen.workers.filter((worker) => worker.state === "ready").length;
   health(ready && ready === seen.workers.length ? "good" : "bad", `${ready} of ${seen.workers.length} workers ready`);
 }
