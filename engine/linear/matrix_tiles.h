@@ -12,6 +12,7 @@
 #include "../../native/tile_registers.h"
 #include "outputs.h"
 #include "product.h"
+#include "shares.h"
 
 namespace {
 
@@ -40,30 +41,11 @@ class MatrixTiles {
     }
 
     // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
-    void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) const {
+    void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
         const int64_t K = p.in_features, whole = end_of_pairs(first, end);
-        const int64_t row_pairs = (whole - first) / (2 * ROWS), pairs = 2 * row_pairs;
-        const auto row_of = [&](int64_t number) { return first + number % row_pairs * 2 * ROWS; };
-        const auto part_of = [&](int64_t number) { return int(number / row_pairs) * PANEL / 2; };
-        Sums sums[2];
-        // Stored tiles can be read only late, so the next pair is multiplied first.
-        const auto put_pair = [&](int64_t number) {
-            put<2>(p, sums[number % 2], row_of(number), end, panel * PANEL + part_of(number));
-        };
-        for (int64_t number = 0; number < pairs; number++) {  // all rows by one half of the panel, which stays in the L1 cache
-            const int64_t row = row_of(number);
-            two_by_two(inputs(p, x, first, row, end), inputs(p, x, first, row + ROWS, end), K, 0, K, [&](int64_t k) {
-                const uint16_t* w = p.weights + (panel * K + k) * PANEL;
-                const uint16_t* next = w + K * PANEL;  // a share of the next panel comes to the L2 cache
-                for (int64_t line = LINES * number / pairs; line < LINES * (number + 1) / pairs; line++)
-                    __builtin_prefetch(next + line * LINE_VALUES, 0, 2);
-                return w + 2 * part_of(number);
-            });
-            store(sums[number % 2]);
-            if (number) put_pair(number - 1);
-        }
-        if (pairs) put_pair(pairs - 1);
+        for (int n = 0; n < PANEL; n += 2 * OUTPUTS) pairs_of_rows(p, x, first, whole, end, panel, n);
         if (whole >= end) return;
+        clear();
         one_by_four(inputs(p, x, first, whole, end), K, 0, K, [&](int64_t k) {
             const uint16_t* w = p.weights + (panel * K + k) * PANEL;
             for (int64_t i = 0; i < STEP; i += LINE_VALUES) __builtin_prefetch(w + AHEAD * STEP + i);
@@ -104,9 +86,38 @@ class MatrixTiles {
     static constexpr int64_t STEP = DEPTH * PANEL;                   // a panel's weights in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
     static constexpr int64_t LINES = STEP / LINE_VALUES;
+    static constexpr int64_t L1_INPUTS = 256;  // weights of 32 outputs for these take 16 KB
+    static constexpr int64_t MANY_PAIRS = 4;   // pairs of row tiles that read the same weights again
     static constexpr int64_t AHEAD = 3;  // prefetch distance for few rows, in steps
     using Tile = float[ROWS][OUTPUTS];
     using Sums = Tile[4];
+
+    // Computes rows [first, whole) of 32 outputs of a panel, from its output `n` on: all rows by the weights of some
+    // inputs, which stay in the L1 cache, then all by those of the next inputs.
+    void pairs_of_rows(const Product& p, const Input* x, int64_t first, int64_t whole, int64_t end, int64_t panel, int n) {
+        const int64_t K = p.in_features, pairs = (whole - first) / (2 * ROWS), step = pairs < MANY_PAIRS ? K : L1_INPUTS;
+        const auto row_of = [&](int64_t pair) { return first + pair * 2 * ROWS; };
+        const auto put_pair = [&](int64_t pair) { put<2>(p, sums[pair % 2], row_of(pair), end, panel * PANEL + n); };
+        for (int64_t from = 0; from < K; from += step) {
+            const bool last = from + step >= K;
+            for (int64_t pair = 0; pair < pairs; pair++) {
+                const int64_t row = row_of(pair), number = n ? pairs + pair : pair;
+                from ? load(sums[pair]) : clear();
+                two_by_two(inputs(p, x, first, row, end), inputs(p, x, first, row + ROWS, end), K, from,
+                           std::min(step, K - from), [&](int64_t k) {
+                    const uint16_t* w = p.weights + (panel * K + k) * PANEL;
+                    const uint16_t* next = w + K * PANEL;  // a share of the next panel comes to the L2 cache
+                    for (int64_t line = LINES * number / (2 * pairs); line < LINES * (number + 1) / (2 * pairs); line++)
+                        __builtin_prefetch(next + line * LINE_VALUES, 0, 2);
+                    return w + 2 * n;
+                });
+                store(sums[last ? pair % 2 : pair]);
+                // Stored tiles can be read only late, so the next pair is multiplied first.
+                if (last && pair) put_pair(pair - 1);
+            }
+        }
+        if (pairs) put_pair(pairs - 1);
+    }
 
     // Returns the end of the rows that are multiplied as pairs of tiles.
     static int64_t end_of_pairs(int64_t first, int64_t end) {
@@ -125,6 +136,7 @@ class MatrixTiles {
         alignas(64) Sums totals = {}, sums[2];
         for (int64_t i = 0; i <= w.runs; i++) {
             if (i < w.runs) {
+                clear();
                 multiply(i * w.run, std::min(w.run, p.in_features - i * w.run));
                 store(sums[i % 2]);
             }
@@ -164,7 +176,6 @@ class MatrixTiles {
     // Multiplies 16 rows by a panel's 64 outputs. Tile registers 0 to 3 hold the sums.
     template <class Weights>
     static void one_by_four(const Input* x, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
-        clear();
         for (int64_t k = begin; k < begin + count; k += DEPTH)
             multiply_tiles<4>(x + k, stride * sizeof(Input), weights(k), STRIDE);
     }
@@ -173,7 +184,6 @@ class MatrixTiles {
     template <class Weights>
     static void two_by_two(
         const Input* upper, const Input* lower, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
-        clear();
         for (int64_t k = begin; k < begin + count; k += DEPTH) {
             const uint16_t* w = weights(k);
             _tile_loadd(4, upper + k, stride * sizeof(Input));
@@ -194,6 +204,15 @@ class MatrixTiles {
         _tile_zero(3);
     }
 
+    static void load(const Sums& sums) {
+        constexpr int64_t BYTES = OUTPUTS * sizeof(float);
+        tiles_will_load();
+        _tile_loadd(0, sums[0], BYTES);
+        _tile_loadd(1, sums[1], BYTES);
+        _tile_loadd(2, sums[2], BYTES);
+        _tile_loadd(3, sums[3], BYTES);
+    }
+
     static void store(Sums& sums) {
         constexpr int64_t BYTES = OUTPUTS * sizeof(float);
         _tile_stored(0, sums[0], BYTES);
@@ -202,6 +221,7 @@ class MatrixTiles {
         _tile_stored(3, sums[3], BYTES);
     }
 
+    alignas(64) Sums sums[BLOCK_ROWS / (2 * ROWS)];
     std::vector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored
 };
 
