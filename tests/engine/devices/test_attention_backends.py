@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.devices.attention import select_backend
+from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.torch import attention
 from engine.kv.attention import AttentionOptions, LayerKv
-from engine.kv.row_codes import CODE_DTYPES
+from engine.kv.row_codes import CODE_DTYPES, KvRows
 from tests.engine.attention_packs import (
     BACKENDS,
     CHAINS_AND_TREES,
@@ -208,18 +209,12 @@ def test_padding_rows_write_nothing_and_give_zeros(backend: str, trees: bool) ->
     out = run(backend, padded)
     assert torch.equal(out[:-9], run(backend, plain))
     assert not out[-9:].any()
-    changed = (padded.pool.nan_to_num(9.0) != before).flatten(4).any(-1)[:, 1, 0].nonzero()
-    slots = changed[:, 0] * padded.block_size + changed[:, 1]
-    assert set(slots.tolist()) == set(padded.metadata.slot_mapping.tolist()) - {-1}
-
-
-@backends
-def test_other_layers_stay_untouched(backend: str) -> None:
-    pack = make_pack([(4, 10)])
-    before = pack.pool.nan_to_num(9.0)
-    run(backend, pack, layer=1)
-    after = pack.pool.nan_to_num(9.0)
-    assert torch.equal(after[:, [0, 2]], before[:, [0, 2]])
+    changed = (padded.pool.nan_to_num(9.0) != before).flatten(4).any(-1)
+    assert not changed[:, [0, 2]].any()
+    block, token = changed[:, 1, 0].nonzero().unbind(1)
+    assert set((block * padded.block_size + token).tolist()) == set(padded.metadata.slot_mapping.tolist()) - {
+        -1
+    }
 
 
 @dtypes
@@ -272,18 +267,46 @@ def test_values_of_another_size_than_keys(
     assert not out[-2:].any()
 
 
-@pytest.mark.parametrize("quantization", CODE_DTYPES)
-def test_coded_values_of_another_size_than_keys(quantization: str) -> None:
-    """All backends write the same bytes."""
-    shape = Shape(torch.float32, quantization, key_dim=24, value_dim=40)
+@pytest.mark.parametrize(("dtype", "quantization"), CODED, ids=str)
+def test_all_backends_store_the_same_bytes(dtype: torch.dtype, quantization: str) -> None:
+    """Also of values of another size than keys."""
+    shape = Shape(dtype, quantization, key_dim=24, value_dim=40)
     sequences = tuple(Sequence(*lengths, seed) for seed, lengths in enumerate(MIXED))
-    steps = [Step.of(Case(shape, Options(1.0, 50), sequences)) for _ in BACKENDS]
-    classes = [select_backend(torch.device("cpu"), torch.float32, name)[0] for name in BACKENDS]
-    outs = [step.run(each) for step, each in zip(steps, classes, strict=True)]
+    case, steps, outs = Case(shape, Options(1.0, 50), sequences), [], []
+    for backend in BACKENDS:
+        cls, _ = select_backend(torch.device("cpu"), dtype, backend)
+        outs.append(Step.of(case).run(cls))
+        step = Step.of(case)
+        _, key, value = step.new
+        key[0] *= 1e-32  # too small for a scale
+        key[1] *= 1e30
+        value[3, 1, 5] = torch.inf
+        step.run(cls)
+        steps.append(step)
+    tolerance = CODED_TOLERANCE[dtype]
     for step, out in zip(steps, outs, strict=True):
-        torch.testing.assert_close(out, outs[0], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(out, outs[0], atol=tolerance, rtol=tolerance)
         for ours, theirs in zip(step.layer, steps[0].layer, strict=True):
             torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), CODED, ids=str)
+@backends
+def test_every_code_is_read_as_its_value(backend: str, dtype: torch.dtype, quantization: str) -> None:
+    """A row that sees only itself gives its value, which contains all codes at a scale of 1."""
+    values = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[quantization]).float()
+    values = values.nan_to_num(0.0).clamp(min=-127 if quantization == "int8_row_scales" else -448).to(dtype)
+    pack = make_pack([(1, 1)], kv_heads=1, head_dim=256, dtype=dtype, quantization=quantization)
+    pack.value[0, 0] = values
+    torch.testing.assert_close(run(backend, pack)[0], values.expand(4, -1), atol=0, rtol=1e-6)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernel needs a C++ compiler")
+def test_rows_that_the_kernel_cannot_read_are_refused() -> None:
+    layers = make_pack([(1, 1)], quantization="int8_row_scales").layers
+    for rows in (None, KvRows(torch.float32), KvRows(torch.float16, "int8_row_scales")):
+        with pytest.raises(ValueError, match=r"layers of torch.uint8 are not rows of"):
+            CpuBackend(layers, rows=rows)
 
 
 @backends
@@ -296,11 +319,21 @@ def test_strided_inputs(backend: str) -> None:
     strided.key = fused[:, heads : heads + kv_heads].transpose(0, 1).contiguous().transpose(0, 1)
     strided.value = fused[:, heads + kv_heads :]
     assert torch.equal(run(backend, strided), run(backend, plain))
-
-
-@backends
-def test_a_last_dimension_that_is_not_contiguous(backend: str) -> None:
-    plain, strided = make_pack(MIXED), make_pack(MIXED)
-    strided.query = strided.query.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    strided.value = strided.value.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    strided.query = plain.query.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    strided.value = plain.value.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     torch.testing.assert_close(run(backend, strided), run(backend, plain))
+
+
+def test_a_coded_row_is_within_half_a_step_of_its_values() -> None:
+    rows = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(0)) * 5
+    top = rows.abs().amax(-1, keepdim=True)
+    for name, share in (("int8_row_scales", 0.5 / 127), ("fp8_row_scales", 1 / 28)):  # steps of 32 below 448
+        kept = KvRows(torch.float32, name)
+        stored = kept.encode(rows)
+        assert stored.scales is not None and stored.scales.shape == rows.shape[:-1]
+        assert stored.values[0, 0].nbytes + stored.scales[0, 0].nbytes == kept.row_bytes(32) == 36
+        assert ((kept.decode(stored) - rows).abs() <= top * share * 1.001).all()
+        assert kept.decode(stored)[rows.abs() == top].abs().allclose(top.flatten())
+        for head_dim in (6, 30, 516):
+            assert f"{head_dim} values in a head" in (kept.fault(head_dim) or "")
+    assert KvRows(torch.float32).fault(6) is None
