@@ -13,10 +13,11 @@ import pytest
 
 from protocol.outputs import paged_logprobs
 from tests.checkpoints.transformers_answers import (
+    NUM_TOKENS,
     engine_of,
     outputs_of,
     prompts_of,
-    recorded,
+    shortfalls,
     tokenizer_of,
 )
 from tests.real_models import GEMMA3, SMOLLM2, Packaged, smollm2
@@ -32,15 +33,13 @@ TEXT = (Path(__file__).parents[2] / "LLM_SERVING.md").read_text()
 )
 @pytest.mark.timeout(300)
 def test_greedy_tokens_are_transformers(dtype: str, model: Packaged) -> None:
-    """In bfloat16 a token may differ where another one is about as likely, and so may those after it."""
-    outputs, expected = outputs_of(model, dtype), recorded(model)
-    pairs = [
-        (outputs[name].token_ids, answer) for name, answer in zip(prompts_of(model), expected, strict=True)
-    ]
-    same = sum(ours == theirs for ours, theirs in pairs)
-    print(f"{dtype}: {same} of {len(pairs)} answers are Transformers'")
-    assert same == len(pairs) if dtype == "float32" else same >= 0.7 * len(pairs)
-    assert all(ours[0] == theirs[0] for ours, theirs in pairs)
+    """In bfloat16 a token may differ where another one is about as likely."""
+    below = shortfalls(model, dtype)
+    assert len(below) == len(prompts_of(model)) * NUM_TOKENS
+    same = below.count(0) / len(below)
+    print(f"{dtype}: {same:.1%} of the tokens are Transformers', others {max(below):.3f} below")
+    assert same == 1 if dtype == "float32" else same > 0.95
+    assert max(below) < 0.25
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {

@@ -1,11 +1,12 @@
-"""Greedy answers of engines and of Transformers to prompts for real models, both from the same file.
+"""Greedy answers of engines to prompts for real models, judged by Transformers on the same file.
 
-`python -m tests.checkpoints.transformers_answers` records those of Transformers, in float32, in
-`transformers_answers.json`.
+`python -m tests.checkpoints.transformers_answers` records judgements in `transformers_answers.json`. An
+answer that is not recorded, such as one that another CPU gives in bfloat16, is judged when a test asks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import cache
 from pathlib import Path
@@ -91,23 +92,50 @@ def reference_of(model: Packaged) -> PreTrainedModel:
     return reference  # the head shares the embeddings' weights
 
 
-def recorded(model: Packaged) -> list[list[int]]:
-    """Return Transformers' answers to the model's prompts."""
-    answers: list[list[int]] = json.loads(RECORD.read_text())[model.name]
-    return answers
+@torch.no_grad()
+def judged(model: Packaged, ids: list[int], answer: list[int]) -> list[float]:
+    """Return by how much each token's logit is below the reference's best."""
+    given = torch.tensor([ids + answer])
+    logits = reference_of(model)(given, logits_to_keep=len(answer) + 1).logits[0, :-1]
+    below: list[float] = (logits.amax(-1) - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]).tolist()
+    return below
 
 
-def greedy(model: Packaged, ids: list[int]) -> list[int]:
-    options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
-    answer: list[int] = reference_of(model).generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
-    return answer
+@cache
+def recorded() -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = json.loads(RECORD.read_text())
+    return found
+
+
+def key_of(ids: list[int], answer: list[int]) -> str:
+    return f"{hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]} {answer}"
+
+
+def shortfalls(model: Packaged, dtype: str) -> list[float]:
+    """Return by how much each token of an engine's answers is below the reference's best."""
+    known, below = recorded().get(model.name, {}), []
+    for name, ids in prompts_of(model).items():
+        answer = outputs_of(model, dtype)[name].token_ids
+        below += known.get(key_of(ids, answer)) or judged(model, ids, answer)
+    return below
 
 
 def main() -> None:
-    found = {}
+    record: dict[str, dict[str, list[float]]] = {model.name: {} for model in (GEMMA3, SMOLLM2)}
     for model in (GEMMA3, SMOLLM2):
-        found[model.name] = [greedy(model, ids) for ids in prompts_of(model).values()]
-    RECORD.write_text(json.dumps(found))
+        for dtype in ("float32", "bfloat16"):
+            outputs = outputs_of(model, dtype)
+            for name, ids in prompts_of(model).items():
+                answer = outputs[name].token_ids
+                below = [round(each, 4) for each in judged(model, ids, answer)]
+                record[model.name][key_of(ids, answer)] = below
+    models = (
+        f"{json.dumps(name)}: {{\n"
+        + ",\n".join(f"{json.dumps(key)}: {below}" for key, below in known.items())
+        + "\n}"
+        for name, known in record.items()
+    )
+    RECORD.write_text("{\n" + ",\n".join(models) + "\n}\n")
 
 
 if __name__ == "__main__":
