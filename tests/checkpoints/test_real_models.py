@@ -1,26 +1,30 @@
 """SmolLM2 135M and Gemma 3 270M from GGUF files, compared with Transformers on the same file, SmolLM2 also
-quantized.
+quantized, and both served by a split pair.
 """
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.config import speculative_config
 from protocol.outputs import paged_logprobs
 from tests.checkpoints.transformers_answers import (
     NUM_TOKENS,
+    SIZES,
     engine_of,
     outputs_of,
     prompts_of,
     shortfalls,
     tokenizer_of,
 )
-from tests.real_models import GEMMA3, SMOLLM2, Packaged, smollm2
+from tests.e2e.serving import HttpServing
+from tests.real_models import GEMMA3, SMOLLM2, Packaged, gguf_file, smollm2
 from tests.speculation.small_engine import ask
 
 TEXT = (Path(__file__).parents[2] / "LLM_SERVING.md").read_text()
@@ -83,3 +87,30 @@ def test_a_chat_ends_after_its_turn() -> None:
     assert "is 4." in tokenizer.decode(answer.token_ids)
     assert answer.finish_reason == "stop"
     assert answer.token_ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def served(serving: HttpServing, ids: list[int]) -> list[int]:
+    body = {"prompt": ids, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = serving.http.post("/v1/completions", json=body | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype"), [(SMOLLM2, "int8"), (GEMMA3, "auto")], ids=["smollm2-int8", "gemma3"]
+)
+@pytest.mark.timeout(300)
+def test_a_split_pair_with_drafts_and_a_killed_worker(model: Packaged, kv_cache_dtype: str) -> None:
+    """In bfloat16: the tokens are those of one engine that nothing happens to."""
+    prompts = dict([*prompts_of(model).items()][-6:])
+    alone = outputs_of(model, "bfloat16", kv_cache_dtype, tuple(prompts))
+    options: dict[str, Any] = {"dtype": "bfloat16", "compile": "auto", "kv_cache_dtype": kv_cache_dtype}
+    options["speculative_config"] = speculative_config({"method": "suffix"}, "--speculative-config", "")
+    workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:7", "decode-1": ""}
+    with HttpServing(gguf_file(model), workers, **(SIZES | options)) as serving:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = pool.map(lambda ids: served(serving, ids), prompts.values())
+            serving.bury("decode-0")
+            assert list(answers) == [alone[name].token_ids for name in prompts]
+        serving.wait_empty()

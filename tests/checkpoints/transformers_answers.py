@@ -73,11 +73,16 @@ def engine_of(model: str | Path, **options: Any) -> Engine:
 
 
 @cache
-def outputs_of(model: Packaged, dtype: str) -> dict[str, TokenOutput]:
-    """Return what one engine answers to all prompts. SmolLM2 also answers to a chat, which it may end."""
-    engine, prompts = engine_of(gguf_file(model), dtype=dtype), prompts_of(model)
-    asked = [ask(name, ids, NUM_TOKENS, ignore_eos=True) for name, ids in prompts.items()]
-    return run(engine, [*asked, ask("chat", prompts["16"], 60)] if model is SMOLLM2 else asked)
+def outputs_of(
+    model: Packaged, dtype: str, kv_cache_dtype: str = "auto", names: tuple[str, ...] = ()
+) -> dict[str, TokenOutput]:
+    """Return what one engine answers to the prompts of these names, or to all. SmolLM2 then also answers to
+    a chat, which it may end.
+    """
+    engine = engine_of(gguf_file(model), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    prompts = prompts_of(model)
+    asked = [ask(name, prompts[name], NUM_TOKENS, ignore_eos=True) for name in names or prompts]
+    return run(engine, [*asked, ask("chat", prompts["16"], 60)] if model is SMOLLM2 and not names else asked)
 
 
 @cache

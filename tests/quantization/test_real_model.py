@@ -1,0 +1,77 @@
+"""GPTQ loses less than `--quantization int4` on SmolLM2-135M-Instruct."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from engine.linear.quantized import group_size, round_to_nearest
+from engine.quantization.weight import CodeFormat
+from quantization import command, texts
+from quantization.calibration import find_blocks, linears
+from quantization.preparation import QuantizeOptions
+from quantization.texts import predict
+from tests.real_models import smollm2
+from training.data import read_texts
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 512
+BLOCKS = 5
+"""The number of blocks that are quantized, of 30: GPTQ takes two CPU seconds for each."""
+
+
+def first_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    name, blocks = find_blocks(model)
+    return name, blocks[:BLOCKS]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """SmolLM2 with weights of the first blocks rounded to nearest, and its score on the file `held_out`."""
+
+    model: Path
+    held_out: Path
+    bits_per_byte: float
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Rounded:
+    folder = smollm2()
+    held_out = tmp_path_factory.mktemp("text") / "held_out.md"
+    held_out.write_text((ROOT / "LLM_SERVING.md").read_text()[:3_000])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    for layer in linears(first_blocks(model)[1]).values():
+        group = group_size(CodeFormat.INT4, layer.in_features)
+        assert group is not None
+        layer.weight.copy_(round_to_nearest(layer.weight, CodeFormat.INT4, group).dequantized())
+    given, tokenizer = read_texts(held_out), AutoTokenizer.from_pretrained(folder)
+    text = texts.cut(given, given, 0, LENGTH, 0, tokenizer).held_out
+    return Rounded(folder, held_out, predict(model, text).bits_per_byte)
+
+
+@pytest.mark.timeout(600)
+def test_gptq_loses_less_than_rounding(
+    rounded: Rounded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_blocks", first_blocks)
+    options = QuantizeOptions(
+        method="gptq",
+        model=str(rounded.model),
+        output=tmp_path / "out",
+        data=ROOT / "docs",
+        held_out=rounded.held_out,
+        samples=4,
+        sequence_length=LENGTH,
+        device="cpu",
+    )
+    result = command.quantize(options, Console())
+    assert result.before.perplexity < 60, "the model is not what its publisher trained"
+    by_rounding = rounded.bits_per_byte / result.before.bits_per_byte - 1
+    print(f"gptq {result.change:+.2%}, rounded to nearest {by_rounding:+.2%}")
+    assert result.change < 0.8 * by_rounding
