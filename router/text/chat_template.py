@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -125,13 +126,26 @@ def parsed_arguments(text: str) -> CallArguments:
     try:
         found = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        try:
-            found = from_json(text, allow_partial="trailing-strings")
-        except ValueError:
-            found = text
+        found = _closed(text)
     if found is None:
         return CallArguments()
     return _without_surrogates(found if isinstance(found, dict) else {"arguments": found})
+
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_ESCAPES = {code: f"\\u{code:04x}" for code in range(32)}
+"""Escapes of control characters, which models also write as they are."""
+
+
+def _closed(text: str) -> Any:
+    """Return the value of JSON that was cut off, or the text if it is no beginning of JSON."""
+    escaped = _STRING.sub(lambda string: string[0].translate(_ESCAPES), text)
+    try:
+        from_json(escaped)
+    except ValueError as error:
+        if str(error).startswith("EOF"):
+            return from_json(escaped, allow_partial="trailing-strings")
+    return text
 
 
 def _without_surrogates(found: dict[str, Any]) -> CallArguments:

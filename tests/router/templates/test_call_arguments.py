@@ -25,7 +25,9 @@ TAKEN = {
     "a list": ("[1, 2]", {"arguments": [1, 2]}),
     "no JSON": ("{'a': 1}", {"arguments": "{'a': 1}"}),
     "no JSON, cut off": ("{'a': 1", {"arguments": "{'a': 1"}),
-    "brackets that differ": ('{"a": 1]', {"a": 1}),
+    "a line's end, cut off": ('{"a": "x\ny', {"a": "x\ny"}),
+    "brackets that differ": ('{"a": 1]', {"arguments": '{"a": 1]'}),
+    "two objects": ('{"a": 1}{"b": 2}', {"arguments": '{"a": 1}{"b": 2}'}),
     "too deep": ("[" * 100_000, {"arguments": "[" * 100_000}),
 }
 
@@ -35,6 +37,15 @@ def test_arguments_become_objects(text, expected):
     found = call_arguments(text, "x")
     assert type(found) is CallArguments and found == expected
     assert json.loads(str(found)) == expected
+
+
+def test_an_object_cut_off_anywhere_is_closed():
+    whole = {"a": 'x\n"\\ é🙂', "b": {"c": [True, None, -1.5e3]}, "d": []}
+    for text in (json.dumps(whole), json.dumps(whole, ensure_ascii=False).replace("\\n", "\n")):
+        for end in range(1, len(text)):
+            found = call_arguments(text[:end], "x")
+            assert list(found) == list(whole)[: len(found)]
+            assert all(found[key] == whole[key] for key in list(found)[:-1])
 
 
 def test_the_limit_is_named():
