@@ -132,7 +132,7 @@ class _NoAnswerError(Exception):
 
 
 class _Process:
-    """A running `router.preprocessing.process`. It is killed if it does not accept a connection in time."""
+    """A running `router.preprocessing.process`. It is killed if it does not accept a task in time."""
 
     def __init__(self, setup: int) -> None:
         self._control, theirs = socket.socketpair()
@@ -164,14 +164,13 @@ class _Process:
 
     async def ask(self, header: bytes, argument: bytes) -> bytes:
         """Return the task's result. Cancellation ends the task. Raises `_NoAnswerError`, and like `run`."""
-        connection = self._idle.pop() if self._idle else await self._connected()
+        connection = await self._accepting(header)
         loop, is_idle = asyncio.get_running_loop(), False
         try:
-            await loop.sock_sendall(connection, header + LENGTH.pack(len(argument)))
+            await loop.sock_sendall(connection, LENGTH.pack(len(argument)))
             await loop.sock_sendall(connection, argument)
             state, kind = await _read(connection, 1), await _read(connection, 1)
             if state == DIED:
-                self._leave_idle()  # whatever killed it may have killed others
                 raise _death(kind[0])
             content = await _read(connection, *LENGTH.unpack(await _read(connection, LENGTH.size)))
             if is_idle := state == DONE and not self.has_ended:
@@ -185,26 +184,38 @@ class _Process:
             raise msgspec.msgpack.decode(content, type=TaskError).to_error()
         return content
 
-    async def _connected(self) -> socket.socket:
-        """Return a connection to a new child."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+    async def _accepting(self, header: bytes) -> socket.socket:
+        """Return a connection to a child, idle or new, that has accepted the task."""
+        if is_new := not self._idle:
+            connection, theirs = socket.socketpair()
+            connection.setblocking(False)
+        else:
+            connection = self._idle.pop()
         until = max(self._accepts_until, time.monotonic() + ACCEPT_TIMEOUT_S)
         try:
-            with theirs:
-                socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
+            if is_new:
+                with theirs:
+                    socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
             async with asyncio.timeout(until - time.monotonic()):
-                await _read(ours, 1)
+                await asyncio.get_running_loop().sock_sendall(connection, header)
+                answer = await _read(connection, 1)
         except BaseException as error:
-            ours.close()
+            connection.close()
             if not isinstance(error, OSError | _NoAnswerError):
                 raise
+            is_stuck = isinstance(error, TimeoutError)
+            if not is_new and not is_stuck:
+                self._leave_idle()  # whatever ended this child may have ended others
+                return await self._accepting(header)
             # A killed process still counts as running while the kernel frees its memory: wait for its end, or
             # the next try would ask this process again.
             await asyncio.to_thread(self.close)
-            raise _NoAnswerError("stuck" if isinstance(error, TimeoutError) else "ended") from None
+            raise _NoAnswerError("stuck" if is_stuck else "ended") from None
         self._accepts_until = 0.0
-        return ours
+        if answer == DIED:
+            connection.close()
+            raise _NoAnswerError("ended")
+        return connection
 
     def _leave_idle(self) -> None:
         while self._idle:

@@ -108,11 +108,10 @@ class Parent:
 
 def _serve_tasks(connection: socket.socket, tasks: Tasks) -> None:
     """Run tasks in a child process until its connection is closed, or a task was heavy."""
-    connection.sendall(ACCEPTED)
     is_light = True
-    while is_light:
-        header, argument = _framed(connection), _framed(connection)
-        if header is None or argument is None:  # the router has given the child up
+    while is_light and (header := _framed(connection)) is not None:
+        _send(connection, ACCEPTED)
+        if (argument := _framed(connection)) is None:  # the router has given the child up
             break
         call = msgspec.msgpack.decode(header, type=TaskCall)
         signal.setitimer(signal.ITIMER_PROF, call.cpu_s)

@@ -166,16 +166,27 @@ async def test_a_dead_process_is_replaced(compiler):
     assert compiler.process is not before
 
 
-async def test_a_frozen_process_is_replaced(compiler, monkeypatch, caplog):
+@pytest.mark.parametrize("has_idle", [True, False])
+async def test_a_frozen_process_is_replaced(compiler, monkeypatch, caplog, has_idle):
     await compiler.answer()
     monkeypatch.setattr(client, "ACCEPT_TIMEOUT_S", 0.05)
     before = compiler.process
-    before._leave_idle()
-    os.kill(compiler.pid, signal.SIGSTOP)
+    if not has_idle:
+        before._leave_idle()
+    os.killpg(compiler.pid, signal.SIGSTOP)
     assert await compiler.answer()
     assert before.has_ended and compiler.process is not before
     assert compiler.failures == ["stuck"]
     assert "'grammar': stuck" in caplog.text
+
+
+async def test_idle_children_that_died_are_passed_over(compiler):
+    await asyncio.gather(*(compiler.answer() for _ in range(3)))
+    for child in compiler.children():
+        os.kill(child, signal.SIGKILL)
+    await eventually(lambda: not compiler.children())
+    assert await compiler.answer()
+    assert compiler.failures == []
 
 
 async def test_it_ends_with_the_router(compiler):
