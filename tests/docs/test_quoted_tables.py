@@ -95,11 +95,11 @@ def test_the_table_of_k_equals_the_measured_sweep() -> None:
 def test_costs_of_a_wrong_k_equal_the_measured_ones() -> None:
     for load, method, *cells in table("What does a wrong K cost?"):
         name, _, detail = load.partition(", ")
-        if detail:
+        if name == "SmolLM2":
             figures = sweep(method, 1, "speculate-smollm2", workload=detail)
         else:
-            requests = int(name.split()[0])
-            figures = sweep(method, requests, LIGHT if requests < 4 else BUSY)
+            run = f"speculate-{detail.lower()}" if detail else BUSY
+            figures = sweep(method, int(name.split()[0]), run)
         costs = [f"{figures[k]['cost'] / figures[None]['cost']:.2f}" for k in (1, 2, 4, 8) if k in figures]
         assert [cell for cell in cells if cell] == costs, (load, method)
 
