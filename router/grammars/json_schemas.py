@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
 
 from protocol.errors import InvalidRequestError
+from router.parsing.parameters import pointed
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The separators of Python's `json.dumps`, so that most of the white space is determined."""
@@ -70,6 +71,7 @@ def schema_grammar(
 
 def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a narrower schema that llguidance enforces exactly, with llguidance's options."""
+    check_references(schema, field)
     try:
         narrowed = _Narrowed(schema, field, bool(options.get("lenient")))
     except RecursionError as error:
@@ -80,6 +82,40 @@ def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, A
     escapes = {"json_allowed_escapes": 'nrbtf\\"'} if narrowed.one_spelling else {}
     narrowed.schema["x-guidance"] = {**own, **options, **escapes}
     return narrowed.schema
+
+
+def check_references(schema: Mapping[str, Any], field: str) -> None:
+    """Raise `InvalidRequestError` for a part of a schema that only refers to itself."""
+    finite: set[int] = set()
+
+    def is_endless(node: Any, above: tuple[int, ...] = ()) -> bool:
+        """Return whether the node refers to itself, directly or through other nodes."""
+        if not isinstance(node, dict) or id(node) in finite:
+            return False
+        if id(node) in above:
+            return True
+        reference, parts = node.get("$ref"), node.get("allOf")
+        same = [*parts] if isinstance(parts, list) else []
+        if isinstance(reference, str):
+            same.append(pointed(reference, schema))
+        if any(is_endless(each, (*above, id(node))) for each in same):
+            return True
+        finite.add(id(node))
+        return False
+
+    def check(node: Any, path: str) -> None:
+        if isinstance(node, dict) and is_endless(node):
+            key = "$ref" if "$ref" in node else "allOf"
+            raise InvalidRequestError(field, f"{path}{key}: leads back to itself")
+        members: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, each in members:
+            if isinstance(each, (dict, list)) and key not in _DATA:
+                check(each, f"{path}{key}.")
+
+    try:
+        check(schema, "")
+    except RecursionError as error:
+        raise InvalidRequestError(field, str(error)) from error
 
 
 class _Narrowed:

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from protocol.errors import InvalidRequestError
 from router.grammars.argument_grammar import argument_grammar
-from router.grammars.json_schemas import FORMATS, ends_in_escape, from_ecma, schema_grammar
+from router.grammars.json_schemas import FORMATS, check_references, ends_in_escape, from_ecma, schema_grammar
 from router.grammars.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.parsing.formats import CallForm
 from router.parsing.parameters import COMBINED, as_json, function_schema, resolved, types_of
@@ -260,6 +260,7 @@ def tool_grammar(
         begin, end, name = " NUMBER ".join(pieces), spelling(form.end), f"arguments{number}"
         schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
         try:
+            check_references(schema, "tools")
             if form.notation is not None:
                 lenient = not offer.strict
                 others += argument_grammar(name, schema, form.notation, spelling, lenient=lenient)

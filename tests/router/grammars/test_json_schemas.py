@@ -276,10 +276,18 @@ def test_schemas_are_accepted_in_all_places(fields: dict[str, Any]) -> None:
         grammar_of(fields)
 
 
-def test_an_anchor_is_no_reference_to_the_whole_schema() -> None:
+def test_references() -> None:
+    """An anchor's name does not refer to the whole schema, so it is no self-reference."""
     number = {"$anchor": "number", "type": "integer"}
     named = schema_grammar({"$ref": "#number", "$defs": {"A": number}}, "f")
     assert takes(LLMatcher(BYTES, named, log_level=0), "7")
+    for schema in (
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}]},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+    ):
+        with pytest.raises(InvalidRequestError, match="leads back to itself"):
+            schema_grammar(schema, "f")
 
 
 def test_schemas_in_lark() -> None:

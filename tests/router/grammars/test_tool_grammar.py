@@ -320,6 +320,14 @@ def test_a_strict_function_names_the_keyword_that_tags_cannot_express(model, rea
     assert model.takes(grammar(False), block(QWEN3, ("f", '{"p": 1}')))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_argument_that_refers_to_itself_is_named(model, strict):
+    schema = {"type": "object", "properties": {"p": {"$ref": "#/properties/p"}}}
+    offers = [OfferedFunction("f", schema, strict)]
+    with pytest.raises(InvalidRequestError, match=r"f: properties\.p\.\$ref: leads back to itself"):
+        tool_grammar(QWEN3, offers, model.spelling, demanded=True, several=True)
+
+
 def test_an_answer_after_thoughts(model):
     schema = LLMatcher.grammar_from_json_schema({"type": "integer"})
     grammar = after_thinking(schema, model.spelling, THINK, is_open=False)
