@@ -119,6 +119,16 @@ def test_a_secret_may_be_read_through_a_link(tmp_path: Path, file: Path) -> None
     assert read_own(tmp_path / "link", private=True) == b"x"
 
 
+def test_the_group_may_read_roots_secrets(file: Path, as_user: Callable[..., None]) -> None:
+    """Kubernetes mounts secrets this way."""
+    as_user(0)
+    file.chmod(0o440)
+    assert read_own(file, private=True) == b"x"
+    file.chmod(0o444)
+    with pytest.raises(OwnershipError, match="others can read"):
+        read_own(file, private=True)
+
+
 @pytest.mark.parametrize(
     ("name", "members", "is_own"),
     [("alice", [], True), ("alice", ["alice"], True), ("alice", ["bob"], False), ("users", [], False)],
