@@ -117,12 +117,12 @@ def test_impossible_tokens_are_not_drafted() -> None:
     assert none is None
 
 
-VOCAB_SIZE = 500
+RANKED_SIZE = 500
 CPU = torch.device("cpu")
 
 
 def logits_of(num_rows: int, sharpness: float = 3.0) -> torch.Tensor:
-    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * sharpness
+    return torch.randn(num_rows, RANKED_SIZE, generator=torch.Generator().manual_seed(0)) * sharpness
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_first_token_is_the_samplers_choice(sampling: dict[str, Any]) -> Non
     logits = logits_of(40)
     params = [SamplingParams(max_tokens=1, seed=seed, **sampling) for seed in range(40)]
     rows = [SamplingRow(p, [], [], 100 + i, str(i)) for i, p in enumerate(params)]
-    taken = Sampler(VOCAB_SIZE, CPU, []).sample(logits, rows).token_ids
+    taken = Sampler(RANKED_SIZE, CPU, []).sample(logits, rows).token_ids
     scores, token_ids = rank(logits, params, [row.position for row in rows], upload_to(CPU), with_noise=True)
     first = token_ids.gather(1, scores.argmax(1, keepdim=True))[:, 0].tolist()
     assert sum(a == b for a, b in zip(first, taken, strict=True)) >= 39  # one may come from far below
