@@ -5,6 +5,7 @@ Seeds are fixed, so a test that passes once always passes. Sound code fails one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -132,7 +133,63 @@ def test_block_verification_accepts_at_least_as_much_as_the_standard_rule() -> N
     assert accepted["block"] > accepted["standard"]
 
 
-# --- noise of its own for each purpose and round ----------------------------------------------------
+# --- lengths that depend on drafted tokens -----------------------------------------------------------
+
+
+def cut(draw: Propose, length: Callable[[list[int], list[int]], int]) -> Propose:
+    """Verify as many of each draft's tokens as `length` says of committed and drafted ones."""
+
+    def propose(sequences: list[SequenceState]) -> None:
+        draw(sequences)
+        for sequence in sequences:
+            draft = sequence.draft
+            assert draft is not None
+            count, drawn = length(sequence.token_ids, draft.token_ids), draft.distributions
+            rest = Draft(draft.token_ids[:count], distributions=None if drawn is None else drawn[:count])
+            sequence.draft = rest if count else None
+
+    return propose
+
+
+@pytest.mark.parametrize("verification", ALL)
+def test_only_coupled_verification_allows_lengths_that_depend_on_drafted_tokens(
+    verification: Verification,
+) -> None:
+    """Here token 0 is verified whenever it is drafted, and token 1 never."""
+    model, is_sound = torch.tensor([[0.7, 0.3], [0.7, 0.3]]), verification == "coupled"
+    draw_evenly = sampled_chain(torch.full((2, 2), 0.5), 1, verification)
+    propose = cut(draw_evenly, lambda committed, drafted: int(drafted[0] == 0))
+    found = generate(model, propose, verification, FEWER_TRIALS, num_tokens=1)
+    assert (chi_squared(found.tokens, model)[1] > ALPHA) == is_sound
+    assert (found.tokens == 0).mean() == pytest.approx(0.7 if is_sound else 0.85, abs=0.015)
+
+
+@pytest.mark.parametrize("verification", BY_CHANCE)
+def test_lengths_may_depend_on_committed_tokens(verification: Verification) -> None:
+    draw_three = sampled_chain(DRAFT, 3, verification)
+    propose = cut(draw_three, lambda committed, drafted: (committed[-1] + len(committed)) % 4)
+    assert_fits(generate(MODEL, propose, verification, FEWER_TRIALS).tokens, MODEL)
+
+
+# --- power of these tests: known faults are caught -------------------------------------------------
+
+
+@both_paths
+@pytest.mark.parametrize("kept", [1, 3])
+def test_bugs_01_and_04_a_draft_drawn_from_another_distribution_is_caught(kept: int) -> None:
+    """The draft is the likeliest token, or drawn from the likeliest ones; the ratios use all."""
+    likely = DRAFT * (DRAFT.topk(kept).values[:, -1:] <= DRAFT)
+    draw_likely = sampled_chain(likely / likely.sum(dim=1, keepdim=True), 2, "standard")
+
+    def propose(sequences: list[SequenceState]) -> None:
+        draw_likely(sequences)
+        for sequence in sequences:
+            assert sequence.draft is not None
+            contexts = [sequence.token_ids[-1], *sequence.draft.token_ids[:-1]]
+            sequence.draft.distributions = DRAFT[contexts]
+
+    found = generate(MODEL, propose, "standard", FEW_TRIALS, num_tokens=1)
+    assert chi_squared(found.tokens, MODEL)[1] < ALPHA
 
 
 def narrow() -> tuple[Tensor, Tensor]:

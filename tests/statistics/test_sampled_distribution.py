@@ -143,3 +143,21 @@ def test_each_row_of_a_mixed_batch_has_its_own_distribution():
     for index in range(len(names)):
         exact = distribution(logits, rows[1500 * index], EOS).numpy()
         assert_fits(histogram(tokens[1500 * index : 1500 * (index + 1)]), exact)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "claimed"),
+    [
+        ({"top_k": 6}, {"top_k": 5}),
+        ({"top_p": 0.75}, {"top_p": 0.6}),
+        ({"temperature": 0.9}, {}),
+        ({"min_p": 0.08}, {"min_p": 0.12}),
+        ({"frequency_penalty": 0.2}, {"presence_penalty": 0.2}),
+    ],
+)
+def test_a_filter_that_is_slightly_off_is_caught(drawn, claimed):
+    """So many draws have the power to show it."""
+    tokens = draw(some_logits(), rows_across_seeds(**drawn))
+    exact = distribution(some_logits(), rows_across_seeds(1, **claimed)[0], EOS).numpy()
+    with pytest.raises(AssertionError):
+        assert_fits(histogram(tokens), exact)
