@@ -155,7 +155,7 @@ def _windows(checkpoint: Checkpoint, layer: Mapping[str, Any]) -> list[int]:
 def _layer_windows(
     checkpoint: Checkpoint, fields: Mapping[str, Any], windows: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """Return windows, None for causal layers: by default those with a window."""
+    """Return layers' windows, None for causal layers. By default layers with a window are causal."""
     causal = fields.get("is_causal", fields.get("causal"))
     if causal not in (None, True, False):
         raise checkpoint.error("is_causal", f"must be true or false, got {causal!r}")

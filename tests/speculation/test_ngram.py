@@ -69,6 +69,12 @@ def test_drafts_fill_each_sequences_room(way: str) -> None:
     assert chains(drafter().propose(sequences, [4, 5, 1, 2])) == [[3, 4, 5, 6], [], [3], [7, 7]]
 
 
+def test_distant_matches_are_found(way: str) -> None:
+    for distance in (63, 64, 65, 127, 128, 129, 500):
+        text = [*range(1000, 1100), 1, 2, 3, *range(10, 10 + distance), 1, 2]
+        assert draft(text, 2) == [3, 10], distance
+
+
 def test_a_growing_request_is_followed(way: str) -> None:
     drafting, sequence = drafter(), decoding([1, 2, 3, 9, 1])
     assert chains(drafting.propose([sequence], [3])) == [[]]

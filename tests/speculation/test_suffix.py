@@ -110,7 +110,7 @@ def test_a_prediction_stays_in_front_of_a_changing_text() -> None:
     st.integers(1, 9),
     st.sampled_from([2, 20, 40, 600]),
     st.integers(2, 40),
-    st.sampled_from([0.5, 1.0, 1.5, 3.0]),
+    st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 1e300]),
     st.sampled_from([0.0, 0.1, 0.5]),
     st.randoms(use_true_random=False),
 )
@@ -150,6 +150,15 @@ def test_tenants_do_not_see_each_others_text() -> None:
     assert draft(drafting, [9, 1, 2, 3], 8, salt="two") == [7, 7]
     assert draft(drafting, [9, 1, 2, 3], 8, salt="one") == [4, 5, 6]
     assert draft(drafting, [9, 1, 2, 3], 8) == []
+
+
+def test_outputs_are_separate() -> None:
+    drafting = drafter()
+    keep(drafting, [1, 2, 3])
+    keep(drafting, [4, 5, 6])
+    assert draft(drafting, [0, 2, 3], 8) == []
+    assert draft(drafting, [3, 4], 8) == [5]  # one token matches, not two
+    assert draft(drafting, [0, 1, 2], 8) == [3]
 
 
 def test_prompts_are_not_kept() -> None:

@@ -119,6 +119,7 @@ def test_log_probabilities_come_from_the_rows_on_the_path(rule: Verification) ->
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_mixed_batch_gets_the_verdicts_of_lone_requests(rule: Verification) -> None:
+    """A request without a draft gets the token of a server without speculation."""
     drawn = torch.rand(3, VOCAB_SIZE)
     drafts: list[Draft | None] = [
         Draft([5, 6]),
@@ -144,3 +145,5 @@ def test_a_mixed_batch_gets_the_verdicts_of_lone_requests(rule: Verification) ->
             verdict.accepted,
             verdict.probed,
         )
+        if sequence.draft is None:
+            assert judge("coupled", rows, sequence)[0].token_ids == verdict.token_ids
