@@ -223,4 +223,6 @@ def ids(request: LiveRequest) -> dict[str, Any]:
 
 
 def _shown(value: object) -> object:
+    if isinstance(value, list):
+        return " and ".join(dict.fromkeys(plan["where"] for plan in value))
     return f"{value:.4g}" if isinstance(value, float) else value
