@@ -21,7 +21,10 @@ def fields(source: Path, name: str, *inner: type[ctypes.Structure]) -> list[tupl
     after their names. Pointers and the addresses of functions become void pointers.
     """
     kinds = _KINDS | {each.__name__.removesuffix("Args"): each for each in inner}
-    return [(field, kinds.get(kind, ctypes.c_void_p)) for field, kind in declared(source, name)]
+    found = list(declared(source, name))
+    unknown = [kind for _, kind in found if kind not in kinds and kind[0].islower() and kind[-1] != "*"]
+    assert not unknown, f"{source}: {name} has fields without a mirror: {unknown}"
+    return [(field, kinds.get(kind, ctypes.c_void_p)) for field, kind in found]
 
 
 def declared(source: Path, name: str) -> Iterator[tuple[str, str]]:

@@ -113,8 +113,11 @@ def _arrived(
     socket: zmq.Socket[bytes], decoder: BoundedDecoder[T], counters: Counters, sender: str = ""
 ) -> Iterator[tuple[bytes, T]]:
     """Yield the messages that have arrived, each with its first frame: its sender's identity at a ROUTER."""
-    while socket.poll(0):
-        frames = socket.recv_multipart(zmq.NOBLOCK)
+    while True:
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
         try:
             yield frames[0], decoder.decode(frames[-1])
         except ProtocolError as error:

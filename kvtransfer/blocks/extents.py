@@ -107,10 +107,11 @@ class BufferViews:
         return len(self._starts)
 
     def __iter__(self) -> Iterator[memoryview]:
-        return (self._buffer[start:end] for start, end in zip(self._starts, self._ends, strict=True))
+        return chain.from_iterable(self[at : at + 1] for at in range(len(self)))
 
     def __getitem__(self, index: slice) -> list[memoryview]:
-        return list(BufferViews(self._buffer, self._starts[index], self._ends[index]))
+        pairs = zip(self._starts[index], self._ends[index], strict=True)
+        return [self._buffer[start:end] for start, end in pairs]
 
 
 Buffers: TypeAlias = Sequence[memoryview | BufferViews]
