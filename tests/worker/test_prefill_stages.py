@@ -38,7 +38,8 @@ from tests.worker.stages import check_transition, walk
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "ends": range(60, 75)}
 """`ends` is over with its first token. There is no room for all, and `long` takes several chunks."""
-DECODES = [address("decode-0", "d" * 16), address("decode-1", "e" * 16)]
+DECODES = [address("decode-0", "d" * 16), address("decode-0", "e" * 16)]
+"""A decode worker, and its successor after a restart."""
 UNREACHABLE = address("decode-2", "f" * 16)
 NAMES = st.sampled_from(list(PROMPTS))
 MOSTLY = st.sampled_from([True, True, True, True, False])
