@@ -1,4 +1,4 @@
-"""A draft worker serves two decode workers in separate processes: frozen, killed, restarted and drained."""
+"""A draft worker serves two decode workers in separate processes: killed, restarted and drained."""
 
 from __future__ import annotations
 
