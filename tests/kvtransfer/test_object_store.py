@@ -20,7 +20,7 @@ from kvtransfer.blocks.extents import PART_BYTES
 from kvtransfer.interface import Completed, Failed, Progress, TransferError
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import GOOD, Channel
-from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, aligned
+from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, aligned, copy
 from kvtransfer.transports.registry import open_transports
 from kvtransfer.transports.transport import MAX_IN_FLIGHT
 from messaging.wake import Wake
@@ -187,6 +187,13 @@ def test_an_object_of_another_size_than_its_piece_is_refused(nbytes: int) -> Non
     assert pool.buffer == before
     reader.close()
     ours.close(), theirs.close(), wake.close()
+
+
+def test_a_closed_gate_admits_nothing() -> None:
+    gate, target = WriteGate(), bytearray(4)
+    assert copy(memoryview(b"abcd"), memoryview(target), gate) and target == b"abcd"
+    gate.close()
+    assert not copy(memoryview(b"efgh"), memoryview(target), gate) and target == b"abcd"
 
 
 @pytest.mark.parametrize(("num_blocks", "block_bytes"), [(200, 48), (3000, 4096), (3, 20_000_001)])

@@ -203,6 +203,13 @@ def test_a_certificate_does_not_replace_the_key(closing: Closing, tls: Transport
     assert "handshake" in refused(sender, receiver)
 
 
+def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, tls: TransportOptions) -> None:
+    receiver = closing(ReceiverEnd(["tcp"], None, tls, handshake_timeout_s=0.3))
+    with connected(receiver) as silent:
+        assert silent.recv(1) == b""
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
+
+
 def test_a_silent_receiver_is_given_up(closing: Closing, tls: TransportOptions) -> None:
     """The sender does not spin until then."""
     sender, receiver = (
