@@ -91,6 +91,23 @@ def test_every_option_and_the_hubs_token_take_effect() -> None:
     assert passed == {ENV_PREFIX + field.upper() for field in field_docs().keys() - ours}, "x-options"
 
 
+def test_services_are_healthy_once_they_serve(services: dict[str, Any]) -> None:
+    assert "/ready" in services["router"]["healthcheck"]["test"][-1]
+    for name in ("prefill", "decode"):
+        node_manager = services[name]["healthcheck"]["test"][-1]
+        assert node_manager.endswith("/6380"), "as deploy/node.sh sets it"
+
+
+def test_one_container_gets_all_gpus() -> None:
+    gpu = compose({}, ROOT / "docker-compose.gpu.yml")["services"]
+    assert [gpu[name]["deploy"] for name in ("prefill", "decode")] == [{"replicas": 0}] * 2
+    router = gpu["router"]
+    assert (router["command"], router["image"]) == (["alone"], "tandem-serve:cuda")
+    (devices,) = router["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert config_of(router).device == "cuda", "so that it ends if it finds none"
+
+
 def test_prometheus_grafana_and_traces_find_their_files(services: dict[str, Any]) -> None:
     prometheus = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in prometheus["scrape_configs"]}
