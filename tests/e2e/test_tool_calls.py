@@ -1,4 +1,4 @@
-"""Required tool calls of a random model have arguments that match their schema, even if a worker dies. fp32."""
+"""Required calls of a random model have arguments that match their schema, even if a worker dies. fp32."""
 
 from __future__ import annotations
 
