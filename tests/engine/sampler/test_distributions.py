@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampler import Purpose, Sampler, draw, gumbel_noise, round_keys, stream_keys, uniform_noise
+from engine.sampler import Purpose, Sampler, draw, gumbel_noise, noise, round_keys, stream_keys, uniform_noise
 from engine.sampler.batch import Batch
 from engine.sampler.edits import Penalties, TokenCounts, apply_edits, edit_lists
-from engine.sampler.noise import MAX_NOISE, MIN_NOISE
+from engine.sampler.noise import MAX_NOISE, MIN_NOISE, NOISE_SPAN
 from engine.sampler.rows import RequestParams
 from engine.sampler.torch_sampler import apply_filters
 from tests.engine.sampler.test_sampler import EOS, PARAMS, crowd
@@ -185,3 +187,11 @@ def test_range_and_moments():
     assert noise.min() >= MIN_NOISE and noise.max() <= MAX_NOISE
     assert noise.mean().item() == pytest.approx(0.57722, abs=0.006)
     assert noise.var().item() == pytest.approx(np.pi**2 / 6, abs=0.02)
+
+
+def test_the_compiled_noise_has_the_same_bounds() -> None:
+    """Too low ones would exclude tokens that only rare noise chooses."""
+    header = (Path(noise.__file__).parent / "choice.h").read_text()
+    for name, bound in {"MAX_NOISE": MAX_NOISE, "NOISE_SPAN": NOISE_SPAN}.items():
+        (compiled,) = re.findall(rf"{name} = ([0-9.]+)f;", header)
+        assert bound <= float(compiled) < bound + 0.02
