@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ from engine.lora.files import RawAdapter
 from engine.parallel import messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.follower import follow
-from engine.parallel.group import LostRankError, Ranks
+from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
 from engine.parallel.leader import Join, Leader, _follow, join_by
 from engine.parallel.messages import AdapterKept, Call, KeepAdapter, receive
 from kvtransfer.blocks.memory import PoolMemory
@@ -91,7 +92,9 @@ def run(config: dict[str, Any], size: int, kind: str, requests: list[bytes], pip
 
 
 def lose_a_rank_in_a_gather(kind: str, pipe: Connection) -> None:
-    """Send a gather's error, and the seconds that it took: within it a rank of three is killed."""
+    """Send a gather's error, the seconds that it took and whether `on_lost` was called: within it a rank of
+    three is killed.
+    """
 
     def be_rank(ranks: Ranks, link: socket.socket) -> None:
         for _ in range(2 if ranks.rank == 1 else 1):
@@ -99,14 +102,16 @@ def lose_a_rank_in_a_gather(kind: str, pipe: Connection) -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    leader = Leader(3, be_rank, join_of(kind, 3))
+    leader, lost = Leader(3, be_rank, join_of(kind, 3)), threading.Event()
+    leader.on_lost = lost.set
     leader.watch()
     leader.ranks.gather(torch.ones(1, 1), leader.ranks.columns(3))
     began = time.monotonic()
     try:
         leader.ranks.gather(torch.ones(1, 1), leader.ranks.columns(3))
     except LostRankError as error:
-        pipe.send((str(error).partition(":")[0], time.monotonic() - began))
+        seconds = time.monotonic() - began
+        pipe.send((str(error).partition(":")[0], seconds, lost.wait(GATHER_TIMEOUT_S / 2)))
     leader.close()
 
 
