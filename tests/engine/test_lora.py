@@ -101,13 +101,15 @@ def test_merged_and_separate_weights_give_equal_tokens(name: str, folders: dict[
 
 
 @pytest.mark.timeout(600)
-def test_a_compiled_forward_adds_adapters(tmp_path: Path) -> None:
+def test_a_compiled_forward_adds_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One layer takes a third of the time. Some of its products are fused."""
     write_model("llama", tmp_path, num_hidden_layers=1)
     write_adapter(tmp_path, tmp_path / "one", 1)
     write_adapter(tmp_path, tmp_path / "other", 2, targets=("q_proj", "v_proj", "down_proj"))
+    caplog.set_level("INFO", "tandem.engine")
     engine = make_engine(tmp_path, compile="on")
     assert engine.start_up["forward"].startswith("torch.compile")
+    assert "compiling the model, which takes about 13 s of CPU time for its 1 layers" in caplog.text
     prompts = {"": prompt_of(150), "one": prompt_of(1), "other": prompt_of(33)}
     for adapter, prompt in prompts.items():
         engine.add(ask(adapter, prompt, adapter=named(engine, adapter)))
