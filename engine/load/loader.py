@@ -50,7 +50,9 @@ DUMMY_SEED = 0
 
 
 def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
-    """Load the configuration's model, perhaps `on_host`. Raises UnsupportedModelError, ConfigError."""
+    """Load the configuration's model, with `on_host` into host memory only. Raises UnsupportedModelError or
+    ConfigError, naming the fault.
+    """
     loaded = take_preloaded(config)
     if loaded is not None:
         return loaded

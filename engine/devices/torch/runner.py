@@ -214,7 +214,9 @@ class TorchRunner(StepRunner):
         return self._compute(inputs), False
 
     def warm_up(self) -> float:
-        """Compile by running padding rows, or stay eager if that fails. Return the seconds that it took."""
+        """Compile by running padding rows; return the seconds that it took. A model that does not compile
+        stays eager or, with `--compile on`, raises ConfigError.
+        """
         forward = self._torch_forward
         if self._packed or self.compiled:  # an eager forward also sets Transformers' hooks
             torchs = torch_products(self._run_padding)
