@@ -92,6 +92,8 @@ class Live:
     def __init__(self, held: SequenceBlocks, tokens: list[int], computed: int) -> None:
         self.held, self.tokens, self.computed = held, tokens, computed
         self.prompt = len(tokens)
+        self.owned: set[int] = set()
+        """All blocks that it had before a step."""
 
 
 class Machine:
@@ -181,9 +183,11 @@ class Machine:
             drafted = self.rng.randint(1, 12)
             tokens = tokens + self.rng.choices(range(9), k=drafted)
             end, kept = len(tokens), self.rng.randint(1, drafted)
+        live.owned.update(own_blocks(held))
         if not held.grow(computed, end):
-            # A prompt has its room, unless others still refer to blocks that it has left behind its window.
-            assert not in_prompt or len(self.live) + len(self.lent) > 1
+            own, references = {*own_blocks(held)}, self.blocks.num_references
+            # A prompt has its room, unless others refer to blocks that it has or has left behind its window.
+            assert not in_prompt or any(references(block) > (block in own) for block in live.owned)
             return False
         self.write(held, tokens, computed, end)
         self.check_reads(held, tokens, computed, end)
