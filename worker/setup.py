@@ -18,7 +18,6 @@ from transformers.utils.logging import disable_progress_bar
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
-from engine.kv.block_manager import BlockManager
 from engine.kv.pool import Allocate
 from engine.load.loader import load_model, model_shape
 from engine.load.preloaded import is_preloaded, keep_preloaded
@@ -107,7 +106,7 @@ def build_engine(
         speculator = partial(BatchSpeculator, remote=remote)
         engine = Engine(config, allocate=allocate_pool, speculate=speculator, leader=leader)
     if memory:
-        memory[0].stay_ahead(partial(_bytes_in_use, weakref.ref(engine.blocks), engine.pool.block_bytes))
+        memory[0].stay_ahead(partial(_bytes_in_use, weakref.ref(engine), shared=shared))
     blocks: Tensor | JoinedBlocks = engine.pool.memory
     held = leader.held if leader is not None else []
     if held:
@@ -125,9 +124,15 @@ def build_engine(
     return engine, pool
 
 
-def _bytes_in_use(manager: weakref.ref[BlockManager], block_bytes: int) -> int | None:
-    blocks = manager()
-    return (blocks.num_blocks - blocks.num_free) * block_bytes if blocks is not None else None
+def _bytes_in_use(engine: weakref.ref[Engine], *, shared: bool) -> int | None:
+    """Return the number of bytes of the pool that are in use, or 0 if its pages had better wait: allocating
+    private ones ahead takes as long as at first touch, so it pays while the engine has no work.
+    """
+    held = engine()
+    if held is None:
+        return None
+    busy = not shared and held.has_work()
+    return 0 if busy else (held.blocks.num_blocks - held.blocks.num_free) * held.pool.block_bytes
 
 
 def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:

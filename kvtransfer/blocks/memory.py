@@ -34,7 +34,6 @@ _MAP_FIXED = 0x10
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
-_PIECE_BYTES = 16 * 1024 * 1024
 _AHEAD_BYTES = 64 * 1024 * 1024
 _LOOK_S = 0.2
 
@@ -131,7 +130,7 @@ def _stay_ahead(
     pages: weakref.ref[mmap.mmap],
     address: int,
     nbytes: int,
-    allocate: Callable[[int, int], int],
+    allocate: Callable[[int], int],
     used: Callable[[], int | None],
 ) -> None:
     done = 0
@@ -143,30 +142,27 @@ def _stay_ahead(
             del held
             time.sleep(_LOOK_S)
             continue
-        size = min(_PIECE_BYTES, nbytes - done)
-        if allocate(address + done, size) == errno.EINVAL:
+        if allocate(address + done) == errno.EINVAL:
             logger.warning(
                 "the KV pool gets its pages when they are first used, which is slower: pages ahead of use "
                 "need Linux 5.14, and huge ones of shared memory Linux 6.1, or `advise` in "
                 "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
             )
             return
-        done += size
+        done += _HUGE_PAGE
 
 
-def _populate(address: int, nbytes: int) -> int:
-    """Allocate private pages. Return 0 or the error's number."""
-    return _madvise(address, nbytes, _MADV_POPULATE_WRITE)
+def _populate(page: int) -> int:
+    """Allocate a private huge page. Return 0 or the error's number."""
+    return _madvise(page, _MADV_POPULATE_WRITE)
 
 
-def _collapse(address: int, nbytes: int) -> int:
-    """Allocate shared pages, and turn them into huge ones where there is room. Return 0 or the error's
-    number."""
-    for page in range(address, address + nbytes, _HUGE_PAGE):
-        ctypes.string_at(page, 1)  # a range without any page is not collapsed
-    return _madvise(address, nbytes, _MADV_COLLAPSE)
+def _collapse(page: int) -> int:
+    """Allocate a shared page, and turn it into a huge one if one is free. Return 0 or the error's number."""
+    ctypes.string_at(page, 1)  # a range without any page is not collapsed
+    return _madvise(page, _MADV_COLLAPSE)
 
 
-def _madvise(address: int, nbytes: int, advice: int) -> int:
-    arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice)
+def _madvise(page: int, advice: int) -> int:
+    arguments = ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), ctypes.c_int(advice)
     return 0 if _libc.madvise(*arguments) == 0 else ctypes.get_errno()

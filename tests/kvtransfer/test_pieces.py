@@ -251,10 +251,10 @@ def test_huge_pages_stay_ahead_of_use(shared: bool, kind: str) -> None:
     memory.stay_ahead(lambda: used[0])
     wait_until(lambda: resident() - before >= 64 * MIB)
     used[0] = 18 * MIB
-    wait_until(lambda: resident() - before >= 96 * MIB and resident(kind) - huge_before >= 90 * MIB)
+    wait_until(lambda: resident() - before >= 82 * MIB and resident(kind) - huge_before >= 80 * MIB)
     assert np.array_equal(values[: 18 * MIB], content)
-    assert not values[18 * MIB : 96 * MIB].any()
-    assert resident() - before < 100 * MIB
+    assert not values[18 * MIB : 82 * MIB].any()
+    assert resident() - before < 86 * MIB
 
 
 @pytest.mark.parametrize(("shared", "advice"), [(False, "_MADV_POPULATE_WRITE"), (True, "_MADV_COLLAPSE")])
