@@ -171,15 +171,21 @@ class _Process:
             await loop.sock_sendall(connection, argument)
             state, kind = await _read(connection, 1), await _read(connection, 1)
             if state == DIED:
-                raise _death(kind[0])
-            content = await _read(connection, *LENGTH.unpack(await _read(connection, LENGTH.size)))
+                content = b""
+            else:
+                content = await _read(connection, *LENGTH.unpack(await _read(connection, LENGTH.size)))
             if is_idle := state == DONE and not self.has_ended:
                 self._idle.append(connection)
+        except _NoAnswerError:  # the parent tells of a child's death, so it has died itself
+            await asyncio.to_thread(self.close)
+            raise
         except OSError:
             raise _NoAnswerError("ended") from None
         finally:
             if not is_idle:
                 connection.close()
+        if state == DIED:
+            raise _death(kind[0])
         if kind == REFUSED:
             raise msgspec.msgpack.decode(content, type=TaskError).to_error()
         return content

@@ -166,6 +166,14 @@ async def test_a_dead_process_is_replaced(compiler):
     assert compiler.process is not before
 
 
+async def test_tasks_survive_the_death_of_the_process_and_its_children(compiler):
+    await compiler.answer()
+    asked = [asyncio.ensure_future(compiler.answer()) for _ in range(2 * MAX_AT_ONCE)]
+    await compiler.has_begun()
+    os.killpg(compiler.pid, signal.SIGKILL)
+    assert all(await asyncio.gather(*asked))
+
+
 @pytest.mark.parametrize("has_idle", [True, False])
 async def test_a_frozen_process_is_replaced(compiler, monkeypatch, caplog, has_idle):
     await compiler.answer()
