@@ -81,13 +81,14 @@ class Preprocessor:
         """Run a task on its argument and return the result.
 
         Raises the task's own `InvalidRequestError` or `ApiError`, `CpuLimitError`, `CrashError`, and an
-        `ApiError` 503 if the host is too busy. A task whose process was killed is tried once more.
+        `ApiError` 503 if the host is too busy. A task whose process was killed is tried twice more: the
+        second try may meet a process that is about to end.
         """
         task, deadline_s = call.task, MIN_DEADLINE_S + 2 * call.cpu_s
         header = framed(msgspec.msgpack.encode(call))
         try:
             async with asyncio.timeout(deadline_s), self._at_once:
-                for _ in range(2):
+                for _ in range(3):
                     try:
                         return await self._running().ask(header, argument)
                     except _NoAnswerError as error:
@@ -171,21 +172,15 @@ class _Process:
             await loop.sock_sendall(connection, argument)
             state, kind = await _read(connection, 1), await _read(connection, 1)
             if state == DIED:
-                content = b""
-            else:
-                content = await _read(connection, *LENGTH.unpack(await _read(connection, LENGTH.size)))
+                raise _death(kind[0])
+            content = await _read(connection, *LENGTH.unpack(await _read(connection, LENGTH.size)))
             if is_idle := state == DONE and not self.has_ended:
                 self._idle.append(connection)
-        except _NoAnswerError:  # the parent tells of a child's death, so it has died itself
-            await asyncio.to_thread(self.close)
-            raise
         except OSError:
             raise _NoAnswerError("ended") from None
         finally:
             if not is_idle:
                 connection.close()
-        if state == DIED:
-            raise _death(kind[0])
         if kind == REFUSED:
             raise msgspec.msgpack.decode(content, type=TaskError).to_error()
         return content
