@@ -157,8 +157,8 @@ class DecodeLoop(WorkerLoop):
             foreign_format=value_format,
             asked_at=time.monotonic(),
         )
-        request.num_places = self.engine.num_places(request.num_tokens)
-        request.state_position = self.engine.state_position(request.num_tokens)
+        request.num_places = self.engine.handoff.num_places(request.num_tokens)
+        request.state_position = self.engine.handoff.state_position(request.num_tokens)
         request.renew(request.asked_at)
         self.requests.insert(request)
         self._queue.append(request)
@@ -184,10 +184,10 @@ class DecodeLoop(WorkerLoop):
         """Return the format of the blocks' values after the wire's conversion. Raises `LayoutError` if they
         cannot come here.
         """
-        if problem := conversion_problem(message.segments, self.engine.segments):
+        if problem := conversion_problem(message.segments, self.engine.handoff.segments):
             raise LayoutError(*problem)
         wire = wire_segments(message.segments, message.wire_dtype)
-        return foreign_format(wire, self.engine.segments)
+        return foreign_format(wire, self.engine.handoff.segments)
 
     def _serve_queue(self) -> None:
         """Reserve blocks for the queued requests, if blocks became available since the last try."""

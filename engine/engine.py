@@ -19,6 +19,7 @@ from engine.assembly import Assembly, load_served
 from engine.check import check_adapter, check_request
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.block_manager import BlockManager
+from engine.kv.handoff import HandoffLayout
 from engine.kv.pool import Allocate
 from engine.kv.prefix_cache import PrefixRoom, find_room, reserve_blocks
 from engine.parallel.leader import Leader
@@ -35,7 +36,7 @@ from engine.triton_support import Compilations
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
 from protocol.errors import InvalidRequestError
-from protocol.handoff import REBUILD, DraftState, Extent, SegmentInfo
+from protocol.handoff import REBUILD, DraftState, Extent
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.speculation import SpeculationState
 
@@ -74,26 +75,21 @@ class Engine:
         """The adapters that requests may name; None without `--enable-lora`."""
         self._speculator = Speculator() if speculate is None else speculate(config, loaded)
         assembly = Assembly(config, loaded, self._speculator, leader)
-        self._state = assembly.state
         self.cache_format = assembly.cache_format
         self.feature_size = len(self._speculator.hidden_layers) * loaded.hidden_size
         """Number of values in the hidden states that the drafter reads for one token."""
-        self.pool = assembly.pool(allocate)
-        self._runner = assembly.runner(self.pool)
-        self.tiers = assembly.tiers(self.pool, self._ready)
+        pool = self.pool = assembly.pool(allocate)
+        self._runner = assembly.runner(pool)
+        self.tiers = assembly.tiers(pool, self._ready)
         budget = assembly.token_budget
-        self.blocks = BlockManager(
-            self.pool, config.enable_prefix_caching, self.tiers, assembly.windows, budget
-        )
+        self.blocks = BlockManager(pool, config.enable_prefix_caching, self.tiers, assembly.windows, budget)
+        self.handoff = HandoffLayout(pool, self.blocks.tables, assembly.state)
         self._grammars = assembly.grammars
         self._sampler = assembly.sampler()
         bound_s = assembly.itl_bound_s
-        self.times = StepTimes(budget, self.pool.token_bytes, bound_s, assembly.layout.windows)
-        self._slot_allocator = (
-            StateSlotAllocator(self.pool.state_slots, self.blocks, self.pool)
-            if self.pool.state_slots is not None
-            else None
-        )
+        self.times = StepTimes(budget, pool.token_bytes, bound_s, assembly.layout.windows)
+        slots = pool.state_slots
+        self._slot_allocator = None if slots is None else StateSlotAllocator(slots, self.blocks, pool)
         self.scheduler = Scheduler(
             self.blocks,
             model=self.cache_format.model,
@@ -134,7 +130,7 @@ class Engine:
             self._warm_up(loaded, budget)
         if not config.paged_kv:
             self.blocks.least_tokens = self.max_model_len
-        self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
+        self.start_up = describe_start(config, loaded, pool, self._runner, self.tiers, load_s, compile_s)
         self._compilations = Compilations() if self._sampler.has_kernels else None
 
     def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
@@ -336,44 +332,9 @@ class Engine:
         last = (sequence.num_computed + partial) // self.config.block_size
         return sequence.held.extents(last, firsts, with_state=is_over)
 
-    def firsts(self, num_tokens: int, covered: int) -> list[int]:
-        """Return for each table the first block that a hand-off of `num_tokens` tokens brings. Tokens before
-        `covered` or before a sliding window are not sent.
-        """
-        first = covered // self.config.block_size
-        return [max(table.first_place(num_tokens), first) for table in self.blocks.tables]
-
-    @property
-    def segments(self) -> list[SegmentInfo]:
-        """The segments of a hand-off, in the form that other workers read."""
-        return [*self.pool.segments, *([self._state.segment()] if self._state is not None else [])]
-
-    def num_places(self, num_tokens: int) -> int:
-        """Return the number of token places in the blocks of a hand-off, including the state's blocks."""
-        if self._state is None:
-            return num_tokens
-        size = self.config.block_size
-        return (-(-num_tokens // size) + self.pool.state_blocks) * size
-
-    def state_position(self, num_tokens: int) -> int:
-        """Return the position up to which a hand-off of `num_tokens` tokens covers all layers."""
-        return num_tokens if self._state is None else self._state.position(num_tokens)
-
     def stats(self) -> EngineStats:
         """Return a snapshot of the load. May be called from any thread."""
-        scheduler, blocks = self.scheduler, self.blocks
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            waiting_tokens=sum(sequence.num_uncomputed for sequence in list(scheduler.waiting)),
-            total_blocks=blocks.num_blocks,
-            free_blocks=blocks.num_free,
-            cached_blocks=blocks.num_cached,
-            num_preemptions=scheduler.num_preemptions,
-            prefix_query_tokens=scheduler.prefix_query_tokens,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            steps=self._steps,
-        )
+        return EngineStats.of(self.scheduler, self.blocks, self._steps)
 
     def counters(self) -> dict[str, float]:
         """Return counters of kept states, of the tiers below the pool, of compiled kernels and of

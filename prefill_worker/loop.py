@@ -128,7 +128,7 @@ class PrefillLoop(WorkerLoop):
             request=request.request,
             prefill_worker=self.parts.worker_id,
             prefill_incarnation=self.parts.incarnation,
-            segments=self.engine.segments,
+            segments=self.engine.handoff.segments,
             ttl_s=ttl,
             wire_dtype=self.sender.wire_dtype(request.decode),
         )
@@ -173,7 +173,7 @@ class PrefillLoop(WorkerLoop):
             if grant.lease_id != request.lease_id:
                 self._fail_handover(request, "transfer", "the lease was lost")
             return
-        wanted = -(-self.engine.num_places(request.num_tokens) // grant.block_size)
+        wanted = -(-self.engine.handoff.num_places(request.num_tokens) // grant.block_size)
         needed = [(table, wanted) for table in range(self.engine.pool.num_tables)]
         granted = [(extent.block_pool, len(extent.blocks)) for extent in grant.extents]
         if granted != needed or grant.covered > request.num_tokens:
@@ -183,7 +183,7 @@ class PrefillLoop(WorkerLoop):
         now = time.monotonic()
         request.enter(PrefillStage.PUSHING)
         request.grant = grant
-        request.places = self.engine.firsts(request.num_tokens, grant.covered)
+        request.places = self.engine.handoff.firsts(request.num_tokens, grant.covered)
         request.reserve_s = now - request.reserving_since
         self.requests.grant_lease(request, grant.lease_id)
         self._pushing[request.request_id] = request
@@ -218,7 +218,7 @@ class PrefillLoop(WorkerLoop):
         extents = self.engine.computed(request.request_id, request.places)
         num_blocks = sum(len(extent.blocks) for extent in extents)
         if num_blocks:
-            num_places = self.engine.num_places(request.num_tokens)
+            num_places = self.engine.handoff.num_places(request.num_tokens)
             self.sender.push(
                 request.decode, request.held_lease, extents, request.places, num_places, final=final
             )
@@ -237,8 +237,8 @@ class PrefillLoop(WorkerLoop):
         manifest = request.manifest(
             self.parts.worker_id,
             self.parts.incarnation,
-            self.engine.segments,
-            self.engine.state_position(request.num_tokens),
+            self.engine.handoff.segments,
+            self.engine.handoff.state_position(request.num_tokens),
             self.engine.draft_state(request.request_id),
         )
         self.peers.send(request.decode, Handoff(manifest=manifest))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from engine.kv.block_manager import BlockManager
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.lora.table import Adapters
 from engine.sampler import Sampler
@@ -228,3 +229,18 @@ class EngineStats:
     prefix_hit_tokens: int
     """Number of tokens that were not computed because some tier held their KV."""
     steps: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, blocks: BlockManager, steps: int) -> EngineStats:
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            waiting_tokens=sum(sequence.num_uncomputed for sequence in list(scheduler.waiting)),
+            total_blocks=blocks.num_blocks,
+            free_blocks=blocks.num_free,
+            cached_blocks=blocks.num_cached,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            steps=steps,
+        )

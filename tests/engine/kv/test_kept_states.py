@@ -217,8 +217,8 @@ def test_unsupported_options_are_named(make_engine: Make, options: dict[str, Any
 
 @needs_hooks
 def test_states_only_move_to_equal_pools(make_engine: Make) -> None:
-    ours = make_engine().segments
+    ours = make_engine().handoff.segments
     assert conversion_problem(ours, ours) is None
     for other in (make_engine(block_size=32), make_engine(dtype="bfloat16")):
-        problem = conversion_problem(other.segments, ours)
+        problem = conversion_problem(other.handoff.segments, ours)
         assert problem is not None and "blocks beside a state are not converted" in problem[1]

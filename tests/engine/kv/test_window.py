@@ -187,7 +187,7 @@ def test_a_hand_off_moves_only_the_windows(
     place = WINDOW.first_place(250)
     assert reservation.covered == (max(found, 16 * place) if kind == "mistral" else found)
     assert (reservation.num_cached, decode.stats().prefix_hit_tokens - hits) == (found, found)
-    firsts = prefill.firsts(250, reservation.covered)
+    firsts = prefill.handoff.firsts(250, reservation.covered)
     left = max(place, found // 16)
     assert firsts == ([left] if kind == "mistral" else [found // 16, left, left])
     assert reservation.first_tokens == [16 * place for place in firsts]
