@@ -176,8 +176,13 @@ def _compile_all(compiler: list[str], missing: Sequence[tuple[Path, Path]]) -> N
 def _compile(compiler: list[str], source: Path, library: Path) -> None:
     handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
+    command = [*compiler, *_FLAGS, str(source), "-o", unfinished]
     try:
-        _run([*compiler, *_FLAGS, *_NATIVE, str(source), "-o", unfinished])
+        try:
+            _run([*command, *_NATIVE])
+        except BuildError as error:  # some compilers refuse the flag, such as Apple's older ones on ARM
+            logger.info("compiling without %s: %s", shlex.join(_NATIVE), error)
+            _run(command)
         os.replace(unfinished, library)
     except BuildError:
         os.unlink(unfinished)
