@@ -151,6 +151,20 @@ def test_compressed_tensors_with_reordered_inputs(group_of: list[int], is_ordere
     assert weight.dequantized().equal(codes * layer.tensors["weight_scale"].float()[:, columns])
 
 
+def test_zero_points_that_are_not_packed() -> None:
+    """Older files of compressed-tensors have those of int4 in int8, from -8 on. Those of int8 must be 0."""
+    config, layer, dequantized = load_reference("packed_int4_asymmetric")
+    zeros = parse_layout(config).read(layer).zeros
+    assert zeros is not None
+    tensors = {**layer.tensors, "weight_zero_point": (zeros - 8).to(torch.int8)}
+    found = parse_layout(config).read(replace(layer, tensors=tensors)).dequantized()
+    assert found.to(dequantized.dtype).equal(dequantized)
+    config, layer, _ = load_reference("int8")
+    tensors = {**layer.tensors, "weight_zero_point": torch.ones(32, 1, dtype=torch.int8)}
+    with pytest.raises(UnsupportedModelError, match="zero points of 8 bits other than 0"):
+        parse_layout(config).read(replace(layer, tensors=tensors))
+
+
 def group(**weights: Any) -> dict[str, Any]:
     config, _, _ = load_reference("packed_int4")
     given = config["config_groups"]["group_0"]
