@@ -51,6 +51,13 @@ def test_it_writes_the_same_tensors(name: str) -> None:
         assert written[suffix].equal(layer.tensors[suffix]), suffix
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_written_configurations_name_unquantized_layers_and_inputs_of_8_bits(name: str) -> None:
+    config = method_of(name, ["lm_head"])
+    assert config["ignore"] == ["lm_head"]
+    assert config["config_groups"]["group_0"]["input_activations"]["num_bits"] == 8
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "rounds"),
     [
@@ -178,6 +185,8 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 3, "group_size": 128}, "bits is 3, not one of 4"),
         ({"quant_method": "awq", "bits": 4, "group_size": 48}, "group_size is 48, not one of 32, 64, 128"),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}, "zero_point is False"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "format": "marlin"}, "format is 'marlin'"),
         ({"quant_method": "gptq", "bits": 2, "group_size": 128}, "bits is 2, not one of 4, 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
