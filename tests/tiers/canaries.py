@@ -23,7 +23,7 @@ CANARIES = {
     "a grammar under drafts": (
         "tests/speculation/test_structured_text.py::test_texts_are_valid_and_equal_those_without_speculation[tree]"
     ),
-    "an adapter": f"{_E2E}/test_lora.py::test_tokens_equal_those_of_merged_weights[speculating]",
+    "an adapter": f"{_E2E}/test_lora.py::test_tokens_equal_those_of_merged_weights",
     "int8": f"{_QUANTIZED}[{{'quantization': 'int8'}}]",
     "a GGUF file": (
         "tests/checkpoints/test_real_models.py::test_greedy_tokens_are_transformers[bfloat16-smollm2]"
