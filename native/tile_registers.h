@@ -51,6 +51,34 @@ class TileRegisters {
     int shaped = 0;
 };
 
+// Sets sums 0 to COUNT - 1 to zero.
+template <int COUNT>
+inline void clear_sums() {
+    _tile_zero(0);
+    if constexpr (COUNT > 1) _tile_zero(1);
+    if constexpr (COUNT > 2) _tile_zero(2);
+    if constexpr (COUNT > 3) _tile_zero(3);
+}
+
+// Loads sums 0 to COUNT - 1, whose first rows lie `apart` floats from each other, and their rows `row_bytes` bytes.
+template <int COUNT>
+inline void load_sums(const float* from, int64_t apart, int64_t row_bytes) {
+    tiles_will_load();
+    _tile_loadd(0, from, row_bytes);
+    if constexpr (COUNT > 1) _tile_loadd(1, from + apart, row_bytes);
+    if constexpr (COUNT > 2) _tile_loadd(2, from + 2 * apart, row_bytes);
+    if constexpr (COUNT > 3) _tile_loadd(3, from + 3 * apart, row_bytes);
+}
+
+// Stores them likewise.
+template <int COUNT>
+inline void store_sums(float* to, int64_t apart, int64_t row_bytes) {
+    _tile_stored(0, to, row_bytes);
+    if constexpr (COUNT > 1) _tile_stored(1, to + apart, row_bytes);
+    if constexpr (COUNT > 2) _tile_stored(2, to + 2 * apart, row_bytes);
+    if constexpr (COUNT > 3) _tile_stored(3, to + 3 * apart, row_bytes);
+}
+
 // Adds the product of a tile of first factors with each of COLUMNS tiles of second ones, which are beside each other, to
 // sums 0 to COLUMNS - 1. `a` and `b` point to their first rows, which lie this number of bytes apart.
 template <int COLUMNS>

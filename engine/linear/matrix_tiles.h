@@ -197,29 +197,9 @@ class MatrixTiles {
         }
     }
 
-    static void clear() {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-
-    static void load(const Sums& sums) {
-        constexpr int64_t BYTES = OUTPUTS * sizeof(float);
-        tiles_will_load();
-        _tile_loadd(0, sums[0], BYTES);
-        _tile_loadd(1, sums[1], BYTES);
-        _tile_loadd(2, sums[2], BYTES);
-        _tile_loadd(3, sums[3], BYTES);
-    }
-
-    static void store(Sums& sums) {
-        constexpr int64_t BYTES = OUTPUTS * sizeof(float);
-        _tile_stored(0, sums[0], BYTES);
-        _tile_stored(1, sums[1], BYTES);
-        _tile_stored(2, sums[2], BYTES);
-        _tile_stored(3, sums[3], BYTES);
-    }
+    static void clear() { clear_sums<4>(); }
+    static void load(const Sums& sums) { load_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
+    static void store(Sums& sums) { store_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
 
     alignas(64) Sums sums[BLOCK_ROWS / (2 * ROWS)];
     std::vector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored

@@ -20,23 +20,11 @@ static void product_in_tiles(const uint32_t* a, int64_t a_stride, const uint32_t
                              float* sums, int64_t sums_stride) {
     const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, bytes = sums_stride * 4;
     tiles_will_load();
-    if constexpr (ADD) {
-        _tile_loadd(0, sums, bytes);
-        if constexpr (COLUMNS > 1) _tile_loadd(1, sums + LANES, bytes);
-        if constexpr (COLUMNS > 2) _tile_loadd(2, sums + 2 * LANES, bytes);
-        if constexpr (COLUMNS > 3) _tile_loadd(3, sums + 3 * LANES, bytes);
-    } else {
-        _tile_zero(0);
-        if constexpr (COLUMNS > 1) _tile_zero(1);
-        if constexpr (COLUMNS > 2) _tile_zero(2);
-        if constexpr (COLUMNS > 3) _tile_zero(3);
-    }
+    if constexpr (ADD) load_sums<COLUMNS>(sums, LANES, bytes);
+    else clear_sums<COLUMNS>();
     for (int d = 0; d < depth; d += TileMath::DEPTH, b += TileMath::DEPTH * b_stride)
         multiply_tiles<COLUMNS>(a + d, a_bytes, b, b_bytes);
-    _tile_stored(0, sums, bytes);
-    if constexpr (COLUMNS > 1) _tile_stored(1, sums + LANES, bytes);
-    if constexpr (COLUMNS > 2) _tile_stored(2, sums + 2 * LANES, bytes);
-    if constexpr (COLUMNS > 3) _tile_stored(3, sums + 3 * LANES, bytes);
+    store_sums<COLUMNS>(sums, LANES, bytes);
 }
 
 // As for the other kinds of `Math`. Sums of earlier tiles are rescaled before.
