@@ -44,8 +44,6 @@ MAX_AT_ONCE = 4
 MIN_DEADLINE_S = 16.0
 """Time limit from a task's request to its answer, in addition to twice its CPU time limit."""
 START_TIMEOUT_S = 60.0
-IDLE_S = 60.0
-"""The process ends after this long without a task."""
 ACCEPT_TIMEOUT_S = 5.0
 """Time in which the preprocessor must accept a task, once it has started."""
 
@@ -64,9 +62,7 @@ class CrashError(TandemError):
 
 
 class Preprocessor:
-    """A process for tasks, which starts with the first one, and again when one comes after it has ended for
-    lack of tasks. `failed` counts tasks without an answer.
-    """
+    """A process for tasks, which starts with the first one. `failed` counts tasks without an answer."""
 
     def __init__(
         self, config: ServeConfig, tokenizer: Tokenizer, failed: Callable[[Failure], None] = lambda _: None
@@ -76,13 +72,8 @@ class Preprocessor:
         self._failed = failed
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self._process: _Process | None = None
-        self._num_tasks = 0
-        self._end: asyncio.TimerHandle | None = None
-        """The end of the process, due when it has been idle for long."""
 
     def close(self) -> None:
-        if self._end is not None:
-            self._end.cancel()
         if self._process is not None:
             self._process.close()
 
@@ -93,17 +84,6 @@ class Preprocessor:
         `ApiError` 503 if the host is too busy. A task whose process was killed is tried twice more: the
         second try may meet a process that is about to end.
         """
-        self._num_tasks += 1
-        if self._end is not None:
-            self._end.cancel()
-        try:
-            return await self._finish(call, argument)
-        finally:
-            self._num_tasks -= 1
-            if self._num_tasks == 0:
-                self._end = asyncio.get_running_loop().call_later(IDLE_S, self.close)
-
-    async def _finish(self, call: TaskCall, argument: bytes) -> bytes:
         task, deadline_s = call.task, MIN_DEADLINE_S + 2 * call.cpu_s
         header = framed(msgspec.msgpack.encode(call))
         try:

@@ -197,16 +197,6 @@ async def test_idle_children_that_died_are_passed_over(compiler):
     assert compiler.failures == []
 
 
-async def test_it_ends_when_it_is_idle_and_starts_again(compiler, monkeypatch):
-    monkeypatch.setattr(client, "IDLE_S", 0.05)
-    await asyncio.gather(*(compiler.answer() for _ in range(3)))
-    before = compiler.process
-    await eventually(lambda: before.has_ended)
-    assert await compiler.answer()
-    assert compiler.process is not before
-    assert compiler.failures == []
-
-
 async def test_it_ends_with_the_router(compiler):
     await compiler.answer()
     process = compiler.process
