@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations import moe
 
 from engine.linear.experts import ExpertsModule, fused_experts
 from engine.model.families import FAMILIES, Family, MixerNames, RoutingNames
 from engine.model.program import (
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
     Activation,
     Attention,
     Experts,
@@ -28,6 +31,7 @@ from engine.model.program import (
     Product,
     Recurrent,
     Rotation,
+    Score,
 )
 
 STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -67,7 +71,16 @@ def activation_of(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def rotations_of(rotary: Any) -> dict[str | None, Rotation]:
+def gate_of(experts: Any) -> Activation | None:
+    """Return the activation of Transformers' experts with gates; None if it is not known."""
+    if experts.is_concatenated:
+        is_usual = type(experts)._apply_gate is moe._default_apply_gate
+        return ACTIVATIONS.get(getattr(experts.config, "hidden_act", "")) if is_usual else None
+    how = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    return Activation.CLAMPED_SWIGLU if how == (SWIGLU_SLOPE, SWIGLU_LIMIT) else None
+
+
+def rotations_of(rotary: Any, *, is_half: bool = False) -> dict[str | None, Rotation]:
     """Return a Transformers rotary embedding's rotations by layer type; None is for all types. Raises
     UndescribedModelError.
     """
@@ -77,7 +90,7 @@ def rotations_of(rotary: Any) -> dict[str | None, Rotation]:
     for rope_type in types.values():
         if rope_type not in STATIC_ROTATIONS:
             raise UndescribedModelError(f"its rotary embedding is of type {rope_type}")
-    return {kind: Rotation(rotary, kind) for kind in types}
+    return {kind: Rotation(rotary, kind, is_half) for kind in types}
 
 
 class _Describer:
@@ -86,7 +99,8 @@ class _Describer:
         self._family = family
         self._activation = activation_of(getattr(self._config, family.activation, "silu"))
         self._epsilon: float = getattr(self._config, family.epsilon)
-        self._rotations = rotations_of(getattr(self._decoder, family.rotary, None))
+        rotary = getattr(self._decoder, family.rotary, None)
+        self._rotations = rotations_of(rotary, is_half=family.is_half_rotary)
         self._number = itertools.count()
         if family.routing is None and bool(getattr(self._config, "num_local_experts", 0)):
             raise UndescribedModelError("it has experts")
@@ -183,6 +197,7 @@ class _Describer:
             key_norm=self._norm(layer, self._family.key_norm),
             window=_window(module),
             is_gated=module.q_proj.out_features > heads * module.head_dim,
+            sinks=_tensor(module, "sinks"),
         )
 
     def _latent(self, module: Any, common: dict[str, Any]) -> LatentAttention:
@@ -242,7 +257,7 @@ class _Describer:
 
     def _experts(self, number: int, layer: Any, names: RoutingNames) -> Experts:
         holder = layer.get_submodule(names.block)
-        _check_experts(holder, self._family.is_gated)
+        activation = _activation_of_experts(holder, self._family.is_gated) or self._activation
         router = getattr(holder, names.router)
         shared_gate = None
         if names.shared_gate is not None:
@@ -250,18 +265,19 @@ class _Describer:
         return Experts(
             holder=holder,
             router=router.weight,
+            router_bias=_tensor(router, "bias"),
             chosen=router.top_k,
             score=names.score,
             preferences=None if names.preferences is None else _tensor(holder, names.preferences),
             groups=getattr(router, "num_group", 1),
             open_groups=getattr(router, "topk_group", 1),
-            normalizes=getattr(router, "norm_topk_prob", True),
+            normalizes=getattr(router, "norm_topk_prob", names.score is not Score.CHOSEN_SOFTMAX),
             least_sum=names.least_sum,
             scaling=getattr(router, "routed_scaling_factor", 1.0),
             is_exact=names.is_exact,
             rounds=names.rounds,
             shared_gate=shared_gate,
-            activation=self._activation,
+            activation=activation,
             is_gated=self._family.is_gated,
         )
 
@@ -272,15 +288,20 @@ def embedding_scale(embeddings: Any) -> float:
     return 1.0 if scale is None else float(torch.tensor(float(scale), dtype=embeddings.weight.dtype))
 
 
-def _check_experts(holder: Any, is_gated: bool) -> None:
+def _activation_of_experts(holder: Any, is_gated: bool) -> Activation | None:
+    """Return the activation of a layer's experts; None for the model's. Raises UndescribedModelError."""
     if not isinstance(getattr(holder, "fc1_latent_proj", nn.Identity()), nn.Identity):
         raise UndescribedModelError("its experts work on latents")
     experts = holder.experts
     declared = experts.rest if isinstance(experts, ExpertsModule) else experts
     if not isinstance(experts, ExpertsModule) and not fused_experts(experts, by_kernel=False):
         raise UndescribedModelError("its experts are not one tensor")
-    if declared.has_gate != is_gated or (is_gated and not declared.is_concatenated):
+    if declared.has_gate == is_gated and (declared.is_concatenated or not is_gated):
+        return None
+    own = gate_of(declared) if declared.has_gate and is_gated else None
+    if own is None:
         raise UndescribedModelError("its experts have other gates")
+    return own
 
 
 def _tensor(module: Any, path: str) -> Tensor | None:

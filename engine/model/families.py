@@ -74,6 +74,8 @@ class Family:
     down: str = "mlp.down_proj"
     final_norm: str = "norm"
     rotary: str = "rotary_emb"
+    is_half_rotary: bool = False
+    """Whether the rotary embedding makes angles for half of the rotated dims."""
     epsilon: str = "rms_norm_eps"
     norms: NormKind = NormKind.PLAIN
     activation: str = "hidden_act"
@@ -205,6 +207,11 @@ FAMILIES = {
             "feed_forward.gate_proj": "feed_forward.gate_multiplier",
             "feed_forward.down_proj": "feed_forward.down_multiplier",
         },
+    ),
+    "GptOssForCausalLM": Family(
+        is_half_rotary=True,
+        norms=NormKind.EXACT,
+        routing=RoutingNames(router="router", score=Score.CHOSEN_SOFTMAX),
     ),
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeHybridForCausalLM": replace(

@@ -40,6 +40,13 @@ class Activation(IntEnum):
     SILU = 0
     RELU2 = 1
     GELU_TANH = 2
+    CLAMPED_SWIGLU = 3
+    """gpt-oss's: gates and values alternate, both are limited to `SWIGLU_LIMIT`, a gate is multiplied by the
+    sigmoid of `SWIGLU_SLOPE` times itself, and a value is increased by 1.
+    """
+
+
+SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
 
 
 class Score(IntEnum):
@@ -47,6 +54,8 @@ class Score(IntEnum):
 
     SOFTMAX = 0
     SIGMOID = 1
+    CHOSEN_SOFTMAX = 2
+    """The softmax of the chosen experts' logits alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +97,8 @@ class Rotation:
     module: Any
     layer_type: str | None = None
     """The layer type to ask the module for, if it has several."""
+    is_half: bool = False
+    """Whether the module makes the angles of the rotated dims' first half, which are the second's too."""
 
     def tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [positions, rotated dims], in the dtype and on the device of `like`."""
@@ -95,6 +106,8 @@ class Rotation:
         kinds = () if self.layer_type is None else (self.layer_type,)
         with torch.no_grad():
             cosines, sines = self.module(like.reshape(-1)[:1], places, *kinds)
+        if self.is_half:
+            return cosines[0].repeat(1, 2), sines[0].repeat(1, 2)
         return cosines[0].contiguous(), sines[0].contiguous()
 
 
@@ -124,6 +137,8 @@ class Attention(Mixer):
     key_norm: Norm | None = None
     window: int = 0
     is_gated: bool = False
+    sinks: Tensor | None = None
+    """One more score for each head, as in `engine.kv.attention.AttentionOptions`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -195,6 +210,7 @@ class Experts:
     """The module whose `experts` are Transformers' fused experts or `ExpertsModule`."""
     router: Tensor
     """The router's weight [experts, inputs]."""
+    router_bias: Tensor | None
     chosen: int
     score: Score
     preferences: Tensor | None

@@ -74,7 +74,7 @@ class _Divider:
         return whole
 
     def _attention(self, whole: Attention) -> Attention:
-        dim, outputs = whole.head_dim, whole.inputs.outputs
+        dim, outputs, sinks = whole.head_dim, whole.inputs.outputs, whole.sinks
         query_size = dim * (2 if whole.is_gated else 1)
         keys = (outputs - whole.heads * query_size) // 2 // dim
         own = heads_of(whole.heads, keys, self._ranks.size)[self._ranks.rank]
@@ -85,6 +85,7 @@ class _Divider:
             inputs=self._rows(whole.inputs, own.rows(dim, query_size, whole.heads, outputs)),
             output=self._gathering(whole.output, gathered),
             heads=len(own.queries),
+            sinks=None if sinks is None else sinks[own.queries.start : own.queries.stop].to(self._device),
             **norms,
         )
 
@@ -100,7 +101,7 @@ class _Divider:
         experts = whole.holder.experts
         divides = are_experts(experts) and experts.num_experts >= self._ranks.size
         share = ExpertsShare(experts, self._ranks) if divides else copy.deepcopy(experts)
-        names = ("router", "preferences", "shared_gate")
+        names = ("router", "router_bias", "preferences", "shared_gate")
         tensors = {name: self.share(getattr(whole, name)) for name in names}
         return replace(whole, holder=SimpleNamespace(experts=share.to(self._device)), **tensors)
 

@@ -90,6 +90,8 @@ EXPERTS = {
     "mxfp4 experts, 2048 rows": ("multiply", CodeFormat.MXFP4, 2048),
     "bf16 experts, 64 rows": ("multiply", None, 64),
     "bf16 experts, 2048 rows": ("multiply", None, 2048),
+    "mxfp4 experts, 64 rows, activated before": ("multiply", CodeFormat.MXFP4, 64),
+    "mxfp4 experts, 2048 rows, activated before": ("multiply", CodeFormat.MXFP4, 2048),
     "bf16 experts, 64 rows, activated before": ("multiply", None, 64),
     "bf16 experts, 2048 rows, activated before": ("multiply", None, 2048),
     "sum of a row's experts": ("combine", CodeFormat.MXFP4, 64),
@@ -376,16 +378,21 @@ class Router(NamedTuple):
     normalizes: bool = True
 
 
-def compiled_experts(name: str, capability: int) -> Code:
-    """Compile a kernel of the first product of a layer's experts."""
-    kernel_name, format, rows = EXPERTS[name]
-    shape, chosen = ((128, 5760, 2880), 4) if format is CodeFormat.MXFP4 else ((128, 1536, 2048), 8)
+def experts_of(shape: tuple[int, int, int], format: CodeFormat | None) -> RoutedTiles:
+    """Return weights [experts, outputs, inputs] in MXFP4 with biases, or in bf16."""
     if format is None:
-        tiled = RoutedTiles.plain(meta(*shape, dtype=torch.bfloat16), None)
-    else:
-        codes, scales = meta(*shape[:2], shape[2] // 2), meta(*shape[:2], shape[2] // 32)
-        codes, scales, bias = codes.to(torch.uint8), scales.to(torch.uint8), meta(*shape[:2])
-        tiled = RoutedTiles(format, 32, weight=codes, scales=scales, bias=bias)
+        return RoutedTiles.plain(meta(*shape, dtype=torch.bfloat16), None)
+    codes, scales = meta(*shape[:2], shape[2] // 2), meta(*shape[:2], shape[2] // 32)
+    codes, scales, bias = codes.to(torch.uint8), scales.to(torch.uint8), meta(*shape[:2])
+    return RoutedTiles(format, 32, weight=codes, scales=scales, bias=bias)
+
+
+def compiled_experts(name: str, capability: int) -> Code:
+    """Compile a kernel of the first product of a layer's experts, or of the second, which activates."""
+    kernel_name, format, rows = EXPERTS[name]
+    is_mxfp4 = format is CodeFormat.MXFP4
+    shape, chosen = ((128, 5760, 2880), 4) if is_mxfp4 else ((128, 1536, 2048), 8)
+    tiled = experts_of(shape, format)
     with launches(capability) as kernels:
         router: Any = Router()
         choose_experts(router, meta(rows, shape[0], dtype=torch.bfloat16), torch.bfloat16)
@@ -394,9 +401,9 @@ def compiled_experts(name: str, capability: int) -> Code:
         made = tiled(hidden, routes)
         if "activated" in name:
             kernels.clear()
-            gate = Activation.SILU
-            tiled = RoutedTiles.plain(meta(128, 2048, 768, dtype=torch.bfloat16), None)
-            made = tiled(meta(rows * chosen, 1536, dtype=torch.bfloat16), routes, gate)
+            gate = Activation.CLAMPED_SWIGLU if is_mxfp4 else Activation.SILU
+            tiled = experts_of((shape[0], shape[2], shape[1] // 2), format)
+            made = tiled(meta(rows * chosen, shape[1], dtype=torch.bfloat16), routes, gate)
         add_up(made, meta(rows, chosen, dtype=torch.bfloat16), hidden.new_empty(rows, made.shape[1]))
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 

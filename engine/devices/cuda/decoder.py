@@ -197,12 +197,21 @@ class CudaDecoder(Operations[StepInputs]):
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)
         backend = self._backends[self._table(mixer)]
-        return backend.attend(mixer.layer, query, AttentionOptions(mixer.scale, mixer.window))
+        options = AttentionOptions(mixer.scale, mixer.window, sinks=mixer.sinks)
+        return backend.attend(mixer.layer, query, options)
 
     def attend_rows(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self._backend.forward(layer, query, key, value, AttentionOptions(scale, window))
+        options = AttentionOptions(scale, window, sinks=sinks)
+        return self._backend.forward(layer, query, key, value, options)
 
     def _add_norm(
         self, added: Tensor | None, added_norm: Norm | None, residual: Tensor, norm: Norm | None

@@ -7,6 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.model.program import Score
+
+_SIGMOID, _CHOSEN_SOFTMAX = tl.constexpr(int(Score.SIGMOID)), tl.constexpr(int(Score.CHOSEN_SOFTMAX))
 TILE_FIELDS = tl.constexpr(3)
 """A tile's expert, -1 if there is no tile, its first place and the end of its places."""
 
@@ -23,7 +26,7 @@ def route(
     PADDED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORE: tl.constexpr,
     ROUNDS: tl.constexpr,
     NORMALIZES: tl.constexpr,
 ):
@@ -31,10 +34,12 @@ def route(
     row, experts = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     is_expert = experts < EXPERTS
     values = tl.load(logits + row * EXPERTS + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
+    if SCORE == _SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-values))
         if ROUNDS:
             scores = scores.to(weights.dtype.element_ty).to(tl.float32)
+    elif SCORE == _CHOSEN_SOFTMAX:
+        scores = values
     else:
         scores = tl.exp(values - tl.max(values, 0))
         scores = scores / tl.sum(scores, 0)
@@ -49,6 +54,10 @@ def route(
         best = tl.where(number == each, expert.to(tl.int64), best)
         kept = tl.where(number == each, tl.sum(tl.where(experts == expert, scores, 0.0), 0), kept)
         ranks = tl.where(experts == expert, float("-inf"), ranks)
+    if SCORE == _CHOSEN_SOFTMAX:
+        kept = tl.where(number < CHOSEN, kept, float("-inf"))
+        kept = tl.exp(kept - tl.max(kept, 0))
+        kept = kept / tl.sum(kept, 0)
     if NORMALIZES:
         kept = kept / (tl.sum(kept, 0) + least_sum)
     place = row * CHOSEN + number

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations import moe
 
 from engine.devices.cuda.buckets import MOST_ROWS
 from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, combine, route
@@ -18,7 +17,7 @@ from engine.devices.cuda.products import ROWS, TENSORS, Routes, Tiled, TiledLine
 from engine.linear.experts import ExpertsModule, Routed, fused_experts, fused_parts
 from engine.linear.quantized import QuantizedLinear
 from engine.model import program
-from engine.model.describe import ACTIVATIONS
+from engine.model.describe import gate_of
 from engine.model.program import Activation
 from engine.triton_support import ceil_div, power_of_two
 
@@ -27,7 +26,7 @@ _FEW_ROWS = 16
 _FEW_EACH = 32
 """The most rows of an expert on average for which small tiles pay, though weights may be read twice."""
 _BLOCK = 1024
-_BY_KERNEL = Activation.SILU, Activation.GELU_TANH
+_BY_KERNEL = Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU
 
 
 def choose_experts(experts: program.Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,7 +45,7 @@ def choose_experts(experts: program.Experts, logits: Tensor, dtype: torch.dtype)
         PADDED=power_of_two(count),
         CHOSEN=experts.chosen,
         WIDTH=power_of_two(experts.chosen),
-        SIGMOID=experts.score is program.Score.SIGMOID,
+        SCORE=experts.score.value,
         ROUNDS=experts.rounds,
         NORMALIZES=experts.normalizes,
         num_warps=4,
@@ -133,9 +132,10 @@ class TiledExperts(ExpertsModule):
     @property
     def _gate(self) -> Activation | None:
         """The activation of the gates, if the second product has a kernel for it."""
-        activation = ACTIVATIONS.get(getattr(self.rest.config, "hidden_act", ""))
-        is_usual = self.rest.has_gate and type(self.rest)._apply_gate is moe._default_apply_gate
-        return activation if is_usual and activation in _BY_KERNEL else None
+        activation = gate_of(self.rest) if self.rest.has_gate else None
+        if activation is Activation.CLAMPED_SWIGLU and self.second.order is not None:
+            return None
+        return activation if activation in _BY_KERNEL else None
 
     def _activate(self, made: Tensor) -> Tensor:
         active: Tensor = self.rest._apply_gate(made) if self.rest.has_gate else self.rest.act_fn(made)

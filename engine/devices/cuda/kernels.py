@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 from engine.devices.cuda.attention.write import scale_at, store_row
-from engine.model.program import Activation, NormKind
+from engine.model.program import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation, NormKind
 
 _PLAIN = tl.constexpr(int(NormKind.PLAIN))
 _CENTRED = tl.constexpr(int(NormKind.CENTRED))
 _EXACT = tl.constexpr(int(NormKind.EXACT))
 _GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
+_SLOPE, _LIMIT = tl.constexpr(SWIGLU_SLOPE), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -226,6 +227,15 @@ def activated(gates, ACTIVATION: tl.constexpr):
     if ACTIVATION == _GELU_TANH:
         exponents = 1.5957691216 * (gates + 0.044715 * gates * gates * gates)
     return gates / (1.0 + tl.exp(-exponents))
+
+
+@triton.jit
+def clamped_swiglu(gates, values, like):
+    """Apply gpt-oss's gates to float32 values, rounded as `like`."""
+    gates = tl.minimum(gates, _LIMIT)
+    values = tl.minimum(tl.maximum(values, -_LIMIT), _LIMIT)
+    opening = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gates * _SLOPE, like))), like)
+    return _rounded(values + 1.0, like) * _rounded(gates * opening, like)
 
 
 @triton.jit

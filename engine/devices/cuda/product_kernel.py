@@ -7,12 +7,15 @@ import triton.language as tl
 
 from engine.devices.cuda.attention.codes import decode
 from engine.devices.cuda.expert_kernels import TILE_FIELDS
-from engine.devices.cuda.kernels import activated
+from engine.devices.cuda.kernels import activated, clamped_swiglu
+from engine.model.program import Activation
 
 PLAIN, INT8, FP8, INT4, MXFP4 = map(tl.constexpr, range(5))
 """The kinds of weights. Decoded FP8 values are divided by 256; decoded MXFP4 values are doubled. Scales are
 float32, but MXFP4's are the exponents of powers of two, uint8, plus 127.
 """
+
+_CLAMPED_SWIGLU = tl.constexpr(int(Activation.CLAMPED_SWIGLU))
 
 
 @triton.jit
@@ -35,16 +38,25 @@ def _values(words, zero, like, KIND: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, order, k, is_row, inside, INPUTS: tl.constexpr, GATE: tl.constexpr):
-    """Load columns `k` of the tile's rows, or columns `order[k]` if there is an `order`. With a GATE's
-    activation, the rows' first INPUTS columns are activated and multiplied by the others.
+def _inputs(x, order, first, is_row, COUNT: tl.constexpr, INPUTS: tl.constexpr, GATE: tl.constexpr):
+    """Load COUNT columns of the tile's rows from `first` on, or those whose numbers are in `order`. With a
+    GATE's activation, the rows' first INPUTS columns are activated and multiplied by the others; gates of
+    CLAMPED_SWIGLU alternate with their values.
     """
-    columns = k if order is None else tl.load(order + k)
-    values = tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
-    if GATE is not None:
-        others = tl.load(x + INPUTS + columns[None, :], mask=is_row & inside, other=0.0)
-        active = activated(values.to(tl.float32), GATE).to(x.dtype.element_ty)
-        values = (active.to(tl.float32) * others.to(tl.float32)).to(x.dtype.element_ty)
+    if GATE == _CLAMPED_SWIGLU:
+        k = 2 * first + tl.arange(0, 2 * COUNT)
+        pairs = tl.load(x + k[None, :], mask=is_row & (k < 2 * INPUTS)[None, :], other=0.0).to(tl.float32)
+        gates, factors = tl.split(tl.reshape(pairs, (pairs.shape[0], COUNT, 2)))
+        values = clamped_swiglu(gates, factors, x).to(x.dtype.element_ty)
+    else:
+        k = first + tl.arange(0, COUNT)
+        inside = (k < INPUTS)[None, :]  # false only where a plain matrix ends within a tile
+        columns = k if order is None else tl.load(order + k)
+        values = tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
+        if GATE is not None:
+            factors = tl.load(x + INPUTS + columns[None, :], mask=is_row & inside, other=0.0)
+            active = activated(values.to(tl.float32), GATE).to(x.dtype.element_ty)
+            values = (active.to(tl.float32) * factors.to(tl.float32)).to(x.dtype.element_ty)
     return values
 
 
@@ -131,15 +143,15 @@ def multiply(
     for first in range(begin, end, SPAN):
         own = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(first, tl.minimum(first + SPAN, INPUTS), DEPTH):
-            inside = (start + i < INPUTS)[None, :]  # false only where a plain matrix ends within a tile
+            inside = (start + i < INPUTS)[None, :]
             words = tl.load(weight + start // CODES, mask=is_output[:, None] & inside, other=0)
             zero = None
             if zeros is not None:
                 zero = tl.load(zeros + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[:, None]
-            inputs = _inputs(x, order, start + i, is_row, inside, INPUTS, GATE)
+            inputs = _inputs(x, order, start, is_row, HALF, INPUTS, GATE)
             part = tl.dot(inputs, _values(words, zero, x, KIND).T, input_precision=PRECISION)
             if CODES == 2:
-                inputs = _inputs(x, order, start + HALF + i, is_row, inside, INPUTS, GATE)
+                inputs = _inputs(x, order, start + HALF, is_row, HALF, INPUTS, GATE)
                 part = tl.dot(inputs, _values(words >> 4, zero, x, KIND).T, part, input_precision=PRECISION)
             if GROUPS > 1:
                 part *= _scales(scales, n * GROUPS + start // GROUP, is_output, KIND)[None, :]

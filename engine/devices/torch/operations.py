@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, sigmoid, silu, softplus
+from torch.nn.functional import gelu, linear, sigmoid, silu, softplus
 
 from engine.batch.runner import StepOperators
 from engine.kv.state_slots import RecurrentLayer
@@ -57,9 +57,16 @@ class Operations(ABC, Generic[Rows]):
 
     @abstractmethod
     def attend_rows(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the pool. All tensors are [rows, heads, dims]."""
+        """Attend over the pool. Queries, keys and values are [rows, heads, dims]."""
 
     @abstractmethod
     def multiply(self, product: Product, x: Tensor, rows: Rows) -> Tensor:
@@ -137,7 +144,7 @@ class Operations(ABC, Generic[Rows]):
         plain, rest = queries.unflatten(-1, (mixer.heads, -1)).split([own, shared], dim=-1)
         query = torch.cat([mixer.to_latent(plain), rest], dim=-1)
         key = torch.cat([self.norm(mixer.key_norm, latents), keys], dim=-1).unsqueeze(1)
-        out = self.attend_rows(query, key, key[..., :latent], mixer.layer, mixer.scale, 0)
+        out = self.attend_rows(query, key, key[..., :latent], mixer.layer, mixer.scale)
         values: Tensor = mixer.to_value(out)
         return values.flatten(1)
 
@@ -248,13 +255,15 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
 def router_logits(experts: Experts, normed: Tensor) -> Tensor:
     if experts.is_exact:
         return normed.float() @ experts.router.float().t()
-    return normed @ experts.router.t()
+    return linear(normed, experts.router, experts.router_bias)
 
 
 def _route(experts: Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the rows' experts [rows, chosen], and their weights, in float32."""
     if experts.score is Score.SOFTMAX:
         scores = logits.float().softmax(-1)
+    elif experts.score is Score.CHOSEN_SOFTMAX:
+        scores = logits.float()
     else:
         scores = sigmoid(logits.float())
         scores = scores.to(dtype).float() if experts.rounds else scores
@@ -266,6 +275,8 @@ def _route(experts: Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor
         ranks = grouped.masked_fill(is_closed.unsqueeze(-1), float("-inf")).flatten(1)
     chosen = ranks.topk(experts.chosen, dim=-1).indices
     weights = scores.gather(1, chosen)
+    if experts.score is Score.CHOSEN_SOFTMAX:
+        weights = weights.softmax(-1)
     if experts.normalizes:
         weights = weights / (weights.sum(-1, keepdim=True) + experts.least_sum)
     return chosen, weights * experts.scaling

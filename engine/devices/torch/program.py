@@ -148,12 +148,19 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         if mixer.is_gated:
             query, _ = query.chunk(2, dim=-1)
         query, key = _placed(query, mixer.query_norm, rows), _placed(key, mixer.key_norm, rows)
-        return self.attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window)
+        return self.attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window, mixer.sinks)
 
     def attend_rows(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self._attend_rows(query, key, value, layer, scale, window, 0.0)
+        return self._attend_rows(query, key, value, layer, scale, window, 0.0, sinks)
 
 
 def _enter(entry: HeadInput, embeddings: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -83,6 +83,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 16},
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
 }
 
 

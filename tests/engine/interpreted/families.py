@@ -34,6 +34,7 @@ MODELS = {
     name: (test_decoder.MODELS | test_hybrid_decoder.MODELS)[name]
     for name in (
         "mixtral",
+        "gpt_oss",
         "qwen3_next",
         "lfm2_moe",
         "granite-experts",

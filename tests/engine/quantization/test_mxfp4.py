@@ -13,12 +13,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from engine.batch.runner import Step
+from engine.batch.step_inputs import SequenceRows
+from engine.devices.attention import backend_over
+from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.torch import transformers_hook
+from engine.kv.layout import TARGET, PoolLayout
+from engine.kv.pool import KVPool
 from engine.load.loader import load_model
+from engine.load.select import build_runner, pack_model
 from protocol.config import ServeConfig
 from protocol.errors import UnsupportedModelError
 from tests.e2e.architectures import config_of
-from tests.engine.kernels import needs_kernel
+from tests.engine.devices.test_decoder import assert_same
+from tests.engine.kernels import CPU, needs_kernel
 from tests.engine.quantization.quantized_model import check_experts
 
 TOKENS = torch.tensor([[5, 9, 250, 3, 77, 8]])
@@ -57,6 +65,23 @@ def test_experts_stay_quantized_if_our_kernel_supports_them(tmp_path: Path) -> N
     write(tmp_path)
     model, exact = load(tmp_path, "bfloat16"), load(tmp_path)
     check_experts(model, exact)
+
+
+@needs_kernel
+def test_the_native_decoder_multiplies_by_experts_as_stored(tmp_path: Path) -> None:
+    """The modules multiply by them, too."""
+    write(tmp_path)
+    outputs = []
+    for compile in ("auto", "off"):
+        loaded = load_model(ServeConfig(model=str(tmp_path), device="cpu", dtype="bfloat16"))
+        pool = KVPool(PoolLayout((loaded.kv_group,), 16), 4, CPU, None)
+        backend = backend_over(CpuBackend, pool.layers(TARGET), pool.groups[TARGET])
+        packed = pack_model(loaded, compile, CpuBackend)
+        assert (packed.description is not None) == (compile == "auto")
+        rows = SequenceRows(TOKENS[0].tolist(), 0, [[1, 2]])
+        step = Step([rows], range(len(TOKENS[0])))
+        outputs.append(build_runner(packed, backend, compile).run(step).logits)
+    assert_same(*outputs)
 
 
 def test_weights_equal_transformers(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class AttentionMixer {
             for (int64_t first = 0; first < keys; first += dim) place_head(layer, key + first, layer.key_norm, position);
         });
         const Call call{q, k, k + keys, w.mixed.data(), qkv, apart, qkv, dim, qkv, dim, width, dim,
-                        int64_t(l), m.num_heads, layer.window, m.attention_scale, 0.0};
+                        int64_t(l), m.num_heads, layer.window, m.attention_scale, 0.0, layer.sinks};
         w.attend(call);
         if (!m.opens_heads) return width;
         w.each_row(n, [&](int64_t r) {

@@ -43,7 +43,12 @@ from engine.model.program import (
     Rotation,
 )
 
-_ACTIVATIONS = {(Activation.SILU, True), (Activation.GELU_TANH, True), (Activation.RELU2, False)}
+_ACTIVATIONS = {
+    (Activation.SILU, True),
+    (Activation.GELU_TANH, True),
+    (Activation.CLAMPED_SWIGLU, True),
+    (Activation.RELU2, False),
+}
 """Supported activations, each with whether it is gated."""
 
 
@@ -171,7 +176,7 @@ class Description(NativeModel):
         args.qkv, args.output = self._product(mixer.inputs), self._product(mixer.output)
         if isinstance(mixer, Attention):
             args.query_norm, args.key_norm = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
-            args.window = mixer.window
+            args.window, args.sinks = mixer.window, self.keep_floats(mixer.sinks)
             args.cosines, args.sines = self._rotation(mixer.rotation)
         elif isinstance(mixer, LatentAttention):
             args.key_norm = self.keep(mixer.key_norm.weight)
@@ -254,7 +259,7 @@ class Description(NativeModel):
         if experts.is_exact:
             args.exact_router = self.keep_floats(experts.router)
         else:
-            args.router = self.matrix(experts.router)
+            args.router = self.matrix(experts.router, experts.router_bias)
         if experts.shared_gate is not None:
             args.shared_gate = self._product(experts.shared_gate)
         return args

@@ -13,8 +13,8 @@
 
 namespace {
 
-// The function that turns logits into scores. With SOFTMAX a row's scores sum to 1.
-enum Score : int64_t { SOFTMAX, SIGMOID };
+// The function that turns logits into scores. With SOFTMAX a row's scores sum to 1, with CHOSEN_SOFTMAX those selected.
+enum Score : int64_t { SOFTMAX, SIGMOID, CHOSEN_SOFTMAX };
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
@@ -46,7 +46,7 @@ class Routing {
     // Turns one row's logits into scores, and writes the `chosen` experts and the `weights` of their outputs.
     void choose(const Experts& experts, float* scores, int64_t* chosen, float* weights) {
         if (experts.score == SOFTMAX) softmax_row(scores, experts.count);
-        else sigmoid_row(scores, experts.count, experts.rounds);
+        else if (experts.score == SIGMOID) sigmoid_row(scores, experts.count, experts.rounds);
         ranks.resize(experts.count);
         for (int64_t e = 0; e < experts.count; e++) {
             const float rank = scores[e] + (experts.preferences ? experts.preferences[e] : 0);
@@ -54,11 +54,10 @@ class Routing {
         }
         if (experts.open_groups < experts.groups) close_groups(experts);
         highest(ranks, experts.chosen, places);
+        for (int64_t i = 0; i < experts.chosen; i++) chosen[i] = places[i], weights[i] = scores[places[i]];
+        if (experts.score == CHOSEN_SOFTMAX) softmax_row(weights, experts.chosen);
         float sum = experts.normalizes ? experts.least_sum : 1;
-        for (int64_t i = 0; i < experts.chosen; i++) {
-            chosen[i] = places[i], weights[i] = scores[places[i]];
-            if (experts.normalizes) sum += weights[i];
-        }
+        for (int64_t i = 0; experts.normalizes && i < experts.chosen; i++) sum += weights[i];
         for (int64_t i = 0; i < experts.chosen; i++) {
             weights[i] = weights[i] / sum * experts.scaling;
             if (experts.rounds) weights[i] = rounded(weights[i]);

@@ -67,7 +67,9 @@ void divide_row(Value* row, float divisor, int64_t size) {
     for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) / divisor);
 }
 
-enum Activation : int64_t { SILU, RELU2, GELU_TANH };
+enum Activation : int64_t { SILU, RELU2, GELU_TANH, CLAMPED_SWIGLU };
+
+constexpr float SWIGLU_SLOPE = 1.702f, SWIGLU_LIMIT = 7;
 
 // GELU by tanh (Hendrycks & Gimpel, 2016) is x times the sigmoid of this.
 inline float gelu_exponent(float x) { return 1.5957691216f * (x + 0.044715f * x * x * x); }
@@ -84,6 +86,22 @@ void gate_row(const Value* __restrict gate, const Value* __restrict up, int64_t 
         for (int64_t i = 0; i < count; i++) powers[i] = exp_of(-exponent(widen(gate[first + i])));
         for (int64_t i = 0; i < count; i++)
             out[first + i] = narrow(rounded(widen(gate[first + i]) / (1 + powers[i])) * widen(up[first + i]));
+    }
+}
+
+// gpt-oss's gates, each followed by its value.
+void clamped_gate_row(const Value* __restrict made, int64_t size, Value* __restrict out) {
+    constexpr int64_t PART = 128;
+    float gates[PART], powers[PART];
+    for (int64_t first = 0; first < size; first += PART) {
+        const int64_t count = std::min(PART, size - first);
+        const Value* pairs = made + 2 * first;
+        for (int64_t i = 0; i < count; i++) gates[i] = std::min(widen(pairs[2 * i]), SWIGLU_LIMIT);
+        for (int64_t i = 0; i < count; i++) powers[i] = exp_of(-rounded(gates[i] * SWIGLU_SLOPE));
+        for (int64_t i = 0; i < count; i++) {
+            const float value = std::max(-SWIGLU_LIMIT, std::min(widen(pairs[2 * i + 1]), SWIGLU_LIMIT));
+            out[first + i] = narrow(rounded(value + 1) * rounded(gates[i] * rounded(1 / (1 + powers[i]))));
+        }
     }
 }
 

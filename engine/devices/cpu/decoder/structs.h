@@ -90,6 +90,7 @@ struct Layer {
     const Value *cosines, *sines;         // [positions, rotary_dim]
     Weights qkv, output, gate_up, down;
     int64_t window;
+    const float* sinks;          // attention sinks [heads]; null for none
     const Recurrent* recurrent;  // null for attention
     const Latent* latent;        // null except for latent attention
     const Experts* experts;

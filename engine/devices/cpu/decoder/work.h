@@ -72,6 +72,7 @@ class Work {
     // the values to multiply.
     void activate(const Value* made, int64_t width, Value* out) const {
         if (m.activation == RELU2) square_row(made, width, out);
+        else if (m.activation == CLAMPED_SWIGLU) clamped_gate_row(made, width, out);
         else if (m.activation == GELU_TANH) gate_row(made, made + width, width, out, gelu_exponent);
         else gate_row(made, made + width, width, out, [](float x) { return x; });
     }
