@@ -42,6 +42,7 @@ class _Answered(msgspec.Struct):
     """The part of an output's line that is read again."""
 
     custom_id: str
+    response: dict[str, Any]
     error: Any = None
 
 

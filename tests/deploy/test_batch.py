@@ -177,10 +177,12 @@ def test_bad_lines_are_named_before_anything_is_sent(server, run, lines, reason)
     assert not server.seen
 
 
-def test_an_existing_other_file_is_not_overwritten(run, tmp_path):
-    (tmp_path / "out.jsonl").write_text("something else\n")
-    assert "out.jsonl, line 1: " in run().stderr
-    assert (tmp_path / "out.jsonl").read_text() == "something else\n"
+@pytest.mark.parametrize("text", ["something else", line(NAMES[0])], ids=["text", "requests"])
+def test_an_existing_other_file_is_not_overwritten(server, run, tmp_path, text):
+    (tmp_path / "out.jsonl").write_text(f"{text}\n")
+    result = run()
+    assert result.exit_code == 2 and "out.jsonl, line 1: not an answer of a batch: " in result.stderr
+    assert (tmp_path / "out.jsonl").read_text() == f"{text}\n" and not server.seen
 
 
 def test_answers_are_not_written_to_another_users_file(server, run, tmp_path):
