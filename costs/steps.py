@@ -99,10 +99,13 @@ class StepTimes:
         self._lock = threading.Lock()
 
     def seed(self, measured: Sequence[tuple[StepWork, float]]) -> None:
-        """Learn from steps measured at the start, on the worker's own cores, and never forget them."""
+        """Learn from steps measured at the start, on the worker's own cores, and never forget them. A model
+        of two tokens has room for none.
+        """
         with self._lock:
-            self._learn([_Step(work, seconds) for work, seconds in measured])
-            self._model.keep()
+            if measured:
+                self._learn([_Step(work, seconds) for work, seconds in measured])
+                self._model.keep()
         self.costs()
 
     def observe(self, work: StepWork, seconds: float, accepted: int = 0, spread: float = 1.0) -> None:

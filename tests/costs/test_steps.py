@@ -52,6 +52,13 @@ def test_the_measurements_at_start_are_enough():
     assert weights(seeded(TRUE).costs()) == pytest.approx(weights(TRUE), rel=1e-3)
 
 
+def test_a_worker_may_have_no_room_to_measure_steps() -> None:
+    times = StepTimes(512, 100)
+    times.seed([])
+    run(times, TRUE, 300)
+    assert times.costs().decode_s(4, 2000) == pytest.approx(TRUE.decode_s(4, 2000), rel=0.05)
+
+
 def test_costs_follow_a_machine_that_becomes_slower():
     times = seeded(TRUE)
     slow = StepCosts(**{name: 3 * getattr(TRUE, name) for name in WEIGHTS})
