@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -127,10 +128,13 @@ def _checked(field: str, value: Any, source: str) -> Any:
     if match is not None:
         value = int(float(match[1]) * _FACTORS[match[2]])
     try:
-        msgspec.convert({field: value}, ServeConfig, strict=False)
+        converted = getattr(msgspec.convert({field: value}, ServeConfig, strict=False), field)
+        is_good = not isinstance(converted, float) or math.isfinite(converted)
     except msgspec.ValidationError:
+        is_good = False
+    if not is_good:
         got = "" if field in _SECRET_FIELDS else f", got {value!r}"
-        raise ConfigError(f"{source}: must be {described(field_types(limits=True)[field])}{got}") from None
+        raise ConfigError(f"{source}: must be {described(field_types(limits=True)[field])}{got}")
     return value
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import socket
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -45,6 +46,8 @@ def check_source(source: str, flag: str, revision: str | None = None, file: str 
     If the hub does not answer, this process and its children use only the cache and never ask the hub again,
     since each file would take half a minute.
     """
+    if not source:
+        raise ConfigError(f"{flag}: must name a folder, a file or a hub id, got ''")
     if Path(source).is_dir() or (is_gguf(source) and Path(source).exists()):
         return
     if source.startswith(("/", ".", "~")):
@@ -97,6 +100,7 @@ def check_start(config: ServeConfig) -> GenerationDefaults:
     _check_weights(config)
     _check_backend(config)
     _check_disk(config)
+    _check_worker_host(config)
     if model.get("is_encoder_decoder"):
         raise ConfigError(f"--model: {config.model}: encoder-decoder models are not supported")
     quantized = model.get("quantization_config")
@@ -182,6 +186,20 @@ def _check_backend(config: ServeConfig) -> None:
         raise ConfigError(
             f"--attention-backend: {config.attention_backend} is for --device {device}, not {config.device}"
         )
+    if config.attention_backend == "triton" and config.ray_address is None and (fault := cuda_fault()):
+        raise ConfigError(f"--attention-backend: triton is for GPUs, but {fault}")
+
+
+def _check_worker_host(config: ServeConfig) -> None:
+    """Raise `ConfigError` if this host's workers could not bind to --worker-host."""
+    if config.worker_host is None or config.ray_address is not None:
+        return
+    try:
+        socket.create_server((config.worker_host, 0)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--worker-host: cannot listen on {config.worker_host}: {error.strerror}"
+        ) from error
 
 
 def in_container() -> bool:

@@ -67,7 +67,10 @@ def cpu_pool_budget(config: ServeConfig, max_model_len: int, sequence_bytes: int
     one sequence of `max_model_len` tokens.
     """
     if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+        total = psutil.virtual_memory().total
+        if (asked := config.kv_cache_memory_bytes) > total:
+            raise ConfigError(f"--kv-cache-memory-bytes: {asked} are asked for, this host has {total}")
+        return asked, "--kv-cache-memory-bytes"
     share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
     fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
     # Few sequences get that long: the prefix cache uses the rest.

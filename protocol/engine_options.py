@@ -104,7 +104,7 @@ class ModelOptions:
     """Name and folder of a LoRA adapter, as in sql=/adapters/sql; may be repeated."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=1024)] = 64
     """Highest rank of a LoRA adapter."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Longest sequence, prompt and output; default: the model's."""
 
     @property

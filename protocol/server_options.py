@@ -130,7 +130,7 @@ class WorkerOptions(RoleOptions):
     """Address that workers bind to; default: their node's."""
     worker_ports: str | None = None
     """Ports that workers and routers listen on for each other, as in 6500-6599; default: any."""
-    worker_threads: PositiveInt | None = None
+    worker_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads per worker; default: its share of the host's cores, plus cores of idle workers."""
 
     def num_replicas(self, role: RoleSpec) -> int:

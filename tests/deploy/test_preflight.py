@@ -86,6 +86,8 @@ def test_fitting_options_are_accepted(model: str, tmp_path: Path) -> None:
             {"kv_disk_path": "/proc/x", "kv_disk_size": 1, "kv_offloading_size": 1},
             "--kv-disk-path: cannot use /proc/x: ",
         ),
+        ({"worker_host": "192.0.2.1"}, "--worker-host: cannot listen on 192.0.2.1: "),
+        ({"kv_cache_memory_bytes": 2**60}, "--kv-cache-memory-bytes: [0-9]+ are asked for, this host has "),
         ({"tokenizer": "/nope"}, "--tokenizer: there is no folder /nope$"),
         ({"model": "/nope.gguf"}, "--model: there is no file /nope.gguf$"),
         ({"model": "nope.gguf"}, r"--model: there is no file nope.gguf, and a file on the hub is owner/"),
@@ -192,6 +194,8 @@ def test_cuda_without_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cpu")
     with pytest.raises(ConfigError, match=r"--device: cuda was asked for, but PyTorch 2.13.0\+cpu is built"):
         check(model, device="cuda")
+    with pytest.raises(ConfigError, match="--attention-backend: triton is for GPUs, but PyTorch"):
+        check(model, device="auto", attention_backend="triton")
     monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cu128")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(
