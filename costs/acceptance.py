@@ -78,13 +78,11 @@ class RequestAcceptance:
         self._expected *= kept
         self._place = place
 
-    def observe(self, depth: int, num_accepted: int, place: int, *, is_blind: bool = False) -> None:
-        """Learn from a draft. With `is_blind` its context was truncated, so it does not count for other
-        requests.
-        """
+    def observe(self, depth: int, num_accepted: int, place: int) -> None:
+        """Learn from a draft of `depth` tokens, of which the first `num_accepted` were accepted."""
         self.age(place)
         self._rejected += num_accepted < depth
         self._expected += sum([1 - rate for rate in self.method.rates()[: min(num_accepted + 1, depth)]])
         for shared in (self.method, self._of_class):
-            if shared is not None and not is_blind:
+            if shared is not None:
                 shared.observe(depth, num_accepted)

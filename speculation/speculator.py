@@ -323,7 +323,7 @@ class BatchSpeculator(Speculator):
         depth = self._options.max_speculative_tokens if is_whole else draft.depth
         num_agreed = len(verdict.accepted)
         place = len(sequence.token_ids)
-        estimator.verified(request, room, len(draft.token_ids), depth, num_agreed, place, draft.is_blind)
+        estimator.verified(request, room, len(draft.token_ids), depth, num_agreed, place)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
         if not draft.is_blind:
             self._account.observed_first(method, request.origin, num_agreed > 0)

@@ -27,10 +27,10 @@ class Draft:
     path: bit 0 is the sequence's last token, bit i + 1 is token i, and the highest set bit is the probe.
 
     `distributions`, float32 [nodes, vocab_size], are the probabilities that nodes were drawn with; None if
-    the draft is deterministic. `is_blind`: whether it was drafted with truncated context; its acceptance is
-    left out of statistics that requests share. The first `num_predicted` tokens come from the client's
-    prediction of the answer. While tokens are `late`, `ids` has placeholders for them, and `token_ids` waits
-    for the tokens. If the tree's shape is late too, all nodes follow the last token until `settle`.
+    the draft is deterministic. `is_blind`: whether it was drafted with truncated context; its acceptance says
+    nothing of its request's origin. The first `num_predicted` tokens come from the client's prediction of the
+    answer. While tokens are `late`, `ids` has placeholders for them, and `token_ids` waits for the tokens. If
+    the tree's shape is late too, all nodes follow the last token until `settle`.
     """
 
     ids: list[int]

@@ -199,14 +199,13 @@ class Estimator:
         depth: int = 0,
         num_accepted: int = 0,
         place: int = 0,
-        is_blind: bool = False,
     ) -> None:
         """Record a step's draft, `depth` deep, of a request with room for `num_granted` tokens."""
         if self.window is not None:
             self.window.drafted += num_drafted
         request.acceptance.method.observe_found(num_granted, num_drafted)
         if depth:
-            request.acceptance.observe(depth, num_accepted, place, is_blind=is_blind)
+            request.acceptance.observe(depth, num_accepted, place)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
         """Record that a request ended: its output tokens, and its prompt tokens that were computed here."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from costs.acceptance import FIRST_RATE, TEXT_MEMORY, MethodAcceptance, RequestAcceptance
@@ -17,9 +19,10 @@ def method_of(outcomes: list[tuple[int, int]]) -> MethodAcceptance:
 
 
 def request_of(method: MethodAcceptance, outcomes: list[tuple[int, int]] = []) -> RequestAcceptance:  # noqa: B006
-    request = RequestAcceptance(method)
+    """Make a request of a method that has no others after these."""
+    request = RequestAcceptance(deepcopy(method))
     for depth, num_accepted in outcomes:
-        request.observe(depth, num_accepted, 0, is_blind=True)
+        request.observe(depth, num_accepted, 0)
     return request
 
 
@@ -35,7 +38,6 @@ def test_a_class_has_its_own_rates_beside_the_methods() -> None:
     request = RequestAcceptance(method, sampled)
     for _ in range(40):
         request.observe(4, 0, 0)
-    request.observe(4, 4, 0, is_blind=True)
     assert sampled.rates()[0] < 0.4 < 0.8 < method.rates()[0]
 
 
@@ -66,17 +68,15 @@ def test_requests_in_hard_and_easy_text_get_different_rates() -> None:
 
 
 def test_a_requests_own_observations_fade() -> None:
-    method = method_of([(4, 4), (4, 1)] * 50)
+    method = method_of([(4, 4), (4, 1)] * 200)
     request = request_of(method, [(4, 0)] * 5)
     request.age(int(6 * TEXT_MEMORY))
     assert request.survival() == pytest.approx(request_of(method).survival(), abs=0.02)
 
 
-def test_a_requests_observations_count_for_its_method_unless_it_drafts_blindly() -> None:
+def test_a_requests_observations_count_for_its_method() -> None:
     method = MethodAcceptance(DEPTH)
     before = method.rates()
-    RequestAcceptance(method).observe(4, 0, 9, is_blind=True)
-    assert method.rates() == before
     RequestAcceptance(method).observe(4, 0, 9)
     assert method.rates()[0] < before[0]
     assert method.rates()[1:] == before[1:]

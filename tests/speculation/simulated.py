@@ -210,7 +210,6 @@ class SimulatedServer:
                 depth,
                 num_accepted,
                 running.place,
-                running.request.is_blind,
             )
         if running.place >= self.output_tokens:
             self.running.remove(running)

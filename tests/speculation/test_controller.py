@@ -181,8 +181,8 @@ def test_a_plan_with_fewer_drafts_lasts_longer() -> None:
     assert not idle.drafts
     hard = requests(drafting, 2)
     for request in hard:
-        for _ in range(20):
-            request.acceptance.observe(8, 0, 0, is_blind=True)
+        for _ in range(6):
+            request.acceptance.observe(8, 0, 0)
     assert plan_steps(drafting, hard) == PLAIN_PLAN_STEPS
     assert plan_steps(drafting, requests(drafting, 2, fixed=3)) == IDLE_PLAN_STEPS
 
