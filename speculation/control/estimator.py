@@ -31,8 +31,6 @@ READ_SHARE = 0.15
 """[share] The time to read a prompt token for drafting, as a share of its prefill, until it is measured: the
 value of the bundled heads.
 """
-LEAST_READ = 32
-"""[tokens] Fewer are read along with any draft, and say nothing about the time of reading."""
 FIRST_PROMPT, FIRST_OUTPUT = 256.0, 128.0
 """[tokens] The mean prompt and answer until a request ends. Reading a text must pay within the answer."""
 LENGTH_PACE = 0.05
@@ -183,7 +181,7 @@ class Estimator:
         known = self.methods[method]
         levels, tokens = 1 if known.shape.whole else max(counts), sum(counts)
         unread = sum([request.unread for request in requests])
-        if unread >= LEAST_READ:
+        if unread:
             drafting = known.time.unit(len(requests)) * known.time.units(levels, tokens)
             known.time.observe_reading(unread, seconds - drafting)
         else:
