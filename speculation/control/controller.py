@@ -152,19 +152,13 @@ class DraftController:
             chosen, other, num_steps = plain, best, PLAIN_PLAN_STEPS if self._may_pay() else IDLE_PLAN_STEPS
         reads_prompts = self.estimator.methods[method].reads_prompts
         shows_something = not (reads_prompts and all(request.is_blind for request in requests))
-        if shows_something and self._explorer.tries(self._price(method, requests, other, chosen)):
+        lost = max(1 - other.rate / chosen.rate, MIN_GAIN)
+        if shows_something and self._explorer.tries(TRIAL_STEPS * other.seconds * lost):
             chosen, num_steps = other, TRIAL_STEPS
         self._steps_left = min(self._steps_left, num_steps)
         for request, granted in zip(requests, chosen.granted, strict=True):
             request.granted = granted
         return chosen.step
-
-    def _price(self, method: Source, requests: list[SpeculatingRequest], trial: Plan, instead: Plan) -> float:
-        """Return the seconds that a trial is expected to lose."""
-        drafting = zip(requests, trial.granted, strict=True)
-        unread = sum([request.unread for request, granted in drafting if granted])
-        lost = max(1 - trial.rate / instead.rate, MIN_GAIN)
-        return TRIAL_STEPS * trial.seconds * lost + self.estimator.read_seconds(method, unread)
 
     def _typical_pays(self, method: Source, num_requests: int) -> bool:
         """Return whether `num_requests` typical requests, whose prompts must be read first, would draft."""
