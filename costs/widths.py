@@ -59,11 +59,11 @@ class TargetTime:
         """The number of windows that each ratio was learned from."""
 
     def seconds(self, num_sequences: int, drafted: ArrayLike) -> np.ndarray:
-        """Return the seconds of steps with `drafted` rows (ascending). They never fall."""
+        """Return the seconds of steps with `drafted` rows."""
         rows = num_sequences + np.asarray(drafted, float)
         logs = np.interp(np.log2(rows / num_sequences), _WIDTHS, self._ratios(num_sequences))
-        seconds = np.interp(rows, self._rows, self._seconds) * np.exp(logs)
-        return np.maximum.accumulate(seconds)
+        seconds: np.ndarray = np.interp(rows, self._rows, self._seconds) * np.exp(logs)
+        return seconds
 
     def observe(self, num_sequences: int, drafted: float, measured: float) -> None:
         """Learn from the mean time of a window of steps."""

@@ -29,14 +29,6 @@ def test_a_noisy_measurement_leaves_no_dent() -> None:
     assert seconds(target, 1, 0) == pytest.approx(2e-3)
 
 
-def test_more_rows_never_take_less() -> None:
-    target = made()
-    target.observe(4, 0, 5e-3)
-    target.observe(4, 12, 4e-3)
-    times = target.seconds(4, range(60)).tolist()
-    assert times == sorted(times)
-
-
 def test_one_slow_window_moves_little() -> None:
     target = made()
     for _ in range(20):

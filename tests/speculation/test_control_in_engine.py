@@ -166,7 +166,6 @@ def test_calibration_measures_the_machine(target: Path) -> None:
     state = engine.speculation()
     assert state is not None and state.max_tokens == 8
     seconds = state.step_time.seconds
-    assert all(row == sorted(row) for row in seconds)
     assert 0 < seconds[0][0] < seconds[-1][-1]
     (method,) = state.methods
     assert method.start_s + method.level_s + method.token_s > 0
