@@ -106,18 +106,14 @@ class DraftTime:
 
     def observe(self, num_requests: int, levels: int, tokens: int, measured: float) -> None:
         size, found = num_requests.bit_length(), measured / self.units(levels, tokens)
-        known = self._units.get(size)
-        if known is not None:
-            longest = math.exp(LONGEST_STRIDE)
-            found = min(max(found, known / longest), known * longest)
-            found = known + PACE * (found - known)
-        self._units[size] = found
+        known = self._units.get(size, found)
+        self._units[size] = known + PACE * (found - known)
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """Learn from `num_tokens` prompt tokens that the drafter read."""
         found = max(seconds, 0.0) / num_tokens
-        known = self.per_read
-        self.per_read = found if known is None else known + PACE * (found - known)
+        known = found if self.per_read is None else self.per_read
+        self.per_read = known + PACE * (found - known)
 
 
 def _nearest(known: dict[int, T], num_requests: int, default: T) -> T:
