@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -40,8 +39,7 @@ class ComputedSequence(Protocol):
     num_computed: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """The work of a step: `rows` decoding sequences that attend to `context` tokens in all, and `tokens`
     prompt tokens, which attend to earlier tokens in `pairs` pairs.
     """
@@ -220,12 +218,10 @@ class Regression:
         squares, products = sums[:, :-1], sums[:, -1]
         sizes = np.sqrt(np.maximum(np.diag(squares), 1e-30))
         squares, products = squares / np.outer(sizes, sizes) + 1e-9 * np.eye(len(sizes)), products / sizes
-        used, found = np.arange(len(sizes)), np.zeros(0)
-        while len(used):
+        used, found = np.arange(len(sizes)), np.linalg.solve(squares, products)
+        while found.min(initial=0.0) < 0:
+            used = np.delete(used, found.argmin())
             found = np.linalg.solve(squares[np.ix_(used, used)], products[used])
-            if (found >= 0).all():
-                break
-            used, found = np.delete(used, found.argmin()), np.zeros(0)
         self.weights = np.zeros(len(sizes))
         self.weights[used] = found / sizes[used]
 

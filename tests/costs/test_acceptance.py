@@ -74,6 +74,19 @@ def test_a_requests_own_observations_fade() -> None:
     assert request.survival() == pytest.approx(request_of(method).survival(), abs=0.02)
 
 
+def test_observations_fade_with_the_text_alone() -> None:
+    """They do not where a request stays as long, and a request placed again may be shorter."""
+    request = request_of(method_of([(4, 4), (4, 1)] * 200), [(4, 0)] * 5)
+    before = request.survival()
+    for place in (0, 0, -3):
+        request.age(place)
+        assert request.survival() == before
+    for place in range(1000, 1003):
+        request.age(place)
+        request.observe(4, 0, place)
+    assert request._rejected == pytest.approx(sum((1 - 1 / TEXT_MEMORY) ** age for age in range(3)))
+
+
 def test_a_requests_observations_count_for_its_method() -> None:
     method = MethodAcceptance(DEPTH)
     before = method.rates()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from math import e, exp
 
 import msgspec
+import numpy as np
 import pytest
 
-from costs.steps import DECODE_SCALING, PREFILL_SCALING, StepTimes, StepWork
+from costs.steps import DECODE_SCALING, MEMORY, PREFILL_SCALING, Regression, StepTimes, StepWork
 from protocol.costs import StepCosts
 
 TRUE = StepCosts(step_s=2e-3, row_s=1e-4, context_s=5e-7, chunk_s=5e-4, token_s=8e-5, attention_s=2e-7)
@@ -88,6 +90,38 @@ def test_no_weight_is_negative_and_a_pause_counts_little():
     found = times.costs()
     assert min(weights(found)) >= 0
     assert seconds(StepWork(4, 400), found) == pytest.approx(3e-3, rel=0.2)
+
+
+def test_a_regression_remembers_as_many_rows_as_it_says():
+    """Its value minimizes the relative errors of rows, of which the older weigh 1/e."""
+    memory = 100
+    fit = Regression(1, memory)
+    fit.learn(np.ones((5000, 1)), np.ones(5000))
+    fit.learn(np.ones((memory, 1)), np.full(memory, 2.0))
+    old = exp(-1)
+    new = 1 - old
+    assert fit.weights[0] == pytest.approx((old + new / 2) / (old + new / 4), rel=0.01)
+
+
+def test_the_tokens_that_steps_bring_are_averaged_over_the_latest():
+    times = seeded(TRUE)
+    work = StepWork(4, 400)
+    for accepted in (12, 0):
+        for _ in range(round(MEMORY)):
+            times.observe(work, seconds(work), accepted=accepted)
+        found = times.costs().tokens_per_row
+        # After the second half, the first weighs 1/e of it.
+        assert found == pytest.approx(1 + 3 * (1.0 if accepted else 1 / (e + 1)), rel=0.01)
+
+
+def test_the_error_is_that_of_the_latest_steps():
+    """They are judged together, by what was known before them."""
+    times, work = seeded(TRUE), StepWork(4, 400)
+    for took, error in ((2.0, 1 / 2), (1.0, 1 / 2 / (e + 1))):
+        before = seconds(work, times.costs())
+        for _ in range(round(MEMORY)):
+            times.observe(work, took * before)
+        assert times.costs().error == pytest.approx(error, rel=0.01)
 
 
 def run_lending(times: StepTimes, costs: StepCosts, count: int, *, lent_share: float) -> None:

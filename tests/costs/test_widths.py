@@ -61,6 +61,14 @@ def test_each_width_is_learned_on_its_own() -> None:
     assert seconds(target, 1, 0) == pytest.approx(2e-3, rel=0.05)
 
 
+def test_a_width_that_was_seen_follows_no_other() -> None:
+    target = made()
+    target.observe(8, 0, 4e-3)
+    target.observe(8, 56, 90e-3)
+    assert seconds(target, 8, 0) == pytest.approx(4e-3)
+    assert seconds(target, 8, 24) > 1.2 * seconds(made(), 8, 24), "the unseen one between them follows both"
+
+
 def test_drafting_takes_its_first_measurement_and_then_follows() -> None:
     draft = DraftTime(1e-4)
     assert draft.unit(4) == 1e-4
