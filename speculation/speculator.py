@@ -322,8 +322,8 @@ class BatchSpeculator(Speculator):
         is_whole = estimator.methods[method].shape.whole
         depth = self._options.max_speculative_tokens if is_whole else draft.depth
         num_agreed = len(verdict.accepted)
-        place = len(sequence.token_ids)
-        estimator.verified(request, room, len(draft.token_ids), depth, num_agreed, place)
+        estimator.verified(request, room, len(draft.token_ids))
+        request.acceptance.observe(depth, num_agreed, len(sequence.token_ids))
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
         if not draft.is_blind:
             self._account.observed_first(method, request.origin, num_agreed > 0)

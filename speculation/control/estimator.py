@@ -189,21 +189,11 @@ class Estimator:
         for request in requests:
             request.unread = 0
 
-    def verified(
-        self,
-        request: SpeculatingRequest,
-        num_granted: int,
-        num_drafted: int,
-        depth: int = 0,
-        num_accepted: int = 0,
-        place: int = 0,
-    ) -> None:
-        """Record a step's draft, `depth` deep, of a request with room for `num_granted` tokens."""
+    def verified(self, request: SpeculatingRequest, num_granted: int, num_drafted: int) -> None:
+        """Record that a request with room for `num_granted` draft tokens had `num_drafted` in a step."""
         if self.window is not None:
             self.window.drafted += num_drafted
         request.acceptance.method.observe_found(num_granted, num_drafted)
-        if depth:
-            request.acceptance.observe(depth, num_accepted, place)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
         """Record that a request ended: its output tokens, and its prompt tokens that were computed here."""
@@ -282,12 +272,18 @@ def measure_target(profiling: ProfilingRun, verify: Verify, max_sequences: int) 
         seconds.append(found)
     if len(rows) < 2:
         return UNMEASURED
-    prompt = min(_PROMPT, profiling.max_model_len - 1)
-    sequences = profiling.sequences(1, prompt, 1)
     per_token = UNMEASURED.per_prompt_token
-    if sequences is not None:
-        per_token = _least_seconds(lambda: profiling.forward(sequences, wants_hidden=False)) / prompt
+    prompt = _prompt(profiling)
+    if prompt is not None:
+        per_token = _least_seconds(lambda: profiling.forward([prompt], wants_hidden=False))
+        per_token /= prompt.num_uncomputed
     return MeasuredCurve(rows, seconds, per_token)
+
+
+def _prompt(profiling: ProfilingRun) -> SequenceState | None:
+    """Return a prompt to prefill; None if there is no room."""
+    found = profiling.sequences(1, min(_PROMPT, profiling.max_model_len - 1), 1)
+    return found[0] if found is not None else None
 
 
 def _verify_seconds(profiling: ProfilingRun, verify: Verify, num_sequences: int, rows: int) -> float | None:
@@ -303,21 +299,21 @@ def _verify_seconds(profiling: ProfilingRun, verify: Verify, num_sequences: int,
 
 def measure_reading(profiling: ProfilingRun, drafter: Drafter) -> float | None:
     """Return the seconds that a head adds to each token of a prompt; None if there is no room."""
-    prompt = min(_PROMPT, profiling.max_model_len - 1)
-    sequences = profiling.sequences(1, prompt, 1)
-    if sequences is None:
+    prompt = _prompt(profiling)
+    if prompt is None:
         return None
+    tokens = prompt.num_uncomputed
 
     def read() -> None:
-        drafter.begin(sequences[0], 0, None)
-        hidden = profiling.forward(sequences).hidden
+        drafter.begin(prompt, 0, None)
+        hidden = profiling.forward([prompt]).hidden
         assert hidden is not None
-        drafter.observe([ComputedRows(sequences[0], 0, prompt, HiddenRows(hidden, range(prompt)))])
+        drafter.observe([ComputedRows(prompt, 0, tokens, HiddenRows(hidden, range(tokens)))])
 
-    plain = _least_seconds(lambda: profiling.forward(sequences, wants_hidden=False))
+    plain = _least_seconds(lambda: profiling.forward([prompt], wants_hidden=False))
     reading = _least_seconds(read)
-    drafter.forget(sequences[0].request_id)
-    return max(reading - plain, 0.0) / prompt
+    drafter.forget(prompt.request_id)
+    return max(reading - plain, 0.0) / tokens
 
 
 def _least_seconds(action: Callable[[], object]) -> float:

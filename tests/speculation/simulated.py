@@ -203,14 +203,8 @@ class SimulatedServer:
         self.tokens += 1 + num_accepted
         running.place += 1 + num_accepted
         if room:
-            self.controller.estimator.verified(
-                running.request,
-                room,
-                num_drafted,
-                depth,
-                num_accepted,
-                running.place,
-            )
+            self.controller.estimator.verified(running.request, room, num_drafted)
+            running.request.acceptance.observe(depth, num_accepted, running.place)
         if running.place >= self.output_tokens:
             self.running.remove(running)
             self._waiting.append(self._start())

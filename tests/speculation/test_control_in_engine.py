@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import zmq
 
+from costs.widths import UNMEASURED
+from engine.batch.runner import ForwardOutput
 from engine.engine import Engine
 from engine.step.draft import Draft
+from engine.step.profiling import ProfilingRun
 from engine.step.sequence import SequenceState
 from messaging.sockets import ClusterKeys
 from protocol.roles import ROLES
 from speculation.control.controller import DraftController
+from speculation.control.estimator import measure_target
 from speculation.speculator import BatchSpeculator
 from tests.speculation.engines import ask, finish, make_engine, ticks
 from tests.worker.tiny_model import VOCAB_SIZE
@@ -171,6 +175,32 @@ def test_calibration_measures_the_machine(target: Path) -> None:
     assert method.start_s + method.level_s + method.token_s > 0
     assert 0 < speculator._controller.estimator.target.per_prompt_token < seconds[0][0]
     assert not speculator._controller.estimator.methods["draft_model"].reads_prompts
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(512, 256), (100, 99)])
+def test_one_prompt_is_measured_that_fits_the_model(
+    longest: int, tokens: int, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make_engine(target, None)
+    asked: list[tuple[int, int, int]] = []
+    ran: list[list[int]] = []
+
+    class Recording(ProfilingRun):
+        def sequences(self, count: int, num_tokens: int, room: int) -> list[SequenceState] | None:
+            asked.append((count, num_tokens, room))
+            return super().sequences(count, num_tokens, room)
+
+        def forward(self, sequences: list[SequenceState], *, wants_hidden: bool = True) -> ForwardOutput:
+            ran.append([each.num_uncomputed for each in sequences])
+            return super().forward(sequences, wants_hidden=wants_hidden)
+
+    profiling = Recording(engine.blocks, engine._runner, longest)
+    curve = measure_target(profiling, lambda sequences, logits: [], max_sequences=4)
+    profiling.close()
+    assert asked[-1] == (1, tokens, 1)
+    assert ran[-4:] == [[tokens]] * 4, "once to compile, then the fastest of three counts"
+    assert 0 < curve.per_prompt_token < curve.seconds[0]
+    assert curve.per_prompt_token != UNMEASURED.per_prompt_token
 
 
 def test_lengths_of_answers_are_learned_when_they_end(target: Path) -> None:
