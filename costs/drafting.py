@@ -30,8 +30,8 @@ TRIAL_SHARE = 0.01
 class Explorer:
     """A budget of seconds, earned as a share of the time that passes; it saves for one trial at most."""
 
-    def __init__(self, share: float = TRIAL_SHARE, seconds: float = 0.0) -> None:
-        self._share, self._seconds = share, seconds
+    def __init__(self, share: float = TRIAL_SHARE) -> None:
+        self._share, self._seconds = share, 0.0
 
     def passed(self, seconds: float) -> None:
         self._seconds += self._share * seconds

@@ -72,7 +72,6 @@ ROUTER = (
     _counter("placements_total", "Placement decisions.", "kind"),
     _counter("draft_plans_total", "Plans of new requests, by where their drafts are made.", "place"),
     _counter("draft_replans_total", "Plans changed during a request.", "reason"),
-    _counter("draft_trials_total", "Trials of places that seemed slower, by place.", "place"),
     _counter("draft_plan_steps_total", "Steps of requests, by where their drafts were made.", "place"),
     _counter(
         "draft_plan_predicted_tokens_total", "Tokens that the plans predicted for these steps.", "place"

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 from costs.drafting import SharedDrafter
@@ -51,8 +50,7 @@ class DraftPlanner:
         self._deployed = config.speculative_config
         self._tokens_left = tokens_left
         self._prospects: dict[_Key, tuple[object, Prospects]] = {}
-        tried = partial(core.metrics.count, "draft_trials_total")
-        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(tried))
+        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(DraftKind)
         self._drafting: Counter[tuple[str, str]] = Counter()
         """Number of requests by their decode worker and draft worker."""
         self._next = 0

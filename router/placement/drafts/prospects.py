@@ -7,8 +7,7 @@ request, the time that its drafter needs to read the request's text is subtracte
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, isfinite, log2
@@ -61,14 +60,13 @@ class DraftFacts:
     """Facts about a request that has `num_tokens` tokens and is expected to generate `tokens_left` more.
 
     `current`: the place where it drafts now; None: it has no plan yet. `others`: the place that similar
-    requests use. `trial`: the place that all of them use during a trial, to measure it.
+    requests use.
     """
 
     num_tokens: int = 0
     tokens_left: float = 128.0
     current: DraftPlace | None = None
     others: DraftPlace | None = None
-    trial: DraftPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,6 @@ class DraftOption(NamedTuple):
     `rate`: tokens a second of the batch. `worth`: the rate over the rest of the request, less the time in
     which its drafter reads its text. Both include `correction`, the ratio of observed to predicted rate.
     `tokens_per_step`: tokens of one request in a step. `max_tokens`: most draft tokens of one in a step.
-    `is_seen`: the place was observed at about this load.
     """
 
     place: DraftPlace
@@ -103,7 +100,6 @@ class DraftOption(NamedTuple):
     tokens_per_step: float
     max_tokens: int = 0
     correction: float = 1.0
-    is_seen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +115,6 @@ class DraftDecision:
 
 MIN_GAIN = 0.05
 """[share] Gain that justifies a change of place: about twice the uncertainty of a step's time."""
-SEEN_GAIN = 0.02
-"""[share] Like `MIN_GAIN`, but for two observed places: their rates are averages over seconds."""
 FIRST_RATES = [FIRST_RATE] * 8
 """Acceptance rates to assume before any was measured; decode workers assume the same."""
 _UNKNOWN = MethodState(method="draft_model")
@@ -184,7 +178,6 @@ class Prospects:
             rate.tokens_per_step,
             most if place.method is not None else 0,
             self._seen.correction(place, self._rows),
-            self._seen.knows(place, self._rows),
         )
 
     def _rate(self, place: DraftPlace) -> Rate:
@@ -250,14 +243,9 @@ def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
     may_stop = prospects.may_stop or (local is None and not elsewhere)
     found = (nowhere if may_stop else None, local, *elsewhere)
     options = tuple(option for option in found if option is not None)
-    tried = next((option for option in options if option.place == request.trial), None)
-    if tried is not None:
-        return DraftDecision(tried, options, "a trial, to see what it brings")
     best, held = max(options, key=lambda option: option.worth), _held(request, options, local)
-    if held is not None:
-        least_gain = SEEN_GAIN if held.is_seen and best.is_seen else MIN_GAIN
-        if best.worth <= held.worth * (1 + least_gain):
-            return DraftDecision(held, options, "nothing brings clearly more")
+    if held is not None and best.worth <= held.worth * (1 + MIN_GAIN):
+        return DraftDecision(held, options, "nothing brings clearly more")
     return DraftDecision(best, options, "it brings the most")
 
 
@@ -294,40 +282,27 @@ class SeenRates:
     """Ratios of observed to predicted rate for similar requests, by place and load. Reads no clock.
 
     Predictions ignore how the workers slow each other down, for example on shared cores, and use step times
-    measured at start-up, when the host may have been busy.
+    measured at start-up, when the host may have been busy. A place that brought less than predicted loses to
+    others, and is used again once these do worse than that.
     """
 
     def __init__(self) -> None:
-        self._sums: defaultdict[DraftPlace, dict[int, _Sums]] = defaultdict(dict)
+        self._sums: dict[tuple[DraftPlace, int], _Sums] = {}
 
     def note(self, place: DraftPlace, rows: float, seconds: float, seen: float, predicted: float) -> None:
         """Record that one of `rows` requests got `seen` tokens in `seconds`; `predicted` were expected."""
         if not (isfinite(predicted) and predicted > 0):
             return
-        share = seconds / rows
-        by_load = self._sums[place]
-        before, kept = by_load.get(load_of(rows), _Sums()), exp(-share / MEMORY_S)
-        by_load[load_of(rows)] = _Sums(
+        key, share = (place, load_of(rows)), seconds / rows
+        before, kept = self._sums.get(key, _Sums()), exp(-share / MEMORY_S)
+        self._sums[key] = _Sums(
             kept * before.ratios + share * seen / predicted, kept * before.seconds + share
         )
 
-    def knows(self, place: DraftPlace, rows: float) -> bool:
-        """Return whether the place was observed at about this load."""
-        return _at(self._sums.get(place, {}), load_of(rows)) is not None
-
     def correction(self, place: DraftPlace, rows: float) -> float:
-        """Return the factor that corrects a prediction, as observed at the nearest load."""
-        load, by_load = load_of(rows), self._sums.get(place, {})
-        known = [each for each in by_load if _at(by_load, each) is not None]
-        nearest = min(known, key=lambda each: abs(each - load), default=load)
-        return _at(by_load, nearest) or 1.0
-
-
-def _at(by_load: Mapping[int, _Sums], load: int) -> float | None:
-    sums = by_load.get(load)
-    if sums is None or sums.seconds < LEAST_S:
-        return None
-    return max(sums.ratios / sums.seconds, LEAST_RATIO)
+        """Return the factor that corrects a prediction, as observed at about this load; 1 if it was not."""
+        sums = self._sums.get((place, load_of(rows)), _Sums())
+        return max(sums.ratios / sums.seconds, LEAST_RATIO) if sums.seconds >= LEAST_S else 1.0
 
 
 def load_of(rows: float) -> int:

@@ -16,7 +16,7 @@ from protocol.speculation import SpeculativeConfig
 from router.dispatch import Core, draft_planner
 from router.dispatch.draft_planner import DraftPlanner
 from router.observe.metrics import Metrics
-from router.placement.drafts import kinds, prospects
+from router.placement.drafts import prospects
 from router.placement.interface import WorkerSnapshot
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
 
@@ -29,7 +29,6 @@ LONG = 300
 def predictions_stand(monkeypatch):
     """Disable learning: these workers' speed does not depend on where drafts are made."""
     monkeypatch.setattr(prospects, "LEAST_S", inf)
-    monkeypatch.setattr(kinds, "SETTLES_S", inf)
 
 
 @pytest.fixture
@@ -210,32 +209,20 @@ def test_a_client_can_fix_the_place(make, where):
     assert (plan.method is None, plan.at is not None) == (where == "none", where == "remote")
 
 
-def test_observed_gains_correct_predictions(make_router, pool, monkeypatch):
+def test_observed_gains_correct_predictions(make_router, pool):
     """This worker yields a token of each request every 40 ms, whatever it drafts."""
-    monkeypatch.setattr(kinds, "SETTLES_S", float("inf"))  # the next request gets the best choice
     router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
     router.add_worker("decode-0", speculation=speculation(start_s=480e-3), step_s=0.04)
-    running = begin(router, pool, 4, max_tokens=40)
-    assert all(future.result().status_code == 200 for future in running)
-    post(router, max_tokens=2)
+    for _ in range(2):
+        running = begin(router, pool, 4, max_tokens=40)
+        assert all(future.result().status_code == 200 for future in running)
     latest = router.http.get("/decisions").json()["decisions"][0]["drafts"]
     assert latest["chosen"]["where"] == "local"
     predicted = latest["chosen"]["predicted"]
     # The worker yields 25 tokens a second, so four requests get 100. A slow host delays some and bunches
     # others.
-    assert 12.5 < predicted["tokens_per_s"] < 50, "one request, by what four brought"
+    assert 50 < predicted["tokens_per_s"] < 200
     assert predicted["seen_to_predicted"] > 2
-
-
-def test_trials_are_counted(make_router, pool, monkeypatch):
-    monkeypatch.setattr(kinds, "SETTLES_S", 0.01)
-    router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
-    decode = router.add_worker("decode-0", speculation=speculation(**COSTLY_HERE), step_s=0.005)
-    running = begin(router, pool, 2, max_tokens=200)
-    eventually(lambda: decode.replans)
-    tried = decode.replans[0].plan
-    assert router.metric("tandem_draft_trials_total", place="none" if tried.method is None else "local") == 1
-    end(router, *running)
 
 
 def test_handed_over_requests_are_planned_again_once_they_decode(make_router, pool):

@@ -136,18 +136,6 @@ def test_untried_places_are_tried():
     )
 
 
-def test_a_trial_goes_to_a_plausible_loser_but_not_to_an_impossible_place():
-    at, elsewhere = target(64, model=CPU_LIKE), DraftPlace("draft_model", "draft-0")
-    for current in (None, NOWHERE, HERE):
-        assert place(at, trial=HERE, current=current) == HERE
-        assert place(at, [drafter()], trial=elsewhere, current=current).at == "draft-0"
-        assert place(at, trial=elsewhere, current=current) == place(at, current=current)
-    assert decided(at, trial=HERE, asked=RequestSpeculation(enabled=False)).place == NOWHERE
-    assert place(target(1), trial=NOWHERE) == NOWHERE
-    fixed = decided(target(1, fixed_tokens=4), trial=NOWHERE)
-    assert planned(fixed) == ("draft_model", 4), "the deployment says so"
-
-
 def test_a_new_request_follows_the_others():
     """A draft worker is as good as the decode worker here."""
     for first, where in ((Crossing(0.8), "local"), (Crossing(1.2), "remote")):
@@ -218,15 +206,6 @@ def test_no_request_moves_for_a_small_gain():
     assert loss.place(remote) == remote
     for gain, where in ((1.15, "remote"), (0.85, "local")):
         assert {Crossing(gain).place(each).where for each in (None, HERE, remote)} == {where}
-
-
-def test_a_small_gain_counts_only_if_both_places_were_measured():
-    own, remote = HERE, DraftPlace("draft_model", "draft-0")
-    for seen, where in (((own,), "local"), ((remote,), "local"), ((own, remote), "remote")):
-        prospects = Crossing(1.035)
-        for maker in seen:
-            prospects._seen.note(maker, 8, 8.0, seen=100.0, predicted=100.0)
-        assert prospects.place(HERE).where == where
 
 
 @pytest.mark.parametrize("gain", [0.98, 1.0, 1.02])
@@ -333,7 +312,6 @@ WISHES = st.one_of(
     asked=WISHES,
     request=st.builds(
         DraftFacts,
-        trial=st.sampled_from([None, NOWHERE, HERE, DraftPlace("draft_model", "a")]),
         num_tokens=st.integers(0, 10**6),
         tokens_left=NUMBERS,
         current=st.one_of(st.none(), PLACES),

@@ -8,7 +8,7 @@ from math import exp, inf, nan
 
 import pytest
 
-from router.placement.drafts.kinds import TRIAL_S, DraftKind, ExpectedTokens, expect
+from router.placement.drafts.kinds import DraftKind, ExpectedTokens, expect
 from router.placement.drafts.prospects import (
     NOWHERE,
     DraftDecision,
@@ -28,7 +28,6 @@ TEXTS = 0.2
 
 HOLDS: dict[DraftSite, float] = {"none": 1.0, "local": 1.0, "remote": 1.0}
 SHARED_CORES: dict[DraftSite, float] = {"none": 1.0, "local": 0.95, "remote": 0.4}
-BAD_START: dict[DraftSite, float] = {"none": 1.0, "local": 2.2, "remote": 0.9}
 NOT_HERE: dict[DraftSite, float] = {"none": 1.0, "local": 0.4, "remote": 1.1}
 
 
@@ -92,28 +91,23 @@ class Simulated:
 
 
 @pytest.mark.parametrize("rows", [1, 32])
-@pytest.mark.parametrize("truth", [HOLDS, SHARED_CORES, BAD_START, NOT_HERE])
+@pytest.mark.parametrize("truth", [HOLDS, SHARED_CORES, NOT_HERE])
 def test_the_best_place_is_found_and_kept(truth, rows):
     simulated = Simulated(CPU_LIKE, truth, rows)
     simulated.run(20.0)  # learn first
-    assert simulated.run(100.0) >= 0.97
+    assert simulated.run(100.0) >= 0.96, "a place that is 3 % better than another is not found"
 
 
-def test_a_place_far_worse_is_hardly_tried():
-    simulated = Simulated(GPU_LIKE, HOLDS, rows=4)
-    simulated.run(100.0)
-    assert 0 < simulated.seconds["none"] <= 4.0
-
-
-def test_changes_are_noticed():
-    """The draft worker's cores are taken away, and come back."""
+def test_a_place_that_becomes_worse_is_left_until_the_other_does_worse():
+    """The draft worker's cores are taken away; later the decode worker becomes as slow."""
     simulated = Simulated(GPU_LIKE | {"level_s": 6e-3}, HOLDS, rows=2)
-    for truth, where in ((HOLDS, "remote"), (SHARED_CORES, "local"), (HOLDS, "remote")):
+    slow = SHARED_CORES | {"local": 0.3}
+    for truth, where in ((HOLDS, "remote"), (SHARED_CORES, "local"), (slow, "remote")):
         simulated.truth = truth
-        simulated.run(60.0)
-        simulated.seconds.clear()
         simulated.run(40.0)
-        assert simulated.seconds[where] >= 0.8 * 40.0
+        simulated.seconds.clear()
+        simulated.run(20.0)
+        assert simulated.seconds[where] >= 0.8 * 20.0
 
 
 def test_observations_while_requests_arrive_say_nothing_of_lower_loads():
@@ -127,13 +121,13 @@ def test_observations_while_requests_arrive_say_nothing_of_lower_loads():
 
 
 def test_a_place_that_loses_at_high_loads_is_used_at_low_ones():
-    """Observations of one place at this load say more about another than that place's own at a far load."""
-    simulated = Simulated(CPU_LIKE, SHARED_CORES | {"local": 0.2}, rows=16)
-    simulated.run(60.0)
-    assert simulated.kind.seen.correction(simulated._options[1].place, 16) < 0.5
+    """Observations at one load say nothing about others."""
+    simulated = Simulated(CPU_LIKE, SHARED_CORES | {"local": 0.2}, rows=4)
+    simulated.run(10.0)
+    assert simulated.kind.seen.correction(simulated._options[1].place, 4) < 0.5
     simulated.truth = HOLDS
     simulated.resize(1)
-    assert simulated.run(10.0) >= 0.9, "one of its trials counted"
+    assert simulated.run(10.0) >= 0.97
 
 
 def test_a_prediction_that_was_far_too_high_is_soon_forgotten():
@@ -153,21 +147,13 @@ def test_a_stalled_worker_and_impossible_predictions_leave_a_usable_rate():
     assert seen.correction(own, 1) == 0.01
 
 
-def test_the_observation_at_the_nearest_load_counts():
+def test_observations_at_about_the_load_count():
     seen, (own, other) = SeenRates(), (DraftPlace("draft_model"), DraftPlace("draft_model", "draft-0"))
-    assert seen.correction(own, 4) == 1.0
     seen.note(own, 4, 4.0, seen=50.0, predicted=100.0)
-    assert seen.correction(own, 4) == seen.correction(own, 64) == 0.5
-    assert seen.correction(other, 4) == 1.0
-    seen.note(other, 64, 64.0, seen=300.0, predicted=100.0)
     seen.note(own, 64, 10.0, seen=900.0, predicted=1.0)
-    assert seen.correction(own, 64) == 0.5, "that was too short, for one of 64"
-    assert (seen.knows(own, 4), seen.knows(own, 64), seen.knows(other, 4)) == (True, False, False)
-    assert seen.correction(other, 1) == 3.0
-    for rows, tokens in ((1, 10.0), (6, 20.0), (16, 30.0)):
-        seen.note(own, rows, rows, seen=tokens, predicted=10.0)
-    nearest = {1: 1.0, 4: 0.5, 5: 2.0, 6: 2.0, 11: 3.0, 16: 3.0, 64: 3.0}
-    assert {rows: seen.correction(own, rows) for rows in nearest} == nearest
+    corrections = {rows: seen.correction(own, rows) for rows in (1, 4, 4.5, 8, 64)}
+    assert corrections == {1: 1.0, 4: 0.5, 4.5: 0.5, 8: 1.0, 64: 1.0}, "that at 64 was too short"
+    assert seen.correction(other, 4) == 1.0
 
 
 def test_old_observations_fade():
@@ -183,33 +169,6 @@ def test_rates_count_from_the_first_token():
     planned = ExpectedTokens(own, rows=1, per_s=100.0, since=0.0, num_tokens=1)
     kind.note(planned, answered_at=1000.0, num_tokens=101, rows=1, now=1002.0)
     assert kind.seen.correction(own, 1) == pytest.approx(0.5)
-
-
-def test_trials_do_not_overlap():
-    kind = DraftKind()
-    kind.pass_time(100.0)
-    places = [NOWHERE, DraftPlace("draft_model"), DraftPlace("draft_model", "draft-0")]
-    best, *others = (DraftOption(place, 100.0, 100.0, 1.0) for place in places)
-    idle = best._replace(worth=0.0)
-    for decision in (DraftDecision(best, (best,)), DraftDecision(idle, (idle, *others))):
-        kind._consider_trial(decision)
-        assert kind.trial is None
-    kind._consider_trial(DraftDecision(best, (best, *others)))
-    first = kind.trial
-    kind._consider_trial(DraftDecision(best, (best, *others)))
-    assert kind.trial == first is not None
-    kind.pass_time(TRIAL_S)
-    assert kind.trial is None
-
-
-def test_an_equally_good_place_is_tried_every_ten_seconds():
-    began = []
-    kind = DraftKind(began.append)
-    best, other = (DraftOption(place, 100.0, 100.0, 1.0) for place in (NOWHERE, DraftPlace("draft_model")))
-    for _ in range(1000):
-        kind.pass_time(1.0)
-        kind._consider_trial(DraftDecision(best, (best, other)))
-    assert 80 <= len(began) <= 111
 
 
 def test_the_expected_rate_is_the_uncorrected_prediction():
