@@ -217,6 +217,8 @@ class _Describer:
             key_norm=key_norm,
             to_latent=module.absorbed.to_latent,
             to_value=module.absorbed.to_value,
+            rotation=self._rotations.get(None),
+            in_pairs=getattr(self._config, "rope_interleave", False),
         )
 
     def _recurrent(self, module: Any, names: MixerNames, common: dict[str, Any]) -> Recurrent:

@@ -110,6 +110,9 @@ GRANITE = Family(
     logits_divisor="logits_scaling",
 )
 MAMBA = MixerNames(MixerKind.STATE_SPACE, "mamba", ("in_proj",), "out_proj")
+LATENTS = MixerNames(
+    MixerKind.LATENT, "self_attn", ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"), output="o_proj"
+)
 QWEN_ROUTING = RoutingNames(shared="mlp.shared_expert", shared_gate="shared_expert_gate")
 DEEPSEEK_ROUTING = RoutingNames(
     shared="mlp.shared_experts",
@@ -238,6 +241,7 @@ FAMILIES = {
         is_blocks=True,
         routing=replace(DEEPSEEK_ROUTING, block="mixer", shared="mixer.shared_experts"),
     ),
+    "DeepseekV3ForCausalLM": Family(mixers=(LATENTS,), routing=DEEPSEEK_ROUTING),
     "KimiLinearForCausalLM": Family(
         mixers=(
             MixerNames(
@@ -251,13 +255,7 @@ FAMILIES = {
                 low_rank=("forget_gate.f_b_proj", "g_b_proj"),
                 decays="forget_gate",
             ),
-            MixerNames(
-                MixerKind.LATENT,
-                "self_attn",
-                inputs=("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
-                output="o_proj",
-                block="full_attention",
-            ),
+            replace(LATENTS, block="full_attention"),
         ),
         routing=DEEPSEEK_ROUTING,
     ),

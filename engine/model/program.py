@@ -143,9 +143,10 @@ class Attention(Mixer):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LatentAttention(Mixer):
-    """Absorbed latent attention (`engine.devices.torch.latent_attention`) without rotation. Its inputs are
-    the heads' queries, or with `queries` a short vector, normed by `query_norm`, from which `queries`
-    makes them; then the latent, normed by `key_norm`, and the part of the key that all heads share.
+    """Absorbed latent attention (`engine.devices.torch.latent_attention`). Its inputs are the heads' queries,
+    or with `queries` a short vector, normed by `query_norm`, from which `queries` makes them; then the
+    latent, normed by `key_norm`, and the part of the key that all heads share. That part is rotated, and the
+    equal part of each query.
     """
 
     kind: MixerKind = MixerKind.LATENT
@@ -158,6 +159,9 @@ class LatentAttention(Mixer):
     key_norm: Norm
     to_latent: nn.Module
     to_value: nn.Module
+    rotation: Rotation | None = None
+    in_pairs: bool = False
+    """Whether values that turn together are neighbours. They are apart by half the part once rotated."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,9 +22,11 @@ from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention import backend
 from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.experts import RoutedTiles, add_up, choose_experts, routes_of
+from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear
 from engine.devices.cuda.recurrent import operators
 from engine.devices.torch import transformers_hook
+from engine.devices.torch.latent_attention import Absorbed
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.layout import Segment
 from engine.kv.row_codes import KvRows, StoredRows
@@ -32,7 +34,7 @@ from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout, StateSlo
 from engine.lora.files import LinearShape
 from engine.lora.table import Adapters
 from engine.model.describe import describe
-from engine.model.program import Activation, Score
+from engine.model.program import Activation, LatentAttention, Norm, Product, Score
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.sampler.edits import EditLists
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler, choose
@@ -137,6 +139,14 @@ ADAPTERS = {
     for what, kernel in (("shrink", "shrink"), ("expand and add", "expand"))
 }
 """The kernel's name, and the highest rank."""
+
+
+LATENTS = {
+    "DeepSeek-V3: latent, rotated key and normed query vector": ("keep_latents", 0),
+    "DeepSeek-V3: heads' queries for latents": ("multiply_heads", 0),
+    "DeepSeek-V3: heads' values from latents": ("multiply_heads", 1),
+}
+"""The kernel's name, and its number among those of that name."""
 
 
 RECURRENT = {
@@ -290,6 +300,38 @@ def compiled_adapters(name: str, capability: int) -> Code:
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 
 
+def compiled_latents(name: str, capability: int) -> Code:
+    """Compile a kernel of latent attention, for 64 rows and 128 heads."""
+    kernel_name, number = LATENTS[name]
+    halves = {"dtype": torch.bfloat16}
+    keys = stored(KvRows(torch.bfloat16, "none"), 1, 576).values
+    metadata = four_decode_rows()
+    inputs = StepInputs(*(meta(64, dtype=torch.int64) for _ in range(3)), metadata)
+    absorbed = Absorbed(meta(128 * 256, 512, **halves), 128, 128)
+    norms = [Norm(meta(size, **halves), 1e-6) for size in (1536, 512)]
+    mixer = LatentAttention(
+        inputs=Product(()),
+        output=Product(()),
+        layer=0,
+        heads=128,
+        head_dim=192,
+        scale=0.1,
+        queries=lambda low: meta(64, 128 * 192, **halves),
+        query_norm=norms[0],
+        key_norm=norms[1],
+        to_latent=absorbed.to_latent,
+        to_value=absorbed.to_value,
+        in_pairs=True,
+    )
+    with torch.inference_mode(), launches(capability) as kernels:
+        attention = backend.TritonBackend([LayerKv(keys, keys[..., :512])])
+        attention.begin_step(metadata)
+        turns = meta(4096, 64, **halves), meta(4096, 64, **halves)
+        made = meta(64, 1536 + 576, **halves)
+        attend_latents(mixer, made, inputs, attention, metadata.slot_mapping, turns)
+    return Code.of([kernel for kernel in kernels if kernel.name == kernel_name][number])
+
+
 def compiled_recurrent(name: str, capability: int) -> Code:
     kernel_name, channels, (heads, key_heads, key_dim, value_dim), decay_dim, has_delta = RECURRENT[name]
     layer = RecurrentLayer(channels, 4, heads, key_heads, key_dim, value_dim, decay_dim)
@@ -370,6 +412,8 @@ class Router(NamedTuple):
     """The router of Qwen3-30B-A3B, as the kernel needs to know it."""
 
     chosen: int = 8
+    groups: int = 1
+    open_groups: int = 1
     score: Score = Score.SOFTMAX
     preferences: Tensor | None = None
     least_sum: float = 0.0
@@ -443,6 +487,7 @@ SECTIONS: tuple[tuple[Mapping[str, object], Callable[[str, int], Code]], ...] = 
     (PRODUCT_ROWS, compiled_product),
     (EXPERTS, compiled_experts),
     (ADAPTERS, compiled_adapters),
+    (LATENTS, compiled_latents),
     (RECURRENT, compiled_recurrent),
 )
 """The kernels of each table, and the function that compiles them."""

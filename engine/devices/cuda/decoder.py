@@ -18,6 +18,7 @@ from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.experts import choose_experts
 from engine.devices.cuda.kernels import add_norm, gate, norm_heads, rotate, silu_rows
+from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear, concatenated, join
 from engine.devices.torch.operations import (
     UNIT_EPSILON,
@@ -34,6 +35,7 @@ from engine.model.program import (
     Activation,
     Attention,
     Experts,
+    LatentAttention,
     Layer,
     ModelProgram,
     Norm,
@@ -113,7 +115,7 @@ class CudaDecoder(Operations[StepInputs]):
         """
         self.adapters, self.operators, self.recurrent = adapters, operators, recurrent
         backends, self._tables = by_table(backend)
-        self._backend, self._backends = backend, capturable(backends)
+        self._backends = capturable(backends)
         self._hidden_layers, self._program = hidden_layers, program
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._products = {program.head: _packed(program.head, None)}
@@ -121,7 +123,7 @@ class CudaDecoder(Operations[StepInputs]):
             for product in layer.products():
                 self._products[product] = _packed(product, adapters)
             for mixer in layer.mixers:
-                rotation = mixer.rotation if isinstance(mixer, Attention) else None
+                rotation = None if isinstance(mixer, Recurrent) else mixer.rotation
                 if rotation is not None and rotation not in self._rotations:
                     self._rotations[rotation] = rotation.tables(positions, program.embeddings)
         factor = program.residual_multiplier
@@ -167,8 +169,6 @@ class CudaDecoder(Operations[StepInputs]):
         return out
 
     def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
-        if experts.open_groups < experts.groups:
-            return super().route(experts, normed)
         logits = router_logits(experts, normed)
         return choose_experts(experts, logits, normed.dtype)
 
@@ -200,18 +200,10 @@ class CudaDecoder(Operations[StepInputs]):
         options = AttentionOptions(mixer.scale, mixer.window, sinks=mixer.sinks)
         return backend.attend(mixer.layer, query, options)
 
-    def attend_rows(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        options = AttentionOptions(scale, window, sinks=sinks)
-        return self._backend.forward(layer, query, key, value, options)
+    def attend_latents(self, mixer: LatentAttention, made: Tensor, rows: StepInputs) -> Tensor:
+        turns = (None, None) if mixer.rotation is None else self._rotations[mixer.rotation]
+        table = self._table(mixer)
+        return attend_latents(mixer, made, rows, self._backends[table], self._slots(rows, table), turns)
 
     def _add_norm(
         self, added: Tensor | None, added_norm: Norm | None, residual: Tensor, norm: Norm | None
@@ -234,13 +226,18 @@ class CudaDecoder(Operations[StepInputs]):
         )
         return out
 
-    def _table(self, attention: Attention) -> int:
+    def _table(self, attention: Attention | LatentAttention) -> int:
         return 0 if self._tables is None else self._tables[attention.layer]
+
+    @staticmethod
+    def _slots(inputs: StepInputs, table: int) -> Tensor:
+        slots = inputs.attention.slot_mapping
+        return slots if slots.dim() == 1 else slots[table]
 
     def _rotate(self, attention: Attention, qkv: Tensor, inputs: StepInputs) -> Tensor:
         """Write keys and values to the pool; return the queries."""
         table = self._table(attention)
-        stored, slots = self._backends[table].layers[attention.layer], inputs.attention.slot_mapping
+        stored, slots = self._backends[table].layers[attention.layer], self._slots(inputs, table)
         heads, dim, gates = attention.heads, attention.head_dim, int(attention.is_gated)
         kv_heads = (attention.inputs.outputs // dim - heads * (1 + gates)) // 2
         cosines, sines = None, None
@@ -258,7 +255,7 @@ class CudaDecoder(Operations[StepInputs]):
             query,
             *stored.pool,
             inputs.positions,
-            slots if slots.dim() == 1 else slots[table],
+            slots,
             *stored.strides,
             norm.epsilon,
             KIND=norm.kind.value,

@@ -14,6 +14,25 @@ TILE_FIELDS = tl.constexpr(3)
 """A tile's expert, -1 if there is no tile, its first place and the end of its places."""
 
 
+@triton.jit
+def _of_open_groups(ranks, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr):
+    """Leave the ranks of the OPEN groups with the highest sums of their two best experts' ranks."""
+    group = experts // (EXPERTS // GROUPS)
+    sums = tl.full(ranks.shape, float("-inf"), tl.float32)
+    for each in tl.static_range(GROUPS):
+        own = tl.where(group == each, ranks, float("-inf"))
+        best = tl.max(own, 0)
+        first = tl.min(tl.where(own == best, experts, EXPERTS - 1), 0)
+        second = tl.max(tl.where(experts == first, float("-inf"), own), 0)
+        sums = tl.where(experts == each, best + second, sums)
+    left = ranks
+    for _ in tl.static_range(OPEN):
+        opened = tl.min(tl.where(sums == tl.max(sums, 0), experts, GROUPS - 1), 0)
+        sums = tl.where(experts == opened, float("-inf"), sums)
+        left = tl.where(group == opened, float("-inf"), left)
+    return tl.where(left == ranks, float("-inf"), ranks)
+
+
 @triton.jit(do_not_specialize=["least_sum", "scaling"])
 def route(
     logits,
@@ -26,6 +45,8 @@ def route(
     PADDED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OPEN: tl.constexpr,
     SCORE: tl.constexpr,
     ROUNDS: tl.constexpr,
     NORMALIZES: tl.constexpr,
@@ -47,6 +68,8 @@ def route(
     if preferences is not None:
         ranks += tl.load(preferences + experts, mask=is_expert, other=0.0).to(tl.float32)
     ranks = tl.where(is_expert, ranks, float("-inf"))
+    if OPEN < GROUPS:
+        ranks = _of_open_groups(ranks, experts, EXPERTS, GROUPS, OPEN)
     number = tl.arange(0, WIDTH)
     best, kept = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.float32)
     for each in tl.static_range(CHOSEN):

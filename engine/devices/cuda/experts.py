@@ -30,7 +30,7 @@ _BY_KERNEL = Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU
 
 
 def choose_experts(experts: program.Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the rows' experts, int64 [rows, n], and their weights, for a router without groups."""
+    """Return the rows' experts, int64 [rows, n], and their weights."""
     rows, count = logits.shape
     chosen = torch.empty((rows, experts.chosen), dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(chosen.shape, dtype=dtype if experts.rounds else torch.float32)
@@ -45,6 +45,8 @@ def choose_experts(experts: program.Experts, logits: Tensor, dtype: torch.dtype)
         PADDED=power_of_two(count),
         CHOSEN=experts.chosen,
         WIDTH=power_of_two(experts.chosen),
+        GROUPS=experts.groups,
+        OPEN=experts.open_groups,
         SCORE=experts.score.value,
         ROUNDS=experts.rounds,
         NORMALIZES=experts.normalizes,

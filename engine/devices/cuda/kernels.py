@@ -16,18 +16,18 @@ _SLOPE, _LIMIT = tl.constexpr(SWIGLU_SLOPE), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
-def _rounded(values, like):
+def rounded(values, like):
     """Round to the dtype that `like` points to; return float32."""
     return values.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def _weighted(values, weight, like, KIND: tl.constexpr):
+def weighted(values, weight, like, KIND: tl.constexpr):
     """Multiply normalized values by the weights of a norm of this kind, without rounding."""
     if KIND == _CENTRED:
         return values * (1.0 + weight)
     if KIND == _PLAIN:
-        values = _rounded(values, like)
+        values = rounded(values, like)
     return values * weight
 
 
@@ -56,14 +56,14 @@ def add_norm(
         if added_norm is not None:
             weights = tl.load(added_norm + i, mask=inside, other=0.0).to(tl.float32)
             more = more * tl.rsqrt(tl.sum(more * more, 0) / SIZE + epsilon)
-            more = _rounded(_weighted(more, weights, residual, KIND), residual)
+            more = rounded(weighted(more, weights, residual, KIND), residual)
         if factor is not None:
-            more = _rounded(more * factor, residual)
-        values = _rounded(values + more, residual)
+            more = rounded(more * factor, residual)
+        values = rounded(values + more, residual)
         tl.store(residual + place, values.to(residual.dtype.element_ty), mask=inside)
     weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
-    tl.store(out + place, _weighted(normed, weights, out, KIND).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, weighted(normed, weights, out, KIND).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def silu_rows(x, like, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.program_id(0).to(tl.int64) * COUNT + i
     values = tl.load(x + place, mask=i < COUNT, other=0.0).to(tl.float32)
-    tl.store(out + place, _rounded(values / (1.0 + tl.exp(-values)), like), mask=i < COUNT)
+    tl.store(out + place, rounded(values / (1.0 + tl.exp(-values)), like), mask=i < COUNT)
 
 
 @triton.jit
@@ -99,17 +99,17 @@ def norm_heads(
     inside, head = i < SIZE, number % HEADS
     values = tl.load(x + number // HEADS * stride + head * SIZE + i, mask=inside, other=0.0).to(tl.float32)
     if gates is not None:
-        values = _rounded(values, out)
+        values = rounded(values, out)
     values *= tl.rsqrt(tl.sum(values * values, 0) / (1 if SUMS else SIZE) + epsilon)
     if weight is not None:
         weights = tl.load(weight + head % GROUPS * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-        values = _weighted(values, weights, out, KIND)
+        values = weighted(values, weights, out, KIND)
     if gates is not None:
         place = number // HEADS * gates_stride + head * SIZE + i
         opening = tl.load(gates + place, mask=inside, other=0.0).to(tl.float32)
         open = 1.0 / (1.0 + tl.exp(-opening))
         if KIND != _EXACT:
-            values, open = _rounded(values, out), open * opening
+            values, open = rounded(values, out), open * opening
         values *= open
     tl.store(out + number * SIZE + i, values.to(out.dtype.element_ty), mask=inside)
 
@@ -136,18 +136,18 @@ def _turned(
     if norm is not None:
         scale = tl.rsqrt(tl.sum(own * own, 0) / DIM + epsilon)
         own_weight = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-        own = _rounded(_weighted(own * scale, own_weight, head, KIND), head)
+        own = rounded(weighted(own * scale, own_weight, head, KIND), head)
     if ROTATED == 0:
         return own
     opposite = (d + ROTATED // 2) % ROTATED
     other = tl.load(head + opposite, mask=turns, other=0.0).to(tl.float32)
     if norm is not None:
         other_weight = tl.load(norm + opposite, mask=turns, other=0.0).to(tl.float32)
-        other = _rounded(_weighted(other * scale, other_weight, head, KIND), head)
+        other = rounded(weighted(other * scale, other_weight, head, KIND), head)
     other = tl.where(d < ROTATED // 2, -other, other)
     cosine = tl.load(cosines + d, mask=turns, other=1.0).to(tl.float32)
     sine = tl.load(sines + d, mask=turns, other=0.0).to(tl.float32)
-    return _rounded(_rounded(own * cosine, head) + _rounded(other * sine, head), head)
+    return rounded(rounded(own * cosine, head) + rounded(other * sine, head), head)
 
 
 @triton.jit(do_not_specialize=["slots"])  # a table's slots may begin anywhere in the slots of all tables
@@ -234,8 +234,8 @@ def clamped_swiglu(gates, values, like):
     """Apply gpt-oss's gates to float32 values, rounded as `like`."""
     gates = tl.minimum(gates, _LIMIT)
     values = tl.minimum(tl.maximum(values, -_LIMIT), _LIMIT)
-    opening = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gates * _SLOPE, like))), like)
-    return _rounded(values + 1.0, like) * _rounded(gates * opening, like)
+    opening = rounded(1.0 / (1.0 + tl.exp(-rounded(gates * _SLOPE, like))), like)
+    return rounded(values + 1.0, like) * rounded(gates * opening, like)
 
 
 @triton.jit
@@ -245,5 +245,5 @@ def gate(gate_up, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.c
     inside = i < SIZE
     gates = tl.load(gate_up + row * 2 * SIZE + i, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=inside, other=0.0).to(tl.float32)
-    product = _rounded(activated(gates, ACTIVATION), out) * ups
+    product = rounded(activated(gates, ACTIVATION), out) * ups
     tl.store(out + row * SIZE + i, product.to(out.dtype.element_ty), mask=inside)

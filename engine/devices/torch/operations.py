@@ -56,17 +56,8 @@ class Operations(ABC, Generic[Rows]):
         """Return [rows, heads, value_dim] before the gate, from the products' outputs `made`."""
 
     @abstractmethod
-    def attend_rows(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend over the pool. Queries, keys and values are [rows, heads, dims]."""
+    def attend_latents(self, mixer: LatentAttention, made: Tensor, rows: Rows) -> Tensor:
+        """Return [rows, heads * value_dim] from the products' outputs `made`."""
 
     @abstractmethod
     def multiply(self, product: Product, x: Tensor, rows: Rows) -> Tensor:
@@ -117,7 +108,7 @@ class Operations(ABC, Generic[Rows]):
                 attended = attended * sigmoid(queries[..., 1, :])
             return attended.flatten(-2)
         if isinstance(mixer, LatentAttention):
-            return self._attend_latents(mixer, made)
+            return self.attend_latents(mixer, made, rows)
         assert isinstance(mixer, Recurrent)
         if mixer.kind is MixerKind.SHORT_CONV:
             inner, outer, values = made.chunk(3, dim=-1)
@@ -133,20 +124,6 @@ class Operations(ABC, Generic[Rows]):
             return self._experts(layer.experts, normed, made, rows)
         assert made is not None
         return made
-
-    def _attend_latents(self, mixer: LatentAttention, made: Tensor) -> Tensor:
-        _, latent, own = mixer.to_latent.weight.shape  # type: ignore[union-attr,misc]
-        shared = mixer.head_dim - own
-        queries, latents, keys = made.split([made.shape[-1] - latent - shared, latent, shared], dim=-1)
-        if mixer.queries is not None:
-            assert mixer.query_norm is not None
-            queries = mixer.queries(self.norm(mixer.query_norm, queries))
-        plain, rest = queries.unflatten(-1, (mixer.heads, -1)).split([own, shared], dim=-1)
-        query = torch.cat([mixer.to_latent(plain), rest], dim=-1)
-        key = torch.cat([self.norm(mixer.key_norm, latents), keys], dim=-1).unsqueeze(1)
-        out = self.attend_rows(query, key, key[..., :latent], mixer.layer, mixer.scale)
-        values: Tensor = mixer.to_value(out)
-        return values.flatten(1)
 
     def _mlp(self, mlp: Mlp, normed: Tensor, rows: Rows) -> Tensor:
         made = self.multiply(mlp.gate_up, normed, rows)

@@ -17,7 +17,16 @@ from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import RecurrentLayer
 from engine.lora.layers import add_adapters, begin_step
 from engine.lora.table import Adapters
-from engine.model.program import Attention, HeadInput, Layer, ModelProgram, Norm, Product, Rotation
+from engine.model.program import (
+    Attention,
+    HeadInput,
+    LatentAttention,
+    Layer,
+    ModelProgram,
+    Norm,
+    Product,
+    Rotation,
+)
 
 _Turns = tuple[Tensor, Tensor] | None
 """Cosines and sines of rows [rows, rotated dims]; None if heads are not rotated."""
@@ -50,7 +59,8 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         self._tables: list[tuple[Tensor, Tensor] | None] = []
         """Cosines and sines for each layer's attention."""
         for layer in program.layers:
-            rotation = next((each.rotation for each in layer.mixers if isinstance(each, Attention)), None)
+            attending = (each for each in layer.mixers if isinstance(each, Attention | LatentAttention))
+            rotation = next((each.rotation for each in attending), None)
             if rotation is not None and rotation not in made:
                 made[rotation] = rotation.tables(positions, program.embeddings)
             self._tables.append(None if rotation is None else made[rotation])
@@ -148,19 +158,25 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         if mixer.is_gated:
             query, _ = query.chunk(2, dim=-1)
         query, key = _placed(query, mixer.query_norm, rows), _placed(key, mixer.key_norm, rows)
-        return self.attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window, mixer.sinks)
+        return self._attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window, 0.0, mixer.sinks)
 
-    def attend_rows(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._attend_rows(query, key, value, layer, scale, window, 0.0, sinks)
+    def attend_latents(self, mixer: LatentAttention, made: Tensor, rows: _Turns) -> Tensor:
+        _, latent, own = mixer.to_latent.weight.shape  # type: ignore[union-attr,misc]
+        shared = mixer.head_dim - own
+        queries, latents, keys = made.split([made.shape[-1] - latent - shared, latent, shared], dim=-1)
+        if mixer.queries is not None:
+            assert mixer.query_norm is not None
+            queries = mixer.queries(apply_norm(mixer.query_norm, queries))
+        plain, rest = queries.unflatten(-1, (mixer.heads, -1)).split([own, shared], dim=-1)
+        keys = keys.unsqueeze(-2)
+        if mixer.in_pairs:
+            rest, keys = (part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for part in (rest, keys))
+        query = torch.cat([mixer.to_latent(plain), _placed(rest, None, rows)], dim=-1)
+        latents = apply_norm(mixer.key_norm, latents).unsqueeze(-2)
+        key = torch.cat([latents, _placed(keys, None, rows)], dim=-1)
+        out = self._attend_rows(query, key, key[..., :latent], mixer.layer, mixer.scale, 0, 0.0, None)
+        values: Tensor = mixer.to_value(out)
+        return values.flatten(1)
 
 
 def _enter(entry: HeadInput, embeddings: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine.batch.runner import Step
 from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import select_backend
+from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.torch.latent_attention import Absorbed, PackedHeadProducts, expansion_reason
 from engine.engine import Engine
 from engine.kv.layout import TARGET, PoolLayout
@@ -24,10 +25,36 @@ from engine.load.select import build_runner
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.docs.tiny_shapes import tiny_config
+from tests.e2e.architectures import write_model
 from tests.engine.kernels import CPU, needs_kernel
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import greedy, load
 
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "deepseek_v3-whole_queries": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "first_k_dense_replace": 9,
+        "rms_norm_eps": 4.0,  # the norm of latents has its own
+    },
+}
+"""By name: the model type, unless it is the name, and differences from the type's small model."""
 LATENT = 16 + 8
 """Values per token and layer. Expanded, they would be four heads' keys of 24 and values of 16."""
 
@@ -53,13 +80,17 @@ def parts_of(model: torch.nn.Module) -> list[Absorbed]:
 
 
 def logits_of(folder: Path, batches: list[list[SequenceRows]], **options: Any) -> list[Tensor]:
-    """Return the logits of every row, in bfloat16, after packing the layers."""
+    """Return the logits of every row, in bfloat16 and by packed modules unless `options` say otherwise."""
     options = {"model": str(folder), "dtype": "bfloat16", "device": "cpu", "compile": "off"} | options
-    loaded = load_model(ServeConfig(**options))
+    config = ServeConfig(**options)
+    loaded = load_model(config)
     pool = KVPool(PoolLayout((loaded.kv_group,), 16), 16, CPU, None)
     backend = select_backend(CPU, loaded.dtype)[0](pool.layers(TARGET))
-    runner = build_runner(loaded, backend, "off")
-    assert all(isinstance(parts.to_value, PackedHeadProducts) for parts in parts_of(loaded.model))
+    runner = build_runner(loaded, backend, config.compile)
+    if config.compile == "auto":
+        assert isinstance(runner, NativeDecoder)
+    elif loaded.dtype is torch.bfloat16:
+        assert all(isinstance(parts.to_value, PackedHeadProducts) for parts in parts_of(loaded.model))
     return [
         runner.run(Step(batch, range(sum(len(rows.token_ids) for rows in batch)))).logits for batch in batches
     ]
@@ -114,6 +145,27 @@ def test_a_row_is_the_same_alone_and_in_a_batch(folder: Path) -> None:
     assert torch.equal(together, torch.cat(alone))
     rows = [[SequenceRows([token], i, [[0]])] for i, token in enumerate(texts[0])]
     assert torch.equal(torch.cat(logits_of(folder, rows)), together[:5])
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bfloat16") for name in MODELS), ("deepseek_v3-whole_queries", "float32")],
+)
+def test_the_native_decoder_computes_what_the_modules_do(name: str, dtype: str, tmp_path: Path) -> None:
+    """Rounding changes few rows' experts."""
+    write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS[name])
+    text = [(7 * place) % 290 + 3 for place in range(60)]
+    batches = [[SequenceRows(text[:40], 0, [[0, 1, 2, 3]])], [SequenceRows(text[40:], 40, [[0, 1, 2, 3]])]]
+    alone = [[SequenceRows([token], place, [[0, 1, 2, 3]])] for place, token in enumerate(text)]
+    options = {"dtype": dtype, "max_model_len": 64}
+    modules, natively, by_rows = (
+        torch.cat(logits_of(tmp_path, steps, compile=compile, **options))
+        for steps, compile in ((batches, "off"), (batches, "auto"), (alone, "auto"))
+    )
+    assert torch.equal(natively, by_rows)
+    far = (natively - modules).float().norm(dim=-1) / modules.float().norm(dim=-1)
+    assert far.median() < (1e-5 if dtype == "float32" else 0.03)
 
 
 @needs_kernel

@@ -22,13 +22,15 @@ from engine.load.loader import load_model
 from engine.load.select import build_runner
 from protocol.config import ServeConfig
 from tests.e2e.architectures import VOCAB_SIZE, write_model
-from tests.engine.devices import test_decoder, test_hybrid_decoder
+from tests.engine.devices import test_decoder, test_hybrid_decoder, test_latent_attention
 from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kernels import CPU
 from tests.engine.reference import reference
 
 HIDDEN_LAYERS = 1, 3
-MODELS: dict[str, dict[str, Any]] = test_decoder.MODELS | test_hybrid_decoder.MODELS
+MODELS: dict[str, dict[str, Any]] = (
+    test_decoder.MODELS | test_hybrid_decoder.MODELS | test_latent_attention.MODELS
+)
 
 pytestmark = needs_hooks
 

@@ -25,13 +25,13 @@ from engine.load.loader import load_model
 from engine.model.describe import describe
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
-from tests.engine.devices import test_decoder, test_hybrid_decoder
+from tests.engine.devices import test_decoder, test_hybrid_decoder, test_latent_attention
 from tests.engine.interpreted.graphs import CPU
 from tests.engine.reference import reference
 
 HIDDEN_LAYERS = 1, 2
 MODELS = {
-    name: (test_decoder.MODELS | test_hybrid_decoder.MODELS)[name]
+    name: (test_decoder.MODELS | test_hybrid_decoder.MODELS | test_latent_attention.MODELS)[name]
     for name in (
         "mixtral",
         "gpt_oss",
@@ -41,6 +41,8 @@ MODELS = {
         "bamba",
         "nemotron-experts",
         "kimi_linear",
+        "deepseek_v3",
+        "deepseek_v3-whole_queries",
         "falcon_h1",
         "falcon_h1-normed",
     )

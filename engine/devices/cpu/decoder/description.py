@@ -181,6 +181,7 @@ class Description(NativeModel):
         elif isinstance(mixer, LatentAttention):
             args.key_norm = self.keep(mixer.key_norm.weight)
             args.query_norm = self.keep(None if mixer.query_norm is None else mixer.query_norm.weight)
+            args.cosines, args.sines = self._rotation(mixer.rotation)
             args.latent = self._latent_args(mixer)
         else:
             assert isinstance(mixer, Recurrent)
@@ -201,6 +202,7 @@ class Description(NativeModel):
             to_latent=self._of_heads(mixer.to_latent.weight),
             to_value=self._of_heads(mixer.to_value.weight),
             norm_epsilon=mixer.key_norm.epsilon,
+            in_pairs=mixer.in_pairs,
         )
         if mixer.queries is not None:
             args.queries = self.weights(mixer.queries)

@@ -1,7 +1,7 @@
-// Latent attention (MLA, DeepSeek-V2, 2024), absorbed (engine/devices/torch/latent_attention.py), without positions. A
+// Latent attention (MLA, DeepSeek-V2, 2024), absorbed (engine/devices/torch/latent_attention.py). A
 // layer's `qkv` makes the heads' queries, or a short vector from which, normed, `queries` makes them; then a token's
-// latent, which is normed too, and the part of the key that all heads share. Latent and shared part are the one key;
-// the latent is its value.
+// latent, which is normed too, and the part of the key that all heads share, which is rotated, as is the equal part of
+// each query. Latent and shared part are the one key; the latent is its value.
 
 #pragma once
 
@@ -30,6 +30,7 @@ class LatentMixer {
         Value* key = w.product.data() + before;
         w.each_row(n, [&](int64_t r) {
             norm_row(key + r * made, layer.key_norm, m.norms, latent, of.norm_epsilon, key + r * made);
+            turn(layer, key + r * made + latent, shared, rows.positions[r]);
         });
         if (of.queries) make_queries(layer, before, n);
         const Strided made_queries = of.queries ? Strided{raised.data(), of.queries.outputs, m.head_dim}
@@ -37,8 +38,10 @@ class LatentMixer {
         const Strided query{queries.data(), heads * key_dim, key_dim};
         each_head(made_queries, of.to_latent, query, n);
         w.each_row(n, [&](int64_t r) {
-            for (int64_t h = 0; h < heads; h++)
+            for (int64_t h = 0; h < heads; h++) {
                 memcpy(query.at(r, h) + latent, made_queries.at(r, h) + own, shared * sizeof(Value));
+                turn(layer, query.at(r, h) + latent, shared, rows.positions[r]);
+            }
         });
         const Call call{query.first, key, key, attended.data(), query.row, query.head, made, 0, made, 0,
                         heads * latent, latent, int64_t(l), heads, layer.window, m.attention_scale, 0.0};
@@ -55,6 +58,18 @@ class LatentMixer {
 
         Value* at(int64_t r, int64_t h) const { return first + r * row + h * head; }
     };
+
+    // Rotates the last `size` values of a key or query, if the layer does.
+    void turn(const Layer& layer, Value* part, int64_t size, int64_t position) {
+        if (!layer.cosines) return;
+        if (layer.latent->in_pairs) {
+            thread_local std::vector<Value> pairs;
+            pairs.assign(part, part + size);
+            for (int64_t i = 0; i < size; i++) part[i / 2 + i % 2 * (size / 2)] = pairs[i];
+        }
+        const int64_t first = (position - (m.entry ? 1 : 0)) * m.rotary_dim;
+        rotate_head(part, layer.cosines + first, layer.sines + first, m.rotary_dim);
+    }
 
     // Fills `raised` from the first `size` values of each row of a layer's `qkv` product.
     void make_queries(const Layer& layer, int64_t size, int64_t n) {

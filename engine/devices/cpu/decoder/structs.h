@@ -55,6 +55,7 @@ struct Latent {
     Weights queries;  // makes queries from the normed first values of `qkv`; none if `qkv` makes the heads' queries
     const Weights *to_latent, *to_value;  // for each head
     double norm_epsilon;
+    int64_t in_pairs;  // whether values that are rotated together are neighbours
 };
 
 // A product's packed weights of all experts of a layer, expert after expert.
