@@ -34,7 +34,7 @@ from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout, StateSlo
 from engine.lora.files import LinearShape
 from engine.lora.table import Adapters
 from engine.model.describe import describe
-from engine.model.program import Activation, LatentAttention, Norm, Product, Score
+from engine.model.program import Activation, LatentAttention, MixerKind, Norm, Product, Recurrent, Score
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.sampler.edits import EditLists
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler, choose
@@ -150,10 +150,12 @@ LATENTS = {
 
 
 RECURRENT = {
-    "Qwen3.5: convolution": ("convolve", 8192, (32, 16, 128, 128), 1, True),
+    "LFM2: convolution": ("convolve", 2048, (32, 16, 128, 128), 1, True),
+    "Qwen3.5: convolution, unit queries and keys, gates": ("prepare", 8192, (32, 16, 128, 128), 1, True),
     "Qwen3.5: gated delta rule": ("attend", 8192, (32, 16, 128, 128), 1, True),
     "Qwen3.5: window update": ("keep", 8192, (32, 16, 128, 128), 1, True),
-    "Kimi Linear: delta rule with channel decays": ("attend", 4096, (32, 32, 128, 128), 128, True),
+    "Kimi Linear: delta rule with channel decays": ("attend", 12288, (32, 32, 128, 128), 128, True),
+    "Nemotron-H, Falcon-H1: convolution, time steps": ("prepare", 10240, (128, 8, 128, 64), 1, False),
     "Nemotron-H, Falcon-H1: Mamba2": ("attend", 10240, (128, 8, 128, 64), 1, False),
     "Jamba: selective scan": ("scan", 8192, (8192, 1, 16, 1), 1, False),
 }
@@ -348,13 +350,18 @@ def compiled_recurrent(name: str, capability: int) -> Code:
             rows = [meta(12, size, **floats) for size in (key_dim, key_dim, heads, heads)]
             recurrent.selective_scan(0, *rows, meta(heads, key_dim, **floats))
         else:
-            recurrent.linear_attention(
-                0,
-                *(meta(12, key_heads, key_dim, **floats) for _ in range(2)),
-                meta(12, heads, value_dim, **floats),
-                meta(12, heads, decay_dim, **floats),
-                meta(12, heads, **floats) if has_delta else None,
+            mixer = Recurrent(
+                kind=MixerKind.DELTA if has_delta else MixerKind.STATE_SPACE,
+                inputs=Product(()),
+                output=Product(()),
+                number=0,
+                taps=meta(channels, 4, **halves),
+                bias=None,
+                rates=meta(heads, **floats),
+                shifts=meta(heads * decay_dim, **floats),
             )
+            gates = meta(12, heads, **halves), meta(12, heads * decay_dim, **halves)
+            recurrent.mix(mixer, meta(12, channels + heads * value_dim, **halves), *gates)
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 
 

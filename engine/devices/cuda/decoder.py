@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.experts import choose_experts
-from engine.devices.cuda.kernels import add_norm, gate, norm_heads, rotate, silu_rows
+from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear, concatenated, join
+from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.torch.operations import (
-    UNIT_EPSILON,
     Operations,
     multiplied,
     router_logits,
@@ -107,13 +106,14 @@ class CudaDecoder(Operations[StepInputs]):
         positions: int,
         hidden_layers: tuple[int, ...] = (),
         adapters: Adapters | None = None,
-        operators: StepOperators | None = None,
+        operators: TritonOperators | None = None,
         recurrent: Sequence[RecurrentLayer] = (),
     ) -> None:
         """Take a program in which `unfit` finds no fault. Its linear layers become views of the weights that
         are joined here. `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
         """
         self.adapters, self.operators, self.recurrent = adapters, operators, recurrent
+        self._recur = operators
         backends, self._tables = by_table(backend)
         self._backends = capturable(backends)
         self._hidden_layers, self._program = hidden_layers, program
@@ -172,26 +172,63 @@ class CudaDecoder(Operations[StepInputs]):
         logits = router_logits(experts, normed)
         return choose_experts(experts, logits, normed.dtype)
 
-    def norm(self, norm: Norm, rows: Tensor) -> Tensor:
-        return _normed(rows, norm.weight, norm.epsilon, norm.kind, rows.dtype)
+    def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: StepInputs) -> Tensor:
+        assert self._recur is not None and mixer.gates is not None and mixer.norm is not None
+        shape, gates = self.recurrent[mixer.number], self.multiply(mixer.gates, normed, step)
+        each = shape.num_heads // shape.num_key_heads
+        times, opening = gates[:, shape.num_heads :], made[:, shape.channels :]
+        heads_step = each * shape.value_dim
+        if mixer.is_interleaved:
+            times, opening = gates[:, each:], made[:, 2 * shape.key_dim + heads_step :]
+            heads_step = 2 * (shape.key_dim + heads_step)
+        if mixer.decays is not None:
+            assert mixer.opening is not None
+            low, other = times.split([mixer.decays.in_features, mixer.opening.in_features], dim=-1)
+            times, opening = mixer.decays(low), mixer.opening(other)
+        read, _ = self._recur.mix(mixer, made, gates, times)
+        out = made.new_empty((len(made), shape.num_heads * shape.value_dim))
+        kind = mixer.norm.kind if mixer.decays is None else NormKind.EXACT
+        gate_heads[(len(made) * shape.num_heads,)](
+            read,
+            mixer.norm.weight,
+            opening,
+            out,
+            mixer.norm.epsilon,
+            opening.stride(0),
+            KIND=kind.value,
+            HEADS=shape.num_heads,
+            EACH=each,
+            STEP=heads_step,
+            SIZE=shape.value_dim,
+            PADDED=power_of_two(shape.value_dim),
+            num_warps=1 if shape.value_dim <= 256 else 4,
+        )
+        return out
 
-    def norm_exactly(self, norm: Norm, rows: Tensor) -> Tensor:
-        return _normed(rows, norm.weight, norm.epsilon, NormKind.EXACT, torch.float32)
-
-    def unit(self, rows: Tensor) -> Tensor:
-        return _normed(rows, None, UNIT_EPSILON, NormKind.EXACT, rows.dtype)
-
-    def gate_heads(self, mixer: Recurrent, read: Tensor, opening: Tensor) -> Tensor:
-        norm = mixer.norm
-        assert norm is not None
-        kind = norm.kind if mixer.decays is None else NormKind.EXACT
-        return _normed(read, norm.weight, norm.epsilon, kind, opening.dtype, opening).flatten(1)
-
-    def activate_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        grid = len(rows), ceil_div(rows.shape[1], _GATE_BLOCK)
-        like = self._program.embeddings
-        silu_rows[grid](rows.contiguous(), like, out, COUNT=rows.shape[1], BLOCK=_GATE_BLOCK, num_warps=4)
+    def scan_states(self, mixer: Recurrent, made: Tensor) -> Tensor:
+        assert self._recur is not None
+        shape, norm = self.recurrent[mixer.number], mixer.norm
+        width = shape.num_heads * shape.value_dim
+        times = made[:, width + shape.channels :]
+        read, value = self._recur.mix(mixer, made, times, times)
+        out, group = made.new_empty((len(made), width)), _GATE_BLOCK if norm is None else mixer.group
+        gate_states[(len(made), ceil_div(width, group))](
+            read,
+            value,
+            mixer.skips,
+            made,
+            None if norm is None else norm.weight,
+            out,
+            0.0 if norm is None else norm.epsilon,
+            made.stride(0),
+            SIZE=width,
+            HEAD=shape.value_dim,
+            GROUP=group,
+            PADDED=power_of_two(group),
+            WEIGHTS=1 if norm is None else norm.weight.numel(),
+            NORMS_FIRST=mixer.norms_first,
+            num_warps=4,
+        )
         return out
 
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
@@ -271,38 +308,6 @@ class CudaDecoder(Operations[StepInputs]):
             enable_fp_fusion=False,  # as in the backend, which writes other models' keys and values
         )
         return query
-
-
-def _normed(
-    rows: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    kind: NormKind,
-    dtype: torch.dtype,
-    gates: Tensor | None = None,
-) -> Tensor:
-    """Norm rows [rows, size] or [rows, heads, size]; without a weight, to length 1."""
-    heads, size = rows.shape[1:-1].numel(), rows.shape[-1]
-    if rows.stride(-1) != 1 or (heads > 1 and rows.stride(-2) != size):
-        rows = rows.contiguous()
-    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    norm_heads[(len(rows) * heads,)](
-        rows,
-        weight,
-        gates,
-        out,
-        epsilon,
-        rows.stride(0),
-        0 if gates is None else gates.stride(0),
-        KIND=kind.value,
-        HEADS=heads,
-        GROUPS=1 if weight is None else weight.numel() // size,
-        SIZE=size,
-        PADDED=power_of_two(size),
-        SUMS=weight is None,
-        num_warps=1 if size <= 256 else 4,
-    )
-    return out
 
 
 def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None:

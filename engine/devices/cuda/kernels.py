@@ -67,51 +67,74 @@ def add_norm(
 
 
 @triton.jit
-def silu_rows(x, like, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (rows, blocks). Write SiLU of a row, rounded to the dtype of `like`."""
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.program_id(0).to(tl.int64) * COUNT + i
-    values = tl.load(x + place, mask=i < COUNT, other=0.0).to(tl.float32)
-    tl.store(out + place, rounded(values / (1.0 + tl.exp(-values)), like), mask=i < COUNT)
-
-
-@triton.jit
-def norm_heads(
+def gate_heads(
     x,
     weight,
     gates,
     out,
     epsilon,
-    stride,
-    gates_stride,
+    gates_row,
     KIND: tl.constexpr,
     HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    EACH: tl.constexpr,
+    STEP: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    SUMS: tl.constexpr,
 ):
-    """Grid: (rows * HEADS). Norm each head of a row. Weights are [GROUPS, SIZE], for one group or all heads.
-    With SUMS, divide by the root of squares' sum, instead of their mean. With `gates`, `x` is rounded before,
-    and the results are multiplied by the gates' SiLU, or in an EXACT norm their sigmoid.
+    """Grid: (rows * HEADS). Round and norm what each head read, and multiply it by its gates' SiLU, or in an
+    EXACT norm their sigmoid. In a row of gates, EACH heads are together, and begin every STEP values.
     """
     number, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside, head = i < SIZE, number % HEADS
-    values = tl.load(x + number // HEADS * stride + head * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-    if gates is not None:
-        values = rounded(values, out)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / (1 if SUMS else SIZE) + epsilon)
-    if weight is not None:
-        weights = tl.load(weight + head % GROUPS * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-        values = weighted(values, weights, out, KIND)
-    if gates is not None:
-        place = number // HEADS * gates_stride + head * SIZE + i
-        opening = tl.load(gates + place, mask=inside, other=0.0).to(tl.float32)
-        open = 1.0 / (1.0 + tl.exp(-opening))
-        if KIND != _EXACT:
-            values, open = rounded(values, out), open * opening
-        values *= open
-    tl.store(out + number * SIZE + i, values.to(out.dtype.element_ty), mask=inside)
+    values = rounded(tl.load(x + number * SIZE + i, mask=inside, other=0.0), out)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    values = weighted(values, weights, out, KIND)
+    place = number // HEADS * gates_row + head // EACH * STEP + head % EACH * SIZE + i
+    opening = tl.load(gates + place, mask=inside, other=0.0).to(tl.float32)
+    open = 1.0 / (1.0 + tl.exp(-opening))
+    if KIND != _EXACT:
+        values, open = rounded(values, out), open * opening
+    tl.store(out + number * SIZE + i, (values * open).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate_states(
+    read,
+    value,
+    skips,
+    gates,
+    weight,
+    out,
+    epsilon,
+    gates_row,
+    SIZE: tl.constexpr,
+    HEAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    NORMS_FIRST: tl.constexpr,
+):
+    """Grid: (rows, groups). Add what skips a state space to what its heads of HEAD values read, multiply the
+    sum by its gates' SiLU, and norm groups, if there is a `weight` [WEIGHTS], after that or before.
+    """
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, PADDED)
+    inside = (tl.arange(0, PADDED) < GROUP) & (i < SIZE)
+    values = tl.load(read + row * SIZE + i, mask=inside, other=0.0)
+    skipping = tl.load(value + row * SIZE + i, mask=inside, other=0.0)
+    values += tl.load(skips + i // HEAD, mask=inside, other=0.0).to(tl.float32) * skipping
+    opening = tl.load(gates + row * gates_row + i, mask=inside, other=0.0).to(tl.float32)
+    opening = opening / (1.0 + tl.exp(-opening))
+    if weight is None:
+        values *= rounded(opening, out)
+    else:
+        if not NORMS_FIRST:
+            values *= opening
+        values *= tl.rsqrt(tl.sum(values * values, 0) / GROUP + epsilon)
+        values *= tl.load(weight + i % WEIGHTS, mask=inside, other=0.0).to(tl.float32)
+        if NORMS_FIRST:
+            values *= opening
+    tl.store(out + row * SIZE + i, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

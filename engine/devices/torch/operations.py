@@ -72,31 +72,6 @@ class Operations(ABC, Generic[Rows]):
         """Return the rows' experts, int64 [rows, chosen], and their weights."""
         return _route(experts, router_logits(experts, normed), normed.dtype)
 
-    def norm(self, norm: Norm, rows: Tensor) -> Tensor:
-        return apply_norm(norm, rows)
-
-    def norm_exactly(self, norm: Norm, rows: Tensor) -> Tensor:
-        """Norm rows [rows, groups, size] in float32. Groups have weights of their own, or all the same."""
-        return _normalized(rows, norm) * norm.weight.float().view(-1, rows.shape[-1])
-
-    def unit(self, rows: Tensor) -> Tensor:
-        """Divide rows [rows, heads, size] by their lengths."""
-        return unit(rows)
-
-    def activate_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return SiLU of rows, rounded to `dtype`, in float32."""
-        return silu(rows).to(dtype).float()
-
-    def gate_heads(self, mixer: Recurrent, read: Tensor, opening: Tensor) -> Tensor:
-        """Norm what a delta rule read, and open its output gates: all are [rows, heads, size]."""
-        assert mixer.norm is not None
-        read, opened = read.to(opening.dtype), opening.float()
-        if mixer.decays is None:
-            out = self.norm(mixer.norm, read) * silu(opened)
-        else:
-            out = self.norm_exactly(mixer.norm, read) * sigmoid(opened)
-        return out.to(opening.dtype).flatten(1)
-
     def mix(self, mixer: Mixer, normed: Tensor, rows: Rows) -> Tensor:
         """Return the input of the mixer's output product."""
         normed = scaled(normed, mixer.input_multiplier)
@@ -114,8 +89,8 @@ class Operations(ABC, Generic[Rows]):
             inner, outer, values = made.chunk(3, dim=-1)
             return outer * self._convolve(mixer, inner * values).to(made.dtype)
         if mixer.kind is MixerKind.STATE_SPACE:
-            return self._scan(mixer, made)
-        return self._apply_delta_rule(mixer, made, normed, rows)
+            return self.scan_states(mixer, made)
+        return self.apply_delta_rule(mixer, made, normed, rows)
 
     def feed_forward(self, layer: Layer, normed: Tensor, rows: Rows) -> Tensor:
         """Return the sum of the outputs of a layer's MLP and experts."""
@@ -145,7 +120,7 @@ class Operations(ABC, Generic[Rows]):
         assert self.operators is not None
         return self.operators.causal_conv(mixer.number, rows, mixer.taps, mixer.bias)
 
-    def _apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: Rows) -> Tensor:
+    def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: Rows) -> Tensor:
         """Run a gated delta net with a decay for each head or each of its key channels."""
         assert self.operators is not None and mixer.gates and mixer.norm
         assert mixer.rates is not None and mixer.shifts is not None
@@ -156,10 +131,9 @@ class Operations(ABC, Generic[Rows]):
             values = each * shape.value_dim
             made = _sorted_heads(made, shape.num_key_heads, [shape.key_dim] * 2 + [values] * 2)
             gates = _sorted_heads(gates, shape.num_key_heads, [each, each])
-        rows = self.activate_rows(self._convolve(mixer, made[:, : shape.channels]), made.dtype)
+        rows = _activated(self._convolve(mixer, made[:, : shape.channels]), made.dtype)
         query, key = (
-            self.unit(part.unflatten(-1, (-1, shape.key_dim)))
-            for part in rows[:, : 2 * keys].chunk(2, dim=-1)
+            unit(part.unflatten(-1, (-1, shape.key_dim))) for part in rows[:, : 2 * keys].chunk(2, dim=-1)
         )
         value = rows[:, 2 * keys :].unflatten(-1, (heads, -1))
         beta = sigmoid(gates[:, :heads]).float()
@@ -174,16 +148,22 @@ class Operations(ABC, Generic[Rows]):
         read = self.operators.linear_attention(
             mixer.number, query * shape.key_dim**-0.5, key, value, decay, beta
         )
-        return self.gate_heads(mixer, read, opening.unflatten(-1, (heads, -1)))
+        opening = opening.unflatten(-1, (heads, -1))
+        read, opened = read.to(opening.dtype), opening.float()
+        if mixer.decays is None:
+            out = apply_norm(mixer.norm, read) * silu(opened)
+        else:
+            out = _normed_exactly(mixer.norm, read) * sigmoid(opened)
+        return out.to(opening.dtype).flatten(1)
 
-    def _scan(self, mixer: Recurrent, made: Tensor) -> Tensor:
+    def scan_states(self, mixer: Recurrent, made: Tensor) -> Tensor:
         """Run Mamba 2's state space: linear attention without the delta rule."""
         assert self.operators is not None
         assert mixer.rates is not None and mixer.shifts is not None and mixer.skips is not None
         shape, dtype = self.recurrent[mixer.number], made.dtype
         width, keys = shape.num_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
         gate, inputs, times = made.split([width, shape.channels, shape.num_heads], dim=-1)
-        rows = self.activate_rows(self._convolve(mixer, inputs), dtype)
+        rows = _activated(self._convolve(mixer, inputs), dtype)
         value = rows[:, :width].unflatten(-1, (shape.num_heads, -1))
         key, query = (
             part.unflatten(-1, (-1, shape.key_dim)) for part in rows[:, width:].split([keys, keys], dim=-1)
@@ -198,7 +178,7 @@ class Operations(ABC, Generic[Rows]):
             return (out * silu(gate)).to(dtype)
         opening = silu(gate.float())
         out = out if mixer.norms_first else out * opening
-        out = self.norm_exactly(mixer.norm, out.unflatten(-1, (-1, mixer.group))).flatten(1)
+        out = _normed_exactly(mixer.norm, out.unflatten(-1, (-1, mixer.group))).flatten(1)
         return (out * opening if mixer.norms_first else out).to(dtype)
 
 
@@ -219,6 +199,16 @@ def _normalized(x: Tensor, norm: Norm) -> Tensor:
     """Return the rows with root mean square 1, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.epsilon)
+
+
+def _normed_exactly(norm: Norm, rows: Tensor) -> Tensor:
+    """Norm rows [rows, groups, size] in float32. Groups have weights of their own, or all the same."""
+    return _normalized(rows, norm) * norm.weight.float().view(-1, rows.shape[-1])
+
+
+def _activated(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return SiLU of rows, rounded to `dtype`, in float32."""
+    return silu(rows).to(dtype).float()
 
 
 def apply_norm(norm: Norm, x: Tensor) -> Tensor:

@@ -50,11 +50,19 @@ MODELS = {
 """Together they have all operations that a program may have."""
 
 
-@pytest.mark.parametrize(("name", "in_tiles"), [*((name, False) for name in MODELS), ("kimi_linear", True)])
-def test_a_family_computes_what_its_program_does(name: str, in_tiles: bool, tmp_path: Path) -> None:
+CASES = [(name, "float32", False) for name in MODELS]
+CASES += [("kimi_linear", "float32", True), ("deepseek_v3", "float32", True)]
+CASES += [(name, "bfloat16", False) for name in ("deepseek_v3-whole_queries", "qwen3_5_text", "bamba")]
+"""Without experts in bfloat16, as other rounding chooses others."""
+
+
+@pytest.mark.parametrize(("name", "dtype", "in_tiles"), CASES)
+def test_a_family_computes_what_its_program_does(
+    name: str, dtype: str, in_tiles: bool, tmp_path: Path
+) -> None:
     """In chunks, with another text, with drafts of which none is right, and as a tree."""
-    write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS[name])
-    loaded = load_model(ServeConfig(model=str(tmp_path), dtype="float32", device="cpu", max_model_len=96))
+    write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS.get(name, {}))
+    loaded = load_model(ServeConfig(model=str(tmp_path), dtype=dtype, device="cpu", max_model_len=96))
     for weight in loaded.model.parameters():
         if weight.ndim == 1:  # norms and biases that matter
             weight.data += 0.3 * torch.randn_like(weight)
@@ -87,5 +95,8 @@ def test_a_family_computes_what_its_program_does(name: str, in_tiles: bool, tmp_
         expected, found = (runner.run(step) for runner in runners)
         for wanted, got in zip(expected, found, strict=True):
             assert wanted is not None and got is not None
+            if dtype == "bfloat16":
+                assert (got - wanted).float().norm() < 0.15 * wanted.float().norm()
+                continue
             scale = float(wanted.abs().max())
             torch.testing.assert_close(got / scale, wanted / scale, atol=1e-5, rtol=0)

@@ -25,7 +25,8 @@ PRECISION = tl.constexpr("tf32x3")
 
 class HeadConstants(NamedTuple):
     """The constants of a layer's kernel. A program has a block of `block` values, and reads `part` values of
-    keys at a time. `by_channel`: each key channel has a decay of its own.
+    keys at a time. `by_channel`: each key channel has a decay of its own. `is_delta`: new values are
+    differences from what the state has under their keys.
     """
 
     heads: int
@@ -35,6 +36,7 @@ class HeadConstants(NamedTuple):
     part: int
     block: int
     by_channel: bool
+    is_delta: bool
     rows: int
     window: int
 
@@ -163,11 +165,11 @@ def attend(
     decays_step,
     OF: tl.constexpr,
 ):
-    """Grid: (sequences, heads * blocks of values). Attend. `drafted` has the states after draft rows.
-    `keep` then writes the rest of the windows.
+    """Grid: (sequences, heads * blocks of values). Attend. `drafted` has the states after draft rows. `beta`
+    has factors of the values, or of the differences. `keep` then writes the rest of the windows.
     """
     BLOCKS: tl.constexpr = (OF.value_dim + OF.block - 1) // OF.block
-    DELTA: tl.constexpr = beta is not None
+    DELTA: tl.constexpr = OF.is_delta
     head = tl.program_id(1) // BLOCKS
     key_head = head // (OF.heads // OF.key_heads)
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
@@ -208,11 +210,13 @@ def attend(
         added = tl.load(delta_place, mask=is_old, other=0.0)
         if low < high:
             seen, lacks, by_query, by_key = _read(query, new, tokens, cells, is_value, DELTA, OF)
-            if DELTA:
+            strength = tl.full([OF.rows], 1.0, tl.float32)
+            if beta is not None:
                 strength = tl.load(beta + row * OF.heads + head, mask=new, other=0.0)
+            if DELTA:
                 added = _solved(low, high, v, strength, lacks, by_key, added)
             else:
-                added = tl.where(new[:, None], v, added)
+                added = tl.where(new[:, None], v * strength[:, None], added)
             result = tl.dot(by_query, added, seen, input_precision=PRECISION)
             tl.store(out + value_place, result, mask=is_new)
             tl.store(delta_place, added, mask=is_new & (row >= kept)[:, None])

@@ -13,14 +13,16 @@ _ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def keep_rows(rows, window, entry, column, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Write these columns of a sequence's rows to its window."""
+def keep_rows(
+    rows, stride, source, window, entry, column, is_column, WIDTH: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Write the columns `source` of a sequence's rows to these columns of its window."""
     start, first = tl.load(entry + 1), tl.load(entry + 2)
     kept, end = tl.load(entry + 3), tl.load(entry + 4)
     for begin in range(kept, end, _ROWS):
         row = begin + tl.arange(0, _ROWS)
-        inside = (row < end)[:, None] & (column < WIDTH)[None, :]
-        values = tl.load(rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside)
+        inside = (row < end)[:, None] & is_column[None, :]
+        values = tl.load(rows + row.to(tl.int64)[:, None] * stride + source[None, :], mask=inside)
         place = (start + row - first) % WINDOW
         tl.store(window + place[:, None] * WIDTH + column[None, :], values, mask=inside)
 
@@ -56,6 +58,8 @@ def keep(
     state_slot = tl.load(entry).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) * BLOCK < KEYS:
-        keep_rows(key, keys + state_slot * keys_step, entry, column, KEYS, WINDOW)
+        kept = keys + state_slot * keys_step
+        keep_rows(key, KEYS, column, kept, entry, column, column < KEYS, KEYS, WINDOW)
     if tl.program_id(1) * BLOCK < DECAYS:
-        keep_rows(decay, decays + state_slot * decays_step, entry, column, DECAYS, WINDOW)
+        kept = decays + state_slot * decays_step
+        keep_rows(decay, DECAYS, column, kept, entry, column, column < DECAYS, DECAYS, WINDOW)

@@ -17,11 +17,13 @@ from engine.copies import ALIGNMENT, upload_to
 from engine.devices.cuda.recurrent.attend import HeadConstants, attend
 from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import keep
+from engine.devices.cuda.recurrent.prepare import HeadPlaces, LayerConstants, prepare
 from engine.devices.cuda.recurrent.scan import scan
-from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
+from engine.kv.state_slots import LayerStateSlots, RecurrentLayer, RowSpan, StateSlots
+from engine.model.program import MixerKind, Recurrent
 from engine.triton_support import ceil_div, power_of_two
 
-_ROWS, _CHANNELS = 16, 64
+_ROWS, _CHANNELS, _PREPARED_ROWS = 16, 64, 8
 _KEPT_COLUMNS = 256
 _HEADS = 32
 _PART, _PART_BY_CHANNEL, _VALUES = 32, 16, 32
@@ -86,13 +88,79 @@ class TritonOperators(StepOperators):
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
+        return self._attend(layer, (query, key, value, decay, beta), is_delta=beta is not None)
+
+    def mix(self, mixer: Recurrent, made: Tensor, strengths: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a mixer from its products' outputs, with the heads' gates before they are activated. Return
+        what its heads read, and their values: both float32 [rows, heads, value_dim].
+        """
+        assert mixer.rates is not None and mixer.shifts is not None
+        layout, of = self._state_slots.layout, self._state_slots.layers[mixer.number]
+        shape = layout.layers[mixer.number]
+        is_delta = mixer.kind is not MixerKind.STATE_SPACE
+        block = power_of_two(max(shape.key_dim, shape.value_dim))
+        keys, values = (shape.num_key_heads, shape.key_dim), (shape.num_heads, shape.value_dim)
+        sizes = keys, keys, values, (shape.num_heads, shape.decay_dim), (shape.num_heads,)
+        query, key, value, decay, strength = (
+            torch.empty((len(made), *size), dtype=torch.float32, device=made.device) for size in sizes
+        )
+        gate_blocks = ceil_div(shape.num_heads * shape.decay_dim, block)
+        prepare[(len(self._tables.sequences), 2 * shape.num_key_heads + shape.num_heads + gate_blocks)](
+            made,
+            strengths,
+            times,
+            mixer.taps,
+            mixer.bias,
+            mixer.rates,
+            mixer.shifts,
+            query,
+            key,
+            value,
+            decay,
+            strength,
+            of.tail,
+            of.inputs,
+            self._tables.sequences,
+            self._tables.before,
+            self._tables.tails,
+            mixer.shortest,
+            mixer.longest,
+            of.tail.stride(0),
+            of.inputs.stride(0),
+            made.stride(0),
+            strengths.stride(0),
+            times.stride(0),
+            *mixer.taps.stride(),
+            PLACES=_places(shape, is_delta=is_delta, is_interleaved=mixer.is_interleaved),
+            OF=LayerConstants(
+                shape.num_heads,
+                shape.num_key_heads,
+                shape.key_dim,
+                shape.value_dim,
+                shape.decay_dim,
+                is_delta,
+                shape.channels,
+                shape.taps,
+                triton.next_power_of_2(shape.taps),
+                self._reach,
+                layout.window,
+                _PREPARED_ROWS,
+                block,
+            ),
+            num_warps=4,
+        )
+        return self._attend(mixer.number, (query, key, value, decay, strength), is_delta=is_delta), value
+
+    def _attend(self, layer: int, inputs: Sequence[Tensor | None], *, is_delta: bool) -> Tensor:
+        _, key, value, decay, _ = inputs
+        assert key is not None and value is not None and decay is not None
         (key_heads, key_dim), (heads, value_dim) = key.shape[1:], value.shape[1:]
         block, by_channel = min(_VALUES, power_of_two(value_dim)), decay.shape[2] > 1
         part, layout = _PART_BY_CHANNEL if by_channel else _PART, self._state_slots.layout
-        sizes = heads, key_heads, key_dim, value_dim, part, block, by_channel
+        sizes = heads, key_heads, key_dim, value_dim, part, block, by_channel, is_delta
         constants = HeadConstants(*sizes, tile_rows(layout.grid), layout.window)
         programs, state = heads * ceil_div(value_dim, block), (heads, key_dim, value_dim)
-        return self._walk(attend, programs, layer, (query, key, value, decay, beta), state, OF=constants)
+        return self._walk(attend, programs, layer, inputs, state, OF=constants)
 
     def selective_scan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
@@ -166,6 +234,20 @@ class TritonOperators(StepOperators):
             BLOCK=_KEPT_COLUMNS,
             num_warps=4,
         )
+
+
+def _places(shape: RecurrentLayer, *, is_delta: bool, is_interleaved: bool) -> HeadPlaces:
+    """Return the places of a layer's heads in its channels and in its products' outputs."""
+    each = shape.num_heads // shape.num_key_heads
+    keys, values = shape.num_key_heads * shape.key_dim, shape.num_heads * shape.value_dim
+    own = each * shape.value_dim
+    if is_interleaved:  # each key head's query, key, values and output gates are together
+        step = 2 * (shape.key_dim + own)
+        return HeadPlaces(0, keys, 2 * keys, 0, shape.key_dim, 2 * shape.key_dim, step, step, 2 * each)
+    if is_delta:
+        return HeadPlaces(0, keys, 2 * keys, 0, keys, 2 * keys, shape.key_dim, own, each)
+    query, key = values + keys, values  # the products' outputs begin with the output gates
+    return HeadPlaces(query, key, 0, values + query, values + key, values, shape.key_dim, own, each)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -81,4 +81,4 @@ def scan(
         if flags & ADVANCE:
             tl.store(tl.where((flags & CERTAIN) != 0, settled, ahead), held, mask=is_cell)
         tl.debug_barrier()  # later tiles read it
-    keep_rows(value, deltas, entry, h, HEADS, WINDOW)
+    keep_rows(value, HEADS, h, deltas, entry, h, is_head, HEADS, WINDOW)
