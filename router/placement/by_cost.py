@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeVar
 
-from costs.drafting import TRIAL_SHARE
 from protocol.roles import Task
 from router.placement.cluster import Cluster
 from router.placement.interface import (
@@ -131,22 +130,9 @@ def _cheapest(costs: Sequence[Cost]) -> list[Cost]:
 
 def _choose(request: RequestFacts, cluster: Cluster, options: Sequence[Option]) -> Option:
     totals = [_sane(option.predicted.total_s) if option.predicted else inf for option in options]
-    best = min(totals)
-    trials = []
-    for option, total in zip(options, totals, strict=True):
-        saved = TRIAL_SHARE * _unasked(cluster, option) / len(cluster)
-        if saved > MARGIN and total <= best * (1 + saved):
-            trials.append((-saved, total, option))
-    if trials:
-        return min(trials, key=lambda trial: trial[:2])[2]
-    equals = [option for option, total in zip(options, totals, strict=True) if total <= best * (1 + MARGIN)]
+    most = min(totals) * (1 + MARGIN)
+    equals = [option for option, total in zip(options, totals, strict=True) if total <= most]
     return min(equals, key=lambda option: _turn(request, cluster, option))
-
-
-def _unasked(cluster: Cluster, option: Option) -> int:
-    """Return how many placements ago the longest idle worker of the option got one."""
-    idle = [worker.last_placed for worker in _workers(cluster, option) if worker.requests <= 0]
-    return cluster.last_placed - min(idle) if idle else 0
 
 
 def _turn(request: RequestFacts, cluster: Cluster, option: Option) -> tuple[int, int, int, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The policy `cost` chooses among equal options, and tries workers again to measure them."""
+"""The policy `cost` chooses among equal options."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from tests.router.placed import COSTS, decode, facts, placed, prefill
 
 SLOW_PROMPTS = replace(COSTS, token_s=1e-3)
 SLOW_STEPS = replace(COSTS, step_s=3e-3)
-
-
-def dearer(share: float):
-    """Return costs that make a request dearer by this share."""
-    return replace(COSTS, **{name: getattr(COSTS, name) * (1 + share) for name in TIMES})
-
-
-TIMES = ("step_s", "row_s", "context_s", "token_s", "attention_s")
 
 
 def test_of_equal_decode_workers_the_least_recently_asked_is_taken():
@@ -41,14 +33,3 @@ def test_of_equal_pairs_the_least_recently_asked_is_taken():
     d0, d1 = (decode(f"d{i}", costs=SLOW_PROMPTS, last_placed=9 - 4 * i) for i in range(2))
     found = placed("cost", [prefill("p", costs=SLOW_STEPS), d0, d1], facts(num_tokens=2000))
     assert found.workers == {"prefill": "p", "decode": "d1"}
-
-
-def test_the_least_recently_asked_worker_is_tried_first():
-    workers = [decode("d0", last_placed=100)]
-    workers += [decode(name, costs=dearer(0.1), last_placed=at) for name, at in (("d1", 40), ("d2", 10))]
-    assert placed("cost", workers, facts(cached_tokens={"d1": 1, "d2": 1})).workers == {"decode": "d2"}
-
-
-def test_an_idle_prefill_worker_is_tried_though_its_decode_worker_is_busy():
-    workers = [prefill("p", costs=dearer(0.2)), decode("d", last_placed=1000)]
-    assert placed("cost", workers, facts()).workers == {"prefill": "p", "decode": "d"}
