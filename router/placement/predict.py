@@ -139,20 +139,17 @@ def _slowed_share(worker: WorkerSnapshot) -> float:
 
 
 def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -> float:
-    """Return the time from the first token until the request is in the decode worker's batch.
+    """Return the time from the first token until all blocks are at the decode worker.
 
     Blocks are sent while later chunks are computed. After the prefill the link still has to send the last
-    chunk, or all blocks that it was too slow for. Then the decode worker ends its current step.
+    chunk, or all blocks that it was too slow for.
     """
     costs = prefill.worker.costs
     link = prefill.worker.links.get(decode.worker.worker_id, _NO_LINK)
     moved = costs.kept_tokens(num_tokens)
     whole_s = link.seconds(moved * costs.kv_bytes)
     last_s = link.seconds(min(moved, costs.chunk_tokens) * costs.kv_bytes)
-    there = decode.worker
-    return max(last_s, whole_s - prefill.prefill_s) + there.costs_now.decode_s(
-        there.rows, there.context_tokens
-    )
+    return max(last_s, whole_s - prefill.prefill_s)
 
 
 def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
