@@ -20,8 +20,6 @@ from router.placement.interface import (
 )
 
 _NO_LINK = LinkSpeed()
-FULL_MARGIN = 0.05
-"""[share] Most by which full steps exceed the ITL budget: each prompt in them gets at least one block."""
 LEAST_CHUNK = 16
 """[tokens] Least prompt tokens that a step computes, however slow: one block."""
 
@@ -105,19 +103,14 @@ def _coming_s(worker: WorkerSnapshot) -> float:
 
 
 def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
-    """Return the most seconds that prompts add to each of the worker's decode steps, by the ITL budget.
-
-    If full steps are too slow for the request's SLO, all waiting prompts count: the result is infinity.
-    """
+    """Return the most seconds that prompts add to each of the worker's decode steps, by the ITL budget."""
     costs = worker.costs_now
     if costs.itl_budget_s <= 0:
         return inf
     bound_s = itl_bound(costs.itl_budget_s, request.slo_tpot_s)
     rows, context = worker.rows + 1, worker.context_tokens + request.num_tokens
     least_s = costs.chunks_s(LEAST_CHUNK, 0, LEAST_CHUNK)
-    prefill_s = max(costs.chunk_seconds(rows, context, bound_s), least_s)
-    full_s = (costs.decode_s(rows, context) + prefill_s) / max(costs.tokens_per_row, 1.0)
-    return prefill_s if full_s * (1 + FULL_MARGIN) <= request.slo_tpot_s else inf
+    return max(costs.chunk_seconds(rows, context, bound_s), least_s)
 
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:

@@ -181,9 +181,9 @@ def test_a_stricter_itl_bounds_the_slowdown_by_prompts():
     costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-4, attention_s=0.0, itl_budget_s=0.02)
     others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=10_000, computed_tokens=10_000)
     few = {"num_tokens": 1000, "output_tokens": 11, "mean_output_tokens": 11}
-    for asked_s in (0.025, 0.02, 0.0106):
+    for asked_s in (0.025, 0.02, 0.0101):
         assert verdict([others], facts(**few, slo_tpot_s=asked_s)) is None
-    found = verdict([others], facts(**few, slo_tpot_s=0.0101))
+    found = verdict([others], facts(**few, slo_tpot_s=0.0099))
     assert found is not None and found.missed == "slo_tpot"
 
 
