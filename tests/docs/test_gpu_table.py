@@ -12,6 +12,7 @@ from tests.docs import gpu_table  # noqa: E402
 from tests.docs.gpu_table import (  # noqa: E402
     ADAPTERS,
     EXPERTS,
+    LATENTS,
     PRODUCT_ROWS,
     RECURRENT,
     SECTIONS,
@@ -42,6 +43,7 @@ SAMPLES = [
     ("rows of each expert", 80),
     ("shrink, rank 64", 90),
     ("expand and add, rank 16", 80),
+    ("DeepSeek-V3: heads' queries for latents", 90),
     ("Qwen3.5: gated delta rule", 90),
 ]
 
@@ -76,6 +78,9 @@ def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
             if name in ADAPTERS:
                 assert products > 0
                 assert (copies > 0) == (ADAPTERS[name][0] == "shrink")
+                continue
+            if name in LATENTS:
+                assert (products > 0) == (copies > 0) == (LATENTS[name][0] == "multiply_heads")
                 continue
             if name in RECURRENT:
                 assert (products > 0) == (RECURRENT[name][0] == "attend")
