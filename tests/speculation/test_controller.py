@@ -8,14 +8,20 @@ from dataclasses import replace
 import pytest
 
 from costs.drafting import Explorer
-from costs.widths import MeasuredCurve, TargetTime
+from costs.widths import DRAFT_START, DRAFT_TOKEN, MeasuredCurve, TargetTime
 from speculation.control.controller import (
     DRAFT_PLAN_STEPS,
     IDLE_PLAN_STEPS,
     PLAIN_PLAN_STEPS,
     DraftController,
 )
-from speculation.control.estimator import Shape, SpeculatingRequest
+from speculation.control.estimator import (
+    FIRST_OUTPUT,
+    FIRST_PROMPT,
+    LENGTH_PACE,
+    Shape,
+    SpeculatingRequest,
+)
 from tests.speculation.simulated import PROFILES, Profile, Rate, SimulatedServer, flat_seconds, target_seconds
 
 SECONDS = {1: 2.0, 2: 3.0, 4: 6.0, 8: 4.0, 16: 4.0, 64: 6.0}
@@ -324,6 +330,42 @@ def test_steps_without_decoding_are_not_learned_from() -> None:
     made.begin_step(0, 1)
     made.begin_step(1)
     made.plan(requests(made, 1))
+
+
+def test_drafting_and_reading_are_timed_apart() -> None:
+    made = controller(reads_prompts=True)
+    known, (request,) = made.estimator.methods["eagle"].time, requests(made, 1)
+    made.estimator.drafted("eagle", [request], [4], known.units(4, 4) * 1e-3)
+    assert known.unit(1) == pytest.approx(1e-3) and known.per_read is None, (
+        "a new request has nothing to read"
+    )
+    request.unread = 100
+    made.estimator.drafted("eagle", [request], [4], known.units(4, 4) * 1e-3 + 0.2)
+    assert (known.unit(1), known.per_read) == pytest.approx((1e-3, 2e-3))
+    made.estimator.drafted("eagle", [request], [4], known.units(4, 4) * 2e-3)
+    assert (known.unit(1), known.per_read) == pytest.approx((1.1e-3, 2e-3)), "its text has been read"
+
+
+def test_means_follow_the_requests_that_end() -> None:
+    made = controller().estimator
+    for _ in range(100):
+        made.ended(1000, 10)
+    left = (1 - LENGTH_PACE) ** 100
+    assert made.mean_prompt == pytest.approx(1000 + left * (FIRST_PROMPT - 1000))
+    assert made.mean_output == pytest.approx(10 + left * (FIRST_OUTPUT - 10))
+
+
+def test_a_report_tells_what_drafting_takes() -> None:
+    made = controller(reads_prompts=True)
+    known = made.estimator.methods["eagle"]
+    known.time.observe(1, 4, 4, known.time.units(4, 4) * 1e-3)
+    known.time.observe(16, 4, 4, known.time.units(4, 4) * 3e-3)
+    known.time.observe_reading(100, 0.2)
+    for count, unit in ((0, 1e-3), (16, 3e-3)):
+        known.num_requests = count
+        (state,) = made.estimator.report(8).methods
+        told = state.level_s, state.start_s, state.token_s, state.read_s
+        assert told == pytest.approx((unit, unit * DRAFT_START, unit * DRAFT_TOKEN, 2e-3))
 
 
 @pytest.mark.parametrize("count", [1, 8])
