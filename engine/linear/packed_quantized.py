@@ -48,6 +48,13 @@ def kernel() -> Callable[..., None]:
     return declare(library(), "tandem_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
 
 
+@functools.cache
+def rows_kernel() -> Callable[..., None]:
+    """Return `tandem_quantized_rows`. Raises BuildError."""
+    pointer = ctypes.c_void_p
+    return declare(library(), "tandem_quantized_rows", None, pointer, pointer, ctypes.c_int64, pointer)
+
+
 def fits(weight: QuantizedWeight) -> bool:
     """Return whether the kernel can multiply by the weight."""
     inputs, group = weight.codes.shape[1], weight.group_size
@@ -124,6 +131,18 @@ class PackedWeight:
             offsets=None if self.offsets is None else pack(unpacked(self.offsets)[outputs], 1),
             out_features=len(outputs),
         )
+
+    def is_table(self) -> bool:
+        """Return whether `bfloat16_rows` can read it."""
+        return self.format is CodeFormat.INT8 and self.offsets is None and self.inputs is None
+
+    def bfloat16_rows(self, first: int, end: int) -> Tensor:
+        """Return the weights of these outputs, [end - first, in_features], of a table."""
+        outputs = torch.arange(first, end)
+        out = torch.empty((end - first, self.in_features), dtype=torch.bfloat16)
+        args = self.args(None)
+        rows_kernel()(ctypes.addressof(args), outputs.data_ptr(), len(outputs), out.data_ptr())
+        return out
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
         """Return a weight with copies of its words, scales and offsets."""

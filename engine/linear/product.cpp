@@ -59,6 +59,11 @@ void tandem_linear_of_float32(
     multiply<FloatTiles<float>>(ProductOf<float>{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 
+// Writes some outputs' weights, rounded to bfloat16. They must be INT8 codes without offsets and in the inputs' order.
+void tandem_quantized_rows(const Quantized* weights, const int64_t* outputs, int64_t count, uint16_t* out) {
+    for (int64_t i = 0; i < count; i++, out += weights->in_features) write_row(*weights, outputs[i], out);
+}
+
 // Multiplies with the fastest kernel for this CPU. The weights' inputs must be whole runs of at least 32.
 void tandem_quantized_linear(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {

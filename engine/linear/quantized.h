@@ -30,6 +30,18 @@ struct Quantized {
     int64_t input_group;       // a row's inputs with one int8 unit (rounded.h), for INT8 and INT4; 0: not rounded
 };
 
+// Writes one output's INT8 weights, rounded to bfloat16.
+inline void write_row(const Quantized& q, int64_t output, uint16_t* out) {
+    const int64_t panel = output / PANEL, lane = output % PANEL;
+    const uint16_t* words = q.words + panel * q.in_features * (PANEL / Int8::CODES) + 2 * lane;
+    const float* scales = q.scales + panel * (q.in_features / q.group) * PANEL + lane;
+    const float factor = q.input_group ? 1 : 0x1p24f;  // scales are those of `Int8::value`, or of the codes
+    for (int64_t k = 0; k < q.in_features; k += 4, words += WORDS) {
+        const float scale = scales[k / q.group * PANEL] * factor;
+        for (int64_t i = 0; i < 4; i++) out[k + i] = float_to_bf16(float(int8_t(words[i % 2] >> 8 * (i / 2))) * scale);
+    }
+}
+
 constexpr int64_t SLICE = 128;  // number of inputs whose weights are expanded at a time: 16 KiB
 
 struct alignas(64) Line {

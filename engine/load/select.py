@@ -28,7 +28,14 @@ from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
 from engine.linear.experts import RoutedLinear, RoutedQuantizedLinear, pack_experts
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
-from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears, fits, join, packed
+from engine.linear.packed_quantized import (
+    PackedQuantizedLinear,
+    PackedWeight,
+    dequantize_linears,
+    fits,
+    join,
+    packed,
+)
 from engine.linear.quantized import round_to_nearest
 from engine.load.loader import load_model
 from engine.model.program import ModelProgram
@@ -193,6 +200,14 @@ def modules_runner_of_head(
     return TorchRunner(forward, backend, target.device, "off", products=products, packed=fault is None)
 
 
+def _read_from(codes: PackedWeight, embeddings: nn.Module) -> None:
+    """Free a module's embeddings, which `codes` have as well. Each later use reads them from there."""
+    del embeddings.weight
+    kind = type(embeddings)
+    weight = property(lambda self: codes.bfloat16_rows(0, codes.out_features))
+    embeddings.__class__ = type(kind.__name__, (kind,), {"weight": weight})
+
+
 def _runs_natively(loaded: LoadedModel) -> bool:
     """Return whether the native decoder runs the model. Ranks share experts and recurrent layers by their
     modules, and the kernels of experts and adapters need bfloat16.
@@ -227,8 +242,10 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
                 dequantize_linears(loaded.model, loaded.dtype)
             program, layers = loaded.program, loaded.model.model.layers
             assert program is not None
-            packed = Description(program, loaded.max_model_len, lambda number: layers[number].to("meta"))
-            return replace(loaded, description=packed)
+            described = Description(program, loaded.max_model_len, lambda number: layers[number].to("meta"))
+            if described.coded_embeddings is not None:
+                _read_from(described.coded_embeddings, loaded.model.get_input_embeddings())
+            return replace(loaded, description=described)
     if kernel_fault(loaded.device, loaded.dtype) is None:
         pack_experts(loaded.model)
         pack_absorbed(loaded.model)

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from checkpoints.gguf.reader import read_gguf
 from deploy.config import speculative_config
+from engine.assembly import load_served
+from engine.quantization.gguf import dequantized
+from protocol.config import ServeConfig
 from protocol.outputs import paged_logprobs
 from tests.checkpoints.transformers_answers import (
     NUM_TOKENS,
@@ -44,6 +49,15 @@ def test_greedy_tokens_are_transformers(dtype: str, model: Packaged) -> None:
     print(f"{dtype}: {same:.1%} of the tokens are Transformers', others {max(below):.3f} below")
     assert same == 1 if dtype == "float32" else same > 0.95
     assert max(below) < 0.25
+
+
+def test_the_codes_of_a_tied_head_are_the_only_embeddings() -> None:
+    file = gguf_file(SMOLLM2)
+    loaded = load_served(ServeConfig(model=str(file), dtype="bfloat16", device="cpu"), None)
+    assert loaded.description is not None and not loaded.description.model.embeddings
+    assert loaded.description.num_bytes < 1.2 * file.stat().st_size
+    table = dequantized(read_gguf(file).tensors["token_embd.weight"], torch.bfloat16)
+    assert torch.equal(loaded.model.get_input_embeddings().weight, table)
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {

@@ -160,6 +160,14 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(kind: str) -
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.startswith("int8")])
+def test_rows_of_a_table_are_the_dequantized_ones(kind: str) -> None:
+    linear, packed = layer(kind, 192, 130, bias=False)
+    assert packed.packed.is_table()
+    rows = packed.packed.bfloat16_rows(5, 130)
+    assert torch.equal(rows, linear.quantized.dequantized()[5:].bfloat16())
+
+
 @pytest.mark.parametrize("format", list(CodeFormat))
 def test_every_code_becomes_its_value(format: CodeFormat) -> None:
     """Each row of the weight has one code; all others are zero."""

@@ -49,7 +49,7 @@ class Decoder : Work {
             enter(*m.entry, rows);
         } else {
             each_row(n, [&](int64_t r) {
-                memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(Value));
+                embed(rows.token_ids[r], &x[r * hidden]);
                 if (m.embedding_multiplier) scale_row(&x[r * hidden], float(m.embedding_multiplier), hidden);
             });
         }
@@ -189,8 +189,9 @@ class Decoder : Work {
         return targets.data();
     }
 
-    const Value* embedding(const Rows& rows, int64_t r) const {
-        return m.embeddings + rows.token_ids[r] * m.hidden;
+    void embed(int64_t token, Value* out) const {
+        if (m.embeddings) memcpy(out, m.embeddings + token * m.hidden, m.hidden * sizeof(Value));
+        else m.quantized_rows(m.coded_embeddings, &token, 1, out);
     }
 
     // Fills `x` and `normed` for the head's layer, with room in `normed` for the rows with logits.
@@ -200,7 +201,8 @@ class Decoder : Work {
         each_row(n, [&](int64_t r) {
             const Value* before = rows.before + r * hidden;
             Value *token_half = &normed[r * 2 * hidden], *hidden_half = token_half + hidden;
-            norm_or_copy(embedding(rows, r), entry.token_norm, token_half);
+            embed(rows.token_ids[r], token_half);
+            if (entry.token_norm) norm_row(token_half, entry.token_norm, m.norms, m.hidden, m.norm_epsilon, token_half);
             norm_or_copy(before, entry.hidden_norm, hidden_half);
             if (!entry.joint) memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(Value));
         });

@@ -24,7 +24,7 @@ from engine.devices.cpu.decoder.native_model import (
 )
 from engine.kv.state_slots import GRID
 from engine.linear.experts import RoutedLinear, RoutedQuantizedLinear, pack_experts
-from engine.linear.packed_quantized import PackedQuantizedLinear
+from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight
 from engine.model.program import (
     Activation,
     Attention,
@@ -50,6 +50,10 @@ _ACTIVATIONS = {
     (Activation.RELU2, False),
 }
 """Supported activations, each with whether it is gated."""
+
+
+_ROWS = 1 << 12
+"""Embeddings compared at a time, to save memory."""
 
 
 def unfit(program: ModelProgram) -> str | None:
@@ -106,13 +110,17 @@ class Description(NativeModel):
             free(number)
         self._set_layers([*itertools.chain(*zip(*by_layer, strict=True))], len(by_layer))
         head = self._product(program.head)
+        self.coded_embeddings = self._coded(program.embeddings, head)
+        """The head, if its weights are the embeddings: they then have no other memory here."""
+        in_codes = self.coded_embeddings is not None
         self.model = ModelArgs(
             layers=ctypes.addressof(self.layers),
             num_layers=len(by_layer),
             num_beside=len(self.layers) - len(by_layer),
             hidden=program.hidden_size,
             vocab=head.outputs,
-            embeddings=self.keep(program.embeddings),
+            embeddings=None if in_codes else self.keep(program.embeddings),
+            coded_embeddings=head.quantized if in_codes else None,
             final_norm=self._norm(program.final_norm),
             head=head,
             activation=next((mlp.activation for layer in program.layers for mlp in _mlps(layer)), 0),
@@ -126,6 +134,21 @@ class Description(NativeModel):
             self._entry = self._entry_args(program.entry)
             self.model.entry = ctypes.addressof(self._entry)
         self.count_products()
+
+    def _coded(self, embeddings: Tensor, head: WeightsArgs) -> PackedWeight | None:
+        """Return the head's weight if its codes are exactly the embeddings."""
+        if head.quantized is None:
+            return None
+        weight, _ = self.kept_quantized(head.quantized)
+        if (
+            self.dtype is not torch.bfloat16
+            or not weight.is_table()
+            or len(embeddings) != weight.out_features
+        ):
+            return None
+        parts = zip(itertools.count(0, _ROWS), embeddings.split(_ROWS), strict=False)
+        equal = all(torch.equal(weight.bfloat16_rows(at, at + len(part)), part) for at, part in parts)
+        return weight if equal else None
 
     def _set_layers(self, packed: Sequence[tuple[LayerArgs, LayerPaths]], count: int) -> None:
         """Set the layers: first the `count` consecutive layers, then their second mixers."""

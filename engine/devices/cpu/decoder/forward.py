@@ -77,6 +77,7 @@ class NativeDecoder:
         model.linear, model.parallel = address_of(packed.kernel(self._dtype)), parallel()
         self._tables = self._take_tables(backend, model)
         model.quantized_linear = address_of(packed_quantized.kernel())
+        model.quantized_rows = address_of(packed_quantized.rows_kernel())
         model.routed_linear = address_of(experts.kernel())
         model.routed_quantized_linear = address_of(experts.quantized_kernel())
         self._adapters: NativeAdapters | None = None

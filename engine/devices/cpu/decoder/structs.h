@@ -15,6 +15,7 @@ namespace {
 
 using Linear = void (*)(const Value*, const Value*, const Value*, Value*, int64_t, int64_t, int64_t, int64_t, Parallel);
 using QuantizedLinear = void (*)(const Value*, const void*, Value*, int64_t, int64_t, Parallel);
+using QuantizedRows = void (*)(const void*, const int64_t*, int64_t, Value*);
 using Routed = RoutedRows<Value>;
 using RoutedLinear = void (*)(const Routed*, const Value*, const Value*, int64_t, Parallel);
 using RoutedQuantizedLinear = void (*)(const Routed*, const void*, int64_t, int64_t, int64_t, Parallel);
@@ -113,6 +114,7 @@ struct Model {
     const Layer* layers;  // first the consecutive layers, then second mixers
     int64_t num_layers, num_beside, hidden, num_heads, head_dim, vocab, products;  // for a rank: its own
     const Value *embeddings, *final_norm;
+    const void* coded_embeddings;  // the quantized product's struct with the embeddings, if `embeddings` is null
     Weights head;
     int64_t rotary_dim;           // rotated dims, the first of each head
     int64_t opens_heads;          // whether each head's query is followed by its output gate
@@ -125,6 +127,7 @@ struct Model {
     int64_t num_tables;
     Linear linear;
     QuantizedLinear quantized_linear;
+    QuantizedRows quantized_rows;
     RoutedLinear routed_linear;
     RoutedQuantizedLinear routed_quantized_linear;
     BeginAttention begin;
