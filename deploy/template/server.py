@@ -106,9 +106,6 @@ class Template:
         loops = (role.loop.partition(":")[0] for role in ROLES.values())
         for module in (*_IMPORTED, *loops):
             importlib.import_module(module)
-        from kvtransfer.transports.ucx_agent import preload_nixl
-
-        preload_nixl()
         adopt_orphans()  # the other ranks of killed workers
         freeze_heap()
         self._waker.setblocking(False)
@@ -204,9 +201,12 @@ class Template:
                         _send(worker.client, Ended(pid, status))
 
     def _preload(self, config: ServeConfig) -> None:
-        from worker.setup import preload_models, set_up_worker_logging
+        from kvtransfer.transports.ucx_agent import preload_nixl
+        from worker.setup import preload_models, set_up_worker_logging, wires_of
 
         set_up_worker_logging(config, "template")
+        if "ucx" in wires_of(config):
+            preload_nixl()
         if preload_models(config):
             freeze_heap()
 

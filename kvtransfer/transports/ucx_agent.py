@@ -80,6 +80,7 @@ def _load(package: str) -> ModuleType | None:
     return module
 
 
+@functools.cache
 def preload_nixl() -> None:
     """Load NIXL's libraries, if installed, in the process that forks the workers."""
     with contextlib.suppress(TransferError):
