@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch.operations import apply_norm
+from engine.light_imports import load_kernels
 from engine.linear.packed import linear_of
 from engine.model.describe import describe
 from engine.model.program import ModelProgram, Norm, Rotation
@@ -190,6 +191,7 @@ def _read_layers(
     checkpoint: Checkpoint, config: Qwen3Config, feature_size: int, target: LoadedModel
 ) -> tuple[Qwen3ForCausalLM, nn.Linear, Tensor]:
     """Return the decoder layers with their norm, and the context's linear layer and norm."""
+    load_kernels()
     with torch.device("meta"):
         layers = Qwen3ForCausalLM(config)
         parts = nn.ModuleDict(

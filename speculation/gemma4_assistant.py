@@ -24,6 +24,7 @@ from engine.devices.torch.runner import HeadModules, TorchRunner
 from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOptions
 from engine.kv.layout import TARGET, LayerShape
 from engine.kv.pool import KVPool
+from engine.light_imports import load_kernels
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
@@ -148,6 +149,7 @@ class _Modules(HeadModules):
 def _load(checkpoint: Checkpoint, target: LoadedModel) -> Any:
     """Load the assistant. Raise ConfigError that names the field that does not fit the target."""
     folder, theirs = checkpoint.folder, target.model.config.get_text_config(decoder=True)
+    load_kernels()
     try:
         config = AutoConfig.from_pretrained(folder)
         assistant: Any = AutoModelForCausalLM.from_pretrained(

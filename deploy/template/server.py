@@ -43,6 +43,7 @@ from deploy.template.client import (
     peer_of,
     template_request,
 )
+from engine.light_imports import delay_kernels
 from native.heap import freeze_heap
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
@@ -74,6 +75,17 @@ _IMPORTED = (
 """The modules that a worker needs, including those that it would import late."""
 
 
+def import_modules() -> None:
+    """Import all that a worker needs. The garbage collector stays off until the heap is frozen: a collection
+    scans all that has been imported so far.
+    """
+    gc.disable()
+    delay_kernels()
+    loops = (role.loop.partition(":")[0] for role in ROLES.values())
+    for module in (*_IMPORTED, *loops):
+        importlib.import_module(module)
+
+
 @dataclass
 class _Worker:
     worker_id: str
@@ -102,10 +114,7 @@ class Template:
             self._launcher_fd = os.pidfd_open(launcher_pid)
 
     def run(self) -> None:
-        gc.disable()  # until the heap is frozen: a collection scans all that has been imported so far
-        loops = (role.loop.partition(":")[0] for role in ROLES.values())
-        for module in (*_IMPORTED, *loops):
-            importlib.import_module(module)
+        import_modules()
         adopt_orphans()  # the other ranks of killed workers
         freeze_heap()
         self._waker.setblocking(False)

@@ -19,6 +19,7 @@ from engine.devices.cuda.tiles import tile_on_gpu
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import absorb
+from engine.light_imports import load_kernels
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -61,6 +62,7 @@ def load_extra_layers(
     names a tensor, or ValueError if the format fits no layer.
     """
     own_lm_head = "lm_head.weight" in tensors
+    load_kernels()
     with torch.device("meta"):
         empty = make_layers(
             target.model,

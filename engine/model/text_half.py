@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto.auto_factory import _get_model_class
 
+from engine.light_imports import with_kernels
 from protocol.errors import UnsupportedModelError
 
 
@@ -45,6 +46,7 @@ def whole_config(hf_config: Any, *, trust_remote_code: bool) -> Any:
     return whole
 
 
+@with_kernels
 def make_model(hf_config: Any, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
     """Return a model with random weights. Raises UnsupportedModelError."""
     kind = _language_class(hf_config, trust_remote_code)
@@ -54,6 +56,7 @@ def make_model(hf_config: Any, *, trust_remote_code: bool = False, **options: An
     return made
 
 
+@with_kernels
 def load_checkpoint(
     source: str, hf_config: Any, *, trust_remote_code: bool, **options: Any
 ) -> PreTrainedModel:
