@@ -128,6 +128,7 @@ def run(
         ready.set()
         url = reachable_url(config, server.url, link_host)
         say(config.log_format, announcement(config, server, url, defaults), url=url, model=config.model_name)
+        freeze_heap()  # now with Ray's modules
 
     def on_signal() -> None:
         if not ready.is_set():
