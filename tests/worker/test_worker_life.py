@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from protocol.config import ServeConfig
 from protocol.kv_events import IDENTITY_BYTES
+from protocol.roles import WorkerRange
 from protocol.router_to_worker import CallRoll, Leave, PrepareToLeave
 from protocol.speculation import SpeculativeConfig
 from protocol.version import PROTOCOL
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
+from worker.setup import wires_of
 
 PROMPT = [5, 6, 7, 8]
+
+
+def test_a_worker_without_peers_opens_no_ucx() -> None:
+    alone = ServeConfig(disaggregation=False)
+    assert wires_of(alone) == ["shm", "tcp"]
+    assert wires_of(replace(alone, kv_transports="ucx")) == ["ucx"]
+    scaled = replace(alone, autoscale={"decode": WorkerRange(1, 2)})
+    for config in (ServeConfig(), replace(alone, ray_address="auto"), scaled):
+        assert wires_of(config) == ["shm", "ucx", "tcp"]
 
 
 def test_a_failed_step_or_a_garbled_message_costs_only_its_requests(
