@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from math import e, exp
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
-from costs.steps import DECODE_SCALING, MEMORY, PREFILL_SCALING, Regression, StepTimes, StepWork
+from costs.steps import DECODE_SCALING, MEMORY, PREFILL_SCALING, Regression, StepTimes, StepWork, work_of
 from protocol.costs import StepCosts
 
 TRUE = StepCosts(step_s=2e-3, row_s=1e-4, context_s=5e-7, chunk_s=5e-4, token_s=8e-5, attention_s=2e-7)
@@ -48,6 +49,12 @@ def run(times: StepTimes, costs: StepCosts, count: int, noise: float = 0.0, most
         times.observe(work, seconds(work, costs) * (1 + rng.uniform(-noise, noise)))
         if index % 100 == 99:
             times.costs()
+
+
+def test_the_work_of_a_step_is_counted_by_kind():
+    """Two sequences decode, one of them the last token of its prompt; two prompts go on."""
+    sequences = [SimpleNamespace(num_computed=count) for count in (100, 31, 0, 64)]
+    assert work_of(sequences, [1, 1, 64, 32]) == (2, 131, 96, 64 * 32 + 32 * (64 + 16))
 
 
 def test_the_measurements_at_start_are_enough():

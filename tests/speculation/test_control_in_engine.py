@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -177,30 +178,57 @@ def test_calibration_measures_the_machine(target: Path) -> None:
     assert not speculator._controller.estimator.methods["draft_model"].reads_prompts
 
 
-@pytest.mark.parametrize(("longest", "tokens"), [(512, 256), (100, 99)])
-def test_one_prompt_is_measured_that_fits_the_model(
-    longest: int, tokens: int, target: Path, monkeypatch: pytest.MonkeyPatch
+class TimedProfiling(ProfilingRun):
+    """A profiling run whose rows take `row_s` each, by a clock of its own."""
+
+    def __init__(self, engine: Engine, longest: int, row_s: float, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(engine.blocks, engine._runner, longest)
+        self.asked: list[tuple[int, int, int]] = []
+        self._row_s, self._now = row_s, 0.0
+        patch.setattr("speculation.control.estimator.time.perf_counter", lambda: self._now)
+
+    def sequences(self, count: int, num_tokens: int, room: int) -> list[SequenceState] | None:
+        self.asked.append((count, num_tokens, room))
+        return super().sequences(count, num_tokens, room)
+
+    def forward(self, sequences: list[SequenceState], *, wants_hidden: bool = True) -> ForwardOutput:
+        drafts = [each.draft.num_nodes for each in sequences if each.draft is not None]
+        self._now += self._row_s * (sum(each.num_uncomputed for each in sequences) + sum(drafts))
+        return super().forward(sequences, wants_hidden=wants_hidden)
+
+
+@pytest.mark.parametrize(
+    ("longest", "row_s", "sequences", "rows", "prompt"),
+    [
+        (512, 1e-3, 4, [1, 2, 4, 8, 16, 32], 256),
+        (100, 1e-4, 1, [1, 2, 4, 8, 16, 32], 99),
+        (512, 1e-4, 4, [1, 2, 4, 8, 16, 32, 64, 128], 256),
+        (512, 20e-3, 4, [1, 2], 256),
+    ],
+)
+def test_forwards_are_measured_up_to_some_time_and_the_batch_size(
+    longest: int,
+    row_s: float,
+    sequences: int,
+    rows: list[int],
+    prompt: int,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _ = make_engine(target, None)
-    asked: list[tuple[int, int, int]] = []
-    ran: list[list[int]] = []
+    with closing(TimedProfiling(engine, longest, row_s, monkeypatch)) as profiling:
+        curve = measure_target(profiling, lambda sequences, logits: [], sequences)
+        assert curve.rows == rows and curve.seconds == pytest.approx([row_s * count for count in rows])
+        assert curve.per_prompt_token == pytest.approx(row_s)
+        assert profiling.asked[-1] == (1, prompt, 1)
 
-    class Recording(ProfilingRun):
-        def sequences(self, count: int, num_tokens: int, room: int) -> list[SequenceState] | None:
-            asked.append((count, num_tokens, room))
-            return super().sequences(count, num_tokens, room)
 
-        def forward(self, sequences: list[SequenceState], *, wants_hidden: bool = True) -> ForwardOutput:
-            ran.append([each.num_uncomputed for each in sequences])
-            return super().forward(sequences, wants_hidden=wants_hidden)
-
-    profiling = Recording(engine.blocks, engine._runner, longest)
-    curve = measure_target(profiling, lambda sequences, logits: [], max_sequences=4)
-    profiling.close()
-    assert asked[-1] == (1, tokens, 1)
-    assert ran[-4:] == [[tokens]] * 4, "once to compile, then the fastest of three counts"
-    assert 0 < curve.per_prompt_token < curve.seconds[0]
-    assert curve.per_prompt_token != UNMEASURED.per_prompt_token
+def test_a_forward_that_is_slow_from_the_start_is_not_measured(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make_engine(target, None)
+    with closing(TimedProfiling(engine, 512, 30e-3, monkeypatch)) as profiling:
+        assert measure_target(profiling, lambda sequences, logits: [], 4) is UNMEASURED
 
 
 def test_lengths_of_answers_are_learned_when_they_end(target: Path) -> None:
