@@ -32,9 +32,11 @@ from engine.model.program import (
     Recurrent,
     Rotation,
     Score,
+    TokenInput,
+    TokenVectors,
 )
 
-STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
+STATIC_ROTATIONS = ("default", "linear", "llama3", "proportional", "yarn")
 """Types of rotary embeddings whose angles depend only on positions."""
 
 ACTIVATIONS = {
@@ -45,8 +47,11 @@ ACTIVATIONS = {
 }
 """Activations by Transformers' names."""
 
-_CAPS = "attn_logit_softcapping", "final_logit_softcapping"
-"""Configuration fields that cap attention scores or logits."""
+_UNKNOWN = {
+    "attn_logit_softcapping": "it has attn_logit_softcapping",
+    "enable_moe_block": "its experts beside MLPs have norms of their own",
+}
+"""Configuration fields of operations that programs do not have, with what to say of them."""
 
 _READ_WINDOW_FROM_CONFIG = ("MistralAttention", "MixtralAttention")
 
@@ -104,9 +109,9 @@ class _Describer:
         self._number = itertools.count()
         if family.routing is None and bool(getattr(self._config, "num_local_experts", 0)):
             raise UndescribedModelError("it has experts")
-        for name in _CAPS:
-            if getattr(self._config, name, None) is not None:
-                raise UndescribedModelError(f"it has {name}")
+        for name, reason in _UNKNOWN.items():
+            if getattr(self._config, name, None):
+                raise UndescribedModelError(reason)
 
     def program(self) -> ModelProgram:
         family, head = self._family, self._model.lm_head
@@ -125,7 +130,35 @@ class _Describer:
             embedding_multiplier=multiplier,
             residual_multiplier=self._configured(family.residual_multiplier),
             logits_divisor=self._configured(family.logits_divisor),
+            logits_cap=getattr(self._config, "final_logit_softcapping", None) or 0.0,
+            token_vectors=self._token_vectors(),
         )
+
+    def _token_vectors(self) -> TokenVectors | None:
+        decoder = self._decoder
+        if not getattr(self._config, "hidden_size_per_layer_input", 0):
+            return None
+        embeddings = decoder.embed_tokens_per_layer
+        norm = self._norm(decoder, "per_layer_projection_norm")
+        assert norm is not None
+        return TokenVectors(
+            embeddings=embeddings.weight,
+            multiplier=embedding_scale(embeddings),
+            product=Product((decoder.per_layer_model_projection,), ("model.per_layer_model_projection",)),
+            factor=decoder.per_layer_model_projection_scale,
+            norm=norm,
+            sum_factor=decoder.per_layer_input_scale,
+        )
+
+    def _token_input(self, number: int, layer: Any) -> TokenInput | None:
+        if not getattr(self._config, "hidden_size_per_layer_input", 0):
+            return None
+        gate, output = (
+            self._product(number, layer, [name]) for name in ("per_layer_input_gate", "per_layer_projection")
+        )
+        norm = self._norm(layer, "post_per_layer_input_norm")
+        assert norm is not None
+        return TokenInput(layer.layer_idx, gate, output, norm, self._activation)
 
     def _configured(self, name: str | None) -> float:
         return 1.0 if name is None else getattr(self._config, name)
@@ -154,6 +187,8 @@ class _Describer:
             experts,
             mixed_norm=None if family.mixed_norm is None else self._norm(layer, family.mixed_norm),
             made_norm=None if family.made_norm is None else self._norm(layer, family.made_norm),
+            token_input=self._token_input(number, layer),
+            multiplier=None if family.multiplier is None else _tensor(layer, family.multiplier),
         )
 
     def _product(self, number: int, layer: nn.Module, paths: Sequence[str]) -> Product:
@@ -169,7 +204,7 @@ class _Describer:
     def _mixer(self, number: int, layer: Any, names: MixerNames) -> Attention | LatentAttention | Recurrent:
         module = getattr(layer, names.path)
         product = partial(self._product, number, layer)
-        inputs = [f"{names.path}.{name}" for name in names.inputs if getattr(module, name) is not None]
+        inputs = [f"{names.path}.{name}" for name in names.inputs if getattr(module, name, None) is not None]
         multiplier = names.input_multiplier
         common: dict[str, Any] = {
             "inputs": product(inputs),
@@ -186,8 +221,12 @@ class _Describer:
 
     def _attention(self, layer: Any, module: Any, common: dict[str, Any]) -> Attention:
         heads = self._config.num_attention_heads
+        has_sides = [getattr(module, name, None) is not None for name in ("k_proj", "v_proj")]
         return Attention(
             **common,
+            value_norm=_unweighted(module, self._epsilon),
+            sides=sum(has_sides),
+            source=None if any(has_sides) else self._source(module),
             layer=module.layer_idx,
             heads=heads,
             head_dim=module.head_dim,
@@ -199,6 +238,14 @@ class _Describer:
             is_gated=module.q_proj.out_features > heads * module.head_dim,
             sinks=_tensor(module, "sinks"),
         )
+
+    def _source(self, module: Any) -> int:
+        """Return the layer of an attention module's type that keeps its keys and values for others."""
+        for layer in self._decoder.layers:
+            kept = layer.self_attn
+            if kept.store_full_length_kv and kept.layer_type == module.layer_type:
+                return int(kept.layer_idx)
+        raise UndescribedModelError("takes its keys and values from a layer that is not there")
 
     def _latent(self, module: Any, common: dict[str, Any]) -> LatentAttention:
         if not hasattr(module, "absorbed"):
@@ -311,6 +358,14 @@ def _tensor(module: Any, path: str) -> Tensor | None:
     for name in path.split("."):
         module = getattr(module, name, None)
     return module if isinstance(module, Tensor) else None
+
+
+def _unweighted(module: Any, epsilon: float) -> Norm | None:
+    """Return the norm of an attention module's values, which has no weights, or None."""
+    if getattr(module, "v_norm", None) is None:
+        return None
+    weight = module.q_norm.weight
+    return Norm(torch.ones_like(weight), epsilon, NormKind.EXACT)
 
 
 def _unless_ones(factors: Tensor) -> Tensor | None:

@@ -68,6 +68,8 @@ class Family:
     mlp_norm: str = "post_attention_layernorm"
     mixed_norm: str | None = None
     made_norm: str | None = None
+    multiplier: str | None = None
+    """The layer's buffer with the factor of its output."""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -171,6 +173,14 @@ BAMBA = Family(
     down="feed_forward.down_proj",
     final_norm="final_layernorm",
 )
+GEMMA4 = Family(
+    mlp_norm="pre_feedforward_layernorm",
+    mixed_norm="post_attention_layernorm",
+    made_norm="post_feedforward_layernorm",
+    multiplier="layer_scalar",
+    norms=NormKind.EXACT,
+    activation="hidden_activation",
+)
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         mlp_norm="pre_feedforward_layernorm",
@@ -211,6 +221,8 @@ FAMILIES = {
             "feed_forward.down_proj": "feed_forward.down_multiplier",
         },
     ),
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4UnifiedForCausalLM": GEMMA4,
     "GptOssForCausalLM": Family(
         is_half_rotary=True,
         norms=NormKind.EXACT,

@@ -124,7 +124,8 @@ class Mixer:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Attention(Mixer):
     """Attention over the KV of pool layer `layer`. Its inputs are queries, keys and values; with `is_gated`,
-    each head's query is followed by an output gate.
+    each head's query is followed by an output gate. Values are made of the keys, before these are normed, if
+    `sides` is 1. If it is 0 there are only queries, as layer `source` has written the keys and values.
     """
 
     kind: MixerKind = MixerKind.ATTENTION
@@ -135,10 +136,24 @@ class Attention(Mixer):
     rotation: Rotation | None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    value_norm: Norm | None = None
+    sides: int = 2
+    source: int | None = None
     window: int = 0
     is_gated: bool = False
     sinks: Tensor | None = None
     """One more score for each head, as in `engine.kv.attention.AttentionOptions`."""
+
+    @property
+    def query_size(self) -> int:
+        """The width of a row's queries, with their gates."""
+        return self.heads * self.head_dim * (2 if self.is_gated else 1)
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of KV heads that the inputs make."""
+        made = self.inputs.outputs - self.query_size
+        return made // self.head_dim // self.sides if self.sides else 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -237,6 +252,37 @@ class Experts:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenInput:
+    """A residual made of the layer's output and a vector of the row's token (`TokenVectors`): `output` of the
+    vector times the activated `gate`, normed. `number` is the vector's.
+    """
+
+    number: int
+    gate: Product
+    output: Product
+    norm: Norm
+    activation: Activation
+
+
+@dataclass(frozen=True, eq=False)
+class TokenVectors:
+    """The vectors of a token for each layer: the normed `product` of its embedding, times `factor`, plus its
+    vectors in `embeddings` [vocabulary, layers * size], times `multiplier`; the sum times `sum_factor`.
+    """
+
+    embeddings: Tensor
+    multiplier: float
+    product: Product
+    factor: float
+    norm: Norm
+    sum_factor: float = 2.0**-0.5
+
+    @property
+    def size(self) -> int:
+        return len(self.norm.weight)
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """Mixers that read the same rows and whose outputs are added; then an MLP, experts or both.
 
@@ -250,6 +296,9 @@ class Layer:
     experts: Experts | None = None
     mixed_norm: Norm | None = None
     made_norm: Norm | None = None
+    token_input: TokenInput | None = None
+    multiplier: Tensor | None = None
+    """A factor [1] of the layer's output."""
 
     def products(self) -> Iterator[Product]:
         """Yield all products of linear layers except low-rank products and products of latents."""
@@ -263,6 +312,9 @@ class Layer:
             yield self.mlp.down
         if self.experts is not None and self.experts.shared_gate is not None:
             yield self.experts.shared_gate
+        if self.token_input is not None:
+            yield self.token_input.gate
+            yield self.token_input.output
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -298,6 +350,9 @@ class ModelProgram:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_cap: float = 0.0
+    """Soft cap: cap c turns a logit l into c * tanh(l / c); 0: no cap."""
+    token_vectors: TokenVectors | None = None
     entry: HeadInput | None = None
 
     @property

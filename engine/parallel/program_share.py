@@ -42,6 +42,16 @@ def program_share(
     return share
 
 
+def indivisible(program: ModelProgram) -> str | None:
+    """Return why the program cannot be divided among ranks; None if it can."""
+    if program.token_vectors is not None:
+        return "layers read vectors of the tokens"
+    mixers = (mixer for layer in program.layers for mixer in layer.mixers)
+    if any(isinstance(mixer, Attention) and mixer.sides < 2 for mixer in mixers):
+        return "attention takes values from keys, or both from another layer"
+    return None
+
+
 class _Divider:
     def __init__(
         self, ranks: Ranks, device: torch.device, prepare: Prepare, outputs: dict[str, Sequence[range]]
@@ -74,12 +84,11 @@ class _Divider:
         return whole
 
     def _attention(self, whole: Attention) -> Attention:
-        dim, outputs, sinks = whole.head_dim, whole.inputs.outputs, whole.sinks
-        query_size = dim * (2 if whole.is_gated else 1)
-        keys = (outputs - whole.heads * query_size) // 2 // dim
+        dim, outputs, sinks, keys = whole.head_dim, whole.inputs.outputs, whole.sinks, whole.kv_heads
+        query_size = whole.query_size // whole.heads
         own = heads_of(whole.heads, keys, self._ranks.size)[self._ranks.rank]
         gathered = query_columns(whole.heads, keys, self._ranks.size).times(dim)
-        norms = {name: self.share(getattr(whole, name)) for name in ("query_norm", "key_norm")}
+        norms = {name: self.share(getattr(whole, name)) for name in ("query_norm", "key_norm", "value_norm")}
         return replace(
             whole,
             inputs=self._rows(whole.inputs, own.rows(dim, query_size, whole.heads, outputs)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,17 @@ from engine.kv.state_slots import RecurrentLayer, RowSpan, StateLayout, StateSlo
 from engine.lora.files import LinearShape
 from engine.lora.table import Adapters
 from engine.model.describe import describe
-from engine.model.program import Activation, LatentAttention, MixerKind, Norm, Product, Recurrent, Score
+from engine.model.program import (
+    Activation,
+    LatentAttention,
+    MixerKind,
+    Norm,
+    NormKind,
+    Product,
+    Recurrent,
+    Score,
+    TokenVectors,
+)
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.sampler.edits import EditLists
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler, choose
@@ -105,6 +115,7 @@ DECODER_KERNELS = {
     "head norms, rotary embedding, KV write": ("rotate", "none"),
     "head norms, rotary embedding, KV write in fp8": ("rotate", "fp8_row_scales"),
     "gated activation": ("gate", "none"),
+    "vectors of tokens": ("token_vectors", "none"),
 }
 """The kernel's name, and how KV is quantized."""
 
@@ -186,6 +197,14 @@ def four_decode_rows() -> AttentionMetadata:
     )
 
 
+def token_vectors(hidden: int, layers: int, size: int) -> TokenVectors:
+    """Return the vectors of a vocabulary of 512 tokens for each layer, as Gemma 4 has them."""
+    halves: Any = {"device": "meta", "dtype": torch.bfloat16}
+    product = Product((torch.nn.Linear(hidden, layers * size, bias=False, **halves),))
+    norm = Norm(torch.empty(size, **halves), 1e-6, NormKind.EXACT)
+    return TokenVectors(torch.empty(512, layers * size, **halves), size**0.5, product, hidden**-0.5, norm)
+
+
 def compiled_between(name: str, capability: int) -> Code:
     """Compile a kernel of the decoder."""
     kernel_name, quantization = DECODER_KERNELS[name]
@@ -210,7 +229,10 @@ def compiled_between(name: str, capability: int) -> Code:
     with torch.inference_mode(), launches(capability) as kernels:
         attention = backend.TritonBackend([layer], rows=rows)
         attention.begin_step(metadata)
-        CudaDecoder(describe(model), attention, 64).forward(inputs)
+        program = describe(model)
+        if kernel_name == "token_vectors":
+            program = replace(program, token_vectors=token_vectors(4096, 35, 256))
+        CudaDecoder(program, attention, 64).forward(inputs)
     return Code.of([kernel for kernel in kernels if kernel.name == kernel_name][-1])
 
 

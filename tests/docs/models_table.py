@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from engine.model.families import FAMILIES
 from tests.docs.verdicts import Verdict, verdict
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS
 
@@ -29,7 +28,7 @@ def row(model_type: str, found: Verdict) -> str:
     if found.kind != "served":
         return f"| `{model_type}` | {found.reason.replace('|', '/')} |"
     name = found.served_class
-    forward = "native" if name in FAMILIES else "eager" if found.is_recurrent else "torch.compile"
+    forward = "native" if found.is_native else "eager" if found.is_recurrent else "torch.compile"
     kept = ", latents" if found.keeps_latents else ""
     emphasis = "**" if model_type in ARCHITECTURES | HYBRIDS else ""
     same_bits = "yes" if found.is_deterministic else "no"

@@ -36,6 +36,8 @@ class Verdict:
     kind: Literal["served", "refused", "different", "untried"]
     reason: str = ""
     served_class: str = ""
+    is_native: bool = False
+    """Whether the native decoder runs it in bfloat16."""
     is_recurrent: bool = False
     is_deterministic: bool = False
     """Whether tokens in bfloat16 are the same in every batch."""
@@ -78,6 +80,7 @@ def verdict(model_type: str) -> Verdict:
     return Verdict(
         "served",
         served_class=served_class,
+        is_native=start_up["forward"].startswith("native"),
         is_recurrent=engine.pool.state_slots is not None,
         is_deterministic=start_up["deterministic"] == "yes",
         keeps_latents=all(layer.values_in_keys for layer in layers),

@@ -16,12 +16,13 @@ from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.experts import choose_experts
-from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate
+from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
-from engine.devices.cuda.products import TiledLinear, concatenated, join
+from engine.devices.cuda.products import TiledLinear, concatenated, join, tiled
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.torch.operations import (
     Operations,
+    capped,
     multiplied,
     router_logits,
     scaled,
@@ -42,6 +43,8 @@ from engine.model.program import (
     Product,
     Recurrent,
     Rotation,
+    TokenInput,
+    TokenVectors,
 )
 from engine.triton_support import ceil_div, power_of_two
 
@@ -90,6 +93,14 @@ class JoinedProduct(NamedTuple):
         return self.product.leave(multiplied(out, self.multipliers))
 
 
+class Added(NamedTuple):
+    """Rows to be added to the residual, once they are normed, and the factor of the sum."""
+
+    rows: Tensor
+    norm: Norm | None
+    multiplier: Tensor | None = None
+
+
 class CudaDecoder(Operations[StepInputs]):
     """A decoder with ten kernels per layer of attention and gated MLP; nine if no sequence has several splits
     of keys; eight more if some row may have an adapter.
@@ -119,9 +130,18 @@ class CudaDecoder(Operations[StepInputs]):
         self._hidden_layers, self._program = hidden_layers, program
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._products = {program.head: _packed(program.head, None)}
+        self._gated: dict[Product, TiledLinear] = {}
+        """Products that activate their inputs."""
+        if program.token_vectors is not None:
+            self._products[program.token_vectors.product] = _packed(program.token_vectors.product, adapters)
         for layer in program.layers:
             for product in layer.products():
                 self._products[product] = _packed(product, adapters)
+            if layer.token_input is not None and adapters is None:
+                output = layer.token_input.output
+                linear = tiled(output.linears[0], program.embeddings.dtype, plain=True)
+                if isinstance(linear, TiledLinear):
+                    self._gated[output] = linear
             for mixer in layer.mixers:
                 rotation = None if isinstance(mixer, Recurrent) else mixer.rotation
                 if rotation is not None and rotation not in self._rotations:
@@ -131,23 +151,34 @@ class CudaDecoder(Operations[StepInputs]):
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Return logits of the requested rows, and all rows' hidden states. The backend's step has begun."""
-        program, added, added_norm = self._program, None, None
+        program, added, vectors = self._program, None, None
         residual = embedding(inputs.token_ids, program.embeddings)
         residual = scaled(residual, program.embedding_multiplier)
+        if program.token_vectors is not None:
+            vectors = self.vectors_of(program.token_vectors, inputs.token_ids, residual, inputs)
         captured: dict[int, Tensor] = {}
         for number, layer in enumerate(program.layers):
             parts = [(layer.input_norm, self._mixed, layer.mixed_norm)] if layer.mixers else []
             if layer.mlp_norm is not None:
                 parts.append((layer.mlp_norm, self.feed_forward, layer.made_norm))
             for norm, compute, norm_of_added in parts:
-                normed = self._add_norm(added, added_norm, residual, norm)
+                normed = self._add_norm(added, residual, norm)
                 if number in self._hidden_layers and number not in captured:
                     captured[number] = residual.clone()
-                added, added_norm = compute(layer, normed, inputs), norm_of_added
-        captured[len(program.layers)] = last = self._add_norm(added, added_norm, residual, program.final_norm)
+                added = Added(compute(layer, normed, inputs), norm_of_added)
+            if layer.token_input is not None:
+                assert vectors is not None
+                part = layer.token_input
+                self._add_norm(added, residual, None)
+                added = Added(self.add_token(part, residual, vectors[:, part.number], inputs), part.norm)
+            if layer.multiplier is not None:
+                assert added is not None
+                added = added._replace(multiplier=layer.multiplier)
+        captured[len(program.layers)] = last = self._add_norm(added, residual, program.final_norm)
         logits = self.multiply(program.head, last[inputs.logit_rows], inputs)
         if program.logits_divisor != 1:
             logits = logits / program.logits_divisor
+        logits = capped(logits, program.logits_cap)
         if not self._hidden_layers:
             return logits, None
         return logits, torch.cat([captured[number] for number in self._hidden_layers], dim=-1)
@@ -167,6 +198,31 @@ class CudaDecoder(Operations[StepInputs]):
         grid = rows, ceil_div(size, _GATE_BLOCK)
         gate[grid](made, out, ACTIVATION=activation.value, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4)
         return out
+
+    def vectors_of(self, vectors: TokenVectors, token_ids: Tensor, x: Tensor, rows: StepInputs) -> Tensor:
+        made, norm = self.multiply(vectors.product, x, rows).unflatten(-1, (-1, vectors.size)), vectors.norm
+        token_vectors[made.shape[:2]](
+            made,
+            token_ids,
+            vectors.embeddings,
+            norm.weight,
+            norm.epsilon,
+            vectors.factor,
+            vectors.multiplier,
+            vectors.sum_factor,
+            KIND=norm.kind.value,
+            LAYERS=made.shape[1],
+            SIZE=vectors.size,
+            PADDED=power_of_two(vectors.size),
+            num_warps=1,
+        )
+        return made
+
+    def add_token(self, part: TokenInput, x: Tensor, vectors: Tensor, rows: StepInputs) -> Tensor:
+        if part.output not in self._gated:
+            return super().add_token(part, x, vectors, rows)
+        gates = self.multiply(part.gate, x, rows)
+        return self._gated[part.output].of_gated(gates, vectors, part.activation)
 
     def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
         logits = router_logits(experts, normed)
@@ -242,21 +298,21 @@ class CudaDecoder(Operations[StepInputs]):
         table = self._table(mixer)
         return attend_latents(mixer, made, rows, self._backends[table], self._slots(rows, table), turns)
 
-    def _add_norm(
-        self, added: Tensor | None, added_norm: Norm | None, residual: Tensor, norm: Norm | None
-    ) -> Tensor:
-        """Add `added` to `residual` in place; return the norm of the sum."""
-        assert norm is not None
-        out, (rows, size) = torch.empty_like(residual), residual.shape
+    def _add_norm(self, added: Added | None, residual: Tensor, norm: Norm | None) -> Tensor:
+        """Add `added` to `residual` in place; return the norm of the sum, or without a `norm` the sum."""
+        out, (rows, size) = residual if norm is None else torch.empty_like(residual), residual.shape
+        how = norm or self._program.final_norm
+        assert how is not None
         add_norm[(rows,)](
-            added,
-            None if added_norm is None else added_norm.weight,
+            None if added is None else added.rows,
+            None if added is None or added.norm is None else added.norm.weight,
             residual,
-            norm.weight,
+            None if added is None else added.multiplier,
+            None if norm is None else norm.weight,
             out,
-            norm.epsilon,
+            how.epsilon,
             self._residual_multiplier,
-            KIND=norm.kind.value,
+            KIND=how.kind.value,
             SIZE=size,
             PADDED=power_of_two(size),
             num_warps=_NORM_WARPS,
@@ -275,12 +331,11 @@ class CudaDecoder(Operations[StepInputs]):
         """Write keys and values to the pool; return the queries."""
         table = self._table(attention)
         stored, slots = self._backends[table].layers[attention.layer], self._slots(inputs, table)
-        heads, dim, gates = attention.heads, attention.head_dim, int(attention.is_gated)
-        kv_heads = (attention.inputs.outputs // dim - heads * (1 + gates)) // 2
+        heads, dim, kv_heads = attention.heads, attention.head_dim, attention.kv_heads
         cosines, sines = None, None
         if attention.rotation is not None:
             cosines, sines = self._rotations[attention.rotation]
-        norms = attention.query_norm, attention.key_norm
+        norms = attention.query_norm, attention.key_norm, attention.value_norm
         norm = norms[0] or self._program.final_norm
         assert norm is not None
         query = qkv.new_empty((len(qkv), heads, dim))
@@ -301,7 +356,8 @@ class CudaDecoder(Operations[StepInputs]):
             DIM=dim,
             PADDED=power_of_two(dim),
             ROTATED=0 if cosines is None else cosines.shape[1],
-            GATED=gates,
+            GATED=int(attention.is_gated),
+            SIDES=attention.sides,
             PAGE=stored.block_size,
             FP8=stored.is_fp8,
             num_warps=1,

@@ -36,6 +36,7 @@ def add_norm(
     added,
     added_norm,
     residual,
+    multiplier,
     weight,
     out,
     epsilon,
@@ -44,8 +45,9 @@ def add_norm(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Add a row of `added` to `residual` and write the normed sum to `out`. The row is first normed if there
-    is an `added_norm`, and multiplied by `factor` if given. Without `added` the sum is the residual.
+    """Add a row of `added` to `residual` and, if there is a `weight`, write the normed sum to `out`. The row
+    is first normed if there is an `added_norm`, and multiplied by `factor` if given; the sum is multiplied by
+    `multiplier`, if any. Without `added` the sum is the residual.
     """
     i = tl.arange(0, PADDED)
     inside = i < SIZE
@@ -60,10 +62,42 @@ def add_norm(
         if factor is not None:
             more = rounded(more * factor, residual)
         values = rounded(values + more, residual)
+        if multiplier is not None:
+            values = rounded(values * tl.load(multiplier).to(tl.float32), residual)
         tl.store(residual + place, values.to(residual.dtype.element_ty), mask=inside)
+    if weight is not None:
+        weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+        normed = values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+        tl.store(out + place, weighted(normed, weights, out, KIND).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def token_vectors(
+    made,
+    token_ids,
+    embeddings,
+    weight,
+    epsilon,
+    factor,
+    multiplier,
+    sum_factor,
+    KIND: tl.constexpr,
+    LAYERS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Grid: (rows, LAYERS). Turn the product of a row's embedding into a layer's vector, in place."""
+    row, layer, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
+    inside = i < SIZE
+    place = made + (row * LAYERS + layer) * SIZE + i
+    values = rounded(tl.load(place, mask=inside, other=0.0).to(tl.float32) * factor, made)
     weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    normed = values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
-    tl.store(out + place, weighted(normed, weights, out, KIND).to(out.dtype.element_ty), mask=inside)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    values = rounded(weighted(values, weights, made, KIND), made)
+    own = (tl.load(token_ids + row) * LAYERS + layer) * SIZE + i
+    own = rounded(tl.load(embeddings + own, mask=inside, other=0.0).to(tl.float32) * multiplier, made)
+    total = rounded(values + own, made) * sum_factor
+    tl.store(place, total.to(made.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -178,6 +212,7 @@ def rotate(
     qkv,
     query_norm,
     key_norm,
+    value_norm,
     cosines,
     sines,
     query,
@@ -201,11 +236,13 @@ def rotate(
     PADDED: tl.constexpr,
     ROTATED: tl.constexpr,
     GATED: tl.constexpr,
+    SIDES: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """Grid: (rows, heads). Write a query to `query`, or a key or value to the pool; padding rows write no KV.
-    With `GATED` 1 an output gate follows each query in `qkv`. `write` explains the strides.
+    With `GATED` 1 an output gate follows each query in `qkv`. With one of SIDES values are made of the keys.
+    `write` explains the strides.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PADDED)
@@ -213,7 +250,9 @@ def rotate(
     part = head
     if GATED:
         part += tl.minimum(head, HEADS)
-    own = qkv + (row * (HEADS * (1 + GATED) + 2 * KV_HEADS) + part) * DIM
+    if SIDES == 1:
+        part = tl.where(head < HEADS + KV_HEADS, part, part - KV_HEADS)
+    own = qkv + (row * (HEADS * (1 + GATED) + SIDES * KV_HEADS) + part) * DIM
     angle = tl.load(positions + row) * ROTATED
     if ROTATED > 0:
         cosines += angle
@@ -234,7 +273,7 @@ def rotate(
             key_scale = scale_at(key_scales, block, token, head - HEADS, keys_block, keys_token)
         store_row(turned, keys + place, key_scale, DIM, PADDED, FP8)
     else:
-        value = tl.load(own + d, mask=inside, other=0.0).to(tl.float32)
+        value = _turned(own, value_norm, cosines, sines, epsilon, KIND, DIM, PADDED, 0)
         place = block * values_block + token * values_token + (head - HEADS - KV_HEADS) * values_head
         value_scale = None
         if value_scales is not None:

@@ -38,10 +38,10 @@ def _values(words, zero, like, KIND: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, order, first, is_row, COUNT: tl.constexpr, INPUTS: tl.constexpr, GATE: tl.constexpr):
+def _inputs(x, others, order, first, is_row, COUNT: tl.constexpr, INPUTS: tl.constexpr, GATE: tl.constexpr):
     """Load COUNT columns of the tile's rows from `first` on, or those whose numbers are in `order`. With a
-    GATE's activation, the rows' first INPUTS columns are activated and multiplied by the others; gates of
-    CLAMPED_SWIGLU alternate with their values.
+    GATE's activation they are activated and multiplied by the columns of `others`; gates of CLAMPED_SWIGLU
+    alternate with their values.
     """
     if GATE == _CLAMPED_SWIGLU:
         k = 2 * first + tl.arange(0, 2 * COUNT)
@@ -54,7 +54,7 @@ def _inputs(x, order, first, is_row, COUNT: tl.constexpr, INPUTS: tl.constexpr, 
         columns = k if order is None else tl.load(order + k)
         values = tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
         if GATE is not None:
-            factors = tl.load(x + INPUTS + columns[None, :], mask=is_row & inside, other=0.0)
+            factors = tl.load(others + columns[None, :], mask=is_row & inside, other=0.0)
             active = activated(values.to(tl.float32), GATE).to(x.dtype.element_ty)
             values = (active.to(tl.float32) * factors.to(tl.float32)).to(x.dtype.element_ty)
     return values
@@ -73,6 +73,7 @@ def _scales(scales, place, is_output, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     x,
+    others,
     weight,
     scales,
     zeros,
@@ -85,6 +86,7 @@ def multiply(
     out,
     num_rows,
     x_stride,
+    others_stride,
     SHARED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -134,6 +136,8 @@ def multiply(
     i = tl.arange(0, HALF)
     is_output = n < OUTPUTS
     x += (m // SHARED).to(tl.int64)[:, None] * x_stride
+    if others is not None:
+        others += (m // SHARED).to(tl.int64)[:, None] * others_stride
     weight += n.to(tl.int64)[:, None] * (INPUTS // CODES) + i[None, :]
     begin, end = 0, INPUTS
     if parts is not None:
@@ -148,10 +152,10 @@ def multiply(
             zero = None
             if zeros is not None:
                 zero = tl.load(zeros + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[:, None]
-            inputs = _inputs(x, order, start, is_row, HALF, INPUTS, GATE)
+            inputs = _inputs(x, others, order, start, is_row, HALF, INPUTS, GATE)
             part = tl.dot(inputs, _values(words, zero, x, KIND).T, input_precision=PRECISION)
             if CODES == 2:
-                inputs = _inputs(x, order, start + HALF, is_row, HALF, INPUTS, GATE)
+                inputs = _inputs(x, others, order, start + HALF, is_row, HALF, INPUTS, GATE)
                 part = tl.dot(inputs, _values(words >> 4, zero, x, KIND).T, part, input_precision=PRECISION)
             if GROUPS > 1:
                 part *= _scales(scales, n * GROUPS + start // GROUP, is_output, KIND)[None, :]

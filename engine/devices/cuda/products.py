@@ -110,11 +110,15 @@ class Tiled(nn.Module):
         is_few: bool,
         routes: Routes | None = None,
         gate: Activation | None = None,
+        others: Tensor | None = None,
     ) -> None:
-        """Multiply `rows` in a number of `tiles`. With `routes`, each by its experts. With a `gate`, a row's
-        first half is activated and multiplied by its second half before.
+        """Multiply `rows` in a number of `tiles`. With `routes`, each by its experts. With a `gate`, rows are
+        activated before, and multiplied by the rows `others` or, without these, each row's first half by its
+        second.
         """
-        outputs, inputs = out.shape[1], rows.shape[1] // (1 if gate is None else 2)
+        outputs, inputs = out.shape[1], self.in_features
+        if gate not in (None, Activation.CLAMPED_SWIGLU) and others is None:
+            others = rows[:, inputs:]
         size = ROWS if routes is None else routes.rows
         columns = 32 if is_few or rows.itemsize > 2 else 128
         step = self.depth // (2 if self.format in _IN_HALVES else 1)
@@ -133,6 +137,7 @@ class Tiled(nn.Module):
                 arrivals = _arrivals(rows.device)
         multiply[(tiles, ceil_div(outputs, columns), spans)](
             rows,
+            others,
             self.weight,
             self.scales,
             self.zeros,
@@ -145,6 +150,7 @@ class Tiled(nn.Module):
             out,
             len(out),
             rows.stride(0),
+            0 if others is None else others.stride(0),
             SHARED=len(out) // len(rows),
             OUTPUTS=outputs,
             INPUTS=inputs,
@@ -169,10 +175,18 @@ class TiledLinear(Tiled):
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(1) != 1:
             rows = rows.contiguous()
+        return self._of_rows(rows).view(*x.shape[:-1], self.out_features)
+
+    def of_gated(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        """Multiply rows of activated `gates`, times `values`."""
+        return self._of_rows(gates, activation, values)
+
+    def _of_rows(self, rows: Tensor, gate: Activation | None = None, others: Tensor | None = None) -> Tensor:
         out = rows.new_empty((len(rows), self.out_features))
         if len(rows):
-            self.launch(rows, out, ceil_div(len(rows), ROWS), is_few=len(rows) <= ROWS)
-        return out.view(*x.shape[:-1], self.out_features)
+            tiles, is_few = ceil_div(len(rows), ROWS), len(rows) <= ROWS
+            self.launch(rows, out, tiles, is_few=is_few, gate=gate, others=others)
+        return out
 
     def is_like(self, other: TiledLinear) -> bool:
         """Return whether both can be joined into one product of the same inputs."""

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, sigmoid, silu, softplus
+from torch.nn.functional import embedding, gelu, linear, sigmoid, silu, softplus
 
 from engine.batch.runner import StepOperators
 from engine.kv.state_slots import RecurrentLayer
@@ -30,6 +30,8 @@ from engine.model.program import (
     Product,
     Recurrent,
     Score,
+    TokenInput,
+    TokenVectors,
 )
 
 Rows = TypeVar("Rows")
@@ -99,6 +101,18 @@ class Operations(ABC, Generic[Rows]):
             return self._experts(layer.experts, normed, made, rows)
         assert made is not None
         return made
+
+    def vectors_of(self, vectors: TokenVectors, token_ids: Tensor, x: Tensor, rows: Rows) -> Tensor:
+        """Return the rows' vectors [rows, layers, size]; `x` are their embeddings."""
+        made = self.multiply(vectors.product, x, rows) * vectors.factor
+        normed = apply_norm(vectors.norm, made.unflatten(-1, (-1, vectors.size)))
+        own = embedding(token_ids, vectors.embeddings) * vectors.multiplier
+        return (normed + own.unflatten(-1, (-1, vectors.size))) * vectors.sum_factor
+
+    def add_token(self, part: TokenInput, x: Tensor, vectors: Tensor, rows: Rows) -> Tensor:
+        """Return the output of a layer's `TokenInput` before its norm. `vectors` are [rows, size]."""
+        gates = self.activate(self.multiply(part.gate, x, rows), part.activation, is_gated=False)
+        return self.multiply(part.output, gates * vectors, rows)
 
     def _mlp(self, mlp: Mlp, normed: Tensor, rows: Rows) -> Tensor:
         made = self.multiply(mlp.gate_up, normed, rows)
@@ -188,6 +202,11 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def side_by_side(outputs: Sequence[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat([*outputs], dim=-1)
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Return softly capped logits; cap 0 is none."""
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def multiplied(out: Tensor, multipliers: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepInputs
-from engine.devices.torch.operations import Operations, apply_norm, multiplied, scaled, side_by_side
+from engine.devices.torch.operations import Operations, apply_norm, capped, multiplied, scaled, side_by_side
 from engine.devices.torch.runner import TorchForward
 from engine.devices.torch.transformers_hook import paged_attention
 from engine.kv.attention import AttentionBackend
@@ -56,6 +56,10 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         """Whether the last layer's products run for all rows, as adapters' additions know only these."""
         self.operators, self.recurrent, self._attend_rows = operators, recurrent, attend
         made: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of a step's rows, by layer, for layers that share them."""
+        mixers = (mixer for layer in program.layers for mixer in layer.mixers)
+        self._sources = {mixer.source for mixer in mixers if isinstance(mixer, Attention)}
         self._tables: list[tuple[Tensor, Tensor] | None] = []
         """Cosines and sines for each layer's attention."""
         for layer in program.layers:
@@ -76,6 +80,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         logits = self.multiply(self.program.head, scored, None)
         if self.program.logits_divisor != 1:
             logits = logits / self.program.logits_divisor
+        logits = capped(logits, self.program.logits_cap)
         if self.program.entry is not None:
             return logits, last if self.program.entry.feeds_normed else x
         if not self._hidden_layers:
@@ -91,7 +96,9 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         """
         program, entry = self.program, self.program.entry
         x = scaled(embedding(token_ids, program.embeddings), program.embedding_multiplier)
-        normed = None
+        normed, vectors = None, None
+        if program.token_vectors is not None:
+            vectors = self.vectors_of(program.token_vectors, token_ids, x, None)
         if entry is not None:
             assert before is not None
             normed, x = _enter(entry, x, before)
@@ -102,16 +109,23 @@ class TorchProgram(nn.Module, Operations[_Turns]):
             is_last = number + 1 == len(program.layers) and not self._runs_all
             tables = self._tables[number]
             turns = None if tables is None else (tables[0][positions], tables[1][positions])
-            x = self._layer(layer, x, normed, turns, logit_rows if is_last else None)
+            x = self._layer(layer, x, normed, turns, logit_rows if is_last else None, vectors)
+        self._kept.clear()
         last = x if program.final_norm is None else apply_norm(program.final_norm, x)
         captured[len(program.layers)] = last
         return last, x, captured
 
     def _layer(
-        self, layer: Layer, x: Tensor, normed: Tensor | None, turns: _Turns, wanted: Tensor | None
+        self,
+        layer: Layer,
+        x: Tensor,
+        normed: Tensor | None,
+        turns: _Turns,
+        wanted: Tensor | None,
+        vectors: Tensor | None,
     ) -> Tensor:
         """Return the layer's output for the rows `wanted` (None: all rows). `normed` is the mixers' input if
-        it is not the norm of `x`. `turns` are the rows' cosines and sines.
+        it is not the norm of `x`. `turns` are the rows' cosines and sines, `vectors` those of their tokens.
         """
         factor = self.program.residual_multiplier
         if normed is None and layer.mixers:
@@ -122,6 +136,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
             mixed.append(self.mix(mixer, normed, turns))
         if wanted is not None:
             x, mixed = x[wanted], [rows[wanted] for rows in mixed]
+            vectors = None if vectors is None else vectors[wanted]
         if mixed:
             outputs = [
                 self.multiply(mixer.output, rows, turns)
@@ -133,7 +148,12 @@ class TorchProgram(nn.Module, Operations[_Turns]):
             return x
         normed = apply_norm(layer.mlp_norm, x)
         made = self.feed_forward(layer, normed, turns)
-        return x + scaled(made if layer.made_norm is None else apply_norm(layer.made_norm, made), factor)
+        x = x + scaled(made if layer.made_norm is None else apply_norm(layer.made_norm, made), factor)
+        if layer.token_input is not None:
+            assert vectors is not None
+            part = layer.token_input
+            x = x + apply_norm(part.norm, self.add_token(part, x, vectors[:, part.number], turns))
+        return x if layer.multiplier is None else x * layer.multiplier
 
     def multiply(self, product: Product, x: Tensor, rows: _Turns) -> Tensor:
         x = product.enter(x)
@@ -144,20 +164,20 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         return product.leave(multiplied(side_by_side(outputs), product.multipliers))
 
     def attend(self, mixer: Attention, made: Tensor, rows: _Turns) -> Tensor:
-        own = mixer.heads * mixer.head_dim * (2 if mixer.is_gated else 1)
-        others = (made.shape[-1] - own) // 2
-        queries, keys, value = made.split([own, others, others], dim=-1)
-        query, key, value = (
-            part.unflatten(-1, (count, -1))
-            for part, count in (
-                (queries, mixer.heads),
-                (keys, others // mixer.head_dim),
-                (value, others // mixer.head_dim),
-            )
+        queries, *sides = made.split(
+            [mixer.query_size] + [mixer.kv_heads * mixer.head_dim] * mixer.sides, dim=-1
         )
+        query = queries.unflatten(-1, (mixer.heads, -1))
         if mixer.is_gated:
             query, _ = query.chunk(2, dim=-1)
-        query, key = _placed(query, mixer.query_norm, rows), _placed(key, mixer.key_norm, rows)
+        query = _placed(query, mixer.query_norm, rows)
+        if mixer.source is not None:
+            key, value = self._kept[mixer.source]
+        else:
+            key, value = (side.unflatten(-1, (-1, mixer.head_dim)) for side in (sides[0], sides[-1]))
+            key, value = _placed(key, mixer.key_norm, rows), _placed(value, mixer.value_norm, None)
+        if mixer.layer in self._sources:
+            self._kept[mixer.layer] = key, value
         return self._attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window, 0.0, mixer.sinks)
 
     def attend_latents(self, mixer: LatentAttention, made: Tensor, rows: _Turns) -> Tensor:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 from tests.engine.launches import FAMILIES, LAYERS, launches_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "gpu.md"
-FEW = ("Llama", "Qwen3-MoE", "Gemma 3", "LFM2", "Qwen3.5", "Nemotron-H", "gpt-oss")
+FEW = ("Llama", "Qwen3-MoE", "Gemma 3", "LFM2", "Qwen3.5", "Nemotron-H", "gpt-oss", "Gemma 4")
 """Families of which nearly all operations have kernels."""
 MOST = 450
 

@@ -25,13 +25,13 @@ from engine.load.loader import load_model
 from engine.model.describe import describe
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
-from tests.engine.devices import test_decoder, test_hybrid_decoder, test_latent_attention
+from tests.engine.devices import test_program
 from tests.engine.interpreted.graphs import CPU
 from tests.engine.reference import reference
 
 HIDDEN_LAYERS = 1, 2
 MODELS = {
-    name: (test_decoder.MODELS | test_hybrid_decoder.MODELS | test_latent_attention.MODELS)[name]
+    name: test_program.MODELS[name]
     for name in (
         "mixtral",
         "gpt_oss",
@@ -43,6 +43,8 @@ MODELS = {
         "kimi_linear",
         "deepseek_v3",
         "deepseek_v3-whole_queries",
+        "gemma4_text",
+        "gemma4_text-large",
         "falcon_h1",
         "falcon_h1-normed",
     )
@@ -52,7 +54,10 @@ MODELS = {
 
 CASES = [(name, "float32", False) for name in MODELS]
 CASES += [("kimi_linear", "float32", True), ("deepseek_v3", "float32", True)]
-CASES += [(name, "bfloat16", False) for name in ("deepseek_v3-whole_queries", "qwen3_5_text", "bamba")]
+CASES += [
+    (name, "bfloat16", False)
+    for name in ("deepseek_v3-whole_queries", "qwen3_5_text", "bamba", "gemma4_text")
+]
 """Without experts in bfloat16, as other rounding chooses others."""
 
 
@@ -66,6 +71,9 @@ def test_a_family_computes_what_its_program_does(
     for weight in loaded.model.parameters():
         if weight.ndim == 1:  # norms and biases that matter
             weight.data += 0.3 * torch.randn_like(weight)
+    for name_of, buffer in loaded.model.named_buffers():
+        if name_of.endswith("layer_scalar"):
+            buffer.fill_(0.75)
     if in_tiles:
         tile_linears(loaded.model, torch.float32, plain=True)
     program = describe(loaded.model)

@@ -58,8 +58,14 @@ _ROWS = 1 << 12
 
 def unfit(program: ModelProgram) -> str | None:
     """Return why the native decoder can't run the program, or None."""
+    if program.logits_cap:
+        return "it caps logits"
     for number, layer in enumerate(program.layers):
+        if layer.token_input is not None or layer.multiplier is not None:
+            return f"layer {number} has a residual of the token or a factor of its output"
         for mixer in layer.mixers:
+            if isinstance(mixer, Attention) and (mixer.sides < 2 or mixer.value_norm is not None):
+                return f"layer {number} norms values or takes them from keys or another layer"
             reach = mixer.taps.shape[1] if isinstance(mixer, Recurrent) else 0
             if reach > GRID + 1:
                 return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
