@@ -116,40 +116,51 @@ static inline IntVec lanes_of(uint64_t bits) {
     return ((int32_t(bits) - IntVec{}) & lane) != 0;
 }
 
-// 2^x for x < 120: exactly 1 at 0, exactly 0 far below. Relative error 2e-7, or 2e-4 in the coarse form.
-template <bool coarse = false> static inline Vec exp2(Vec x) {
+// x = 2^x for x < 120: exactly 1 at 0, exactly 0 far below. Relative error 2e-7, or 2e-4 in the coarse form. Vectors go
+// through each step together, since a step waits for the one before.
+template <bool coarse, int COUNT> static inline void to_exp2(Vec (&x)[COUNT]) {
+    const auto each = [](const auto& step) {
+        for (int v = 0; v < COUNT; v++) step(v);
+    };
+    Vec whole[COUNT], p[COUNT];
 #if defined(__AVX512F__)
-    x = max(x, splat(-200.0f));
-    Vec whole = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    each([&](int v) { x[v] = max(x[v], splat(-200.0f)); });
+    each([&](int v) {
+        whole[v] = (Vec)_mm512_roundscale_ps((__m512)x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    });
+    each([&](int v) { x[v] -= whole[v]; });
 #else
     const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    Vec clamped = max(x, splat(-126.0f));
-    Vec shifted = clamped + shifter;
-    Vec whole = shifted - shifter;
+    IntVec tiny[COUNT];
+    each([&](int v) { tiny[v] = x[v] < splat(-126.0f); });
+    each([&](int v) { x[v] = max(x[v], splat(-126.0f)); });
+    each([&](int v) { whole[v] = x[v] + shifter; });
+    each([&](int v) { x[v] -= whole[v] - shifter; });
 #endif
-#if defined(__AVX512F__)
-    Vec f = x - whole, p;
-#else
-    Vec f = clamped - whole, p;
-#endif
+    const auto begin = [&](float a, float b) { each([&](int v) { p[v] = splat(a) * x[v] + b; }); };
+    const auto add = [&](float next) { each([&](int v) { p[v] = p[v] * x[v] + next; }); };
     if (coarse) {  // least maximum of the relative error on [-1/2, 1/2] with p(0) = 1
-        p = splat(5.332748e-2f);
-        p = p * f + 2.424317e-1f;
-        p = p * f + 6.9370506e-1f;
+        begin(5.332748e-2f, 2.424317e-1f);
+        add(6.9370506e-1f);
     } else {  // from Cephes' exp2f
-        p = splat(1.535336188319500e-4f);
-        p = p * f + 1.339887440266574e-3f;
-        p = p * f + 9.618437357674640e-3f;
-        p = p * f + 5.550332471162809e-2f;
-        p = p * f + 2.402264791363012e-1f;
-        p = p * f + 6.931472028550421e-1f;
+        begin(1.535336188319500e-4f, 1.339887440266574e-3f);
+        add(9.618437357674640e-3f);
+        add(5.550332471162809e-2f);
+        add(2.402264791363012e-1f);
+        add(6.931472028550421e-1f);
     }
-    p = p * f + 1.0f;
+    add(1.0f);
 #if defined(__AVX512F__)
-    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+    each([&](int v) { x[v] = (Vec)_mm512_scalef_ps((__m512)p[v], (__m512)whole[v]); });
 #else
-    return x < splat(-126.0f) ? Vec{} : (Vec)((IntVec)p + ((IntVec)shifted << 23));
+    each([&](int v) { x[v] = tiny[v] ? Vec{} : (Vec)((IntVec)p[v] + ((IntVec)whole[v] << 23)); });
 #endif
+}
+
+static inline Vec exp2(Vec x) {
+    Vec vectors[] = {x};
+    to_exp2<false>(vectors);
+    return vectors[0];
 }
 
 static inline float bf16_to_float(uint16_t x) {

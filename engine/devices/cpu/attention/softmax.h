@@ -43,45 +43,50 @@ struct RowState {
     }
 };
 
+// Sets the scores of the keys that a row does not see to minus infinity.
+template <int VECTORS> static inline void hide(float* scores, uint64_t seen) {
+    for (int v = 0; v < VECTORS; v++, scores += LANES, seen >>= LANES)
+        store(scores, lanes_of(seen) ? load(scores) : splat(MINUS_INFINITY));
+}
+
 // One step of the online softmax: a block of rows over the scores of a tile's first GROUPS * 16 keys. Row r sees the
 // keys whose bits in seen[r] are set. Writes their weights, and 0 for the other keys; updates the rows' maxima and
 // sums; writes to `rescale` the factors for the rows' earlier outputs.
 template <class Math, int GROUPS>
-static void softmax_block(int rows, const float* scores, const uint64_t* seen, const ScoreScale& how,
-                          const RowState& state, int first_row, typename Math::Word* weights,
-                          float* rescale) {
+static void softmax_block(int rows, float* scores, const uint64_t* seen, const ScoreScale& how, const RowState& state,
+                          int first_row, typename Math::Word* weights, float* rescale) {
     constexpr int VECTORS = GROUPS * 16 / LANES;
     constexpr uint64_t ALL = ~uint64_t(0) >> (64 - GROUPS * 16);
     alignas(64) float drop[MOST_ROWS] = {};
-    Vec totals[MOST_ROWS];
+    float subtract[MOST_ROWS];
+    // The rows' maxima first: in one loop, a row's weights would wait for its maximum.
     for (int r = 0; r < rows; r++) {
-        Vec score[VECTORS];
-        for (int v = 0; v < VECTORS; v++) score[v] = load(scores + r * TILE + v * LANES);
+        float* const of_row = scores + r * TILE;
         if (how.inner > 0)
-            for (int v = 0; v < VECTORS; v++) score[v] = how.cap(score[v]);
-        if (seen[r] != ALL)
-            for (int v = 0; v < VECTORS; v++)
-                score[v] = lanes_of(seen[r] >> v * LANES) ? score[v] : splat(MINUS_INFINITY);
-        Vec largest = score[0];
-        for (int v = 1; v < VECTORS; v++) largest = max(largest, score[v]);
+            for (int v = 0; v < VECTORS; v++) store(of_row + v * LANES, how.cap(load(of_row + v * LANES)));
+        if (seen[r] != ALL) hide<VECTORS>(of_row, seen[r]);
+        Vec largest = load(of_row);
+        for (int v = 1; v < VECTORS; v++) largest = max(largest, load(of_row + v * LANES));
         const float before = state.maximum(first_row + r);
         const float maximum = std::max(before, largest_lane(largest) * how.scale);
         state.maximum(first_row + r) = maximum;
         // If the row has seen no key yet, any finite number gives weights of 0.
-        const float subtract = maximum == MINUS_INFINITY ? 0 : maximum;
-        drop[r] = before - subtract;
-        totals[r] = Vec{};
-        for (int v = 0; v < VECTORS; v++) {
-            const Vec weight = exp2<Math::COARSE>(score[v] * how.scale - subtract);
-            totals[r] = totals[r] + weight;
-            Math::store_weights(weights + r * TILE + v * LANES / Math::PER_WORD, weight);
-        }
+        subtract[r] = maximum == MINUS_INFINITY ? 0 : maximum;
+        drop[r] = before - subtract[r];
     }
     for (int i = 0; i < rows; i += LANES) store(drop + i, exp2(load(drop + i)));
     for (int r = 0; r < rows; r++) {
+        Vec weight[VECTORS], total{};
+        for (int v = 0; v < VECTORS; v++)
+            weight[v] = load(scores + r * TILE + v * LANES) * how.scale - subtract[r];
+        to_exp2<Math::COARSE>(weight);
+        for (int v = 0; v < VECTORS; v++) {
+            total = total + weight[v];
+            Math::store_weights(weights + r * TILE + v * LANES / Math::PER_WORD, weight[v]);
+        }
         rescale[r] = drop[r];
         float* sums = state.sums(first_row + r);
-        store(sums, load(sums) * rescale[r] + totals[r]);
+        store(sums, load(sums) * rescale[r] + total);
     }
 }
 
