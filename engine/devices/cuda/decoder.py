@@ -6,7 +6,7 @@ Operations without a kernel of their own run by torch's operators. No operation 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, linear
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.adapters import AdaptedProduct
-from engine.devices.cuda.experts import choose_experts
+from engine.devices.cuda.experts import TiledExperts, choose_experts
 from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear, concatenated, join, tiled
@@ -227,6 +227,17 @@ class CudaDecoder(Operations[StepInputs]):
     def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
         logits = router_logits(experts, normed)
         return choose_experts(experts, logits, normed.dtype)
+
+    def run_experts(
+        self,
+        experts: Any,
+        routed: tuple[Tensor, Tensor, Tensor],
+        beside: Tensor | None,
+        opening: Tensor | None,
+    ) -> Tensor:
+        if not isinstance(experts, TiledExperts):  # a rank's own
+            return super().run_experts(experts, routed, beside, opening)
+        return experts(*routed, beside, opening)
 
     def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: StepInputs) -> Tensor:
         assert self._recur is not None and mixer.gates is not None and mixer.norm is not None

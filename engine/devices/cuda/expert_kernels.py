@@ -133,8 +133,12 @@ def assign(
 
 
 @triton.jit
-def combine(rows, weights, out, CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (rows of `out`, blocks). Add up the rows of a row's experts, times `weights` [rows, CHOSEN]."""
+def combine(
+    rows, weights, beside, opening, out, CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid: (rows of `out`, blocks). Add up the rows of a row's experts, times `weights` [rows, CHOSEN], and
+    its row of `beside`, if given, times the sigmoid of its `opening`, if given.
+    """
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(CHOSEN):
@@ -142,4 +146,12 @@ def combine(rows, weights, out, CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK:
         values = tl.load(rows + at * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
         weighted = values * tl.load(weights + at).to(tl.float32)
         total += weighted.to(weights.dtype.element_ty).to(tl.float32)
+    if beside is not None:
+        more = tl.load(beside + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        if opening is not None:
+            gate = 1.0 / (1.0 + tl.exp(-tl.load(opening + row).to(tl.float32)))
+            more = (
+                (more * gate.to(out.dtype.element_ty).to(tl.float32)).to(out.dtype.element_ty).to(tl.float32)
+            )
+        total = more + total.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + i, total.to(out.dtype.element_ty), mask=i < SIZE)

@@ -78,11 +78,23 @@ def routes_of(chosen: Tensor, num_experts: int) -> Routes:
     return Routes(tiles, places, rows)
 
 
-def add_up(rows: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """Add up the results of each row's experts, times their `weights` [rows, n]. Fill and return `out`."""
+def add_up(
+    rows: Tensor, weights: Tensor, out: Tensor, beside: Tensor | None = None, opening: Tensor | None = None
+) -> Tensor:
+    """Add up the results of each row's experts, times their `weights` [rows, n], and the row `beside` them,
+    times the sigmoid of its gate in `opening` [rows, 1]. Fill and return `out`.
+    """
     size = out.shape[1]
     combine[(len(out), ceil_div(size, _BLOCK))](
-        rows, weights.contiguous(), out, CHOSEN=weights.shape[1], SIZE=size, BLOCK=_BLOCK, num_warps=4
+        rows,
+        weights.contiguous(),
+        beside,
+        opening,
+        out,
+        CHOSEN=weights.shape[1],
+        SIZE=size,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
     return out
 
@@ -121,7 +133,14 @@ class RoutedTiles(Routed, Tiled):
 class TiledExperts(ExpertsModule):
     """Experts whose layers are `RoutedTiles`, in four launches if the second product can activate."""
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        beside: Tensor | None = None,
+        opening: Tensor | None = None,
+    ) -> Tensor:
         if not len(hidden):
             return hidden
         routes = routes_of(chosen, self.num_experts)
@@ -129,7 +148,7 @@ class TiledExperts(ExpertsModule):
         rows = self.second(rows if gate is not None else self._activate(rows), routes, gate)
         if getattr(self.rest, "has_post_expert_norm", False):
             rows = self.rest.post_expert_norm(rows)
-        return add_up(rows, weights, torch.empty_like(hidden))
+        return add_up(rows, weights, torch.empty_like(hidden), beside, opening)
 
     @property
     def _gate(self) -> Activation | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,14 +121,23 @@ class Operations(ABC, Generic[Rows]):
     def _experts(self, experts: Experts, normed: Tensor, beside: Tensor | None, rows: Rows) -> Tensor:
         """Return the experts' output plus the parallel MLP's output `beside`."""
         chosen, weights = self.route(experts, normed)
-        out: Tensor = experts.holder.experts(
-            normed, chosen, weights.to(normed.dtype) if experts.rounds else weights
-        )
+        weights, opening = weights.to(normed.dtype) if experts.rounds else weights, None
+        if experts.shared_gate is not None:
+            opening = self.multiply(experts.shared_gate, normed, rows)
+        return self.run_experts(experts.holder.experts, (normed, chosen, weights), beside, opening)
+
+    def run_experts(
+        self,
+        experts: Any,
+        routed: tuple[Tensor, Tensor, Tensor],
+        beside: Tensor | None,
+        opening: Tensor | None,
+    ) -> Tensor:
+        """Run rows through their experts, and add `beside`, times the sigmoid of its gate `opening`."""
+        out: Tensor = experts(*routed)
         if beside is None:
             return out
-        if experts.shared_gate is not None:
-            beside = beside * sigmoid(self.multiply(experts.shared_gate, normed, rows))
-        return beside + out
+        return (beside if opening is None else beside * sigmoid(opening)) + out
 
     def _convolve(self, mixer: Recurrent, rows: Tensor) -> Tensor:
         assert self.operators is not None
