@@ -9,24 +9,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch import Tensor
+from torch.nn.functional import embedding
 
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
-from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.experts import TiledExperts, choose_experts
+from engine.devices.cuda.joined_products import packed
 from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
-from engine.devices.cuda.products import TiledLinear, concatenated, join, tiled
+from engine.devices.cuda.products import TiledLinear, tiled
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.torch.operations import (
     Operations,
     capped,
-    multiplied,
     router_logits,
     scaled,
-    side_by_side,
 )
 from engine.kv.attention import AttentionBackend, AttentionOptions
 from engine.kv.state_slots import RecurrentLayer
@@ -50,47 +48,6 @@ from engine.triton_support import ceil_div, power_of_two
 
 _GATE_BLOCK = 1024
 _NORM_WARPS = 8
-
-
-class PlainWeight(NamedTuple):
-    """A weight [outputs, inputs] and a bias [outputs]."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class SeveralWeights(NamedTuple):
-    """Linear layers of one input that cannot be joined into one product."""
-
-    linears: tuple[nn.Module, ...]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return side_by_side([linear(x) for linear in self.linears])
-
-
-Weight = PlainWeight | TiledLinear | SeveralWeights
-
-
-class JoinedProduct(NamedTuple):
-    """The joined weight of a `product`, the adapters' products that are added to its output, and the sum's
-    factors, if any.
-    """
-
-    product: Product
-    weight: Weight
-    adapted: AdaptedProduct | None
-    multipliers: Tensor | None
-
-    def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """Multiply, and add the rows' `adapters`; None if no row can have one."""
-        x = self.product.enter(x)
-        out = self.weight(x)
-        if self.adapted is not None and adapters is not None:
-            self.adapted.add(out, x, adapters)
-        return self.product.leave(multiplied(out, self.multipliers))
 
 
 class Added(NamedTuple):
@@ -129,14 +86,14 @@ class CudaDecoder(Operations[StepInputs]):
         self._backends = capturable(backends)
         self._hidden_layers, self._program = hidden_layers, program
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
-        self._products = {program.head: _packed(program.head, None)}
+        self._products = {program.head: packed(program.head, None)}
         self._gated: dict[Product, TiledLinear] = {}
         """Products that activate their inputs."""
         if program.token_vectors is not None:
-            self._products[program.token_vectors.product] = _packed(program.token_vectors.product, adapters)
+            self._products[program.token_vectors.product] = packed(program.token_vectors.product, adapters)
         for layer in program.layers:
             for product in layer.products():
-                self._products[product] = _packed(product, adapters)
+                self._products[product] = packed(product, adapters)
             if layer.token_input is not None and adapters is None:
                 output = layer.token_input.output
                 linear = tiled(output.linears[0], program.embeddings.dtype, plain=True)
@@ -388,31 +345,3 @@ def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None
         if adapters is not None and has_low_rank:
             return "adapters add to products of low rank, which are no program's"
     return None
-
-
-def _packed(product: Product, adapters: Adapters | None) -> JoinedProduct:
-    adapted = None if adapters is None else AdaptedProduct.of(list(product.paths), adapters)
-    multipliers = product.multipliers
-    if multipliers is not None:
-        multipliers = multipliers.to(product.linears[0].weight.device)
-    return JoinedProduct(product, _joined(product.linears), adapted, multipliers)
-
-
-def _joined(linears: tuple[nn.Module, ...]) -> Weight:
-    """Join layers of one input. Two decoders of the same layers share the joined weight."""
-    tiled = [each for each in linears if isinstance(each, TiledLinear)]
-    if len(tiled) == len(linears) and all(each.is_like(tiled[0]) for each in tiled):
-        return join(tiled)
-    plain = [each for each in linears if isinstance(each, nn.Linear)]
-    if len(plain) < len(linears):
-        return SeveralWeights(linears)
-    weight = concatenated([each.weight.detach() for each in plain])
-    biases = [each.bias for each in plain]
-    if any(bias is not None for bias in biases):
-        zeros = (each.weight.new_zeros(each.out_features) for each in plain)
-        biases = [zero if bias is None else bias.detach() for bias, zero in zip(biases, zeros, strict=True)]
-    bias = concatenated(biases)
-    assert weight is not None
-    for each, part in zip(plain, weight.split([each.out_features for each in plain]), strict=True):
-        each.weight = nn.Parameter(part, requires_grad=False)
-    return PlainWeight(weight, bias)

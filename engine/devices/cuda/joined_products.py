@@ -1,0 +1,84 @@
+"""Products of linear layers that read one input, joined into one, on a CUDA device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.devices.cuda.adapters import AdaptedProduct
+from engine.devices.cuda.products import TiledLinear, concatenated, join
+from engine.devices.torch.operations import multiplied, side_by_side
+from engine.lora.table import Adapters
+from engine.model.program import Product
+
+
+class PlainWeight(NamedTuple):
+    """A weight [outputs, inputs] and a bias [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class SeveralWeights(NamedTuple):
+    """Linear layers of one input that cannot be joined into one product."""
+
+    linears: tuple[nn.Module, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return side_by_side([linear(x) for linear in self.linears])
+
+
+Weight = PlainWeight | TiledLinear | SeveralWeights
+
+
+class JoinedProduct(NamedTuple):
+    """The joined weight of a `product`, the adapters' products that are added to its output, and the sum's
+    factors, if any.
+    """
+
+    product: Product
+    weight: Weight
+    adapted: AdaptedProduct | None
+    multipliers: Tensor | None
+
+    def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
+        """Multiply, and add the rows' `adapters`; None if no row can have one."""
+        x = self.product.enter(x)
+        out = self.weight(x)
+        if self.adapted is not None and adapters is not None:
+            self.adapted.add(out, x, adapters)
+        return self.product.leave(multiplied(out, self.multipliers))
+
+
+def packed(product: Product, adapters: Adapters | None) -> JoinedProduct:
+    """Join the product's layers, whose weights become views of the joined one."""
+    adapted = None if adapters is None else AdaptedProduct.of(list(product.paths), adapters)
+    multipliers = product.multipliers
+    if multipliers is not None:
+        multipliers = multipliers.to(product.linears[0].weight.device)
+    return JoinedProduct(product, _joined(product.linears), adapted, multipliers)
+
+
+def _joined(linears: tuple[nn.Module, ...]) -> Weight:
+    """Join layers of one input. Two decoders of the same layers share the joined weight."""
+    tiled = [each for each in linears if isinstance(each, TiledLinear)]
+    if len(tiled) == len(linears) and all(each.is_like(tiled[0]) for each in tiled):
+        return join(tiled)
+    plain = [each for each in linears if isinstance(each, nn.Linear)]
+    if len(plain) < len(linears):
+        return SeveralWeights(linears)
+    weight = concatenated([each.weight.detach() for each in plain])
+    biases = [each.bias for each in plain]
+    if any(bias is not None for bias in biases):
+        zeros = (each.weight.new_zeros(each.out_features) for each in plain)
+        biases = [zero if bias is None else bias.detach() for bias, zero in zip(biases, zeros, strict=True)]
+    bias = concatenated(biases)
+    assert weight is not None
+    for each, part in zip(plain, weight.split([each.out_features for each in plain]), strict=True):
+        each.weight = nn.Parameter(part, requires_grad=False)
+    return PlainWeight(weight, bias)
