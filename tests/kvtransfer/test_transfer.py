@@ -232,6 +232,7 @@ def test_a_refused_shm_handshake_falls_back_to_tcp(closing: Closing) -> None:
     sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
     other = closing(ReceiverEnd(["shm"]))
     peer = with_offer(receiver, "shm", address=other.receiver.offers[0].address)
+    assert sender.sender.wire_dtype(peer) == "auto", "no link to the peer yet"
     assert isinstance(push_one(sender, receiver, peer), Completed)
     assert sender.sender.transports() == {"decode-0": "tcp"}
     wait_until(lambda: other.receiver.counters().get("handshakes_refused") == 1)

@@ -44,6 +44,7 @@ def test_a_block_contains_its_segments_in_order(pool: KVPool) -> None:
         assert torch.equal(pool.memory[block], torch.cat(parts))
     assert pool.memory.is_contiguous()
     assert pool.num_bytes == NUM_BLOCKS * (2 * 2 * 4 * 2 * 8 * 4 + 4 * 12 * 4 + 4 * 4 * 4 + 2 * 4 * 4 * 2)
+    assert pool.token_bytes * NUM_BLOCKS * BLOCK_SIZE == pool.num_bytes
     assert [info.name for info in pool.segments] == NAMES
     assert [info.shape for info in pool.segments] == [
         (2, 2, 4, 2, 8),

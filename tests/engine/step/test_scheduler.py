@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from engine.kv.block_manager import BlockManager
@@ -91,3 +93,22 @@ def test_a_newcomer_leaves_a_block_for_each_running_sequence(num_blocks: int, ad
     add(scheduler, 1, 8)
     step(scheduler)
     assert len(scheduler.running) == admitted
+
+
+def test_the_wait_for_blocks_is_counted_until_a_request_gets_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    scheduler = make_scheduler(num_blocks=5)
+    first = add(scheduler, 0, 12)
+    step(scheduler)
+    assert scheduler.room_wait_s == 0
+    waits = add(scheduler, 1, 12)
+    for _ in range(2):
+        step(scheduler)
+        now[0] += 3.0
+    assert scheduler.room_wait_s == 6.0
+    scheduler.remove(first)
+    scheduler.free(first)
+    step(scheduler)
+    now[0] += 1.0
+    assert waits in scheduler.running and scheduler.room_wait_s == 6.0

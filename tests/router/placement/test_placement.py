@@ -87,6 +87,12 @@ def test_fallbacks(policy):
     assert isinstance(answer(policy, []), Refusal)
 
 
+def test_the_source_of_the_prefix_is_the_first_worker_unless_another_is_named():
+    workers = {"prefill": "p0", "decode": "d0"}
+    assert Placement(workers).source == "p0"
+    assert Placement(workers, prefix="p1").source == "p1"
+
+
 @pytest.mark.parametrize("policy", RULES)
 def test_a_worker_that_failed_a_request_gets_it_again_only_as_the_last_one(policy):
     workers = [prefill("p0"), prefill("p1", prefill_tokens=5000, prompts=3), decode("d0")]
