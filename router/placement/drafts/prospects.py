@@ -261,6 +261,10 @@ MEMORY_S = 8.0
 """[seconds of decoding] Time constant of the average: texts differ, and hosts have slow periods."""
 LEAST_S = 0.25
 """[seconds of decoding] Least observed time that counts."""
+FORGOTTEN_S = 100.0
+"""[seconds of decoding] Time after which a place that is no longer used is predicted as if it was never
+observed: it may have been slow for a moment only. To find it slow again takes about a second.
+"""
 LEAST_RATIO = 0.01
 """Least correction, for a worker that stood still: predictions are divided by it."""
 MOST_ROWS = 2.0**20
@@ -268,7 +272,8 @@ MOST_ROWS = 2.0**20
 
 
 class _Sums(NamedTuple):
-    """Sums, weighted by seconds of decoding, of the ratio of observed to predicted tokens, and of 1.
+    """Sums, weighted by seconds of decoding, of the ratio of observed to predicted tokens, and of 1. `until`:
+    the seconds of decoding, of all places and loads, until the last observation.
 
     Sums of tokens would give a prediction that was far too high the most weight, and keep requests away for
     minutes. A prediction that was far too low attracts requests, and its error then fades.
@@ -276,6 +281,7 @@ class _Sums(NamedTuple):
 
     ratios: float = 0.0
     seconds: float = 0.0
+    until: float = 0.0
 
 
 class SeenRates:
@@ -283,26 +289,32 @@ class SeenRates:
 
     Predictions ignore how the workers slow each other down, for example on shared cores, and use step times
     measured at start-up, when the host may have been busy. A place that brought less than predicted loses to
-    others, and is used again once these do worse than that.
+    others. It is used again once these do worse than that, or once its observations are forgotten.
     """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[DraftPlace, int], _Sums] = {}
+        self._passed_s = 0.0
 
     def note(self, place: DraftPlace, rows: float, seconds: float, seen: float, predicted: float) -> None:
         """Record that one of `rows` requests got `seen` tokens in `seconds`; `predicted` were expected."""
         if not (isfinite(predicted) and predicted > 0):
             return
-        key, share = (place, load_of(rows)), seconds / rows
-        before, kept = self._sums.get(key, _Sums()), exp(-share / MEMORY_S)
-        self._sums[key] = _Sums(
-            kept * before.ratios + share * seen / predicted, kept * before.seconds + share
+        share = seconds / rows
+        before, kept = self._known(place, rows), exp(-share / MEMORY_S)
+        self._passed_s += share
+        self._sums[place, load_of(rows)] = _Sums(
+            kept * before.ratios + share * seen / predicted, kept * before.seconds + share, self._passed_s
         )
 
     def correction(self, place: DraftPlace, rows: float) -> float:
         """Return the factor that corrects a prediction, as observed at about this load; 1 if it was not."""
-        sums = self._sums.get((place, load_of(rows)), _Sums())
+        sums = self._known(place, rows)
         return max(sums.ratios / sums.seconds, LEAST_RATIO) if sums.seconds >= LEAST_S else 1.0
+
+    def _known(self, place: DraftPlace, rows: float) -> _Sums:
+        sums = self._sums.get((place, load_of(rows)), _Sums())
+        return sums if self._passed_s < sums.until + FORGOTTEN_S else _Sums()
 
 
 def load_of(rows: float) -> int:

@@ -98,6 +98,21 @@ def test_the_best_place_is_found_and_kept(truth, rows):
     assert simulated.run(100.0) >= 0.96, "a place that is 3 % better than another is not found"
 
 
+@pytest.mark.parametrize("rows", [2, 32])
+def test_a_place_that_was_slow_for_a_moment_is_used_again(rows):
+    """The first second, in which kernels may be compiled, finds each place where requests draft slow."""
+    simulated = Simulated(GPU_LIKE, dict.fromkeys(HOLDS, 0.3), rows)
+    simulated.run(1.0)
+    simulated.truth = HOLDS
+    simulated.run(110.0)
+    assert simulated.run(300.0) >= 0.97
+
+
+def test_a_place_that_stays_slow_costs_little():
+    slow: dict[DraftSite, float] = {"none": 1.0, "local": 0.1, "remote": 0.1}
+    assert Simulated(GPU_LIKE, slow, rows=2).run(400.0) >= 0.98
+
+
 def test_a_place_that_becomes_worse_is_left_until_the_other_does_worse():
     """The draft worker's cores are taken away; later the decode worker becomes as slow."""
     simulated = Simulated(GPU_LIKE | {"level_s": 6e-3}, HOLDS, rows=2)
