@@ -107,7 +107,7 @@ class DraftTime:
     def observe(self, num_requests: int, levels: int, tokens: int, measured: float) -> None:
         size, found = num_requests.bit_length(), measured / self.units(levels, tokens)
         known = self._units.get(size, found)
-        self._units[size] = known + PACE * (found - known)
+        self._units[size] = known + PACE * (min(found, known * math.exp(LONGEST_STRIDE)) - known)
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """Learn from `num_tokens` prompt tokens that the drafter read."""

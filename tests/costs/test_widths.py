@@ -77,8 +77,10 @@ def test_drafting_takes_its_first_measurement_and_then_follows() -> None:
     for _ in range(60):
         draft.observe(1, levels=2, tokens=2, measured=1.4e-3)
     assert draft.unit(1) == pytest.approx(2e-4, rel=0.05)
+    draft.observe(1, levels=2, tokens=2, measured=1.0)
+    assert draft.unit(1) < 2.2e-4, "a pause of the machine moves it little"
     draft.observe(4, levels=2, tokens=2, measured=2.1e-3)
-    assert (draft.unit(1), draft.unit(64)) == pytest.approx((2e-4, 3e-4), rel=0.05), "each size has its own"
+    assert (draft.unit(1), draft.unit(64)) == pytest.approx((2e-4, 3e-4), rel=0.1), "each size has its own"
 
 
 def test_reading_time_is_measured_per_token() -> None:
