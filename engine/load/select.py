@@ -6,9 +6,10 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch.runner import Runner
@@ -201,11 +202,20 @@ def modules_runner_of_head(
 
 
 def _read_from(codes: PackedWeight, embeddings: nn.Module) -> None:
-    """Free a module's embeddings, which `codes` have as well. Each later use reads them from there."""
+    """Free a module's embeddings, which `codes` have as well. Each later use of the weight reads them from
+    there; the module has its own again once it runs, as a part of a draft head.
+    """
     del embeddings.weight
     kind = type(embeddings)
+
+    def forward(self: nn.Module, token_ids: Tensor) -> Any:
+        table = self.weight
+        self.__class__ = kind
+        self.weight = nn.Parameter(table, requires_grad=False)
+        return self(token_ids)
+
     weight = property(lambda self: codes.bfloat16_rows(0, codes.out_features))
-    embeddings.__class__ = type(kind.__name__, (kind,), {"weight": weight})
+    embeddings.__class__ = type(kind.__name__, (kind,), {"weight": weight, "forward": forward})
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:

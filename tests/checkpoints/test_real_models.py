@@ -57,7 +57,11 @@ def test_the_codes_of_a_tied_head_are_the_only_embeddings() -> None:
     assert loaded.description is not None and not loaded.description.model.embeddings
     assert loaded.description.num_bytes < 1.2 * file.stat().st_size
     table = dequantized(read_gguf(file).tensors["token_embd.weight"], torch.bfloat16)
-    assert torch.equal(loaded.model.get_input_embeddings().weight, table)
+    module = loaded.model.get_input_embeddings()
+    assert torch.equal(module.weight, table) and not list(module.parameters())
+    token_ids = torch.tensor([5, 49000])
+    assert torch.equal(module(token_ids), table[token_ids])
+    assert module.weight is module.weight, "a head that runs the module reads the table once"
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
