@@ -28,13 +28,18 @@ TRIAL_SHARE = 0.01
 
 
 class Explorer:
-    """A budget of seconds, earned as a share of the time that passes; it saves for one trial at most."""
+    """A budget of seconds, earned as a share of the time that passes; it saves for one trial at most. What a
+    trial costs beyond its price is owed: the next trial waits until it is earned.
+    """
 
     def __init__(self, share: float = TRIAL_SHARE) -> None:
         self._share, self._seconds = share, 0.0
 
     def passed(self, seconds: float) -> None:
         self._seconds += self._share * seconds
+
+    def owes(self, seconds: float) -> None:
+        self._seconds -= seconds
 
     def tries(self, price: float) -> bool:
         """Return whether to start a trial that is expected to lose `price` seconds; if so, spend them."""

@@ -155,6 +155,9 @@ class DraftController:
         lost = max(1 - other.rate / chosen.rate, MIN_GAIN)
         if shows_something and self._explorer.tries(TRIAL_STEPS * other.seconds * lost):
             chosen, num_steps = other, TRIAL_STEPS
+            drafting = zip(requests, other.granted, strict=True)
+            unread = sum([request.unread for request, granted in drafting if granted])
+            self._explorer.owes(self.estimator.read_seconds(method, unread))
         self._steps_left = min(self._steps_left, num_steps)
         for request, granted in zip(requests, chosen.granted, strict=True):
             request.granted = granted

@@ -119,6 +119,19 @@ def test_drafts_that_never_pay_cost_little(
     assert auto.run(6.0) >= 0.98 * plain.run(6.0)
 
 
+def test_texts_that_are_slow_to_read_are_seldom_read_for_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(PROFILES[0], per_read=2e-5)
+    plain, auto = (
+        SimulatedServer(
+            monkeypatch, 16, slow, rate=lambda number, place: 0.05, output_tokens=1000, fixed=fixed
+        )
+        for fixed in (0, None)
+    )
+    plain.run(6.0)
+    auto.run(6.0)
+    assert auto.run(18.0) >= 0.98 * plain.run(18.0)
+
+
 def test_a_pause_while_drafting_does_not_stop_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     server = SimulatedServer(
         monkeypatch,
