@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeVar
 
+from costs.drafting import TRIAL_SHARE
 from protocol.roles import Task
 from router.placement.cluster import Cluster
 from router.placement.interface import (
@@ -129,10 +130,21 @@ def _cheapest(costs: Sequence[Cost]) -> list[Cost]:
 
 
 def _choose(request: RequestFacts, cluster: Cluster, options: Sequence[Option]) -> Option:
-    totals = [_sane(option.predicted.total_s) if option.predicted else inf for option in options]
+    totals = [_total(cluster, option) for option in options]
     most = min(totals) * (1 + MARGIN)
     equals = [option for option, total in zip(options, totals, strict=True) if total <= most]
     return min(equals, key=lambda option: _turn(request, cluster, option))
+
+
+def _total(cluster: Cluster, option: Option) -> float:
+    """Return the predicted cost. It falls with the placements since an idle worker of the option got one:
+    otherwise nothing would ever correct a measurement that keeps requests away.
+    """
+    if option.predicted is None:
+        return inf
+    idle = [worker.last_placed for worker in _workers(cluster, option) if worker.requests <= 0]
+    unasked = cluster.last_placed - min(idle) if idle else 0
+    return _sane(option.predicted.total_s) / (1 + TRIAL_SHARE * unasked / len(cluster))
 
 
 def _turn(request: RequestFacts, cluster: Cluster, option: Option) -> tuple[int, int, int, tuple[str, ...]]:

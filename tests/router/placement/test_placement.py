@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costs.drafting import TRIAL_SHARE
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from router.placement import RULES, placement_policy
-from router.placement.by_cost import cost
+from router.placement.by_cost import cost, place_by_cost
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     LinkSpeed,
@@ -233,6 +235,37 @@ def test_decoding_is_slowed_by_prompts_that_arrive_meanwhile():
         request = facts(mean_output_tokens=mean)
         found = predicted(placed("cost", [decode("d", computed_tokens=1024, **load)], request)).decode_s
         assert found - without == pytest.approx(4 * COSTS.chunks_s(256, 0, 512) * share, rel=1e-3)
+
+
+def asked(workers: list[WorkerSnapshot], count: int, request: RequestFacts | None = None) -> Counter[str]:
+    """Return the workers that decode this many requests, which come one after the other."""
+    cluster, found = Cluster(workers), Counter()
+    for _ in range(count):
+        answer = place_by_cost(request or facts(), cluster)
+        assert isinstance(answer, Placement)
+        worker = cluster.get(answer.workers["decode"])
+        worker.last_placed = cluster.last_placed + 1
+        cluster.put(worker)
+        found[worker.worker_id] += 1
+    return found
+
+
+def test_a_worker_with_bad_measurements_is_tried_again_at_little_cost():
+    """Nothing else would ever correct a measurement that keeps requests away."""
+    slow = msgspec.structs.replace(COSTS, step_s=3 * COSTS.step_s, token_s=3 * COSTS.token_s)
+    workers = [decode("good"), decode("slow", costs=slow)]
+    ratio = predicted(placed("cost", workers[1:])).total_s / predicted(placed("cost", workers[:1])).total_s
+    count = asked(workers, 2000)["slow"]
+    assert count > 0
+    assert count * (ratio - 1) <= 2000 * TRIAL_SHARE
+    workers[1].costs = COSTS
+    assert asked(workers, 100)["slow"] == 50
+
+
+def test_busy_workers_and_those_too_slow_for_the_slo_get_no_trial():
+    slow = msgspec.structs.replace(COSTS, step_s=3 * COSTS.step_s)
+    assert asked([decode("good"), decode("slow", costs=slow, requests=1, rows=1)], 2000)["slow"] == 0
+    assert asked([decode("good"), decode("slow", costs=slow)], 2000, facts(slo_tpot_s=4e-3))["slow"] == 0
 
 
 # --- each term of the cost, by hand ---------------------------------------------------------------
