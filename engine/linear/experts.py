@@ -216,9 +216,13 @@ class ExpertsModule(nn.Module):
         rows = self.second(rows, experts)
         if getattr(self.rest, "has_post_expert_norm", False):
             rows = self.rest.post_expert_norm(rows)
-        weighted = rows.unflatten(0, (-1, chosen.shape[1])) * weights.unsqueeze(-1)
+        return self.add_up(rows, weights)
+
+    def add_up(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return the sums of each row's results, times their `weights` [rows, n]."""
+        weighted = rows.unflatten(0, (-1, weights.shape[1])) * weights.unsqueeze(-1)
         summed: Tensor = weighted.sum(1)
-        return summed.to(hidden.dtype)
+        return summed.to(rows.dtype)
 
     @property
     def num_experts(self) -> int:

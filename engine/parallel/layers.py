@@ -21,7 +21,7 @@ from engine.parallel.group import Columns, Ranks
 
 class ExpertsShare(nn.Module):
     """The experts of a layer that one rank has. Each computes the same as among all experts, for the same
-    rows. Results are summed as in Transformers' `grouped_mm`, so they have the same bits.
+    rows. Results are summed as among all experts, so they have the same bits.
     """
 
     owners: Tensor
@@ -36,8 +36,12 @@ class ExpertsShare(nn.Module):
         owners = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
         self.register_buffer("owners", owners, persistent=False)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run rows [rows, hidden size] through their experts [rows, k], weighted by `top_k_weights`."""
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *beside: Tensor | None
+    ) -> Tensor:
+        """Run rows [rows, hidden size] through their experts [rows, k], weighted by `top_k_weights`. Experts
+        that add up more in the same sum are given it `beside`.
+        """
         (rows, chosen), width = top_k_index.shape, hidden_states.shape[1]
         experts = top_k_index.reshape(-1, 1)  # one line for each row and expert
         is_own = (experts >= self.own.start) & (experts < self.own.stop)
@@ -48,6 +52,8 @@ class ExpertsShare(nn.Module):
         results = self._ranks.gather(part, each).view(rows * chosen, size, width)
         lines = torch.arange(rows * chosen, device=part.device)
         results = results[lines, self.owners[experts.flatten()]]
+        if isinstance(self.part, ExpertsModule):
+            return self.part.add_up(results, top_k_weights, *beside)
         results = (results * top_k_weights.reshape(-1, 1)).view(rows, chosen, width)
         return results.sum(1).to(hidden_states.dtype)
 

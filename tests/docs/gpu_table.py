@@ -477,7 +477,7 @@ def compiled_experts(name: str, capability: int) -> Code:
             gate = Activation.CLAMPED_SWIGLU if is_mxfp4 else Activation.SILU
             tiled = experts_of((shape[0], shape[2], shape[1] // 2), format)
             made = tiled(meta(rows * chosen, shape[1], dtype=torch.bfloat16), routes, gate)
-        add_up(made, meta(rows, chosen, dtype=torch.bfloat16), hidden.new_empty(rows, made.shape[1]))
+        add_up(made, meta(rows, chosen, dtype=torch.bfloat16))
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import embedding
 
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
-from engine.devices.cuda.experts import TiledExperts, choose_experts
+from engine.devices.cuda.experts import choose_experts
 from engine.devices.cuda.joined_products import packed
 from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
@@ -192,9 +192,8 @@ class CudaDecoder(Operations[StepInputs]):
         beside: Tensor | None,
         opening: Tensor | None,
     ) -> Tensor:
-        if not isinstance(experts, TiledExperts):  # a rank's own
-            return super().run_experts(experts, routed, beside, opening)
-        return experts(*routed, beside, opening)
+        out: Tensor = experts(*routed, beside, opening)
+        return out
 
     def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: StepInputs) -> Tensor:
         assert self._recur is not None and mixer.gates is not None and mixer.norm is not None

@@ -79,12 +79,13 @@ def routes_of(chosen: Tensor, num_experts: int) -> Routes:
 
 
 def add_up(
-    rows: Tensor, weights: Tensor, out: Tensor, beside: Tensor | None = None, opening: Tensor | None = None
+    rows: Tensor, weights: Tensor, beside: Tensor | None = None, opening: Tensor | None = None
 ) -> Tensor:
     """Add up the results of each row's experts, times their `weights` [rows, n], and the row `beside` them,
-    times the sigmoid of its gate in `opening` [rows, 1]. Fill and return `out`.
+    times the sigmoid of its gate in `opening` [rows, 1].
     """
-    size = out.shape[1]
+    size = rows.shape[1]
+    out = rows.new_empty((len(weights), size))
     combine[(len(out), ceil_div(size, _BLOCK))](
         rows,
         weights.contiguous(),
@@ -148,7 +149,16 @@ class TiledExperts(ExpertsModule):
         rows = self.second(rows if gate is not None else self._activate(rows), routes, gate)
         if getattr(self.rest, "has_post_expert_norm", False):
             rows = self.rest.post_expert_norm(rows)
-        return add_up(rows, weights, torch.empty_like(hidden), beside, opening)
+        return self.add_up(rows, weights, beside, opening)
+
+    def add_up(
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        beside: Tensor | None = None,
+        opening: Tensor | None = None,
+    ) -> Tensor:
+        return add_up(rows, weights, beside, opening)
 
     @property
     def _gate(self) -> Activation | None:
