@@ -8,20 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from engine.batch.runner import Step
+from engine.batch.runner import Runner, Step
 from engine.batch.step_inputs import SequenceRows
 from engine.devices.attention import backend_over
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder, unfit
+from engine.devices.cuda.experts import tile_experts
 from engine.devices.cuda.products import tile_linears
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.cuda.runner import CudaRunner
+from engine.devices.torch.attention import TorchBackend
 from engine.kv.layout import TARGET, PoolLayout
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
-from engine.load.loader import load_model
+from engine.load.loader import LoadedModel, load_model
 from engine.model.describe import describe
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
@@ -59,37 +62,59 @@ CASES += [
     for name in ("deepseek_v3-whole_queries", "qwen3_5_text", "bamba", "gemma4_text")
 ]
 """Without experts in bfloat16, as other rounding chooses others."""
+_ROUNDED = 3e-5
+"""The most that other orders of summation in float32 change, of the greatest value."""
+
+
+def _loaded(folder: Path, dtype: str) -> tuple[LoadedModel, KVPool, StateSlots | None]:
+    config = ServeConfig(model=str(folder), dtype=dtype, device="cpu", max_model_len=96)
+    loaded = load_model(config)
+    pool = KVPool(PoolLayout((loaded.kv_group,), 16), 12, CPU, None)
+    if loaded.recurrent is None:
+        return loaded, pool, None
+    return loaded, pool, StateSlots(loaded.recurrent.state.with_drafts(16), 2, CPU)
+
+
+def torch_runner(folder: Path, dtype: str) -> Runner:
+    loaded, pool, slots = _loaded(folder, dtype)
+    backend = backend_over(TorchBackend, pool.layers(TARGET), pool.groups[TARGET])
+    return reference(loaded.model, backend, HIDDEN_LAYERS, slots)
+
+
+def cuda_runner(folder: Path, dtype: str, in_tiles: bool) -> Runner:
+    """Make a runner of a decoder as on a GPU, with experts in tiles, and `in_tiles` linear layers too."""
+    loaded, pool, slots = _loaded(folder, dtype)
+    tile_experts(loaded.model, getattr(torch, dtype))
+    if in_tiles:
+        tile_linears(loaded.model, getattr(torch, dtype), plain=True)
+    program = describe(loaded.model)
+    assert unfit(program) is None
+    backend = backend_over(TritonBackend, pool.layers(TARGET), pool.groups[TARGET])
+    operators = None if slots is None else TritonOperators(slots)
+    layers = () if slots is None else slots.layout.layers
+    decoder = CudaDecoder(program, backend, 96, HIDDEN_LAYERS, operators=operators, recurrent=layers)
+    return CudaRunner(decoder, backend, CPU, "", Buckets([2], [1, 4], [6], trees=True))
 
 
 @pytest.mark.parametrize(("name", "dtype", "in_tiles"), CASES)
 def test_a_family_computes_what_its_program_does(
     name: str, dtype: str, in_tiles: bool, tmp_path: Path
 ) -> None:
-    """In chunks, with another text, with drafts of which none is right, and as a tree."""
+    """In chunks, with another text, with drafts of which none is right, and as a tree. In bfloat16 it is as
+    far from the same weights' exact results as the program by torch's operators.
+    """
     write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS.get(name, {}))
-    loaded = load_model(ServeConfig(model=str(tmp_path), dtype=dtype, device="cpu", max_model_len=96))
-    for weight in loaded.model.parameters():
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for weight in model.parameters():
         if weight.ndim == 1:  # norms and biases that matter
             weight.data += 0.3 * torch.randn_like(weight)
-    for name_of, buffer in loaded.model.named_buffers():
+    for name_of, buffer in model.named_buffers():
         if name_of.endswith("layer_scalar"):
             buffer.fill_(0.75)
-    if in_tiles:
-        tile_linears(loaded.model, torch.float32, plain=True)
-    program = describe(loaded.model)
-    assert unfit(program) is None
-    state = None if loaded.recurrent is None else loaded.recurrent.state.with_drafts(16)
-    pools = [KVPool(PoolLayout((loaded.kv_group,), 16), 12, CPU, None) for _ in range(2)]
-    slots = [None if state is None else StateSlots(state, 2, CPU) for _ in pools]
-    theirs, ours = (backend_over(TritonBackend, pool.layers(TARGET), pool.groups[TARGET]) for pool in pools)
-    operators = None if slots[1] is None else TritonOperators(slots[1])
-    layers = () if state is None else state.layers
-    decoder = CudaDecoder(program, ours, 96, HIDDEN_LAYERS, operators=operators, recurrent=layers)
-    buckets = Buckets([2], [1, 4], [6], trees=True)
-    runners = (
-        reference(loaded.model, theirs, HIDDEN_LAYERS, slots[0]),
-        CudaRunner(decoder, ours, CPU, "", buckets),
-    )
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    runners = [torch_runner(tmp_path, "float32"), cuda_runner(tmp_path, dtype, in_tiles)]
+    if dtype == "bfloat16":
+        runners.append(torch_runner(tmp_path, dtype))
     text = [(7 * place) % 290 + 3 for place in range(40)]
     blocks = [[list(range(first, first + 6))] for first in (0, 6)]
     batches = [
@@ -98,13 +123,15 @@ def test_a_family_computes_what_its_program_does(
         [SequenceRows([9, 8, 7], 22, blocks[0], certain=22), SequenceRows([5], 7, blocks[1], state_slot=1)],
         [SequenceRows([5, 6, 7, 8], 22, blocks[0], masks=[0b1, 0b11, 0b101, 0b1011], certain=23)],
     ]
+    errors = []
     for batch in batches:
         step = Step(batch, range(sum(len(rows.token_ids) for rows in batch)))
-        expected, found = (runner.run(step) for runner in runners)
-        for wanted, got in zip(expected, found, strict=True):
-            assert wanted is not None and got is not None
-            if dtype == "bfloat16":
-                assert (got - wanted).float().norm() < 0.15 * wanted.float().norm()
-                continue
-            scale = float(wanted.abs().max())
-            torch.testing.assert_close(got / scale, wanted / scale, atol=1e-5, rtol=0)
+        for exact, *others in zip(*(runner.run(step) for runner in runners), strict=True):
+            assert exact is not None
+            scale = float(exact.abs().max())
+            far = [(other - exact).flatten() / scale for other in others]
+            if len(far) == 1:
+                assert far[0].abs().max() < _ROUNDED
+            errors.append(torch.stack(far))
+    own, *by_torch = torch.cat(errors, dim=1).norm(dim=1).tolist()
+    assert all(own < 1.3 * other for other in by_torch)

@@ -2,7 +2,7 @@
 
 It computes the same results. Work that was repeated for each launch, call and operator is done once, and
 findings about types are cached. Nothing is compiled, so runners need no warm-up of their eager steps. Only
-products of matrices differ, so that rows keep their bits.
+products of matrices differ, so that rows keep their bits, and bfloat16, to which the interpreter truncates.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _init_block = core.block_type.__init__
 _check_types = TritonSemantic.binary_op_type_checking_impl
 _computation_type = TritonSemantic.computation_type_impl
 _broadcast = TritonSemantic.broadcast_impl_value
+_convert_float = interpreter._convert_float
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
@@ -119,6 +120,15 @@ def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 
+def convert_float(values: Any, kind: Any, wanted: Any, rounding: Any) -> Any:
+    """Round float32 to the nearest bfloat16, as GPUs do, ties to even."""
+    if kind != tl.float32 or wanted != tl.bfloat16:
+        return _convert_float(values, kind, wanted, rounding)
+    bits = values.view(np.uint32)
+    nearest = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
+
+
 def dot_of_rows(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
     """Multiply row by row, since some CPUs' BLAS gives a row other bits at another place in a matrix, which
     no GPU does.
@@ -141,6 +151,7 @@ def dot_of_rows(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
 
 
 Buckets.eager_forms = lambda self: iter(())  # type: ignore[method-assign]
+interpreter._convert_float = convert_float
 interpreter._patch_lang = patch_lang
 interpreter.InterpreterBuilder.create_dot = dot_of_rows
 interpreter._get_np_dtype = np_dtype_of
