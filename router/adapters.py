@@ -151,7 +151,9 @@ class AdapterTable:
             yield
 
     def _check_new(self, name: str) -> None:
-        if name in self.names:
+        if name in self._config.model_names:
+            raise InvalidRequestError("lora_name", f"{name!r} is the model's name")
+        if name in self.named:
             raise InvalidRequestError("lora_name", f"{name!r} is served already: unload it first")
         if len(self.named) >= MAX_ADAPTERS:
             raise InvalidRequestError("lora_name", f"at most {MAX_ADAPTERS} adapters, all are loaded")

@@ -159,7 +159,7 @@ def test_each_adapter_has_its_own_blocks_of_a_prompt(router):
         ({"lora_name": "", "lora_path": "/x"}, 400, "lora_name"),
         ({"lora_name": "x" * 257, "lora_path": "/x"}, 400, "lora_name"),
         ({"lora_name": 7, "lora_path": "/x"}, 400, "lora_name"),
-        ({"lora_name": "test-model", "lora_path": "/x"}, 400, "is served already"),
+        ({"lora_name": "test-model", "lora_path": "/x"}, 400, "is the model's name"),
     ],
 )
 def test_bad_fields_are_named(router, body, status, reason):
