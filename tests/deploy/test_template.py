@@ -26,6 +26,8 @@ from tests.fuzzing import GROWTH_BYTES, SECONDS, altered, damaged, fuzz
 from tests.worker.harness import Cluster, request, tiny_config
 from worker.launch import Launch
 
+pytestmark = [pytest.mark.timeout(400)]
+
 PROMPT = list(range(1, 40))
 PATIENCE_S = 300.0
 """The patience of clients: a template may have to compile the kernels first, or wait while others do."""
