@@ -28,13 +28,15 @@ class Forward(Protocol):
     """A model as a function of a step's inputs."""
 
     name: str
-    operators: StepOperators | None
-    """The operators of recurrent layers, where the model has some."""
     adapters: Adapters | None
     no_hidden: Tensor | None
     """[0, hidden_size] for a draft head, which takes hidden states with its rows."""
     hidden_of_all: bool
     """Whether a draft head returns the hidden states of all rows, not only of the rows asked for."""
+
+    @property
+    def operators(self) -> StepOperators | None:
+        """The operators of recurrent layers, where the model has some."""
 
     def forward(self, inputs: StepInputs) -> Outputs:
         """Return logits of the rows asked for, and hidden states: a draft head's, or those that are captured

@@ -66,6 +66,7 @@ class CudaDecoder(Operations[StepInputs]):
     name = "CUDA decoder"
     no_hidden: Tensor | None = None
     hidden_of_all = False
+    operators: TritonOperators | None
 
     def __init__(
         self,
@@ -81,7 +82,6 @@ class CudaDecoder(Operations[StepInputs]):
         are joined here. `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
         """
         self.adapters, self.operators, self.recurrent = adapters, operators, recurrent
-        self._recur = operators
         backends, self._tables = by_table(backend)
         self._backends = capturable(backends)
         self._hidden_layers, self._program = hidden_layers, program
@@ -196,7 +196,7 @@ class CudaDecoder(Operations[StepInputs]):
         return out
 
     def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: StepInputs) -> Tensor:
-        assert self._recur is not None and mixer.gates is not None and mixer.norm is not None
+        assert self.operators is not None and mixer.gates is not None and mixer.norm is not None
         shape, gates = self.recurrent[mixer.number], self.multiply(mixer.gates, normed, step)
         each = shape.num_heads // shape.num_key_heads
         times, opening = gates[:, shape.num_heads :], made[:, shape.channels :]
@@ -208,7 +208,7 @@ class CudaDecoder(Operations[StepInputs]):
             assert mixer.opening is not None
             low, other = times.split([mixer.decays.in_features, mixer.opening.in_features], dim=-1)
             times, opening = mixer.decays(low), mixer.opening(other)
-        read, _ = self._recur.mix(mixer, made, gates, times)
+        read, _ = self.operators.mix(mixer, made, gates, times)
         out = made.new_empty((len(made), shape.num_heads * shape.value_dim))
         kind = mixer.norm.kind if mixer.decays is None else NormKind.EXACT
         gate_heads[(len(made) * shape.num_heads,)](
@@ -229,11 +229,11 @@ class CudaDecoder(Operations[StepInputs]):
         return out
 
     def scan_states(self, mixer: Recurrent, made: Tensor) -> Tensor:
-        assert self._recur is not None
+        assert self.operators is not None
         shape, norm = self.recurrent[mixer.number], mixer.norm
         width = shape.num_heads * shape.value_dim
         times = made[:, width + shape.channels :]
-        read, value = self._recur.mix(mixer, made, times, times)
+        read, value = self.operators.mix(mixer, made, times, times)
         out, group = made.new_empty((len(made), width)), _GATE_BLOCK if norm is None else mixer.group
         gate_states[(len(made), ceil_div(width, group))](
             read,

@@ -17,7 +17,7 @@ from engine.copies import ALIGNMENT, upload_to
 from engine.devices.cuda.recurrent.attend import HeadConstants, attend
 from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import keep
-from engine.devices.cuda.recurrent.prepare import HeadPlaces, LayerConstants, prepare
+from engine.devices.cuda.recurrent.prepare import HeadPlaces, MixerConstants, prepare
 from engine.devices.cuda.recurrent.scan import scan
 from engine.kv.state_slots import LayerStateSlots, RecurrentLayer, RowSpan, StateSlots
 from engine.model.program import MixerKind, Recurrent
@@ -132,7 +132,7 @@ class TritonOperators(StepOperators):
             times.stride(0),
             *mixer.taps.stride(),
             PLACES=_places(shape, is_delta=is_delta, is_interleaved=mixer.is_interleaved),
-            OF=LayerConstants(
+            OF=MixerConstants(
                 shape.num_heads,
                 shape.num_key_heads,
                 shape.key_dim,

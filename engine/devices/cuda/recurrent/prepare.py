@@ -28,7 +28,7 @@ class HeadPlaces(NamedTuple):
     gate_step: int
 
 
-class LayerConstants(NamedTuple):
+class MixerConstants(NamedTuple):
     """A layer's constants. With `is_delta`, queries and keys have length 1; else gates are a state space's
     time steps. `shortest` and `longest` limit these.
     """
