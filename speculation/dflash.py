@@ -19,6 +19,7 @@ from engine.batch.step_inputs import SequenceRows
 from engine.copies import upload_to
 from engine.devices.attention import TablesBackend, select_backend
 from engine.devices.loaded_model import LoadedModel
+from engine.devices.torch.operations import capped
 from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from engine.kv.layout import DRAFT, Group, Segment
 from engine.kv.pool import KVPool
@@ -105,9 +106,7 @@ class DFlashDrafter(DraftKvDrafter):
         logits = self._runner.run(Step(batch, masks, wants_hidden=False)).logits
         if self._draft.logit_scale != 1:
             logits = logits * self._draft.logit_scale
-        if self._draft.softcap:
-            logits = torch.tanh(logits / self._draft.softcap) * self._draft.softcap
-        return logits.unflatten(0, (len(sequences), rooms[0]))
+        return capped(logits, self._draft.softcap).unflatten(0, (len(sequences), rooms[0]))
 
     def _write(self, waiting: Mapping[SequenceState, DraftedKv]) -> None:
         features: list[Tensor] = []

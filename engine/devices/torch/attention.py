@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.devices.attention import backend_fault, backend_of, kernel_of
+from engine.devices.torch.operations import capped
 from engine.kv.attention import (
     AttentionBackend,
     AttentionMetadata,
@@ -189,9 +190,7 @@ def _spelled_out_attention(
     heads, query_len, head_dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).reshape(k.shape[0], -1, head_dim)
-    scores = grouped @ k.to(wide).transpose(1, 2) * options.scale
-    if options.softcap:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = capped(grouped @ k.to(wide).transpose(1, 2) * options.scale, options.softcap)
     scores = scores.view(heads, query_len, -1).masked_fill(~mask, float("-inf"))
     if options.sinks is not None:
         scores = torch.cat([scores, options.sinks.to(wide)[:, None, None].expand(-1, query_len, 1)], dim=-1)

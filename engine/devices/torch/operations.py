@@ -213,9 +213,9 @@ def side_by_side(outputs: Sequence[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat([*outputs], dim=-1)
 
 
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """Return softly capped logits; cap 0 is none."""
-    return torch.tanh(logits / cap) * cap if cap else logits
+def capped(values: Tensor, cap: float) -> Tensor:
+    """Return softly capped logits or scores; cap 0 is none."""
+    return torch.tanh(values / cap) * cap if cap else values
 
 
 def multiplied(out: Tensor, multipliers: Tensor | None) -> Tensor:
