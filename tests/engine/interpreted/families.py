@@ -62,8 +62,8 @@ CASES += [
     for name in ("deepseek_v3-whole_queries", "qwen3_5_text", "bamba", "gemma4_text")
 ]
 """Without experts in bfloat16, as other rounding chooses others."""
-_ROUNDED = 3e-5
-"""The most that other orders of summation in float32 change, of the greatest value."""
+_ROUNDED = {"gpt_oss": 3e-5}
+"""The most that other orders of summation in float32 change, of the greatest value; else 1e-5."""
 
 
 def _loaded(folder: Path, dtype: str) -> tuple[LoadedModel, KVPool, StateSlots | None]:
@@ -131,7 +131,7 @@ def test_a_family_computes_what_its_program_does(
             scale = float(exact.abs().max())
             far = [(other - exact).flatten() / scale for other in others]
             if len(far) == 1:
-                assert far[0].abs().max() < _ROUNDED
+                assert far[0].abs().max() < _ROUNDED.get(name, 1e-5)
             errors.append(torch.stack(far))
     own, *by_torch = torch.cat(errors, dim=1).norm(dim=1).tolist()
     assert all(own < 1.3 * other for other in by_torch)

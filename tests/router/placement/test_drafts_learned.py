@@ -91,11 +91,11 @@ class Simulated:
 
 
 @pytest.mark.parametrize("rows", [1, 32])
-@pytest.mark.parametrize("truth", [HOLDS, SHARED_CORES, NOT_HERE])
-def test_the_best_place_is_found_and_kept(truth, rows):
+@pytest.mark.parametrize(("truth", "least"), [(HOLDS, 0.97), (SHARED_CORES, 0.97), (NOT_HERE, 0.96)])
+def test_the_best_place_is_found_and_kept(truth, least, rows):
     simulated = Simulated(CPU_LIKE, truth, rows)
     simulated.run(20.0)  # learn first
-    assert simulated.run(100.0) >= 0.96, "a place that is 3 % better than another is not found"
+    assert simulated.run(100.0) >= least, "a place that is 3 % better than another may not be found"
 
 
 @pytest.mark.parametrize("rows", [2, 32])
