@@ -41,6 +41,10 @@ class RemoteObject(ABC):
         self.close()
 
 
+class ProcessEndedError(RuntimeError):
+    """A process ended before it answered."""
+
+
 class ProcessObject(RemoteObject):
     """The object that `make(*arguments)` returns in a new process.
 
@@ -65,7 +69,7 @@ class ProcessObject(RemoteObject):
         try:
             done, result = self._pipe.recv()
         except EOFError:
-            raise RuntimeError("a measuring process ended before its time") from None
+            raise ProcessEndedError("a measuring process ended before its time") from None
         if not done:
             raise RuntimeError(f"in a measuring process: {result}")
         return result
