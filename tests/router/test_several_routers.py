@@ -25,6 +25,18 @@ def get(url: str) -> httpx.Response:
     return httpx.get(url, verify=False)
 
 
+def wait_until_both_answer(two: TwoRouters) -> None:
+    """Wait until both routers take connections of the shared port, which a router joins once it is ready."""
+
+    def answering() -> set[str]:
+        try:
+            return {get(f"{two.url}/workers").json()["router"]["id"] for _ in range(20)}
+        except httpx.ConnectError:
+            return set()
+
+    eventually(lambda: answering() == {"router-0", "router-1"})
+
+
 @pytest.fixture
 def two(model_folder):
     with TwoRouters(model_folder, worker_timeout=10) as two:
@@ -56,17 +68,13 @@ def test_routers_share_a_port_and_each_has_its_own(two):
     two.add_worker("decode-0")
     own = [get(f"{router.url}/workers").json()["router"] for router in two.routers]
     assert [router["id"] for router in own] == ["router-0", "router-1"]
-
-    def answering() -> set[str]:
-        return {get(f"{two.url}/workers").json()["router"]["id"] for _ in range(20)}
-
-    eventually(lambda: answering() == {"router-0", "router-1"})
+    wait_until_both_answer(two)
     assert httpx.post(f"{two.url}/v1/completions", json=BODY, verify=False).status_code == 200
 
 
 def test_a_router_without_workers_takes_no_shared_connections(two):
     two.add_worker("decode-0")
-    two.each(lambda router: len(router.server.state.registry.live()) == 1)
+    wait_until_both_answer(two)
     two.workers[0].mute.set()  # so that a new router hears heartbeats first
     two.restart(0)
     for _ in range(30):
