@@ -209,8 +209,9 @@ class RouterState:
 
     def _on_unknown(self, state: WorkerState) -> None:
         """Ask a worker that started before this router to register."""
-        self.metrics.count("messages_dropped_total", "stale_incarnation")
-        if not self.registry.is_retired(state.worker_id, state.incarnation):
+        if self.registry.is_retired(state.worker_id, state.incarnation):
+            self.metrics.count("messages_dropped_total", "stale_incarnation")
+        else:
             self.link.send_to(state.worker_id, Unregistered(incarnation=state.incarnation))
 
     def _on_registered(self, worker: Worker) -> None:
