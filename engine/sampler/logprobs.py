@@ -44,17 +44,14 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _found(logits: Tensor, token_ids: Tensor, num_top: int) -> Found:
-    values = logits.float().contiguous()
-    normalizer = values.logsumexp(dim=1, keepdim=True)
-    unusable = ~normalizer.isfinite()
+    token_ids, values = token_ids.unsqueeze(1), logits.float().contiguous()
+    log_probs = values.log_softmax(dim=1)  # `logsumexp` would split a lone row between threads
+    unusable = log_probs[:, :1].isnan()
     if values.device.type != "cpu" or unusable.any():
-        values = values.masked_fill(unusable, -torch.inf)
-        normalizer = normalizer.masked_fill(unusable, 0.0)
-    chosen = values.gather(1, token_ids.unsqueeze(1))
-    ranks = (values > chosen).sum(dim=1, keepdim=True) + 1
+        values, log_probs = (each.masked_fill(unusable, -torch.inf) for each in (values, log_probs))
+    ranks = (values > values.gather(1, token_ids)).sum(dim=1, keepdim=True) + 1
     top = (_top if values.device.type == "cpu" else _top_without_wait)(values, num_top)
-    both = chosen, values.gather(1, top)
-    own, likeliest = ((each - normalizer).clamp_min_(_MIN_LOGPROB) for each in both)
+    own, likeliest = (log_probs.gather(1, ids).clamp_min_(_MIN_LOGPROB) for ids in (token_ids, top))
     return own, ranks, top, likeliest
 
 

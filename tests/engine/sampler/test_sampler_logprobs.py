@@ -36,6 +36,19 @@ def test_they_are_the_log_softmax_before_any_processing(dtype):
             assert entry.top_token_ids == row.topk(count).indices.tolist()
 
 
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_on_two_threads():
+    """One row's sum over a large vocabulary is what torch may split between threads."""
+    torch.manual_seed(0)
+    logits, threads = 4 * torch.randn(32, 50_000), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        sampler = Sampler(50_000, "cpu", [])
+        together = sampler.prompt_logprobs(logits, range(32), 2)
+        assert [*(sampler.prompt_logprobs(logits[i : i + 1], [i], 2)[0] for i in range(32))] == together
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_among_equals_the_lower_id_comes_first():
     logits = torch.zeros(1, 4000)
     logits[0, [3999, 12, 700]] = 1.0
