@@ -86,6 +86,11 @@ class Product:
     leave: Callable[[Tensor], Tensor] = _unchanged
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is no rank's, and its outputs have no multipliers."""
+        return self.multipliers is None and self.enter is self.leave is _unchanged
+
+    @property
     def outputs(self) -> int:
         return sum(linear.out_features for linear in self.linears)
 
@@ -207,6 +212,14 @@ class Recurrent(Mixer):
     shortest: float = 0.0
     """Lower limit of STATE_SPACE's time steps; `longest` is the upper one."""
     longest: float = float("inf")
+
+    @property
+    def inputs_and_gates(self) -> Product | None:
+        """One product that makes the outputs of `inputs` and `gates`; None if there is none."""
+        first, second = self.inputs, self.gates
+        if second is None or not first.is_plain or not second.is_plain:
+            return None
+        return Product(first.linears + second.linears, first.paths + second.paths)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.experts import choose_experts
-from engine.devices.cuda.joined_products import packed
+from engine.devices.cuda.joined_products import packed, packed_of
 from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear, tiled
@@ -92,8 +92,7 @@ class CudaDecoder(Operations[StepInputs]):
         if program.token_vectors is not None:
             self._products[program.token_vectors.product] = packed(program.token_vectors.product, adapters)
         for layer in program.layers:
-            for product in layer.products():
-                self._products[product] = packed(product, adapters)
+            self._products |= packed_of(layer, adapters)
             if layer.token_input is not None and adapters is None:
                 output = layer.token_input.output
                 linear = tiled(output.linears[0], program.embeddings.dtype, plain=True)
@@ -197,7 +196,10 @@ class CudaDecoder(Operations[StepInputs]):
 
     def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: StepInputs) -> Tensor:
         assert self.operators is not None and mixer.gates is not None and mixer.norm is not None
-        shape, gates = self.recurrent[mixer.number], self.multiply(mixer.gates, normed, step)
+        shape = self.recurrent[mixer.number]
+        heads_width = shape.num_heads * shape.value_dim
+        width = shape.channels + (heads_width if mixer.opening is None else 0)
+        gates = self.multiply(mixer.gates, normed, step) if mixer.gates in self._products else made[:, width:]
         each = shape.num_heads // shape.num_key_heads
         times, opening = gates[:, shape.num_heads :], made[:, shape.channels :]
         heads_step = each * shape.value_dim
@@ -209,7 +211,7 @@ class CudaDecoder(Operations[StepInputs]):
             low, other = times.split([mixer.decays.in_features, mixer.opening.in_features], dim=-1)
             times, opening = mixer.decays(low), mixer.opening(other)
         read, _ = self.operators.mix(mixer, made, gates, times)
-        out = made.new_empty((len(made), shape.num_heads * shape.value_dim))
+        out = made.new_empty((len(made), heads_width))
         kind = mixer.norm.kind if mixer.decays is None else NormKind.EXACT
         gate_heads[(len(made) * shape.num_heads,)](
             read,

@@ -11,7 +11,7 @@ from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.products import TiledLinear, concatenated, join
 from engine.devices.torch.operations import multiplied, side_by_side
 from engine.lora.table import Adapters
-from engine.model.program import Product
+from engine.model.program import Layer, Product, Recurrent
 
 
 class PlainWeight(NamedTuple):
@@ -62,6 +62,20 @@ def packed(product: Product, adapters: Adapters | None) -> JoinedProduct:
     if multipliers is not None:
         multipliers = multipliers.to(product.linears[0].weight.device)
     return JoinedProduct(product, _joined(product.linears), adapted, multipliers)
+
+
+def packed_of(layer: Layer, adapters: Adapters | None) -> dict[Product, JoinedProduct]:
+    """Pack the layer's products. If a recurrent mixer's gates can be joined to its inputs they follow these
+    in one product's outputs, and have no product of their own.
+    """
+    apart, found = [*layer.products()], {}
+    for mixer in layer.mixers:
+        if isinstance(mixer, Recurrent) and (both := mixer.inputs_and_gates) is not None:
+            joined = packed(both, adapters)
+            if not isinstance(joined.weight, SeveralWeights):
+                found[mixer.inputs] = joined
+                apart = [each for each in apart if each not in (mixer.inputs, mixer.gates)]
+    return found | {product: packed(product, adapters) for product in apart}
 
 
 def _joined(linears: tuple[nn.Module, ...]) -> Weight:
