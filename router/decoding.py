@@ -197,9 +197,10 @@ def _decoded(raw: bytes, kind: Any, field: str) -> Any:
 def _type_error(text: str, field: str) -> ApiError:
     reason = _AT.sub("", text).replace("`", "")
     match = _AT.search(text)
-    missing = re.search(r"missing required field (\w+)", reason)
-    path = match.group(2) if match else missing.group(1) if missing else ""
-    param = f"{field}.{path}".strip(".").replace(".[", "[") or None
+    path = match.group(2) if match else ""
+    if missing := re.search(r"missing required field (\w+)", reason):
+        path, reason = f"{path}.{missing.group(1)}", "is required"
+    param = f"{field}.{path}".strip(".").replace(".[", "[").replace("..", ".") or None
     reason = reason[0].lower() + reason[1:]
     return ApiError(400, f"{param or 'body'}: {reason}", param=param, code="invalid_type")
 

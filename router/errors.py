@@ -117,6 +117,11 @@ def _code(status: int) -> str:
     return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
 
 
+def too_long(field: str, reason: str) -> ApiError:
+    """Return the error of a prompt that does not fit in the model's context with its answer."""
+    return ApiError(400, f"{field}: {reason}", param=field, code="context_length_exceeded")
+
+
 def client_gone() -> ApiError:
     """Return the error of a request whose client has gone. It is not sent; its status is counted."""
     return ApiError(499, "the client closed the connection", code="abort")

@@ -17,7 +17,7 @@ from protocol.errors import ConfigError, InvalidRequestError
 from protocol.sampling import SAMPLING_FIELDS, SamplingParams, check_sampling_params
 from protocol.speculation import RequestSpeculation
 from router.answers.formats import OutputOptions
-from router.errors import ApiError
+from router.errors import ApiError, too_long
 from router.grammars.structured_outputs import AskedGrammar
 from router.text.choice import Echo, Prompt
 from router.text.tokenizer import find_files
@@ -61,10 +61,6 @@ class ServedModel(msgspec.Struct, frozen=True, array_like=True):
         if len(token_ids) >= self.max_model_len:
             limit = f"the model's maximum context length of {self.max_model_len} tokens"
             raise too_long(field, f"its {len(token_ids)} tokens leave no room for an answer within {limit}")
-
-
-def too_long(field: str, reason: str) -> ApiError:
-    return ApiError(400, f"{field}: {reason}", param=field, code="context_length_exceeded")
 
 
 def unknown_model(name: str, known: Collection[str]) -> ApiError:

@@ -20,6 +20,7 @@ from protocol.speculation import (
 )
 from router.answers.formats import OutputOptions
 from router.decoding import decode_body, decode_object, decode_prompts, refuse_unsupported
+from router.errors import too_long
 from router.grammars.structured_outputs import AskedGrammar, asked_grammar
 from router.openai_types import (
     MAX_STOP_CHARACTERS,
@@ -31,7 +32,7 @@ from router.openai_types import (
     TokenizeBody,
 )
 from router.reading.chats import Chats
-from router.reading.prepared import Prepared, PreparedPrompt, ServedModel, too_long
+from router.reading.prepared import Prepared, PreparedPrompt, ServedModel
 from router.text.chat_template import plain_content, text_of
 from router.text.choice import Echo
 from router.text.tokenizer import Tokenizer

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from checkpoints.source import hf_source
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import ConfigError
+from router.errors import too_long
 from router.text.chat_template import ChatTemplate
 from router.text.choice import Echo
 from router.text.detokenizer import (
@@ -180,15 +181,13 @@ class Tokenizer:
         return self.encode(end, add_special_tokens)[-num_tokens:]
 
     def encode_prompt(self, text: str, add_special_tokens: bool, max_tokens: int, field: str) -> list[int]:
-        """Tokenize a prompt. Raises `InvalidRequestError` if the text cannot fit in `max_tokens`.
+        """Tokenize a prompt. Raises `ApiError` if the text cannot fit in `max_tokens`.
 
         A token takes a few hundred bytes of memory, so the tokens of a long text are first counted by pieces.
         """
         if len(text) > max_tokens * self._longest_token:
-            raise InvalidRequestError(
-                field,
-                f"{len(text)} characters exceed the model's maximum context length of {max_tokens} tokens",
-            )
+            limit = f"the model's maximum context length of {max_tokens} tokens"
+            raise too_long(field, f"{len(text)} characters exceed {limit}")
         if len(text) > max_tokens * SAFE_CHARACTERS_PER_TOKEN:
             self._check_pieces(text, max_tokens, field)
         return self.encode(text, add_special_tokens)
@@ -200,9 +199,7 @@ class Tokenizer:
             # a token cut in two counts as several
             num_tokens += max(0, len(self.encode(piece, False)) - 2 * self._longest_token)
             if num_tokens > max_tokens:
-                raise InvalidRequestError(
-                    field, f"it exceeds the model's maximum context length of {max_tokens} tokens"
-                )
+                raise too_long(field, f"it exceeds the model's maximum context length of {max_tokens} tokens")
 
     @property
     def is_fast(self) -> bool:

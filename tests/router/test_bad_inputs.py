@@ -284,6 +284,17 @@ def test_limits_are_named(router):
     assert "[0, 599]" in message(*completion(prompt=[1000]))
     assert "128" in message(*completion(n=200))
     assert "[0, 20]" in message(*completion(logprobs=50))
+    assert message(CHAT, {}) == "messages: is required"
+    assert message(*tool(name=None)) == "tools[1].function.name: expected str, got null"
+    assert message(*chat(tools=[TOOL | {"function": {}}])) == "tools[0].function.name: is required"
+
+
+@pytest.mark.parametrize("size", [512, 3_000, 1_000_000])
+def test_what_exceeds_the_context_has_one_code_however_long_it_is(router, size):
+    chats = {"messages": [{"role": "user", "content": "a " * size}], "max_tokens": 2}
+    for path, body in ((TEXT, {"prompt": "a " * size}), (CHAT, chats), (MESSAGES, chats)):
+        error = router.http.post(path, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded", error
 
 
 HARMLESS = {

@@ -10,7 +10,7 @@ import pytest
 from router_clients import eventually
 
 from protocol.config import ServeConfig
-from protocol.errors import InvalidRequestError
+from router.errors import ApiError
 from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
 from router.text.tokenizer import PIECE_CHARACTERS, Tokenizer
 
@@ -136,8 +136,9 @@ def test_a_text_of_too_many_tokens_is_never_tokenized_as_a_whole(model_folder, m
 
     monkeypatch.setattr(tokenizer, "encode", noting)
     monkeypatch.setattr("router.text.tokenizer.SAFE_CHARACTERS_PER_TOKEN", 1)
-    with pytest.raises(InvalidRequestError, match=r"prompt: it exceeds .* 300000 tokens"):
+    with pytest.raises(ApiError, match=r"prompt: it exceeds .* 300000 tokens") as refused:
         tokenizer.encode_prompt("x" * 1_000_000, True, 300_000, "prompt")
+    assert refused.value.code == "context_length_exceeded"
     assert max(lengths) == PIECE_CHARACTERS
     words = "the quick " * 100_000
     assert tokenizer.encode_prompt(words, True, 500_000, "prompt") == encode(words)

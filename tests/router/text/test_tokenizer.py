@@ -12,7 +12,8 @@ from tokenizers import pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import ConfigError
+from router.errors import ApiError
 from router.text.tokenizer import Tokenizer
 from tests.router.text.test_detokenizer import sentencepiece_like
 
@@ -127,8 +128,9 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path, fast_tokenizer):
 
 def test_a_text_that_cannot_fit_is_not_tokenized(model_folder):
     tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
-    with pytest.raises(InvalidRequestError, match=r"prompt: 8000000 characters exceed .* 512 tokens"):
+    with pytest.raises(ApiError, match=r"prompt: 8000000 characters exceed .* 512 tokens") as refused:
         tokenizer.encode_prompt("a" * 8_000_000, True, 512, "prompt")
+    assert refused.value.code == "context_length_exceeded"
     long = "the fox " * 1000
     assert tokenizer.encode_prompt(long, True, 10_000, "prompt") == tokenizer.encode(long)
 
