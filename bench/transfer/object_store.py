@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from bench.transfer.raw import MODEL_BLOCK, measure
 from bench.transfer.row import TransferRow
 from bench.transfer.sides import Pair
 from deploy.actors import CONCURRENCY, OBJECTS
+from deploy.local_ray import start
 from deploy.processes import PrivateDirectory
 from deploy.ray_carrier import RayCarrier
 from deploy.ray_cluster import object_store_bytes
@@ -73,17 +76,20 @@ def object_store(repeats: int) -> Iterator[TransferRow]:
 @contextmanager
 def running_ray() -> Iterator[None]:
     """Start a local cluster like that of `tandem serve`; Ray makes its token itself."""
-    directory = PrivateDirectory()
-    ray.init(
-        namespace="tandem-transfer",
-        num_cpus=0,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-        object_store_memory=object_store_bytes(ServeConfig(kv_transports="object_store")),
-        _temp_dir=str(directory.path),
-        _node_ip_address="127.0.0.1",
-    )
+    config, directory = ServeConfig(kv_transports="object_store"), PrivateDirectory()
+    # By default actors have a lower priority than all other processes of the host.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    options = {
+        "namespace": "tandem-transfer",
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "logging_level": "ERROR",
+        "log_to_driver": False,
+        "object_store_memory": object_store_bytes(config),
+        "_temp_dir": str(directory.path),
+        "_node_ip_address": "127.0.0.1",
+    }
+    start(options, config.start_timeout, threading.Event())
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from kvtransfer.transports.registry import TransportOptions
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, close_memories, make_pool
 from tests.waiting import wait_until
 
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 
 
 class Side(CarrierActor):

@@ -31,12 +31,12 @@ from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool
 from tests.tiers.seeds import seeds
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(300)]
 
 Make = Callable[..., RemoteSide]
 NUM_BLOCKS, BLOCK_BYTES = 32, 1024 * 1024
 EVERYTHING = list(range(NUM_BLOCKS))
-PROMPT_S = 10.0
+PROMPT_S = 20.0
 LEASES = 14
 
 
