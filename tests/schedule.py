@@ -12,9 +12,12 @@ from tests.tiers import costs
 from tests.tiers.costs import Cost
 
 STARTS_RAY = (
+    "tests/bench/test_bench_transfer.py",
     "tests/deploy/test_operations.py",
+    "tests/deploy/test_ray_cluster.py",
     "tests/deploy/test_serve.py",
     "tests/e2e/test_object_store_serving.py",
+    "tests/e2e/test_random_kills.py",
     "tests/examples/test_examples.py",
     "tests/kvtransfer/test_object_store.py",
 )

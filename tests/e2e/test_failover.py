@@ -12,22 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from transformers import PreTrainedModel
 
-from bench.kills import Storm
-from models.bundled import BUNDLED_MODEL
-from tests.deploy.server_process import ServerProcess
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import greedy
 
-Serving = partial(HttpServing, compile="off")
-"""Serves by torch's modules, whose steps leave time for the faults."""
+pytestmark = [pytest.mark.timeout(240)]
 
 NUM_TOKENS = 24
-BOUND_S = 15.0
+BOUND_S = 40.0
+"""Seconds on an idle machine. Nobody waits until a silent worker counts as lost."""
+Serving = partial(HttpServing, compile="off", worker_timeout=4 * BOUND_S)
+"""Serves by torch's modules, whose steps leave time for the faults."""
 SLOW = "slow:0.02"
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 REQUESTS: list[dict[str, Any]] = [
@@ -214,7 +212,7 @@ def test_a_worker_that_wakes_from_a_freeze_changes_nothing(
     """
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
     workers[frozen] = f"{point}+{SLOW}"
-    with Serving(folder, workers, worker_timeout=1.5) as serving:
+    with Serving(folder, workers, worker_timeout=3.0) as serving:
         answers = ask_all(serving, pool)
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert changes(serving) > 0
@@ -235,7 +233,7 @@ def test_requests_go_on_elsewhere_before_a_frozen_worker_counts_as_lost(
     """Their copies are first. After it wakes, nothing of them is left on it."""
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
     workers[frozen] = f"{point}+{SLOW}"
-    with Serving(folder, workers, worker_timeout=4 * BOUND_S) as serving:
+    with Serving(folder, workers) as serving:
         answers = ask_all(serving, pool)
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert serving.metric("tandem_requests_placed_again_total", reason="raced") > 0
@@ -254,38 +252,3 @@ def test_without_workers_each_request_gets_one_error(folder: Path) -> None:
         serving.bury("decode-0")
         assert whole.result(BOUND_S).status_code == 502
         assert events.result(BOUND_S)[-1]["error"]["code"] == "worker_lost"
-
-
-pytestmark = [pytest.mark.timeout(240)]
-
-FAULTS = ("killed", "frozen", "killed", "killed")
-OPTIONS = ("--decode-replicas", "2", "--dtype", "auto", "--compile", "auto")
-OPTIONS += ("--kv-cache-memory-bytes", "64000000")
-
-
-class SmallStorm(Storm):
-    """Draws only the victims at random. A frozen decode worker gets requests until the router notices."""
-
-    def __init__(self, http: httpx.Client) -> None:
-        super().__init__(http, replicas=1, rng=random.Random(1))
-        self._kinds = iter(FAULTS)
-
-    def _choose(self) -> tuple[str, str, int]:
-        kind = next(self._kinds)
-        while True:
-            _, victim, pid = super()._choose()
-            if kind == "killed" or victim.startswith("decode"):
-                return kind, victim, pid
-
-
-def test_random_kills_and_freezes_change_no_answer(tmp_path: Path) -> None:
-    with (
-        ServerProcess(Path(BUNDLED_MODEL), tmp_path / "log", *OPTIONS) as server,
-        httpx.Client(base_url=server.wait_ready().url, timeout=300) as http,
-    ):
-        every = 1.5
-        seen = SmallStorm(http).measure(requests=72, seconds=every * (len(FAULTS) + 1), every=every)
-    wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
-    assert seen | wanted == seen
-    assert seen["restarted"]
-    assert seen["requests_placed_again"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
