@@ -95,9 +95,9 @@ class RunningRouter:
             target=self.server.run, args=[started.set], kwargs={"prepares": prepares}, daemon=True
         )
         self.thread.start()
-        assert started.wait(10)
+        assert started.wait(30)
         # Plain HTTP verifies nothing, and reading the certificate authorities takes longer than all the rest.
-        self.http = httpx.Client(base_url=self.url, timeout=20, verify=False)
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=False)
 
     def add_worker(self, worker_id: str = "decode-0", role: str = "decode", **options: Any) -> FakeWorker:
         worker = FakeWorker(self.server.state.link.endpoint, self.keys, worker_id, role, **options).start()
@@ -117,7 +117,7 @@ class RunningRouter:
         self.http.close()
         self.server.stop()
         self.server.stop()
-        self.thread.join(10)
+        self.thread.join(30)
         assert not self.thread.is_alive()
         for worker in self.workers:
             worker.stop()

@@ -168,7 +168,7 @@ class FakeWorker:
 
     def start(self) -> FakeWorker:
         self._thread.start()
-        assert self.registered.wait(10), "the router did not answer the registration"
+        assert self.registered.wait(30), "the router did not answer the registration"
         self._heart.start()
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,16 @@ def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
 
 def post(router, **fields) -> httpx.Response:
     return router.http.post("/v1/completions", json={**BODY, **fields})
+
+
+def ask_and_leave(router, arrived: Callable[[], Any], key: str = "", **fields) -> None:
+    """Send a request, and disconnect before its answer as soon as `arrived()` is true."""
+    content = json.dumps({**BODY, **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+    head += f"authorization: Bearer {key}\r\n" if key else ""
+    with socket.create_connection(("127.0.0.1", router.server.port), timeout=10) as client:
+        client.sendall(f"{head}\r\n".encode() + content)
+        eventually(arrived)
 
 
 def answer(response: httpx.Response) -> dict:

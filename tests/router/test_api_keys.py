@@ -282,7 +282,7 @@ def test_a_request_that_is_not_started_uses_no_tokens(make_router, path, pool):
         answer = ask(router, key, n=2, max_tokens=200)
         assert answer.json()["error"]["code"] == "overloaded"
     worker.hold.clear()
-    assert running.result(5).status_code == 200
+    assert running.result(20).status_code == 200
     assert ask(router, key).status_code == 200
 
 

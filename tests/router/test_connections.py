@@ -148,7 +148,7 @@ def test_running_requests_are_not_closed_for_new_connections(make_router, monkey
         status, error = answer(client)
     assert (status, error["code"]) == (503, "service_unavailable")
     worker.hold.clear()
-    assert {future.result(10).status_code for future in running} == {200}
+    assert {future.result(20).status_code for future in running} == {200}
 
 
 def test_the_soft_limit_of_open_files_is_raised() -> None:

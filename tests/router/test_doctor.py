@@ -274,11 +274,11 @@ def test_refused_and_parked_requests_are_seen(make_router, pool) -> None:
     while not watching.done():
         assert post(router, max_tokens=3).status_code == 429
     # In addition, so many refusals keep the router itself busy.
-    queued = [finding for finding in watching.result(10) if finding.name == "queue"]
+    queued = [finding for finding in watching.result(20) if finding.name == "queue"]
     found = {finding.summary.partition("(")[2]: finding for finding in queued}
     assert found.keys() == {"queue_full)", ""} and found[""].figures == {"parked": 3.0}
     router.add_worker("decode-0")
-    assert [each.result(5).status_code for each in waiting] == [200] * 3
+    assert [each.result(20).status_code for each in waiting] == [200] * 3
 
 
 def test_many_streams_with_log_probabilities_wait_for_the_router(make_router) -> None:

@@ -53,7 +53,7 @@ def test_the_answer_is_the_same_wherever_its_worker_dies(make_router, pool, expe
     router = make_router()
     future, first, second = stalled(router, pool, after, logprobs=2)
     lose(router, first)
-    assert answer(future.result(5)) == expected(logprobs=2)
+    assert answer(future.result(20)) == expected(logprobs=2)
     assert second.generated[0].output_token_ids == first.script(first.generated[0])[:after]
     assert second.generated[0].request_id != first.generated[0].request_id
     assert second.generated[0].sampling == first.generated[0].sampling
@@ -86,7 +86,7 @@ def test_an_error_of_one_worker_is_retried_on_another(make_router, pool, expecte
     future, first, _ = stalled(router, pool, 7)
     first.stall_after = NUM_TOKENS
     first.post(said(first, failure(first.generated[0].request_id, "transfer")))
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert placed_again(router, "transfer") == 1
 
 
@@ -99,7 +99,7 @@ def test_a_stop_string_across_the_seam(make_router, pool, expected):
     stop = whole["text"][seam - 2 : seam + 2]
     future, first, _ = stalled(router, pool, after, prompt=prompt, stop=[stop])
     lose(router, first)
-    choice = answer(future.result(5))["choices"][0]
+    choice = answer(future.result(20))["choices"][0]
     assert choice["text"] == whole["text"][: whole["text"].index(stop)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
@@ -108,7 +108,7 @@ def test_prompt_logprobs_come_once(make_router, pool, expected):
     router = make_router()
     future, first, second = stalled(router, pool, 3, prompt_logprobs=1)
     lose(router, first)
-    assert answer(future.result(5)) == expected(prompt_logprobs=1)
+    assert answer(future.result(20)) == expected(prompt_logprobs=1)
     assert first.generated[0].sampling.prompt_logprobs == 1
     assert second.generated[0].sampling.prompt_logprobs is None
 
@@ -132,7 +132,7 @@ def test_an_answer_that_is_already_complete_is_finished(make_router, pool, how):
     eventually(lambda: emitted(router) == [len(tokens)])
     second = router.add_worker("decode-1")
     lose(router, worker)
-    choice = answer(future.result(5))["choices"][0]
+    choice = answer(future.result(20))["choices"][0]
     assert choice["token_ids"] == tokens
     assert choice["finish_reason"] == ("length" if how == "length" else "stop")
     assert choice["stop_reason"] == (7 if how == "stop token" else None)
@@ -147,7 +147,7 @@ def test_each_of_several_sequences_continues(make_router, pool):
     eventually(lambda: emitted(router) == [4] * 6)
     second = router.add_worker("decode-1")
     lose(router, first)
-    body = answer(future.result(5))
+    body = answer(future.result(20))
     assert body["usage"]["completion_tokens"] == 120
     assert len(second.generated) == 6
     assert placed_again(router) == 6
@@ -164,7 +164,7 @@ def test_the_third_death_without_a_token_is_an_error(make_router, pool):
         worker, other = other, router.add_worker(f"decode-{deaths + 1}")
         if deaths < 4:
             eventually(lambda dying=worker: dying.generated)
-    response = future.result(5)
+    response = future.result(20)
     assert response.status_code == 502
     assert response.json()["error"]["code"] == "worker_lost"
     assert not worker.generated
@@ -182,7 +182,7 @@ def test_a_request_that_progresses_survives_any_number_of_deaths(every, make_rou
         worker, other = other, router.add_worker(f"decode-{deaths + 1}")
         eventually(lambda by=worker, count=count: by.generated and emitted(router) == [count])
     worker.stall_after = NUM_TOKENS
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert placed_again(router) == 8
 
 
@@ -196,7 +196,7 @@ def test_stopped_workers_are_not_blamed_on_the_request(make_router, pool, expect
         eventually(lambda to=other: to.generated)
         worker, other = other, router.add_worker(f"decode-{stops + 1}")
     worker.stall_after = NUM_TOKENS
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert placed_again(router) == 5
 
 
@@ -252,7 +252,7 @@ def test_a_failed_hand_off_goes_to_another_worker(make_router, pool, expected, k
     other = prefill.peers["decode-1"] = router.add_worker("decode-1")
     prefill.keep.clear()
     prefill.fail_handover(request_id, kind, manifest_sent=True)
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert len(prefill.generated) == 1
     assert [redirect.decode.incarnation for redirect in prefill.redirects] == [other.incarnation]
     assert not decode.generated and request_id in decode.aborted
@@ -269,7 +269,7 @@ def test_a_request_placed_again_avoids_workers_that_failed_it(make_router, pool,
     prefill.fail_handover(request_id, "overloaded")
     eventually(lambda: prefill.redirects)
     lose(router, prefill)
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert other.generated and not decode.generated
     eventually(lambda: is_idle(router))
 
@@ -289,7 +289,7 @@ def test_the_router_redirects_when_a_decode_worker_dies(make_router, pool, expec
     lose(router, decode)
     eventually(lambda: prefill.redirects)
     prefill.hold.clear()
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert len(prefill.generated) == 1
     assert router.metric("tandem_handoff_redirects_total", reason="worker_lost") == 1
     eventually(lambda: is_idle(router))
@@ -302,7 +302,7 @@ def test_the_prefill_worker_decodes_if_nobody_else_can(make_router, pool, expect
     router = make_router()
     future, prefill, decode, request_id = in_hand_off(router, pool)
     prefill.fail_handover(request_id, kind, manifest_sent=manifest_sent)
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert [redirect.decode for redirect in prefill.redirects] == [None]
     assert request_id in decode.aborted
     assert router.metric("tandem_handoff_takeovers_total", reason=kind) == 1
@@ -318,7 +318,7 @@ def test_the_only_decode_worker_is_asked_again_once(make_router, pool, expected)
     assert prefill.redirects[0].decode.incarnation == decode.incarnation
     assert not decode.aborted, "it might meet the new reservation"
     prefill.fail_handover(request_id, "transfer")
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert [redirect.decode is None for redirect in prefill.redirects] == [False, True]
     eventually(lambda: is_idle(router))
 
@@ -330,7 +330,7 @@ def test_no_decode_worker_is_asked_twice_while_others_remain(make_router, pool, 
     for count in range(1, 4):
         prefill.fail_handover(request_id, "transfer")
         eventually(lambda count=count: len(prefill.redirects) == count)
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     asked = [redirect.decode.incarnation for redirect in prefill.redirects if redirect.decode]
     assert sorted(asked) == sorted(other.incarnation for other in others)
     eventually(lambda: is_idle(router))
@@ -344,7 +344,7 @@ def test_redirects_are_limited(make_router, pool, expected):
     for count in range(1, 5):
         prefill.fail_handover(request_id, "transfer")
         eventually(lambda count=count: len(prefill.redirects) == count)
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert [redirect.decode is None for redirect in prefill.redirects] == [False, False, False, True]
     eventually(lambda: is_idle(router))
 
@@ -362,7 +362,7 @@ def test_tokens_of_a_worker_that_was_passed_over_are_dropped(make_router, pool, 
     decode.post(said(decode, late))
     eventually(lambda: router.metric("tandem_messages_dropped_total", reason="not_the_holder") == 1)
     other.hold.clear()
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
 
 
 def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expected):
@@ -378,7 +378,7 @@ def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expecte
     assert request_id in prefill.aborted
     eventually(lambda: request_id in decode.aborted)
     decode.stall_after = NUM_TOKENS
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert len(prefill.generated[1].output_token_ids) == 4
     assert placed_again(router, "transfer") == 1
     eventually(lambda: is_idle(router))
@@ -393,7 +393,7 @@ def test_a_prompt_that_is_no_longer_held_is_placed_again(make_router, pool, expe
     eventually(lambda: decode.jobs)
     prefill.peers["decode-1"] = router.add_worker("decode-1")
     lose(router, decode)
-    assert answer(future.result(5)) == expected()
+    assert answer(future.result(20)) == expected()
     assert len(prefill.generated) == 2
     assert len(prefill.generated[1].output_token_ids) == 1
     assert placed_again(router) == 1
@@ -419,7 +419,7 @@ def test_late_news_of_a_hand_off_is_ignored(make_router, pool):
     eventually(lambda: dropped("stale_incarnation"))
     assert not prefill.redirects
     prefill.fail_handover(request_id, "overloaded")
-    assert future.result(5).status_code == 200
+    assert future.result(20).status_code == 200
 
 
 def test_the_prefill_worker_that_holds_the_prompt_gets_it_again(make_router, pool):
@@ -440,9 +440,9 @@ def test_the_prefill_worker_that_holds_the_prompt_gets_it_again(make_router, poo
     eventually(lambda: len(prefill.generated) == 3)
     assert len(prefill.generated[2].output_token_ids) == 3
     prefill.hold.clear()
-    assert future.result(5).json()["usage"]["completion_tokens"] == 6
+    assert future.result(20).json()["usage"]["completion_tokens"] == 6
     other.hold.clear()
-    assert [load.result(5).status_code for load in loads] == [200, 200]
+    assert [load.result(20).status_code for load in loads] == [200, 200]
     assert len(other.generated) == 1, "equally loaded, and asked longer ago"
 
 

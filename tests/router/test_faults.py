@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 
-import httpx
 import msgspec
 import pytest
 from fake_worker import echo_script
 from router_clients import (
     BODY,
     answer,
+    ask_and_leave,
     emitted,
     events_of,
     eventually,
@@ -50,10 +50,8 @@ def test_disconnect_aborts_a_plain_request(make_router, held):
     router = make_router()
     prefill, decode = make_pair(router)
     (prefill if held == "prefill" else decode).hold.set()
-    with pytest.raises(httpx.ReadTimeout):
-        router.http.post("/v1/completions", json={**BODY, "n": 2}, timeout=0.5)
+    ask_and_leave(router, lambda: len(prefill.generated) == 2, n=2)
     request_ids = {request.request_id for request in prefill.generated}
-    assert len(request_ids) == 2
     eventually(lambda: request_ids == set(decode.aborted))
     eventually(lambda: request_ids == set(prefill.aborted))
     eventually(lambda: is_idle(router))
@@ -81,7 +79,7 @@ def test_death_in_a_stream_is_an_error_event(make_router, pool):
 
 @pytest.mark.parametrize("how", ["without a token", "after a token", "silently"])
 def test_death_of_the_only_worker_is_an_error_status(make_router, pool, how):
-    router = make_router(worker_timeout=0.5 if how == "silently" else 60.0)
+    router = make_router(worker_timeout=1.5 if how == "silently" else 60.0)
     sent = 0 if how == "without a token" else 3
     worker = router.add_worker(stall_after=sent)
     future = pool.submit(post, router)
@@ -89,7 +87,7 @@ def test_death_of_the_only_worker_is_an_error_status(make_router, pool, how):
     router.kill(worker)
     if how != "silently":
         router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
-    response = future.result(5)
+    response = future.result(20)
     assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
     assert router.http.get("/ready").status_code == 503
     known = [worker["lifecycle"] for worker in router.http.get("/workers").json()["workers"]]
@@ -140,7 +138,7 @@ def test_tokens_that_overtake_earlier_ones_wait(make_router, pool, before):
     say(decode, before + 2, 4 - before, "length")
     eventually(lambda: [len(live.early) for live in router.server.state.journal] == [2])
     say(prefill, before)
-    assert answer(future.result(5))["choices"][0]["token_ids"] == tokens
+    assert answer(future.result(20))["choices"][0]["token_ids"] == tokens
     eventually(lambda: is_idle(router))
 
 
@@ -168,7 +166,7 @@ def test_stale_and_foreign_outputs_are_dropped(make_router, pool):
         lambda: all(router.metric("tandem_messages_dropped_total", reason=reason) == 1 for reason in reasons)
     )
     holder.hold.clear()
-    assert future.result(5).json()["usage"]["completion_tokens"] == 2
+    assert future.result(20).json()["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("shift", [1, -1])
@@ -204,7 +202,7 @@ def test_a_lost_first_token_is_not_waited_for(make_router, pool, monkeypatch):
     prefill._step = usual
     eventually(lambda: len(prefill.generated) == 2 and prefill.generated[0].request_id in decode.aborted)
     decode.stall_after = 2**31
-    assert answer.result(5).json()["choices"][0]["token_ids"] == echo_script(prefill.generated[0])[:9]
+    assert answer.result(20).json()["choices"][0]["token_ids"] == echo_script(prefill.generated[0])[:9]
     assert router.metric("tandem_requests_lost_total") == 1
     eventually(lambda: is_idle(router))
 
@@ -226,7 +224,7 @@ def test_a_request_that_waits_at_its_worker_is_not_lost(make_router, pool, monke
     asked.clear()
     eventually(lambda: len(asked) >= 3)
     decode.hold.clear()
-    assert answer.result(5).status_code == 200
+    assert answer.result(20).status_code == 200
     assert len(prefill.generated) == 1 and not decode.generated
     assert router.metric("tandem_requests_lost_total") == 0
 
@@ -299,15 +297,15 @@ def test_failure_in_a_batch_fails_all_of_it(make_router):
 
 
 def test_timeout(make_router):
-    router = make_router(request_timeout=0.3)
+    router = make_router(request_timeout=1.5)
     worker = router.add_worker()
     worker.hold.set()
     response = post(router)
     assert response.status_code == 504
-    assert "0.3 s" in response.json()["error"]["message"]
+    assert "1.5 s" in response.json()["error"]["message"]
     eventually(lambda: worker.aborted == [worker.generated[0].request_id])
     worker.hold.clear()
-    worker.step_s = 0.01
+    worker.step_s = 0.05
     events = events_of(router)
     assert events[-1]["error"]["code"] == "timeout"
 
@@ -326,7 +324,7 @@ def test_queue_limit(make_router, pool):
     assert (never["param"], never["code"]) == ("n", "invalid_value")
     assert "limit of 2 sequences (--max-queued-requests)" in never["message"]
     worker.hold.clear()
-    assert [future.result(5).status_code for future in running] == [200, 200]
+    assert [future.result(20).status_code for future in running] == [200, 200]
     assert router.metric("tandem_request_failures_total", kind="overloaded") == 1
     assert router.metric("tandem_request_failures_total", kind="abort") == 0
 
@@ -346,13 +344,13 @@ def test_at_the_queue_limit_the_least_urgent_waiting_request_gives_way(make_rout
     assert post(router, priority=6, n=3).status_code == 429, "too few are less urgent"
     assert not any(future.done() for future in waiting.values())
     urgent = pool.submit(post, router, priority=6, max_tokens=2)
-    shed = waiting.pop(4).result(5)
+    shed = waiting.pop(4).result(20)
     assert (shed.status_code, shed.headers["retry-after"]) == (429, "1")
     eventually(lambda: worker.aborted == [worker.generated[3].request_id])
     worker.stall_after = 2**31
     worker.hold.clear()
     futures = [answered, urgent, *waiting.values()]
-    assert [future.result(5).status_code for future in futures] == [200] * 4
+    assert [future.result(20).status_code for future in futures] == [200] * 4
     refused = [router.metric("tandem_requests_refused_total", reason=each) for each in ("queue_full", "shed")]
     assert refused == [2, 1]
     eventually(lambda: is_idle(router))
@@ -374,7 +372,7 @@ def test_only_a_requests_own_worker_can_report_it_lost(make_router, pool):
     eventually(lambda: router.metric("tandem_messages_dropped_total", reason="malformed") == 1)
     for worker in workers:
         worker.hold.clear()
-    assert running.result(5).status_code == 200
+    assert running.result(20).status_code == 200
     assert router.metric("tandem_requests_lost_total") == 0 and not other.generated
 
 
@@ -388,10 +386,10 @@ def test_no_more_requests_give_way_than_necessary(make_router, pool):
     goes = pool.submit(post, router, priority=8, max_tokens=2, n=3)
     eventually(lambda: len(worker.generated) == 4)
     urgent = pool.submit(post, router, priority=6, max_tokens=2, n=2)
-    assert goes.result(5).status_code == 429
+    assert goes.result(20).status_code == 429
     eventually(lambda: len(worker.generated) == 6)
     worker.hold.clear()
-    assert [future.result(5).status_code for future in (stays, urgent)] == [200, 200]
+    assert [future.result(20).status_code for future in (stays, urgent)] == [200, 200]
 
 
 # --- the host ---

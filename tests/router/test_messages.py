@@ -268,7 +268,7 @@ def test_bad_input_names_the_field(hermes, body, message):
 
 
 def test_a_failed_stream_ends_with_an_error(make_scripted):
-    scripted = make_scripted("model", HERMES, request_timeout=1.0)
+    scripted = make_scripted("model", HERMES, request_timeout=2.5)
     scripted.worker.stall_after = 6
     with client_of(scripted) as client, pytest.raises(anthropic.APIStatusError, match="longer") as failed:
         list(client.messages.create(**asked(scripted, "No. " * 30), stream=True))

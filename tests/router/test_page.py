@@ -89,7 +89,7 @@ def test_refusals_show_the_servers_message(make_router, open_page, pool):
     visit.generate("the quick brown fox", 8)
     visit.shows("#problem", re.compile(r"--max-queued-requests=1 .*\(429\) Try again in 1 s\."))
     worker.stall_after = 1000
-    assert held.result(5).status_code == 200
+    assert held.result(20).status_code == 200
 
 
 def test_an_answer_comes_and_is_stopped(make_router, open_page):
@@ -298,7 +298,7 @@ def test_a_draft_worker_is_shown_beside_its_targets(make_router, open_page, pool
     )
     assert decodes < drafts, "in a column of its own"
     decode.stall_after = 1000
-    assert running.result(5).status_code == 200
+    assert running.result(20).status_code == 200
     visit.has("#diagram path.busy", 0)
 
 

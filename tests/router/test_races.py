@@ -55,7 +55,7 @@ def test_the_copy_answers_for_a_frozen_worker(make_router, pool, expected):
     future, first, second = frozen(router, pool)
     assert len(router.server.state.journal) == copies(router) == 1
     second.hold.clear()
-    assert answer(future.result(5)) == expected
+    assert answer(future.result(20)) == expected
     assert second.generated[0].output_token_ids == first.script(first.generated[0])[:7]
     thaw(first)
     eventually(lambda: first.generated[0].request_id in first.aborted)
@@ -71,7 +71,7 @@ def test_the_copy_is_withdrawn_if_the_worker_goes_on(make_router, pool, expected
     router = make_router(worker_timeout=60.0)
     future, first, second = frozen(router, pool)
     thaw(first)
-    assert answer(future.result(5)) == expected
+    assert answer(future.result(20)) == expected
     eventually(lambda: second.generated[0].request_id in second.aborted)
     eventually(lambda: is_idle(router))
     assert raced(router) == (1, 0)
@@ -101,7 +101,7 @@ def test_a_worker_dies_during_the_race(make_router, pool, expected, lost):
         lose(router, first)
     third.hold.clear()
     second.hold.clear()
-    assert answer(future.result(5)) == expected
+    assert answer(future.result(20)) == expected
     survivor = second if lost == "frozen worker" else third
     assert len(survivor.generated) == 1
     eventually(lambda: is_idle(router))
@@ -131,7 +131,7 @@ def test_either_role_races(make_router, pool, expected, task):
     if task == "prefill":
         router.add_worker("prefill-1", "prefill", peers=prefill.peers)
     freeze(prefill if task == "prefill" else decode)
-    assert answer(future.result(5)) == expected
+    assert answer(future.result(20)) == expected
     assert raced(router)[0] >= 1
     thaw(prefill)
     thaw(decode)
@@ -147,7 +147,7 @@ def test_requests_that_no_worker_has_yet_move(make_router, pool):
     assert router.server.state.placer.ahead.num_held(router.server.state.registry.named("decode-0")) > 0
     router.add_worker("decode-1")
     freeze(first)
-    assert [future.result(5).status_code for future in futures] == [200] * 8
+    assert [future.result(20).status_code for future in futures] == [200] * 8
     assert len(first.generated) < 8 and raced(router)[1] == 8
 
 
@@ -166,7 +166,7 @@ def test_without_a_race_the_verdict_decides(make_router, pool, expected, monkeyp
     eventually(lambda: not first_is_live(router))
     if why == "no other worker":
         router.add_worker("decode-1")
-    assert answer(future.result(5)) == expected
+    assert answer(future.result(20)) == expected
     assert raced(router) == (0, 0)
     assert router.metric("tandem_races_unpaid_total") == (why == "no budget")
 

@@ -279,7 +279,7 @@ def test_options_without_effect_are_accepted(client, hermes):
 
 
 def test_a_failed_stream_ends_with_an_error(make_scripted):
-    scripted = make_scripted("model", HERMES, request_timeout=1.0)
+    scripted = make_scripted("model", HERMES, request_timeout=2.5)
     scripted.worker.stall_after = 6
     with client_of(scripted) as client:
         *_, last = ask(client, scripted, "No. " * 30, stream=True)

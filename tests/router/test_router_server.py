@@ -279,10 +279,11 @@ def test_metrics(make_router):
 
 
 def test_draining(make_router):
-    router = make_router(shutdown_timeout=10)
-    worker = router.add_worker(step_s=0.02)
+    router = make_router(shutdown_timeout=60)
+    worker = router.add_worker(stall_after=20)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(httpx.post, router.url + "/v1/completions", json={**BODY, "max_tokens": 40})
+        body = {**BODY, "max_tokens": 40}
+        running = pool.submit(httpx.post, router.url + "/v1/completions", json=body, timeout=20)
         wait_until(lambda: worker.jobs)
         router.server.stop()
         wait_until(lambda: router.server.state.is_draining)
@@ -290,9 +291,10 @@ def test_draining(make_router):
         assert (ready.status_code, "shutting down" in ready.json()["reason"]) == (503, True)
         assert router.http.post("/v1/completions", json=BODY).status_code == 503
         assert router.http.get("/health").status_code == 200
-        answer = running.result(10)
+        worker.stall_after = 40
+        answer = running.result(20)
     assert answer.json()["usage"]["completion_tokens"] == 40
-    router.thread.join(10)
+    router.thread.join(20)
     assert not router.thread.is_alive()
     with pytest.raises(httpx.ConnectError):
         httpx.get(router.url + "/health")
@@ -308,9 +310,9 @@ def test_running_requests_are_ended_by(timeout, stops, make_router):
         wait_until(lambda: worker.jobs)
         for _ in range(stops):
             router.server.stop()
-        answer = running.result(10)
+        answer = running.result(20)
     assert answer.status_code == 503
-    router.thread.join(10)
+    router.thread.join(20)
     assert not router.thread.is_alive()
 
 
@@ -340,7 +342,7 @@ def test_stop_before_run_is_not_lost(model_folder):
     server.stop()
     thread = threading.Thread(target=server.run)
     thread.start()
-    thread.join(10)
+    thread.join(20)
     assert not thread.is_alive()
 
 

@@ -179,9 +179,9 @@ def test_the_answer_survives_the_fault(make_router, pool, fault, point, monkeypa
     scene = Scene(make_router(worker_timeout=timeout_s), pool, point)
     fault(scene)
     scene.release()
-    response = scene.answer.result(10)
+    response = scene.answer.result(20)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["token_ids"] == scene.expected
-    assert all(operation.result(10).status_code == 200 for operation in scene.operations)
+    assert all(operation.result(20).status_code == 200 for operation in scene.operations)
     eventually(lambda: is_idle(scene.router))
     assert scene.router.metric("tandem_generation_tokens_total") == NUM_TOKENS

@@ -74,7 +74,7 @@ def test_slow_clients_are_disconnected_and_others_served(make_router):
         client.join(LONGEST_S)
         limit = HEAD_TIMEOUT_S if name in heads else BODY_TIMEOUT_S
         assert client.told.startswith(b"HTTP/1.1 408 "), (name, client.told)
-        assert limit - 0.5 < client.after_s < limit + 5, (name, client.after_s)
+        assert limit - 0.5 < client.after_s < limit + 15, (name, client.after_s)
     assert ended("late_head") == 3
     assert router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
     eventually(lambda: len(router.server._server.server_state.connections) == 1)

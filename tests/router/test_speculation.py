@@ -98,7 +98,7 @@ def test_options_stay_with_a_request_that_is_placed_again(make_router, pool):
     eventually(lambda: emitted(router) == [6])
     second = router.add_worker("decode-1", tokens_per_step=2, rejected_per_step=1)
     lose(router, first)
-    usage = future.result(5).json()["usage"]
+    usage = future.result(20).json()["usage"]
     assert seen(second) == [RequestSpeculation(num_speculative_tokens=5)]
     assert usage["completion_tokens"] == 12
     assert usage["completion_tokens_details"] == details(2 * 2 + 3 * 1, 2 * 2 + 3 * 1)
@@ -181,5 +181,5 @@ def test_a_worker_that_counts_wrongly_fails_the_request(make_router, pool, count
     wrong = {"drafted_tokens": 4, **counts}
     output = TokenOutput(request_id=worker.generated[0].request_id, token_ids=[7], **wrong)
     worker.post(encode(StepOutput(worker_id="decode-0", incarnation=worker.incarnation, outputs=[output])))
-    assert future.result(5).status_code == 500
+    assert future.result(20).status_code == 500
     assert router.metric("tandem_messages_dropped_total", reason="malformed") == 1

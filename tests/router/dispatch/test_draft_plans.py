@@ -67,7 +67,7 @@ def sweep(router) -> None:
     async def look() -> None:
         router.server.state.placer.drafts.sweep()
 
-    asyncio.run_coroutine_threadsafe(look(), router.server._loop).result(10)
+    asyncio.run_coroutine_threadsafe(look(), router.server._loop).result(20)
 
 
 def plans(router) -> list[DraftPlan | None]:

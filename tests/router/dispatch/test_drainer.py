@@ -35,9 +35,9 @@ class Scene:
 
     def check(self, moved: int) -> None:
         self.leaving.stall_after = NUM_TOKENS
-        tokens = self.answer.result(10).json()["choices"][0]["token_ids"]
+        tokens = self.answer.result(20).json()["choices"][0]["token_ids"]
         assert tokens == echo_script(self.leaving.generated[0])[:NUM_TOKENS]
-        assert self.drained.result(10).json()["moved"] == moved
+        assert self.drained.result(20).json()["moved"] == moved
         eventually(lambda: is_idle(self.router))
 
 
@@ -93,7 +93,7 @@ def test_requests_queued_in_the_router_go_elsewhere_at_once(make_router, pool):
     drained = pool.submit(router.http.post, "/workers/prefill-0/drain", json={})
     eventually(lambda: router.metric("tandem_requests_placed_again_total", reason="drain") == 3)
     prefill.hold.clear()
-    assert [each.result(10).status_code for each in (*asked, drained)] == [200] * 8
+    assert [each.result(20).status_code for each in (*asked, drained)] == [200] * 8
     assert (len(prefill.generated), len(other.generated)) == (4, 3)
 
 

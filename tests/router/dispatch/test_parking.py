@@ -6,7 +6,7 @@ import time
 
 import msgspec
 import pytest
-from router_clients import answer, emitted, eventually, is_idle, lose, make_pair, post
+from router_clients import answer, ask_and_leave, emitted, eventually, is_idle, lose, make_pair, post
 
 pytestmark = pytest.mark.usefixtures("no_races")
 PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"
@@ -48,7 +48,7 @@ def test_all_workers_die_and_come_back(router, pool, expected):
     assert not (running.done() or queued.done() or late.done())
     decode = router.add_worker("decode-0")
     router.add_worker("prefill-0", "prefill", peers={"decode-0": decode})
-    assert [answer(future.result(5)) for future in (running, queued, late)] == [expected] * 3
+    assert [answer(future.result(20)) for future in (running, queued, late)] == [expected] * 3
     assert parked(router) == 0
     assert router.metric("tandem_requests_parked_total") == 3
     assert router.metric("tandem_request_failures_total") == 0
@@ -69,7 +69,7 @@ def test_ready_reports_the_workers_that_are_there(router, pool):
     assert router.http.get("/health").status_code == 200
     assert (router.metric("tandem_ready"), router.metric("tandem_num_workers_awaited")) == (0, 2)
     router.add_worker("decode-0")
-    assert future.result(5).status_code == 200
+    assert future.result(20).status_code == 200
     shown = router.http.get("/ready")
     assert (shown.status_code, shown.json()) == (200, {"status": "ready", "awaited": ["prefill-0"]})
     assert (router.metric("tandem_ready"), router.metric("tandem_num_workers_awaited")) == (1, 1)
@@ -106,7 +106,7 @@ def test_the_timeout_is_not_restarted_by_a_new_placement(make_router, pool):
     time.sleep(0.3)  # a second placement must not restart the timeout
     lose(router, first)
     second = router.add_worker("decode-0")
-    assert future.result(5).status_code == 200
+    assert future.result(20).status_code == 200
     assert first.generated[0].timeout_s <= 30.0
     assert second.generated[0].timeout_s <= first.generated[0].timeout_s - 0.3
 
@@ -119,7 +119,7 @@ def test_parked_requests_fail_when_the_launcher_gives_up(router, pool):
     lose(router, worker)
     eventually(lambda: parked(router) == 1)
     router.server.expect({})
-    response = future.result(5)
+    response = future.result(20)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     later = post(router, max_tokens=3)
     assert (later.status_code, later.headers["retry-after"]) == (503, "1")
@@ -129,8 +129,7 @@ def test_parked_requests_fail_when_the_launcher_gives_up(router, pool):
 def test_a_parked_requests_client_may_leave(router):
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
-    with pytest.raises(Exception, match="timed out"):
-        router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=0.3)
+    ask_and_leave(router, lambda: parked(router) == 1, max_tokens=3)
     eventually(lambda: parked(router) == 0 and not len(router.server.state.journal))
 
 
@@ -145,7 +144,7 @@ def test_a_silent_worker_that_answers_again_gets_parked_requests(make_router, po
     eventually(lambda: parked(router) == 1)
     worker.stall_after = 2**31
     worker.mute.clear()
-    assert answer(future.result(5)) == expected
+    assert answer(future.result(20)) == expected
 
 
 def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool):
@@ -162,7 +161,7 @@ def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool
     second = router.add_worker("decode-1")
     eventually(lambda: parked(router) == 0)
     first.hold.clear()
-    assert [future.result(5).status_code for future in futures] == [200] * 6
+    assert [future.result(20).status_code for future in futures] == [200] * 6
     assert (len(first.generated), len(second.generated)) == (3, 3)
 
 
@@ -176,7 +175,7 @@ def test_parked_requests_keep_their_order(make_router, pool):
         futures.append(pool.submit(post, router, max_tokens=count))
         eventually(lambda count=count: parked(router) == count)
     worker = router.add_worker("decode-0")
-    assert [future.result(5).status_code for future in futures] == [200] * 4
+    assert [future.result(20).status_code for future in futures] == [200] * 4
     assert [request.sampling.max_tokens for request in worker.generated] == [1, 2, 3, 4]
 
 
@@ -191,7 +190,7 @@ def test_a_disconnected_worker_is_expected_back_before_the_launcher_says_so(rout
     eventually(is_unreachable)
     eventually(lambda: parked(router) == 1)
     again = router.add_worker("decode-0")
-    assert futures[0].result(5).status_code == 200
+    assert futures[0].result(20).status_code == 200
     assert len(again.generated) == 1
 
 
@@ -205,4 +204,4 @@ def test_free_room_at_the_only_worker_is_used_at_once(make_router, pool, monkeyp
     futures = [pool.submit(post, router, max_tokens=2) for _ in range(5)]
     eventually(lambda: parked(router) == 5)
     router.add_worker("decode-0")
-    assert [future.result(5).status_code for future in futures] == [200] * 5
+    assert [future.result(20).status_code for future in futures] == [200] * 5

@@ -29,13 +29,13 @@ def test_a_request_that_finishes(make_router, caplog):
 
 
 def test_a_request_that_fails(make_router, caplog):
-    router = make_router(enable_log_requests=True, request_timeout=0.2)
+    router = make_router(enable_log_requests=True, request_timeout=1.5)
     router.add_worker().stall_after = 2
     with caplog.at_level("INFO"):
         assert post(router, max_tokens=7).status_code == 504
     (record,) = of_requests(caplog)
     assert (record.status, record.code, record.tokens) == (504, "timeout", 2)
-    assert "took longer than 0.2 s" in record.getMessage()
+    assert "took longer than 1.5 s" in record.getMessage()
 
 
 def test_nothing_is_logged_by_default(make_router, caplog):
@@ -55,7 +55,7 @@ def test_a_request_that_is_placed_again_has_new_and_old_ids(make_router, caplog,
         eventually(lambda: emitted(router) == [2])
         router.add_worker("decode-1")
         lose(router, first)
-        answer = future.result(timeout=10)
+        answer = future.result(20)
     (moved,) = of_requests(caplog, "router.dispatch.dispatcher")
     (ended,) = of_requests(caplog)
     assert moved.http_request_id == ended.http_request_id == answer.headers["x-request-id"]

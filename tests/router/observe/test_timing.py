@@ -134,7 +134,7 @@ def test_a_request_that_lost_its_worker_and_was_parked(make_router, pool):
     lose(router, decode)
     eventually(lambda: router.metric("tandem_num_requests_parked") == 1)
     router.add_worker("decode-1")
-    timing = timing_of(running.result(5))
+    timing = timing_of(running.result(20))
     (choice,) = timing["choices"]
     assert (choice["placed_again"], choice["migrated"], choice["tokens"]) == (1, 0, 20)
     assert (choice["mode"], choice["workers"]) == ("whole", {"decode": "decode-1"})

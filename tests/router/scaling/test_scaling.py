@@ -391,7 +391,7 @@ def test_nothing_is_decided_during_a_restart(make_router, often, pool):
 
 def test_a_worker_between_two_roles_is_waited_for(make_router, often):
     """During the change it counts for neither role, and both would seem to lack a worker."""
-    router = make_router(autoscale=dict.fromkeys(("prefill", "decode"), WorkerRange(1, 3)), start_timeout=1.0)
+    router = make_router(autoscale=dict.fromkeys(("prefill", "decode"), WorkerRange(1, 3)), start_timeout=3.0)
     decodes = {f"decode-{index}": router.add_worker(f"decode-{index}") for index in range(3)}
     router.add_worker("prefill-0", "prefill", peers=decodes, costs=StepCosts(token_s=10.0))
     router.server.expect({name: name.partition("-")[0] for name in (*decodes, "prefill-0")})
@@ -407,7 +407,7 @@ def test_a_worker_between_two_roles_is_waited_for(make_router, often):
     router.add_worker(changed, "prefill", peers=decodes)
     eventually(lambda: len(autoscaler.log.latest()) == 2)
     eventually(lambda: autoscaler.log.latest()[0].failure is not None)
-    assert "it was not ready within 1 s, as a prefill worker" in autoscaler.log.latest()[0].failure
+    assert "it was not ready within 3 s, as a prefill worker" in autoscaler.log.latest()[0].failure
     assert autoscaler.log.latest()[1].failure is None
     assert sum(worker.has_left.is_set() for worker in decodes.values()) == 2
 
