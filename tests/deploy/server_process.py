@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -24,7 +24,9 @@ from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 150.0
 END_S = 60.0
-GONE_S = 5.0
+GONE_S = 20.0
+ANSWER_S = 60.0
+"""The longest wait for an answer. Clients' own limits may be too short on a busy machine."""
 
 
 def write_served(folder: Path) -> Path:
@@ -49,7 +51,7 @@ class ServerProcess:
     def __init__(self, model: Path, log: Path, *options: str, prelude: str = "") -> None:
         """Start the server. `prelude` is Python code that runs first in its process."""
         defaults = ["--port", "0", "--dtype", "float32", "--compile", "off"]
-        defaults += ["--kv-cache-memory-bytes", "8000000", "--worker-timeout", "3"]
+        defaults += ["--kv-cache-memory-bytes", "8000000", "--worker-timeout", "15"]
         self._log = log
         self._options = options
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
@@ -135,7 +137,7 @@ class ServerProcess:
         os.killpg(self.process.pid, number)
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        answer = httpx.get(f"{self.url}/workers", timeout=10).json()
+        answer = httpx.get(f"{self.url}/workers", timeout=ANSWER_S).json()
         return {worker["id"]: worker for worker in answer["workers"]}
 
     def worker_pid(self, worker_id: str) -> int:
@@ -143,7 +145,7 @@ class ServerProcess:
 
     def complete(self, prompt: str | list[int], **parameters: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True} | parameters
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=ANSWER_S)
 
     def has_begun(self, name: str) -> bool:
         """Tell whether a descendant with this in its name was seen."""
@@ -186,19 +188,28 @@ def _name(process: psutil.Process) -> str:
         return "?"
 
 
+Found = TypeVar("Found")
+
+
+def of_each(
+    processes: list[psutil.Process], look: Callable[[psutil.Process], Iterable[Found]]
+) -> Iterator[tuple[psutil.Process, Found]]:
+    """Yield what `look` finds at each process. Some of Ray's end at any time, and have nothing then."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for found in list(look(process)):
+                yield process, found
+
+
 def listening_ports(processes: list[psutil.Process]) -> set[int]:
     """Return the TCP ports that these processes listen on."""
-    ports = set()
-    for process in processes:
-        for connection in process.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                ports.add(connection.laddr.port)
-    return ports
+    found = of_each(processes, lambda process: process.net_connections("tcp"))
+    return {each.laddr.port for _, each in found if each.status == psutil.CONN_LISTEN}
 
 
 def shared_files(processes: list[psutil.Process]) -> set[str]:
     """Return the paths in /dev/shm that these processes have mapped."""
-    paths = {mapped.path for process in processes for mapped in process.memory_maps()}
+    paths = {mapped.path for _, mapped in of_each(processes, psutil.Process.memory_maps)}
     return {path for path in paths if path.startswith("/dev/shm/")}
 
 
@@ -215,8 +226,7 @@ def wide_listeners(processes: list[psutil.Process]) -> set[str]:
     """Return names and addresses of these processes that listen beyond loopback."""
     return {
         f"{_name(process)}: {connection.laddr}"
-        for process in processes
-        for connection in process.net_connections("inet")
+        for process, connection in of_each(processes, lambda process: process.net_connections("inet"))
         if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE) and connection.laddr
         if not connection.laddr.ip.startswith("127.")
         and connection.laddr.ip not in ("::1", "::ffff:127.0.0.1")

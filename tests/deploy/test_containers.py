@@ -215,7 +215,7 @@ def containers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conta
         running.close()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> None:
     began = time.monotonic()

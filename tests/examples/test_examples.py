@@ -15,9 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.server_process import ROOT, ServerProcess, write_served
-
-pytestmark = [pytest.mark.timeout(240)]
+from tests.deploy.server_process import ANSWER_S, ROOT, ServerProcess, write_served
 
 DRAFTER = "examples.custom_drafter:LastFollower"
 SPECULATIVE = {"method": "custom", "drafter": DRAFTER, "num_speculative_tokens": 3}
@@ -78,7 +76,7 @@ def test_batch(server: ServerProcess, tmp_path: Path) -> None:
 
 def complete(server: ServerProcess, prompt: list[int], **fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 32, "return_token_ids": True, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -87,7 +85,7 @@ def test_custom_policy(server: ServerProcess) -> None:
     """The cost policy would alternate between idle workers."""
     for length in (8, 8, 200, 8, 200):
         complete(server, [5, 6] * (length // 2), max_tokens=1)
-    decisions = httpx.get(f"{server.url}/decisions?limit=5", timeout=30).json()["decisions"]
+    decisions = httpx.get(f"{server.url}/decisions?limit=5", timeout=ANSWER_S).json()["decisions"]
     names = [decision["chosen"]["workers"]["decode"] for decision in reversed(decisions)]
     assert names == [f"decode-{place}" for place in (0, 0, 1, 0, 1)]
 
