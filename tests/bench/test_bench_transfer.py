@@ -55,7 +55,6 @@ def test_the_other_rows_do_without_ray() -> None:
     assert forked.exitcode == 0
 
 
-@pytest.mark.timeout(240)
 def test_the_wires_beyond_move_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "TOTAL_BYTES", 8 * 1024 * 1024)
     figures = [*measure("tls", 1), *measure("object_store", 1)]

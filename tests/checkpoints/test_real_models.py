@@ -40,7 +40,6 @@ TEXT = (Path(__file__).parents[2] / "LLM_SERVING.md").read_text()
     [("float32", SMOLLM2), ("bfloat16", SMOLLM2), ("float32", GEMMA3), ("bfloat16", GEMMA3)],
     ids=["float32-smollm2", "bfloat16-smollm2", "float32-gemma3", "bfloat16-gemma3"],
 )
-@pytest.mark.timeout(300)
 def test_greedy_tokens_are_transformers(dtype: str, model: Packaged) -> None:
     """In bfloat16 a token may differ where another one is about as likely."""
     below = shortfalls(model, dtype)
@@ -118,7 +117,6 @@ def served(serving: HttpServing, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("model", "kv_cache_dtype"), [(SMOLLM2, "int8"), (GEMMA3, "auto")], ids=["smollm2-int8", "gemma3"]
 )
-@pytest.mark.timeout(300)
 def test_a_split_pair_with_drafts_and_a_killed_worker(model: Packaged, kv_cache_dtype: str) -> None:
     """In bfloat16: the tokens are those of one engine that nothing happens to."""
     prompts = dict([*prompts_of(model).items()][-6:])

@@ -17,8 +17,6 @@ from tests.e2e.serving import HttpServing
 from tests.e2e.test_speculation import options
 from tests.faults.proxy import CHUNK, Damage, Proxy
 
-pytestmark = [pytest.mark.timeout(240)]
-
 WATCHED_S = 1.0
 LOOKS = 30
 WHOLE = {"decode-0": ""}

@@ -14,8 +14,6 @@ from tests.e2e.serving import HttpServing
 from tests.speculation.small_engine import write_pair
 from tests.worker.tiny_model import VOCAB_SIZE
 
-pytestmark = [pytest.mark.timeout(240)]
-
 SLOW = "slow:0.02"
 """Slows decoding, so that drafts arrive in time on a busy machine too."""
 WORKERS = {"decode-0": SLOW, "decode-1": SLOW, "draft-0": ""}

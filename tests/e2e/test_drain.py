@@ -180,7 +180,7 @@ def test_requests_that_cannot_move_finish_or_are_placed_again_at_the_deadline(
         assert ask(serving, REQUESTS[1], max_tokens=NUM_TOKENS) == expected[1]
         report = drained.result(30)
         assert (report["moved"], report["placed_again"]) == (0, len(REQUESTS)), "the new one went elsewhere"
-        assert 1.0 < report["seconds"] < 6.0, "the answers take 10 s"
+        assert 1.0 < report["seconds"] < 9.0, "the answers take 10 s"
         assert [answer.result(30) for answer in answers] == expected
         check_nothing_is_left(serving)
 

@@ -19,8 +19,6 @@ from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import greedy
 
-pytestmark = [pytest.mark.timeout(240)]
-
 NUM_TOKENS = 24
 BOUND_S = 40.0
 """Seconds on an idle machine. Nobody waits until a silent worker counts as lost."""

@@ -22,7 +22,7 @@ from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import assert_greedy
 
 NUM_TOKENS = 16
-ENDED_S = 10.0
+ENDED_S = 30.0
 PROMPTS = [prompt(length) for length in (5, 48, 130)]
 Pairs = Sequence[tuple[int, int]]
 """Numbers of ranks of prefill and decode workers that serve together."""

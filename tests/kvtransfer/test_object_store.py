@@ -31,8 +31,6 @@ from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool
 from tests.tiers.seeds import seeds
 
-pytestmark = [pytest.mark.timeout(300)]
-
 Make = Callable[..., RemoteSide]
 NUM_BLOCKS, BLOCK_BYTES = 32, 1024 * 1024
 EVERYTHING = list(range(NUM_BLOCKS))

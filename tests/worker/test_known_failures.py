@@ -58,7 +58,7 @@ def test_a_worker_ends_although_its_blocks_wait_for_a_peer(
         peer.receive(Handoff)  # which nobody will ever acknowledge
         asked = time.monotonic()
         assert prefill.ended_when_told() == ""
-        assert time.monotonic() - asked < 10
+        assert time.monotonic() - asked < 30
 
 
 def test_a_pair_that_was_idle_for_long_serves_the_next_request(

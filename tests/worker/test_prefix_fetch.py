@@ -73,7 +73,7 @@ def test_a_frozen_holder_that_wakes_up_late_changes_nothing(
     holder.signal(signal.SIGSTOP)
     try:
         cluster.generate(asking, request("r", prompt(200)), prefix=holder.address)
-        cluster.run("r", timeout_s=10)
+        cluster.run("r", timeout_s=20)
     finally:
         holder.signal(signal.SIGCONT)
     assert cluster.tokens("r") == greedy(reference, prompt(200), 12)

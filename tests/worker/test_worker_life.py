@@ -96,7 +96,7 @@ def test_a_worker_without_its_router_ends(model_folder: Path) -> None:
     cluster = Cluster()
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
     cluster.close()
-    worker.join(timeout_s=15)
+    worker.join()
 
 
 def test_a_missing_model_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
