@@ -179,7 +179,7 @@ async def test_timeout(start_server):
     started = time.monotonic()
     record = await client(await start_server(serve), timeout=0.1).send(REQUEST)
     assert record.error == "timeout"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 async def test_concurrency_is_bounded_and_arrivals_are_kept(start_server):

@@ -78,21 +78,21 @@ def test_prompts_share_prefixes_as_the_workload_says() -> None:
 
 
 async def test_a_rate_that_cannot_be_met_is_abandoned_early(start_server) -> None:
-    """The server takes 10 ms for each running request, at most 200 ms."""
+    """The server takes 10 ms for each running request, at most a second."""
     active = 0
 
     async def serve(request, writer):
         nonlocal active
         active += 1
-        await asyncio.sleep(min(0.01 * active, 0.2))
+        await asyncio.sleep(min(0.01 * active, 1.0))
         active -= 1
         await stream(writer, [token("a"), token("b", "length"), DONE], 0.0)
 
     url = await start_server(serve)
     workload = Traffic("few", 0, 16, 2, 40.0, 20.0)
-    setting = msgspec.structs.replace(SETTING, objective=Objective(0.1, 0.05, 0.9), seconds=0.5)
+    setting = msgspec.structs.replace(SETTING, objective=Objective(0.4, 0.4, 0.9), seconds=0.5)
     server = MeasuredServer(url, setting, workload, Prompts(TEXTS, workload, 0))
-    strict = msgspec.structs.replace(setting, objective=Objective(0.1, 0.05, 0.99), seconds=20.0)
+    strict = msgspec.structs.replace(setting, objective=Objective(0.4, 0.4, 0.99), seconds=20.0)
     crowded = MeasuredServer(url, strict, workload, Prompts(TEXTS, workload, 0))
 
     def trials() -> tuple[bool, bool, float, Trial]:
@@ -103,7 +103,7 @@ async def test_a_rate_that_cannot_be_met_is_abandoned_early(start_server) -> Non
         return slow, fast, time.monotonic() - began, light
 
     slow, fast, seconds, light = await asyncio.to_thread(trials)
-    assert 0.01 <= light.ttft_s < 0.1 and light.errors == 0 and light.rate == 20.0
+    assert 0.01 <= light.ttft_s < 0.4 and light.errors == 0 and light.rate == 20.0
     assert slow and not fast
     passed, missed = *server.trials, *crowded.trials
     assert passed.goodput == pytest.approx(passed.attainment * 30.0) and passed.attainment >= 0.9

@@ -35,12 +35,12 @@ async def test_streams_and_long_prompts_are_judged_apart(start_server):
         length = len(json.loads(request.body)["prompt"])
         lengths.append(length)
         if length == 1500:
-            await asyncio.sleep(10 * STALL_S)
+            await asyncio.sleep(30 * STALL_S)
         await stream(writer, [token("a"), token("b"), token("c", "length"), DONE], STALL_S)
 
     system = System("x", await start_server(serve), "m")
     [found] = await asyncio.to_thread(lambda: list(turn("streams").measure(system, 0)))
-    assert STALL_S <= found.gap_p99 < 10 * STALL_S <= found.ttft_p50
+    assert STALL_S <= found.gap_p99 < 30 * STALL_S <= found.ttft_p50
     assert found.goodput > 0 and lengths.count(1500) >= 1 and lengths.count(64) >= 8
 
 

@@ -138,12 +138,12 @@ PROMPT_S = 10.0
 
 
 def test_an_idle_link_outlives_the_progress_timeout(closing: Closing, transport: str) -> None:
-    sender = closing(SenderEnd([transport], progress_timeout_s=0.25))
-    receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.25))
+    sender = closing(SenderEnd([transport], progress_timeout_s=1.0))
+    receiver = closing(ReceiverEnd([transport], progress_timeout_s=1.0))
     receiver.open("lease", [1, 2])
     sender.push(receiver.peer, "lease", [1], final=False)
     sender.wait_for(lambda event: True)
-    time.sleep(0.6)
+    time.sleep(1.5)
     sender.push(receiver.peer, "lease", [2], 1)
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert sender.sender.counters()["connections_made"] == 1

@@ -9,8 +9,10 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -19,19 +21,27 @@ from tests.kvtransfer.signals import send_signal
 from tests.kvtransfer.ucx_tls import on_this_host
 
 WAIT_S = 30.0
+Found = TypeVar("Found")
 
 
 def held() -> dict[str, list[str]]:
     """Return this process's threads, descriptors and shared memory."""
     gc.collect()
     tasks = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
-    links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+    links = [Path(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
-        "threads": sorted(path.read_text().strip() for path in tasks if path.exists()),
-        "descriptors": sorted(os.readlink(link).split(":")[0] for link in links if os.path.lexists(link)),
+        "threads": sorted(found.strip() for found in existing(Path.read_text, tasks)),
+        "descriptors": sorted(str(found).split(":")[0] for found in existing(Path.readlink, links)),
         "shared memory": sorted({line.split()[-1] for line in maps if "SYSV" in line or "/dev/shm" in line}),
     }
+
+
+def existing(look: Callable[[Path], Found], paths: list[Path]) -> Iterator[Found]:
+    """Yield what `look` finds at these paths. Threads may end, and descriptors be closed, meanwhile."""
+    for path in paths:
+        with suppress(OSError):
+            yield look(path)
 
 
 def hello_of(num_blocks: int, block_bytes: int) -> Any:
