@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WAIT_MS = 30_000
+WAIT_MS = 120_000
 
 
 def need_browser() -> None:
@@ -46,8 +46,9 @@ def open_browser() -> Iterator[BrowserContext]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS), timeout=WAIT_MS)
         window = browser.new_context()
+        window.set_default_timeout(WAIT_MS)
         window.new_page()
         yield window
         browser.close()
@@ -74,7 +75,6 @@ class Visit:
         self.page: Page = browser.new_page() if own_tab else browser.pages[0]
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(reduced_motion="reduce")
-        self.page.set_default_timeout(WAIT_MS)
         self.asked: list[str] = []
         self.errors: list[str] = []
         self._listeners: dict[str, Callable[[Any], None]] = {

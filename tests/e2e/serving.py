@@ -16,7 +16,7 @@ from protocol.config import ServeConfig
 from router.server import RouterServer
 from tests.worker.harness import RunningWorker, tiny_config
 
-START_S = 60.0
+START_S = 120.0
 DEFAULTS = MappingProxyType({"max_num_seqs": 16, "worker_timeout": 15.0, "compile": "auto"})
 """The worker time-out is long enough for a busy machine. Tests of freezes set a shorter one."""
 PAIR: Mapping[str, str] = MappingProxyType({"prefill-0": "", "decode-0": ""})

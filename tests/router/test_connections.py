@@ -126,7 +126,7 @@ def test_idle_connections_shut_nobody_out(make_router, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         clients = [connect(router) for _ in range(60)]
         for _ in range(10):
-            assert httpx.get(router.url + "/health").status_code == 200
+            assert httpx.get(router.url + "/health", timeout=60).status_code == 200
     assert len(router.server._server.server_state.connections) <= 20
     assert [
         record.getMessage() for record in caplog.records if "HTTP connections" in record.getMessage()
@@ -141,9 +141,10 @@ def test_running_requests_are_not_closed_for_new_connections(make_router, monkey
     worker = router.add_worker()
     worker.hold.set()
     body = {"prompt": "x", "max_tokens": 2}
-    running = [pool.submit(httpx.post, router.url + "/v1/completions", json=body) for _ in range(4)]
-    while len(worker.jobs) < 4:
-        pass
+    running = [
+        pool.submit(httpx.post, router.url + "/v1/completions", json=body, timeout=60) for _ in range(4)
+    ]
+    eventually(lambda: len(worker.jobs) == 4)
     with connect(router) as client:
         status, error = answer(client)
     assert (status, error["code"]) == (503, "service_unavailable")

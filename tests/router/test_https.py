@@ -49,7 +49,7 @@ def trusting(files: TlsFiles) -> ssl.SSLContext:
 
 def test_completions_and_streams(https, files):
     assert https.url.startswith("https://127.0.0.1:")
-    with httpx.Client(base_url=https.url, verify=trusting(files)) as http:
+    with httpx.Client(base_url=https.url, verify=trusting(files), timeout=60) as http:
         whole = http.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             events = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]

@@ -301,7 +301,7 @@ def test_a_key_never_sees_anothers_responses(make_scripted):
         with pytest.raises(openai.BadRequestError):
             ask(second, scripted, "No.", previous_response_id=answer.id)
         first.responses.delete(answer.id)
-    assert httpx.get(f"{scripted.router.url}/v1/responses/{answer.id}").status_code == 401
+    assert httpx.get(f"{scripted.router.url}/v1/responses/{answer.id}", timeout=60).status_code == 401
 
 
 @pytest.mark.parametrize("options", [{"router_replicas": 2}, {"max_stored_responses": 0}])

@@ -331,7 +331,7 @@ def test_signals(model_folder):
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     port = int(process.stdout.readline())
-    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
     process.terminate()
     output, errors = process.communicate(timeout=20)
     assert (output, errors, process.returncode) == ("drained: True\n", "", 0)

@@ -22,7 +22,7 @@ from tests.router.placed import registration
 
 def get(url: str) -> httpx.Response:
     """Ask by a connection of its own. Reading the certificate authorities would take longest."""
-    return httpx.get(url, verify=False)
+    return httpx.get(url, verify=False, timeout=60)
 
 
 def wait_until_both_answer(two: TwoRouters) -> None:
@@ -69,7 +69,7 @@ def test_routers_share_a_port_and_each_has_its_own(two):
     own = [get(f"{router.url}/workers").json()["router"] for router in two.routers]
     assert [router["id"] for router in own] == ["router-0", "router-1"]
     wait_until_both_answer(two)
-    assert httpx.post(f"{two.url}/v1/completions", json=BODY, verify=False).status_code == 200
+    assert httpx.post(f"{two.url}/v1/completions", json=BODY, verify=False, timeout=60).status_code == 200
 
 
 def test_a_router_without_workers_takes_no_shared_connections(two):

@@ -37,7 +37,7 @@ from protocol.worker_to_router import (
 from tests.kvtransfer.signals import send_signal
 from tests.worker.child import run_child
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 ROUTER = "router"
 """The router's incarnation."""
 

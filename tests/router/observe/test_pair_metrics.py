@@ -36,7 +36,7 @@ PAIRS = [
 
 def samples(router: Any) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Return the samples about pairs: their specific labels, and their values."""
-    text = httpx.get(f"{router.url}/metrics").text
+    text = httpx.get(f"{router.url}/metrics", timeout=60).text
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
