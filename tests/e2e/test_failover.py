@@ -105,7 +105,8 @@ def stream(serving: HttpServing, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
-    """Start all requests. The first, the longest, goes to the workers with number 0."""
+    """Start all requests. The first, the longest, goes to the workers numbered 0 unless they are late."""
+    serving.wait(lambda: not any(worker.is_suspect for worker in serving.router.state.registry))
     first = pool.submit(ask, serving, REQUESTS[0])
     serving.wait(lambda: serving.metric("tandem_placements_total") > 0)
     return [first, *(pool.submit(ask, serving, request) for request in REQUESTS[1:])]

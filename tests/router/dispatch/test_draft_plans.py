@@ -75,7 +75,9 @@ def plans(router) -> list[DraftPlan | None]:
 
 
 def wheres(router) -> set[str]:
-    return {request.drafts.current.decision.place.where for request in router.server.state.journal}
+    """Return where drafts are made for the requests that are placed now."""
+    periods = [request.drafts.current for request in router.server.state.journal]
+    return {period.decision.place.where for period in periods if period is not None}
 
 
 def test_a_plan_goes_with_each_request(make):
