@@ -106,7 +106,9 @@ class Supervisor:
             return ScaleAnswer(refusal="the server is starting", field=min(request.targets))
         answer = rescale(self._slots, request, self._config, self._placing.nodes, self._cluster.may_grow)
         if not answer.refusal:
-            log.info("asked for %s: %s", request.targets, answer)
+            wanted = ", ".join(f"{count} {role}" for role, count in request.targets.items())
+            started, leaving = (" ".join(each) or "none" for each in (answer.started, answer.leaving))
+            log.info("asked for workers: %s; starting: %s; leaving: %s", wanted, started, leaving)
         self._set_expected()
         return answer
 

@@ -46,6 +46,10 @@ class DrainReport:
     placed_again: int = 0
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        moved = f"{self.moved} requests moved, {self.redirected} redirected"
+        return f"{moved}, {self.placed_again} placed again in {self.seconds:.2f} s"
+
     def add(self, drained: DrainReport) -> None:
         """Add the counts of one more worker."""
         self.moved += drained.moved

@@ -259,10 +259,11 @@ class Registry:
         facts = ModelFacts(
             register.max_model_len, register.vocab_size, tuple(register.eos_token_ids), register.weights
         )
-        if self.model is not None and facts != self.model:
-            return f"the worker serves {facts}, the cluster {self.model}"
-        self.model = facts
-        return ""
+        if self.model is None:
+            self.model = facts
+        pairs = zip(ModelFacts._fields, facts, self.model, strict=True)
+        differing = [f"{name} {own!r}, the cluster {known!r}" for name, own, known in pairs if own != known]
+        return f"the worker has {', '.join(differing)}" if differing else ""
 
     def update(self, state: WorkerState) -> bool:
         """Process a heartbeat. Return False if it is not from a current incarnation."""

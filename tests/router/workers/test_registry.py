@@ -292,5 +292,6 @@ def test_workers_of_another_protocol_or_of_other_weights_are_refused_by_name():
     assert reason == (
         f"the router (Tandem {version()}) speaks protocol {PROTOCOL}, the worker (Tandem 9.8) {PROTOCOL + 1}"
     )
-    assert "weights='other'" in refused_with(Recorder(), weights="other")
+    reason = refused_with(Recorder(), weights="other")
+    assert reason == "the worker has weights 'other', the cluster ''"
     assert refused_with(Recorder(), role="cook") == "there is no role 'cook'"
