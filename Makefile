@@ -49,9 +49,9 @@ lock: .venv/.installed-test  ## Write the versions and hashes of the images' pac
 
 IMAGE_FILES = deploy/Dockerfile docker-compose.yml
 pin:  ## Fix the foreign images of Dockerfile and Compose by the digests that their registries have now (needs docker buildx)
-	for image in $$(sed -En '/tandem-serve/!s/^(FROM|    image:) ([^@]+)$$/\2/p' $(IMAGE_FILES)); do \
+	for image in $$(sed -En '/tandem-serve/!s/^(FROM|    image:) ([^@]+)(@.*)?$$/\2/p' $(IMAGE_FILES)); do \
 	  digest=$$(docker buildx imagetools inspect $$image | sed -n 's/^Digest: *//p') && test -n "$$digest" || exit; \
-	  sed -i "s|$$image$$|&@$$digest|" $(IMAGE_FILES); \
+	  sed -Ei "s|($$image)(@.*)?$$|\1@$$digest|" $(IMAGE_FILES); \
 	done
 
 sbom: .venv/.installed-test  ## Write a CycloneDX SBOM of each image's Python packages: sbom-cpu.json, sbom-cuda.json

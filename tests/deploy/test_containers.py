@@ -130,27 +130,24 @@ def test_the_image_has_fixed_versions_that_the_project_allows(device: str) -> No
     assert fixed["torch"] == torch + ("+cpu" if device == "cpu" else "")
 
 
-def test_make_pin_writes_digests_behind_tags_once(tmp_path: Path) -> None:
+def test_make_pin_writes_the_digests_of_today_behind_tags(tmp_path: Path) -> None:
     for name in ("Makefile", "docker-compose.yml", "deploy/Dockerfile"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     docker = tmp_path / "docker"  # prints what `docker buildx imagetools inspect IMAGE` does
-    docker.write_text(
-        '#!/bin/sh\nprintf "Name: %s\\nDigest:    sha256:0a\\n\\nManifests:\\n  Digest: sha256:1\\n" "$4"\n'
-    )
-    docker.chmod(0o755)
-    for _ in range(2):
-        subprocess.run(
-            ["make", "pin"], cwd=tmp_path, check=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for digest in ("0a", "0b"):
+        docker.write_text(
+            f"#!/bin/sh\n[ $4 = ${{4%@*}} ] && printf 'Name: %s\\nDigest:    sha256:{digest}\\n\\n"
+            "Manifests:\\n  Digest: sha256:1\\n' $4\n"
         )
-    assert "\nFROM python:3.11-slim@sha256:0a\n" in (tmp_path / "deploy/Dockerfile").read_text()
-    services = yaml.safe_load((tmp_path / "docker-compose.yml").read_text())["services"]
-    for name, service in services.items():
-        assert (
-            service["image"] == "tandem-serve:cpu"
-            if name in OURS
-            else service["image"].endswith("@sha256:0a")
-        ), name
+        docker.chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        subprocess.run(["make", "pin"], cwd=tmp_path, check=True, env=environment)
+        assert f"\nFROM python:3.11-slim@sha256:{digest}\n" in (tmp_path / "deploy/Dockerfile").read_text()
+        services = yaml.safe_load((tmp_path / "docker-compose.yml").read_text())["services"]
+        for name, service in services.items():
+            fixed = re.fullmatch(rf"[^@]+:[^@]+@sha256:{digest}", service["image"])
+            assert service["image"] == "tandem-serve:cpu" if name in OURS else fixed, name
 
 
 def test_a_login_shell_finds_ray() -> None:
