@@ -57,6 +57,10 @@ _TRANSFER = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 10.0, 30.0),
 )
+_COUNT = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0),
+    *(50000.0, 100000.0, 200000.0, 500000.0, 1000000.0),
+)
 _BYTES = tuple(float(4**power) for power in range(6, 19))
 
 ROUTER = (
@@ -145,6 +149,9 @@ ROUTER = (
     _histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST),
     _histogram("request_queue_time_seconds", "Time at a worker before the first chunk.", _REQUEST),
     _histogram("request_prefill_time_seconds", "From the first chunk to the first token.", _REQUEST),
+    _histogram("request_decode_time_seconds", "From the first to the last token.", _REQUEST),
+    _histogram("request_prompt_tokens", "Prompt tokens of a sequence that finished.", _COUNT),
+    _histogram("request_generation_tokens", "Tokens generated for a sequence that finished.", _COUNT),
     _histogram("request_kv_reserve_time_seconds", "Asking the decode worker for blocks.", _TRANSFER),
     _histogram("request_kv_transfer_time_seconds", "From the first push to the last block.", _TRANSFER),
     _histogram(
@@ -325,6 +332,7 @@ VLLM = (
     *("request_success_total", "time_to_first_token_seconds"),
     *("inter_token_latency_seconds", "request_time_per_output_token_seconds"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
     *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
     *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 )

@@ -144,10 +144,12 @@ class Metrics:
     def request_finished(self, request: LiveRequest, now: float) -> None:
         self.count("request_success_total", request.choice.finish_reason or "stop")
         self._observe("e2e_request_latency_seconds", now - request.generation.arrival)
-        others = request.choice.num_tokens - 1
+        self._observe("request_prompt_tokens", len(request.choice.prompt.token_ids))
+        self._observe("request_generation_tokens", request.choice.num_tokens)
+        others, decode_s = request.choice.num_tokens - 1, now - request.first_token_time
         if others > 0:
-            seconds = (now - request.first_token_time) / others
-            self._observe("request_time_per_output_token_seconds", seconds)
+            self._observe("request_decode_time_seconds", decode_s)
+            self._observe("request_time_per_output_token_seconds", decode_s / others)
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics[name].observe(value)

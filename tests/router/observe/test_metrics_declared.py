@@ -87,6 +87,25 @@ def test_vllms_names_are_given_on_request(make_router):
     assert re.findall(r"^# .*", renamed, re.MULTILINE) == re.findall(r"^# .*", texts["tandem"], re.MULTILINE)
 
 
+def test_the_panels_of_vllms_dashboard_find_their_metrics(make_router):
+    """The queries of grafana.json among vLLM's examples, by today's name of the time between tokens."""
+    panels = """
+        e2e_request_latency_seconds_bucket prompt_tokens_total generation_tokens_total
+        inter_token_latency_seconds_bucket num_requests_running num_requests_waiting
+        time_to_first_token_seconds_bucket kv_cache_usage_perc request_prompt_tokens_bucket
+        request_generation_tokens_bucket request_success_total request_queue_time_seconds_sum
+        request_prefill_time_seconds_sum request_decode_time_seconds_sum
+    """
+    router = make_router(metric_names="vllm")
+    router.add_worker()
+    assert router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
+    text = router.http.get("/metrics").text
+    for name in panels.split():
+        assert re.search(rf'^vllm:{name}{{.*model_name="', text, re.MULTILINE), name
+    sums = dict(re.findall(r"^vllm:(request_\w+_tokens)_sum{.*} (\S+)$", text, re.MULTILINE))
+    assert float(sums["request_generation_tokens"]) == 3 and float(sums["request_prompt_tokens"]) >= 1
+
+
 def test_an_endpoint_picker_reads_the_whole_servers_load(make_router):
     """It takes the first sample of each family, as the inference extension's model server protocol has it."""
 
