@@ -14,6 +14,7 @@ from tests.e2e.serving import PAIR, HttpServing
 
 FLOOD, SINGLES = 64, 4
 KEYS = "flooder,other"
+LONGEST_S = 200.0
 
 
 def ask(serving: HttpServing, key: str, seed: int, max_tokens: int) -> tuple[float, int]:
@@ -32,18 +33,24 @@ def ask(serving: HttpServing, key: str, seed: int, max_tokens: int) -> tuple[flo
     return first, events
 
 
+def waits(serving: HttpServing, first_seed: int) -> float:
+    """Return the median time to the first token of requests, one after the other."""
+    return statistics.median(ask(serving, "other", first_seed + index, 8)[0] for index in range(SINGLES))
+
+
 def test_a_flood_leaves_other_keys_their_share(folder: Path) -> None:
     slow = dict.fromkeys(PAIR, "slow:0.01")
     with HttpServing(folder, slow, api_key=KEYS) as serving, ThreadPoolExecutor(FLOOD) as pool:
-        alone = statistics.median(ask(serving, "other", 1000 + index, 8)[0] for index in range(SINGLES))
+        alone = waits(serving, 1000)
         began = time.monotonic()
         flood = [pool.submit(ask, serving, "flooder", index, 16 + index) for index in range(FLOOD)]
         serving.wait(lambda: serving.metric("tandem_num_requests_held", api_key="0") > FLOOD / 3)
-        beside = [ask(serving, "other", 2000 + index, 8)[0] for index in range(SINGLES)]
-        flood_s = max(each.result(60)[0] for each in flood)
-        assert statistics.median(beside) < 8 * alone
-        assert statistics.median(beside) < flood_s / 4, "the flooder's last one waits for the flood"
-        assert time.monotonic() - began < 60
+        beside = waits(serving, 2000)
+        flood_s = max(each.result(LONGEST_S)[0] for each in flood)
+        alone = max(alone, waits(serving, 3000))  # the host may have become busier meanwhile
+        assert beside < 8 * alone
+        assert beside < flood_s / 4, "the flooder's last one waits for the flood"
+        assert time.monotonic() - began < LONGEST_S
         assert serving.metric("tandem_num_requests_held") == 0
         assert serving.metric("tandem_api_key_tokens_total", api_key="0") > 0
         serving.wait_empty()
