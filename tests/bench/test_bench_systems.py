@@ -14,6 +14,7 @@ import typer
 from bench import servers
 from bench.peers.systems import SYSTEMS, SystemSettings, labels_of, parse_system
 from bench.servers import Command, free_port, running
+from tests.processes import is_running
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,12 +42,12 @@ def child_in(folder: Path) -> psutil.Process:
 
 def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp_path):
     port = free_port()
-    with running([command(SERVER, port)], tmp_path, timeout=30):
+    with running([command(SERVER, port)], tmp_path, timeout=120):
         child = child_in(tmp_path)
         server = child.parent()
         assert server is not None and server.is_running()
     assert not server.is_running()
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not is_running(child)
 
 
 def test_a_terminated_bench_leaves_no_server(tmp_path):
@@ -54,7 +55,7 @@ def test_a_terminated_bench_leaves_no_server(tmp_path):
 import time
 from pathlib import Path
 from tests.bench.test_bench_systems import SERVER, command, running
-with running([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=30):
+with running([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=120):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -64,7 +65,7 @@ with running([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=
     child = child_in(tmp_path)
     server = child.parent()
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(180) == 128 + signal.SIGTERM
     assert server is not None
     assert not server.is_running()
 
@@ -73,13 +74,13 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
     failing = command("import sys; print('no such model'); sys.exit(3)", free_port())
     with (
         pytest.raises(RuntimeError, match=r"server ended with 3:\nno such model"),
-        running([failing], tmp_path, timeout=30),
+        running([failing], tmp_path, timeout=120),
     ):
         pytest.fail("entered a system that isn't ready")
 
 
 def test_a_server_that_ends_once_it_is_ready_is_reported_too(tmp_path):
-    with running([command(SERVER, free_port())], tmp_path, timeout=30) as [server]:
+    with running([command(SERVER, free_port())], tmp_path, timeout=120) as [server]:
         server.check()
         child_in(tmp_path).kill()
         os.kill(server.pid, signal.SIGKILL)
@@ -93,10 +94,10 @@ def test_a_server_that_never_answers_is_ended_after_the_timeout(tmp_path):
     started = time.monotonic()
     with (
         pytest.raises(RuntimeError, match="in time"),
-        running([command(code, free_port())], tmp_path, timeout=1),
+        running([command(code, free_port())], tmp_path, timeout=4),
     ):
         pytest.fail("entered a system that isn't ready")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert not psutil.pid_exists(int((tmp_path / "server.log").read_text().split()[0]))
 
 

@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 from bench.shapes.tokenizer import save_tokenizer
+from tests.processes import is_running
 from tests.waiting import wait_until
 from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
 
@@ -129,7 +130,7 @@ class ServerProcess:
     def alive(self) -> list[psutil.Process]:
         """Return the living descendants."""
         self.look()
-        return [process for process in self.seen.values() if _is_running(process)]
+        return [process for process in self.seen.values() if is_running(process)]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the whole process group, as a terminal does."""
@@ -149,7 +150,7 @@ class ServerProcess:
 
     def has_begun(self, name: str) -> bool:
         """Tell whether a descendant with this in its name was seen."""
-        return any(_is_running(each) and name in each.name() for each in self.seen.values())
+        return any(is_running(each) and name in each.name() for each in self.seen.values())
 
     def leftovers(self) -> list[str]:
         """Return processes and directories that stay. A killed process may take a moment."""
@@ -159,7 +160,7 @@ class ServerProcess:
         return left
 
     def _left(self) -> list[str]:
-        left = [f"process {p.pid} {_name(p)}" for p in self.seen.values() if _is_running(p)]
+        left = [f"process {p.pid} {_name(p)}" for p in self.seen.values() if is_running(p)]
         left += [str(path) for path in set(Path("/tmp").glob(f"tandem-{self.process.pid}-*"))]
         return left
 
@@ -167,18 +168,11 @@ class ServerProcess:
         """Kill everything after a test, whatever its outcome."""
         self.look()
         for process in [*self.seen.values()]:
-            if _is_running(process):
+            if is_running(process):
                 process.kill()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _name(process: psutil.Process) -> str:
