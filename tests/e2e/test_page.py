@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -193,9 +194,17 @@ def test_a_phone_needs_no_sideways_scrolling(browser: BrowserContext, serving: H
 
 def test_a_server_that_stops_during_a_stream(visit: Visit, serving: HttpServing) -> None:
     """The last test: the server is gone afterwards."""
-    visit.generate("def main():\n", 900)
-    visit.page.wait_for_selector("#output .answer span")
-    serving.router.stop()
+
+    def stop_soon() -> None:
+        """Stop the router after some tokens, even if the browser has not shown any yet."""
+        journal = serving.router.state.journal
+        serving.wait(lambda: any(len(request.output_token_ids) > 20 for request in journal))
+        serving.router.stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(stop_soon)
+        visit.generate("def main():\n", 900)
+        stopped.result()
     visit.shows("#problem", "the server is shutting down")
     assert visit.page.locator("#output .answer").text_content()
     visit.shows("#stale", "The server does not answer.")
