@@ -109,9 +109,14 @@ def test_rounding_moves_no_number_by_more_than_half_a_step(to: quantization.Form
     numbers = torch.randn(8, 128) + 0.5
     groups = numbers.unflatten(-1, (-1, to.group or 128))
     span = groups.amax(-1) - groups.amin(-1).clamp(max=0) if to.zero_point else 2 * groups.abs().amax(-1)
-    step = span / (2**to.bits - 1 - (not to.zero_point))
     moved = (quantization.round_to(numbers, to) - numbers).abs().unflatten(-1, (-1, to.group or 128)).amax(-1)
-    assert (moved <= step * (1.0 if to.zero_point else 0.501)).all()
+    if to.floating:
+        step = span / 2 * 2.0**-3  # three bits of fraction, at the largest number
+        limit = 0.501
+    else:
+        step = span / (2**to.bits - 1 - (not to.zero_point))
+        limit = 1.0 if to.zero_point else 0.501
+    assert (moved <= step * limit).all()
 
 
 def test_a_draft_that_equals_the_model_loses_nothing() -> None:
@@ -129,14 +134,32 @@ def test_smaller_groups_lose_less_and_a_cache_less_than_weights() -> None:
     def loss(log_q: torch.Tensor) -> float:
         return quantization.compare(exact, log_q, text, num_bytes=1).divergence
 
-    by_row, *groups, three_bits = (
+    by_row, floating, *groups, three_bits = (
         loss(quantization.predict(quantization.quantized(to), windows)) for to in quantization.WEIGHTS
     )
-    assert by_row < 0.01 < min(groups) and sorted(groups, reverse=True) == groups
+    assert by_row < floating < 0.01 < min(groups) and sorted(groups, reverse=True) == groups
     assert three_bits > max(groups)
     int8, _ = quantization.KV
     cache = quantization.attend_rounded(int8)
     assert loss(quantization.predict(Llama(TARGET), windows, cache)) < by_row
+
+
+def test_awq_lowers_the_error_of_products() -> None:
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(16, 128), torch.randn(64, 128) * torch.tensor([40.0] * 4 + [1.0] * 124)
+
+    def error(rounded: torch.Tensor) -> float:
+        return float((inputs @ (rounded - weight).T).square().sum())
+
+    scaled = quantization.scaled_and_rounded(weight, inputs, quantization.AWQ)
+    assert error(scaled) < error(quantization.round_to(weight, quantization.AWQ)) / 2
+
+
+def test_products_with_fewer_bits_are_nearly_the_same() -> None:
+    torch.manual_seed(0)
+    exact, *others = (run().float() for run in quantization.products(rows=4, side=256).values())
+    for other, limit in zip(others, (0.02, 0.15), strict=True):
+        assert (other - exact).norm() / exact.norm() < limit
 
 
 def page(lesson: str) -> list[str]:
@@ -152,7 +175,7 @@ def page(lesson: str) -> list[str]:
         (decoding.main, "--prompt-tokens 8 --lengths 4", "True"),
         (paged_scheduler.main, "--requests 1 --blocks 32", "paged"),
         (speculation.main, "--tokens 8 --drafts 2", "prompt lookup"),
-        (quantization.main, "--texts 1", "weights and KV int8"),
+        (quantization.main, "--texts 1 --side 64 --tries 1", "weights and KV int8"),
     ],
     ids=["decoding", "paged_scheduler", "speculation", "quantization"],
 )
