@@ -199,8 +199,8 @@ def _type_error(text: str, field: str) -> ApiError:
     match = _AT.search(text)
     path = match.group(2) if match else ""
     if missing := re.search(r"missing required field (\w+)", reason):
-        path, reason = f"{path}.{missing.group(1)}", "is required"
-    param = f"{field}.{path}".strip(".").replace(".[", "[").replace("..", ".") or None
+        path, reason = f"{path}.{missing.group(1)}".strip("."), "is required"
+    param = f"{field}.{path}".strip(".").replace(".[", "[") or None
     reason = reason[0].lower() + reason[1:]
     return ApiError(400, f"{param or 'body'}: {reason}", param=param, code="invalid_type")
 

@@ -110,7 +110,7 @@ BAD = {
     "pairs that do not match": ("/score", {"text_1": ["x", "y"], "text_2": ["x"]}, "text_1"),
     "no query": ("/v1/rerank", {"documents": ["x"]}, "query"),
     "no documents": ("/v1/rerank", {"query": "x", "documents": []}, "documents"),
-    "a document without a text": ("/v1/rerank", {"query": "x", "documents": [{}]}, "documents[0]"),
+    "a document without a text": ("/v1/rerank", {"query": "x", "documents": [{}]}, "documents[0].text"),
     "an empty document": ("/v1/rerank", {"query": "x", "documents": ["x", ""]}, "documents"),
     "no results": ("/v1/rerank", {"query": "x", "documents": ["x"], "top_n": 0}, "top_n"),
     "fields to rank by": (
