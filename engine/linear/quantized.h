@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../../native/cache_lines.h"
 #include "codes.h"
 #include "floats.h"
 #include "product.h"
@@ -50,7 +51,7 @@ struct alignas(64) Line {
 
 // Inputs in the order of the codes, and, if there are offsets, each row's sums over the inputs that share a scale.
 struct Inputs {
-    std::vector<uint16_t> ordered;
+    AlignedVector<uint16_t> ordered;
     std::vector<float> sums;
 
     const uint16_t* order(const uint16_t* x, const Quantized& q, int64_t rows) {

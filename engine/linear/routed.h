@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../../native/cache_lines.h"
 #include "../../native/parallel.h"
 #include "product.h"
 #include "routed_rows.h"
@@ -72,7 +73,7 @@ class Gathered {
 
     const Routed& p;
     std::vector<int64_t> starts, places;  // each expert's first row; each row's place among all experts' rows, or -1
-    std::vector<uint16_t> x, out;
+    AlignedVector<uint16_t> x, out;
 };
 
 // Calls work(part) for all parts of the experts that have rows, on up to `threads` threads.

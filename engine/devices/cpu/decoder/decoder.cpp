@@ -238,7 +238,7 @@ class Decoder : Work {
     }
 
     // Keeps only the rows with logits.
-    void keep_rows(const Rows& rows, std::vector<Value>& values, int64_t width) {
+    void keep_rows(const Rows& rows, Values& values, int64_t width) {
         kept.resize(rows.num_logits * width);
         for (int64_t i = 0; i < rows.num_logits; i++)
             memcpy(&kept[i * width], &values[rows.logit_rows[i] * width], width * sizeof(Value));
@@ -278,7 +278,7 @@ class Decoder : Work {
     }
 
     // Fills `out` with a layer's output product of its mixer's result `made`.
-    void make_output(size_t l, std::vector<Value>& made, int64_t width, std::vector<Value>& out, int64_t n) {
+    void make_output(size_t l, Values& made, int64_t width, Values& out, int64_t n) {
         const Layer& layer = layers[l];
         gather(made, n, layer.qkv.first, width, layer.output.inputs);
         make_whole(layer.output, out.data(), n, m.hidden, [&](Value* to) {
@@ -312,9 +312,9 @@ class Decoder : Work {
     StateSpaceMixer state_space;
     LatentMixer latent;
     ExpertMlp experts;
-    std::vector<Value> x, gated, active, targets, kept;
-    std::vector<Value> beside, summand;  // the second mixer's result, and its output product
-    std::vector<Value> scores, after;  // for each sequence's last row, while drafting
+    Values x, gated, active, targets, kept;
+    Values beside, summand;  // the second mixer's result, and its output product
+    Values scores, after;  // for each sequence's last row, while drafting
     // Arrays of the attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;

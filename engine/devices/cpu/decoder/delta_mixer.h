@@ -74,7 +74,7 @@ class DeltaMixer : RecurrentMixer {
     };
 
     // Multiplies the values from `first` on in each row of `gates` by low-rank weights.
-    Strided expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<Value>& out) {
+    Strided expand(const Weights& weights, int64_t first, int64_t step, int64_t n, Values& out) {
         low.resize(n * weights.inputs), out.resize(n * weights.outputs);
         for (int64_t r = 0; r < n; r++)
             memcpy(&low[r * weights.inputs], &gates[r * step + first], weights.inputs * sizeof(Value));
@@ -97,7 +97,7 @@ class DeltaMixer : RecurrentMixer {
     // parts, and so on.
     static void sort_heads(Value* row, int64_t heads, std::initializer_list<int64_t> sizes) {
         const int64_t size = std::accumulate(sizes.begin(), sizes.end(), int64_t(0));
-        thread_local std::vector<Value> made;
+        thread_local Values made;
         made.assign(row, row + heads * size);
         int64_t before = 0;
         for (const int64_t part : sizes) {
@@ -128,7 +128,7 @@ class DeltaMixer : RecurrentMixer {
         }
     }
 
-    std::vector<Value> gates, low, decayed, opened;
+    Values gates, low, decayed, opened;
     std::vector<float> betas, decays, read;  // [rows, heads], [rows, heads, 1 or key_dim], [rows, heads, value_dim]
 };
 

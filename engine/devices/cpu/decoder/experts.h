@@ -94,7 +94,7 @@ class ExpertMlp {
 
     Work& w;
     const Model& m;
-    std::vector<Value> logits, made, active, outputs, shared_gates;
+    Values logits, made, active, outputs, shared_gates;
     std::vector<float> scores, weights;
     std::vector<int64_t> chosen;  // [rows, experts of a row]
 };

@@ -63,7 +63,7 @@ class LatentMixer {
     void turn(const Layer& layer, Value* part, int64_t size, int64_t position) {
         if (!layer.cosines) return;
         if (layer.latent->in_pairs) {
-            thread_local std::vector<Value> pairs;
+            thread_local Values pairs;
             pairs.assign(part, part + size);
             for (int64_t i = 0; i < size; i++) part[i / 2 + i % 2 * (size / 2)] = pairs[i];
         }
@@ -85,7 +85,7 @@ class LatentMixer {
     void each_head(const Strided& from, const Weights* weights, const Strided& to, int64_t n) {
         const int64_t in = weights->inputs, out = weights->outputs;
         share_out(m.num_heads, w.threads, m.parallel, [&](int64_t h) {
-            thread_local std::vector<Value> inputs, outputs;
+            thread_local Values inputs, outputs;
             inputs.resize(n * in), outputs.resize(n * out);
             for (int64_t r = 0; r < n; r++) memcpy(&inputs[r * in], from.at(r, h), in * sizeof(Value));
             m.linear(inputs.data(), weights[h].values, nullptr, outputs.data(), n, in, out, 1, nullptr);
@@ -95,7 +95,7 @@ class LatentMixer {
 
     Work& w;
     const Model& m;
-    std::vector<Value> low, raised, queries, attended;
+    Values low, raised, queries, attended;
 };
 
 }  // namespace

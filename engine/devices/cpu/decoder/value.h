@@ -1,10 +1,11 @@
-// The type of the decoder's rows and weights: bfloat16, or float32 if IN_FLOAT32 is defined.
+// The type of the decoder's rows and weights: bfloat16, or float32 if IN_FLOAT32 is defined, and vectors of it.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "../../../../native/cache_lines.h"
 #include "../../../sampler/choice.h"
 
 namespace {
@@ -24,5 +25,7 @@ inline Value narrow(float value) {
 #endif
 
 inline float rounded(float value) { return widen(narrow(value)); }
+
+using Values = AlignedVector<Value>;
 
 }  // namespace

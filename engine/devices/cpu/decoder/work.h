@@ -22,7 +22,7 @@ class Work {
     const Model m;
     const std::vector<Layer> layers;
     // A layer's input, its products' outputs, and its mixer's result, with room for `room` rows.
-    std::vector<Value> normed, product, mixed;
+    Values normed, product, mixed;
     int64_t threads = 1, room = 0;
 
     template <class Job> void each_row(int64_t n, const Job& job) {
@@ -78,7 +78,7 @@ class Work {
     }
 
     // Assembles whole rows from the ranks' parts. This rank has `own` of the `width` values of a row, from `first` on.
-    void gather(std::vector<Value>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
+    void gather(Values& values, int64_t n, int64_t first, int64_t own, int64_t width) {
         if (own == width) return;
         part.swap(values);
         values.resize(n * width);
@@ -99,7 +99,7 @@ class Work {
         m.gather(m.ranks, from, whole, n, first * sizeof(Value), own * sizeof(Value), width * sizeof(Value));
     }
 
-    std::vector<Value> part;
+    Values part;
     std::vector<std::vector<int64_t>> groups;  // each adapter's rows
     std::vector<Adapted> adapted;
     const Part* const* adapters = nullptr;
