@@ -141,18 +141,19 @@ class MatrixTiles {
     }
 
     // Multiplies run by run, and adds up the scaled sums of four tiles, COLUMNS of them beside each other from output
-    // `n` of the panel on. The next run is multiplied before a run's stored tiles are read.
+    // `n` of the panel on. The next run is multiplied before a run's stored tiles are read, and stored after that: loads
+    // wait for stores before them to addresses with the same low bits.
     template <int COLUMNS, class Multiply>
     static void add_runs(const Product& p, const Coded& w, int64_t row, int64_t end, int64_t panel, int n,
                          const Multiply& multiply) {
-        alignas(64) Sums totals = {}, sums[2];
+        alignas(64) Sums totals = {}, sums;
         for (int64_t i = 0; i <= w.runs; i++) {
             if (i < w.runs) {
                 clear();
                 multiply(i * w.run, std::min(w.run, p.in_features - i * w.run));
-                store(sums[i % 2]);
             }
-            if (i) add_run<COLUMNS>(w, i - 1, row, end, n, sums[(i - 1) % 2], totals);
+            if (i) add_run<COLUMNS>(w, i - 1, row, end, n, sums, totals);
+            if (i < w.runs) store(sums);
         }
         put<COLUMNS>(p, totals, row, end, panel * PANEL + n);
     }

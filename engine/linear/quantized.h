@@ -120,18 +120,20 @@ void rows_of_expanded(Floats& tiles, const Product& p, const Coded& w, const Flo
 }
 
 // Computes the same rows with tiles that take all runs of a panel. For few rows, a step's weights are expanded just
-// before they are multiplied, for many the panel's.
+// before those of the step before it are multiplied, which may then be in the cache; for many the panel's.
 template <class Codes, class Tiles>
 void rows_of_runs(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs, int64_t first,
                   int64_t end, int64_t panel) {
+    const int64_t K = p.in_features;
     const bool are_few = end - first <= Tiles::FEW_ROWS;
-    uint16_t* expanded = room(are_few ? SLICE : p.in_features);
-    if (!are_few) expand<Codes>(w, 0, p.in_features, expanded);
+    uint16_t* expanded = room(are_few ? SLICE : K);
+    const auto place_of = [&](int64_t k) { return expanded + k % SLICE * PANEL; };
+    expand<Codes>(w, 0, are_few ? Tiles::DEPTH : K, expanded);
     tiles.rows_of_runs(p, w, inputs, first, end, panel, [&](int64_t k) {
         if (!are_few) return expanded + k * PANEL;
-        uint16_t* to = expanded + k % SLICE * PANEL;
-        expand<Codes>(w, k, Tiles::DEPTH, to);
-        return to;
+        const int64_t next = k + Tiles::DEPTH;
+        if (next < K) expand<Codes>(w, next, Tiles::DEPTH, place_of(next));
+        return place_of(k);
     });
 }
 
