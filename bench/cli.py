@@ -16,6 +16,7 @@ from bench.quantize.command import quantize
 from bench.regret.command import regret
 from bench.serve.command import serve
 from bench.shapes.write import main as shapes
+from bench.simulate import main as simulate
 from bench.soak import main as soak
 from bench.speculate.command import speculate
 from bench.transfer.command import transfer
@@ -26,6 +27,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "compare": compare,
     "goodput": goodput,
+    "simulate": simulate,
     "regret": regret,
     "speculate": speculate,
     "five": five,

@@ -101,6 +101,25 @@ def _goodput(axes: Sequence[Axes]) -> None:
     axis.set(title="29 M, Mooncake's trace", xlabel="requests/s offered", ylabel="requests/s within the SLO")
 
 
+def _rates(axes: Sequence[Axes]) -> None:
+    over, limits = axes
+    found = _results("simulate")
+    for layout in ("whole", "split", "cost"):
+        points = [each for each in found["points"] if each["layout"] == layout]
+        rates = [each["rate"] for each in points]
+        over.plot(rates, [each["rate"] * each["attainment"] for each in points], marker="o", label=layout)
+    over.plot([0, 32], [0, 32], ":", color=INK, label="all in time")
+    for load, line in (("summaries", "-"), ("chats", ":")):
+        for layout, colour in zip(("whole", "split", "cost"), COLOURS, strict=False):
+            mine = [each for each in found["highest"] if (each["load"], each["layout"]) == (load, layout)]
+            values = [1e3 * each["limit_s"] for each in mine], [each["rate"] for each in mine]
+            limits.plot(*values, line, color=colour, marker="o", label=f"{load}, {layout}")
+    over.set(
+        title="summaries, 10 ms a token", xlabel="requests/s offered", ylabel="requests/s within the SLO"
+    )
+    limits.set(title="90 % within the SLO", xlabel="SLO on the time per token, ms", ylabel="requests/s")
+
+
 def _effects(axes: Sequence[Axes]) -> None:
     [axis] = axes
     for place, (name, label) in enumerate(FOUR_LOADS.items()):
@@ -136,6 +155,7 @@ FIGURES: dict[str, tuple[int, Callable[[Sequence[Axes]], None]]] = {
     "over-k": (2, _over_k),
     "positions": (1, _positions),
     "over-requests": (2, _over_requests),
+    "rates": (2, _rates),
     "goodput": (1, _goodput),
     "effects": (1, _effects),
 }

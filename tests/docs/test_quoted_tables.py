@@ -8,8 +8,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from bench.simulate import LAYOUTS, LIMITS_S, RATES, SUMMARIES, Simulation
 from planner.profile import DEFAULT_PROFILE, read_profile
 from planner.scenarios import Scenario, Slo, Study
 from planner.trace import TraceFit, fitted, read_trace
@@ -208,6 +210,28 @@ def test_gaps_beside_long_prompts_equal_the_benchmarks() -> None:
     assert len(rows) == 2
     for row in rows:
         assert f"| {' | '.join(row)} |" in benchmarks
+
+
+def test_rates_whole_and_split_equal_the_simulated_ones() -> None:
+    found = {
+        (each["load"], f"{each['limit_s'] * 1e3:g}", each["layout"]): f"{each['rate']:.1f}"
+        for each in results_of("simulate", "highest")
+    }
+    rows = table("Where does splitting win goodput?")
+    assert len(rows) == 10
+    for load, limit, *rates in rows:
+        assert rates == [found[load, limit, layout] for layout in ("whole", "split", "cost")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_simulated_rates_are_the_simulators(layout: str) -> None:
+    simulation = Simulation(read_profile(DEFAULT_PROFILE), count=150)
+    [expected] = (
+        each
+        for each in results_of("simulate", "points")
+        if (each["layout"], each["rate"]) == (layout, RATES[3])
+    )
+    assert msgspec.to_builtins(simulation.point(SUMMARIES, layout, LIMITS_S[1], RATES[3])) == expected
 
 
 @pytest.fixture(scope="module")
