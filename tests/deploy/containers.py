@@ -99,7 +99,7 @@ class Container(Isolated):
         (self._folder / f"{self.name}.mounts").write_text("\n".join(sorted(mounts, key=_target)) + "\n")
         assert service["read_only"] and service["cap_drop"] == ["ALL"]
         user = of_dockerfile("USER").partition(":")[0]
-        command = json.loads(of_dockerfile("ENTRYPOINT")) + service["command"]
+        command = service.get("entrypoint", json.loads(of_dockerfile("ENTRYPOINT"))) + service["command"]
         script = str(Path(__file__).with_name("container.sh"))
         given = {name: str(value) for name, value in service["environment"].items()}
         of_script = [self.name, str(self._folder), sys.prefix, user, *command]
@@ -112,7 +112,9 @@ class Container(Isolated):
 
 
 class Containers:
-    """The services' containers on one bridge, which belongs to the first one's network."""
+    """The services' containers on one bridge, which belongs to the first one's network. The router is
+    number 0.
+    """
 
     def __init__(self, folder: Path, services: dict[str, Any]) -> None:
         self.services = services
@@ -122,8 +124,10 @@ class Containers:
         (folder / "image" / ".venv").symlink_to(sys.prefix)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{NETWORK}10 router\n")
 
-    def start(self, service: str) -> Container:
-        number = len(self.running)
+    def start(self, service: str, number: int | None = None) -> Container:
+        """Start a service's container with the next number, or in the place of one that was killed."""
+        links = len(self.running)
+        number = links if number is None else number
         container = Container(f"{service}-{number}", 10 + number, self._folder)
         self.running.append(container)
         container.start(self.services[service])
@@ -131,7 +135,7 @@ class Containers:
         if container is first:
             first.network("link", "add", "eth0", "type", "bridge")
         else:
-            port, pid = f"to-{number}", str(container.init.pid)
+            port, pid = f"to-{links}", str(container.init.pid)
             first.network("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
             first.network("link", "set", port, "master", "eth0", "up")
         container.network("address", "add", f"{container.address}/24", "dev", "eth0")

@@ -22,7 +22,7 @@ from deploy.config import ENV_PREFIX, load_config
 from protocol.config import ServeConfig, field_docs
 from protocol.roles import ROLES
 from tests.cluster.hosts import why_not
-from tests.deploy.containers import ROOT, Containers, compose, make_volume, pod_service
+from tests.deploy.containers import NETWORK, ROOT, Container, Containers, compose, make_volume, pod_service
 from tests.deploy.helm import HELM, groups, render
 from tests.waiting import wait_until
 
@@ -191,18 +191,34 @@ def chart_services() -> dict[str, Any]:
     return found
 
 
+def let_in(folder: Path) -> None:
+    """Let the containers' user enter this folder of a test."""
+    for each in (folder, *list(folder.parents)[:2]):
+        each.chmod(0o755)
+
+
+def make_token(folder: Path) -> None:
+    """Make the volume with Ray's token, which the chart takes from a Secret."""
+    token = make_volume(folder, "cluster", "/cluster") / "auth_token"
+    token.write_text("0" * 64)
+    os.chown(token, 1000, 1000)
+
+
+def complete(router: Container) -> str:
+    url = f"http://{router.address}:8000/v1/completions"
+    body = ["-H", "Content-Type: application/json", "-d", json.dumps(PROMPT)]
+    answer = json.loads(router.run("curl", "-sS", "-m", "60", url, *body).stdout)
+    return str(answer["choices"][0]["text"])
+
+
 @pytest.fixture(params=["compose", "chart"])
 def containers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Containers]:
     if request.param == "chart" and not HELM.exists():
         pytest.skip("helm is missing: deploy/install.sh test")
-    tmp_path.chmod(0o755)
-    for parent in list(tmp_path.parents)[:2]:
-        parent.chmod(0o755)  # so that the containers' user can enter
+    let_in(tmp_path)
     if request.param == "chart":
+        make_token(tmp_path)
         services = chart_services()
-        token = make_volume(tmp_path, "cluster", "/cluster") / "auth_token"
-        token.write_text("0" * 64)
-        os.chown(token, 1000, 1000)
     else:
         services = compose({"TANDEM_LOG_FORMAT": "json"})["services"]
     running = Containers(tmp_path, services)
@@ -218,12 +234,6 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     began = time.monotonic()
     router, _, decode = (containers.start(name) for name in OURS)
 
-    def complete() -> str:
-        url = f"http://{router.address}:8000/v1/completions"
-        body = ["-H", "Content-Type: application/json", "-d", json.dumps(PROMPT)]
-        answer = json.loads(router.run("curl", "-sS", "-m", "60", url, *body).stdout)
-        return str(answer["choices"][0]["text"])
-
     def scale(decode: int) -> subprocess.CompletedProcess[str]:
         python = ["env", "PYTHONPATH=/opt/tandem", "/opt/tandem/.venv/bin/python", "-m", "deploy"]
         return router.run("setpriv", "--reuid", "1000", *python, "scale", "--decode", str(decode))
@@ -232,7 +242,7 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
         lambda: "Listening on" in router.log, SERVES_S, lambda: "\n".join(c.log for c in containers.running)
     )
     print(f"listens after {time.monotonic() - began:.1f} s")
-    expected = complete()
+    expected = complete(router)
     assert expected
     assert router.run("setpriv", "--reuid", "1000", "touch", "/opt/tandem/x").stderr.endswith(
         "Read-only file system\n"
@@ -242,7 +252,7 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     began, spare = time.monotonic(), containers.start("decode")
     wait_until(lambda: "started: decode-1" in scale(2).stdout, SERVES_S, lambda: spare.log + router.log)
     print(f"a further container's worker serves after {time.monotonic() - began:.1f} s")
-    assert complete() == expected
+    assert complete(router) == expected
     shrunk = scale(1)
     assert "drained: decode-1" in shrunk.stdout, shrunk
     # KubeRay's workers begin with this command, in the same image.
@@ -251,9 +261,52 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     assert checked.returncode == 0, checked
     decode.stop()
     assert decode.process.returncode == 0, decode.log
-    assert complete() == expected
+    assert complete(router) == expected
     wait_until(lambda: "is restarted" in router.log, SERVES_S, lambda: router.log)
     lines = [json.loads(line) for line in router.log.splitlines() if line.startswith("{")]
     assert {"server", "prefill-0"} <= {line["process"] for line in lines}
     router.stop()
     assert router.process.returncode == 0, router.log
+
+
+REDIS = {
+    "entrypoint": ["redis-server"],
+    "command": ["--bind", "0.0.0.0", "--requirepass", "secret", "--save", "", "--dir", "/tmp"],
+    "environment": {},
+    "volumes": [],
+    "tmpfs": ["/tmp:mode=1777"],
+    "read_only": True,
+    "cap_drop": ["ALL"],
+}
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="redis-server is missing")
+@pytest.mark.skipif(not HELM.exists(), reason="helm is missing: deploy/install.sh test")
+def test_with_redis_a_new_head_finds_the_nodes_of_the_lost_one(tmp_path: Path) -> None:
+    let_in(tmp_path)
+    make_token(tmp_path)
+    services = chart_services()
+    places = {"RAY_REDIS_ADDRESS": f"{NETWORK}19:6379", "REDIS_PASSWORD": "secret"}
+    services["router"]["environment"] |= places | {"RAY_external_storage_namespace": "a cluster's uid"}
+    for role in ("prefill", "decode"):
+        services[role]["environment"]["RAY_gcs_rpc_server_reconnect_timeout_s"] = "600"
+    running = Containers(tmp_path, services | {"redis": REDIS})
+
+    def logs() -> str:
+        return "\n".join(each.log for each in running.running)
+
+    try:
+        running.start("redis", 9)
+        router, prefill, decode = (running.start(name, number) for number, name in enumerate(OURS))
+        wait_until(lambda: "Listening on" in router.log, SERVES_S, logs)
+        expected = complete(router)
+        router.kill()
+        began, router = time.monotonic(), running.start("router", 0)
+        wait_until(lambda: "Listening on" in router.log, SERVES_S, logs)
+        print(f"a new head listens after {time.monotonic() - began:.1f} s")
+        assert complete(router) == expected
+        assert prefill.process.poll() is decode.process.poll() is None, "their pods stayed"
+    finally:
+        running.close()
