@@ -62,6 +62,7 @@ def _over_k(axes: Sequence[Axes]) -> None:
     for workload in ("chat", "code", "json", "long-form", "rewrite"):
         real.plot(*_points(of_real, "K", workload=workload), marker="o", label=workload)
     pair.set(title="10 M and its drafts, 1 and 2 requests", xlabel="K", ylabel="speed-up over none")
+    pair.set(ylim=(1.1, 3.2))
     real.set(title="SmolLM2-135M, suffix, 1 request", xlabel="K", xscale="log", xticks=[1, 2, 4, 8, 16])
     real.set_xticklabels(["1", "2", "4", "8", "16"])
 
@@ -110,7 +111,7 @@ def _rates(axes: Sequence[Axes]) -> None:
         over.plot(rates, [each["rate"] * each["attainment"] for each in points], marker="o", label=layout)
     over.plot([0, 32], [0, 32], ":", color=INK, label="all in time")
     for load, line in (("summaries", "-"), ("chats", ":")):
-        for layout, colour in zip(("whole", "split", "cost"), COLOURS, strict=False):
+        for layout, colour in zip(("whole", "split"), COLOURS, strict=False):
             mine = [each for each in found["highest"] if (each["load"], each["layout"]) == (load, layout)]
             values = [1e3 * each["limit_s"] for each in mine], [each["rate"] for each in mine]
             limits.plot(*values, line, color=colour, marker="o", label=f"{load}, {layout}")
@@ -118,6 +119,7 @@ def _rates(axes: Sequence[Axes]) -> None:
         title="summaries, 10 ms a token", xlabel="requests/s offered", ylabel="requests/s within the SLO"
     )
     limits.set(title="90 % within the SLO", xlabel="SLO on the time per token, ms", ylabel="requests/s")
+    limits.set(ylim=(0, 95))
 
 
 def _effects(axes: Sequence[Axes]) -> None:
