@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <vector>
 
-#include "../../native/cache_lines.h"
 #include "../../native/tile_registers.h"
 #include "outputs.h"
 #include "product.h"
@@ -68,7 +68,7 @@ class MatrixTiles {
                 return of_step + 2 * n;
             };
         };
-        for (int64_t row = first; row < whole; row += PAIR) {
+        for (int64_t row = first; row < whole; row += 2 * ROWS) {
             const Input *upper = inputs(p, x, first, row, end), *lower = inputs(p, x, first, row + ROWS, end);
             for (int n = 0; n < PANEL; n += 2 * OUTPUTS)
                 add_runs<2>(p, w, row, end, panel, n, [&](int64_t k, int64_t count) {
@@ -83,7 +83,6 @@ class MatrixTiles {
 
   private:
     static constexpr int ROWS = TileRegisters::ROWS, OUTPUTS = Outputs::COUNT;
-    static constexpr int64_t PAIR = 2 * ROWS;  // rows of two tiles, which are multiplied together
     static constexpr int64_t STEP = DEPTH * PANEL;                   // a panel's weights in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
     static constexpr int64_t LINES = STEP / LINE_VALUES;
@@ -94,46 +93,35 @@ class MatrixTiles {
     using Sums = Tile[4];
 
     // Computes rows [first, whole) of 32 outputs of a panel, from its output `n` on: all rows by the weights of some
-    // inputs, which stay in the L1 cache, then all by those of the next inputs. Between the multiplications of a pair
-    // of row tiles, a share of the next panel and the pair's outputs come to the L2 cache, and the outputs of the pair
-    // before are written, as stored tiles can be read only late.
+    // inputs, which stay in the L1 cache, then all by those of the next inputs.
     void pairs_of_rows(const Product& p, const Input* x, int64_t first, int64_t whole, int64_t end, int64_t panel, int n) {
-        const int64_t K = p.in_features, pairs = (whole - first) / PAIR, part = pairs < MANY_PAIRS ? K : L1_INPUTS;
-        const Outputs outputs(p, panel * PANEL + n);
-        const auto put_row = [&](int64_t pair, int64_t r) {
-            const Tile* row_tiles = &sums[pair % 2][r / ROWS * 2];
-            outputs.put(first + pair * PAIR + r, _mm512_loadu_ps(row_tiles[0][r % ROWS]),
-                        _mm512_loadu_ps(row_tiles[1][r % ROWS]));
-        };
-        for (int64_t from = 0; from < K; from += part) {
-            const int64_t count = std::min(part, K - from), rows_a_step = (PAIR * DEPTH + count - 1) / count;
-            const bool last = from + part >= K;
+        const int64_t K = p.in_features, pairs = (whole - first) / (2 * ROWS), step = pairs < MANY_PAIRS ? K : L1_INPUTS;
+        const auto row_of = [&](int64_t pair) { return first + pair * 2 * ROWS; };
+        const auto put_pair = [&](int64_t pair) { put<2>(p, sums[pair % 2], row_of(pair), end, panel * PANEL + n); };
+        for (int64_t from = 0; from < K; from += step) {
+            const bool last = from + step >= K;
             for (int64_t pair = 0; pair < pairs; pair++) {
-                const int64_t row = first + pair * PAIR, number = n ? pairs + pair : pair;
-                const int64_t rows = last ? std::min(PAIR, end - row) : 0, rows_before = last && pair ? PAIR : 0;
-                int64_t r = 0;
+                const int64_t row = row_of(pair), number = n ? pairs + pair : pair;
                 from ? load(sums[pair]) : clear();
-                two_by_two(inputs(p, x, first, row, end), inputs(p, x, first, row + ROWS, end), K, from, count,
-                           [&](int64_t k) {
+                two_by_two(inputs(p, x, first, row, end), inputs(p, x, first, row + ROWS, end), K, from,
+                           std::min(step, K - from), [&](int64_t k) {
                     const uint16_t* w = p.weights + (panel * K + k) * PANEL;
-                    const uint16_t* next = w + K * PANEL;
+                    const uint16_t* next = w + K * PANEL;  // a share of the next panel comes to the L2 cache
                     for (int64_t line = LINES * number / (2 * pairs); line < LINES * (number + 1) / (2 * pairs); line++)
                         __builtin_prefetch(next + line * LINE_VALUES, 0, 2);
-                    for (const int64_t until = std::min(r + rows_a_step, PAIR); r < until; r++) {
-                        if (r < rows) outputs.fetch(row + r);
-                        if (r < rows_before) put_row(pair - 1, r);
-                    }
                     return w + 2 * n;
                 });
                 store(sums[last ? pair % 2 : pair]);
+                // Stored tiles can be read only late, so the next pair is multiplied first.
+                if (last && pair) put_pair(pair - 1);
             }
         }
-        for (int64_t r = 0; pairs && r < std::min(PAIR, end - first - (pairs - 1) * PAIR); r++) put_row(pairs - 1, r);
+        if (pairs) put_pair(pairs - 1);
     }
 
     // Returns the end of the rows that are multiplied as pairs of tiles.
     static int64_t end_of_pairs(int64_t first, int64_t end) {
-        return first + (end - first + ROWS - 1) / PAIR * PAIR;
+        return first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);
     }
 
     const Input* inputs(const Product& p, const Input* x, int64_t first, int64_t row, int64_t end) const {
@@ -214,8 +202,8 @@ class MatrixTiles {
     static void load(const Sums& sums) { load_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
     static void store(Sums& sums) { store_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
 
-    alignas(64) Sums sums[BLOCK_ROWS / PAIR];
-    AlignedVector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored
+    alignas(64) Sums sums[BLOCK_ROWS / (2 * ROWS)];
+    std::vector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored
 };
 
 }  // namespace

@@ -34,9 +34,6 @@ class Outputs {
         if (n + COUNT < p.out_features) Outputs(p, n + COUNT).put(row, sums_after);
     }
 
-    // Prefetches the row's outputs to the L2 cache.
-    void fetch(int64_t row) const { __builtin_prefetch(p.out + row * p.out_features + n, 0, 2); }
-
     static __m512 scaled(__m512 sums, const float* scales, __m512 total) {
         return _mm512_fmadd_ps(sums, _mm512_loadu_ps(scales), total);
     }
