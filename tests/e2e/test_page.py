@@ -78,6 +78,13 @@ def answered(browser: BrowserContext, serving: HttpServing) -> Iterator[Answered
         yield Answered(visit, events, visit.page.evaluate("window.changes"))
 
 
+@pytest.mark.parametrize("sample", ["long", "edit", "schema"])
+def test_the_bundled_model_answers_each_sample(visit: Visit, sample: str) -> None:
+    visit.page.click(f"[data-sample={sample}]")
+    visit.shows("#facts", " tokens in ")
+    assert visit.page.locator("#problem").is_hidden()
+
+
 def events_of(visit: Visit, max_tokens: int) -> list[dict[str, Any]]:
     """Generate an answer, and return the events that the page received."""
     with visit.page.expect_response("**/v1/completions") as found:

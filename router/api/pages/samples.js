@@ -1,6 +1,6 @@
 // The sample buttons' requests: a long prompt for two workers, an edit that drafts well, JSON with a schema.
 
-const FIELDS = ["sensor", "place", "value", "unit", "time", "error", "battery", "signal"];
+const FIELDS = ["sensor", "place", "value", "unit", "time", "error", "battery"]; // fits into 1,024 tokens with its answer
 const LONG = FIELDS.map((name) => `class ${name[0].toUpperCase()}${name.slice(1)}Store:
     """The readings' ${name}s, kept in a file of lines."""
 
