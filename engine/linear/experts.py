@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -189,6 +189,9 @@ class RoutedQuantizedLinear(Routed):
         return torch.ops.tandem.routed_quantized_linear.default(x, experts, *self._parts)
 
 
+Pack = Callable[[Iterable[nn.Module]], nn.Module]
+"""A function that packs the linear layers of a layer's experts into one module."""
+
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that Transformers' `use_experts_implementation` gives the expert modules that it supports."""
 
@@ -234,9 +237,14 @@ class ExpertsModule(nn.Module):
         return type(self)(self.first.part(own), self.second.part(own), self.rest)
 
 
+def are_experts(module: nn.Module) -> bool:
+    """Return whether a module holds experts' weights; the `rest` of packed experts does not."""
+    return isinstance(module, ExpertsModule) or is_fused(module)
+
+
 def fused_experts(model: nn.Module, *, by_kernel: bool = True) -> dict[str, Any]:
     """Return fused experts by path; with `by_kernel`, only those that our kernel can multiply by."""
-    fused = {path: module for path, module in model.named_modules() if _is_fused(module)}
+    fused = {path: module for path, module in model.named_modules() if is_fused(module)}
     if not by_kernel:
         return fused
     return {path: each for path, each in fused.items() if all(_fits(_weights(each, n)) for n in _names(each))}
@@ -249,13 +257,13 @@ def split_experts(model: nn.Module, *, by_kernel: bool = True) -> None:
         model.set_submodule(path, ExpertsModule(first, second, _rest(experts)))
 
 
-def join_experts(model: nn.Module) -> None:
-    """Pack the layers that `split_experts` made, after their quantization."""
+def join_experts(model: nn.Module, pack: Pack | None = None) -> None:
+    """Pack the layers that `split_experts` made, after their quantization, by `pack` or for our kernel."""
     for experts in [module for module in model.modules() if isinstance(module, ExpertsModule)]:
         for name in ("first", "second"):
             linears = getattr(experts, name)
             if isinstance(linears, nn.ModuleList):
-                setattr(experts, name, _joined(linears))
+                setattr(experts, name, (pack or _joined)(linears))
 
 
 def pack_experts(model: nn.Module) -> None:
@@ -280,15 +288,17 @@ def _linears(experts: Any, name: str) -> nn.ModuleList:
     return nn.ModuleList(linear_of(*each) for each in zip(weights, each_bias, strict=True))
 
 
-def _joined(linears: nn.ModuleList) -> RoutedLinear | RoutedQuantizedLinear:
-    quantized = [linear for linear in linears if isinstance(linear, PackedQuantizedLinear)]
+def _joined(linears: Iterable[nn.Module]) -> RoutedLinear | RoutedQuantizedLinear:
+    layers: list[Any] = list(linears)
+    quantized = [linear for linear in layers if isinstance(linear, PackedQuantizedLinear)]
     if quantized:
         return RoutedQuantizedLinear(quantized)
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    return RoutedLinear([linear.weight for linear in linears], torch.stack(biases) if biases else None)
+    biases = [linear.bias for linear in layers if linear.bias is not None]
+    return RoutedLinear([linear.weight for linear in layers], torch.stack(biases) if biases else None)
 
 
-def _is_fused(module: Any) -> bool:
+def is_fused(module: Any) -> bool:
+    """Return whether these are Transformers' experts, which hold all experts' weights as one tensor."""
     if not all(hasattr(module, name) for name in _DECLARED):
         return False
     return all(hasattr(module, name) for name in _names(module))

@@ -28,7 +28,7 @@ from engine.devices.torch.latent_attention import absorb, expansion_reason
 from engine.devices.torch.recurrent_hooks import hook
 from engine.kv.layout import Group
 from engine.limits import check_quantization, choose_max_model_len
-from engine.linear.experts import join_experts, split_experts
+from engine.linear.experts import Pack, join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.quantized import round_head, round_linears
@@ -65,15 +65,14 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     _refuse_chunks(text_config, longest)
     dtype = choose_dtype(config.dtype, hf_config, device)
     held_on = torch.device("cpu") if on_host else device
-    has_kernel = kernel_fault(device, dtype) is None
+    has_kernel, pack = kernel_fault(device, dtype) is None, packing_of_experts(device, dtype)
     in_tiles = config.deterministic and device.type == "cuda"
     if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
-        model = _load_weights(config, hf_config, dtype, held_on, has_kernel=has_kernel)
+        model = _load_weights(config, hf_config, dtype, held_on, pack, has_kernel=has_kernel)
     if in_tiles and (fault := fault_of_weights(model)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
-    packs_experts = packing_of_experts(held_on, dtype) is not None
     checkpoint = ""
     if config.load_format != "dummy":
         stays = has_kernel or device.type == "cuda"
@@ -82,7 +81,7 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     if checkpoint:
         logger.info("%s: %s", config.model_name, checkpoint)
     if config.quantization is not None and quantization_config(hf_config) is None:
-        if has_kernel or packs_experts:
+        if has_kernel or pack is not None:
             split_experts(model, by_kernel=has_kernel)
         round_linears(model, CodeFormat(config.quantization))
     if config.quantize_lm_head:
@@ -97,7 +96,9 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)
-    elif held_on.type == "cuda":
+    elif on_host:
+        join_experts(model, pack)  # ranks divide them
+    elif device.type == "cuda":
         tile_experts_on_gpu(model, device, dtype)
         tile_on_gpu(model, device, dtype, plain=in_tiles)
     hooks = hook(model)
@@ -227,9 +228,15 @@ def _size(config: ServeConfig) -> str:
 
 
 def _load_weights(
-    config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, *, has_kernel: bool
+    config: ServeConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: Pack | None,
+    *,
+    has_kernel: bool,
 ) -> PreTrainedModel:
-    """Load the weights to `device`. Without `has_kernel`, experts that nothing packs are dequantized."""
+    """Load the weights to `device`. Experts that neither `pack` packs nor our kernel runs are dequantized."""
     options: dict[str, Any] = {
         "attn_implementation": transformers_hook.NAME,
         "trust_remote_code": config.trust_remote_code,
@@ -239,7 +246,6 @@ def _load_weights(
             torch.manual_seed(DUMMY_SEED)
             model = as_causal(make_model(hf_config, dtype=dtype, **options))
         elif quantization_config(hf_config) is not None:
-            packed = packing_of_experts(device, dtype)
             model = load_quantized(
                 hf_source(config.model, config.revision),
                 config.revision,
@@ -247,8 +253,8 @@ def _load_weights(
                 dtype,
                 options,
                 device,
-                keeps_experts=packed is not None or has_kernel,
-                packed=packed,
+                keeps_experts=pack is not None or has_kernel,
+                packed=pack,
             )
         else:
             if device.type == "cuda" and is_accelerate_available():

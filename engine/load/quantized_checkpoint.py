@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from engine.linear.experts import fused_experts, split_experts
+from engine.linear.experts import Pack, fused_experts, split_experts
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
 from engine.model.text_half import as_causal, make_model, named_as_in
@@ -34,9 +34,6 @@ from engine.quantization.weight import QuantizedWeight, same_order
 from protocol.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger("tandem.engine")
-
-PackExperts = Callable[[Iterable[nn.Module]], nn.Module]
-"""A function that packs the linear layers of a layer's experts into one module."""
 
 
 def quantization_config(hf_config: Any) -> dict[str, Any] | None:
@@ -66,7 +63,7 @@ def load_quantized(
     device: torch.device,
     *,
     keeps_experts: bool,
-    packed: PackExperts | None = None,
+    packed: Pack | None = None,
 ) -> PreTrainedModel:
     """Load a model, made with Transformers' `options`. Quantized weights go from the files to `device` layer
     by layer; the rest stays on the CPU. With `keeps_experts`, fused experts stay quantized where possible,
@@ -127,7 +124,7 @@ def _filled(
     device: torch.device,
     *,
     keeps_experts: bool,
-    packed: PackExperts | None = None,
+    packed: Pack | None = None,
 ) -> PreTrainedModel:
     """Fill the model with the stored weights and with `experts`, which are removed from there."""
     rest, fused, dtype = stored.plain, stored.fused, empty.dtype
@@ -239,7 +236,7 @@ def take_experts(
 
 
 def set_experts(
-    model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], packed: PackExperts | None = None
+    model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], packed: Pack | None = None
 ) -> None:
     """Give experts separate, packed layers with these weights. Each weight is freed once it is used."""
     if not weights:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.linear.experts import ExpertsModule
+from engine.linear.experts import ExpertsModule, are_experts
 from engine.linear.packed import PANEL, plain_weight
 from engine.parallel.division import LINEARS, LinearShare
 from engine.parallel.group import Columns, Ranks
@@ -68,12 +68,6 @@ def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
         elif are_experts(module) and module.num_experts >= ranks.size:
             share.set_submodule(path, ExpertsShare(module, ranks))
     return share
-
-
-def are_experts(module: nn.Module) -> bool:
-    """Return whether a module holds experts' weights; the `rest` of packed experts does not."""
-    fused = hasattr(module, "_is_expert_parallel") and any(True for _ in module.parameters(recurse=False))
-    return isinstance(module, ExpertsModule) or fused
 
 
 def _experts(whole: nn.Module, own: range) -> nn.Module:

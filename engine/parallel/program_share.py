@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.devices.torch.operations import side_by_side
+from engine.linear.experts import are_experts
 from engine.linear.packed import PANEL
 from engine.lora.table import Adapters
 from engine.model.program import Attention, Experts, Mlp, ModelProgram, Product, Rotation
 from engine.parallel.division import LINEARS, heads_of, moved, part_of, query_columns
 from engine.parallel.group import Columns, Ranks
-from engine.parallel.layers import ExpertsShare, are_experts
+from engine.parallel.layers import ExpertsShare
 
 Prepare = Callable[[nn.Module], nn.Module]
 """A function that brings a linear layer into the form that the device's kernels read."""
@@ -109,10 +110,14 @@ class _Divider:
     def _experts(self, whole: Experts) -> Experts:
         experts = whole.holder.experts
         divides = are_experts(experts) and experts.num_experts >= self._ranks.size
-        share = ExpertsShare(experts, self._ranks) if divides else copy.deepcopy(experts)
+        if divides:
+            share = ExpertsShare(experts, self._ranks).to(self._device)
+            share.part = self._placed(share.part)
+        else:
+            share = self.share(experts)
         names = ("router", "router_bias", "preferences", "shared_gate")
         tensors = {name: self.share(getattr(whole, name)) for name in names}
-        return replace(whole, holder=SimpleNamespace(experts=share.to(self._device)), **tensors)
+        return replace(whole, holder=SimpleNamespace(experts=share), **tensors)
 
     def _rows(self, whole: Product, rows: Sequence[range]) -> Product:
         """Return a product with only these outputs, which stay on this rank."""

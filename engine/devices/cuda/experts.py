@@ -7,14 +7,17 @@ size does.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from engine.devices.cuda.buckets import MOST_ROWS
 from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, combine, route
-from engine.devices.cuda.products import ROWS, TENSORS, Routes, Tiled, TiledLinear, fits
-from engine.linear.experts import ExpertsModule, Routed, fused_experts, fused_parts
+from engine.devices.cuda.products import ROWS, TENSORS, Routes, Tiled, TiledLinear, fits, tiled
+from engine.linear.experts import ExpertsModule, Routed, are_experts, fused_parts, join_experts
 from engine.linear.quantized import QuantizedLinear
 from engine.model import program
 from engine.model.describe import gate_of
@@ -121,13 +124,26 @@ class RoutedTiles(Routed, Tiled):
     def num_experts(self) -> int:
         return len(self.weight)
 
-    def forward(self, x: Tensor, routes: Routes, gate: Activation | None = None) -> Tensor:
+    def forward(self, x: Tensor, routes: Routes | Tensor, gate: Activation | None = None) -> Tensor:
         """Return a row for each place in `routes`; rows of experts outside are undefined. Each row of `x` is
-        for equally many, in a sequence. A `gate` is that of `launch`.
+        for equally many, in a sequence. A `gate` is that of `launch`. In the host's memory, `routes` are the
+        experts [rows].
         """
+        if isinstance(routes, Tensor):
+            return self._by_torch(x, routes)
         out = x.new_empty((len(routes.places), self.out_features))
         is_few, tiles = routes.rows < ROWS, len(routes.tiles)
         self.launch(x.contiguous(), out, tiles, is_few=is_few, routes=routes, gate=gate)
+        return out
+
+    def _by_torch(self, x: Tensor, experts: Tensor) -> Tensor:
+        experts = experts.flatten()
+        x = x.repeat_interleave(len(experts) // len(x), 0)
+        out = x.new_zeros((len(x), self.out_features))
+        for expert in experts.unique().tolist():
+            one, own = self.part(range(expert, expert + 1)), experts == expert
+            bias = None if one.bias is None else one.bias[0]
+            out[own] = linear(x[own], one.values().to(x.dtype), bias)
         return out
 
 
@@ -175,14 +191,21 @@ class TiledExperts(ExpertsModule):
 
 def tile_experts(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the model's experts, joining those that were split, and freeing their weights."""
-    for path, experts in list(model.named_modules()):
-        if isinstance(experts, ExpertsModule) and not isinstance(experts, TiledExperts):
-            for name in ("first", "second"):
-                layers = getattr(experts, name)
-                if isinstance(layers, nn.ModuleList):
-                    setattr(experts, name, RoutedTiles.of(layers, dtype))
-            model.set_submodule(path, TiledExperts(experts.first, experts.second, experts.rest))
-    for path, experts in fused_experts(model, by_kernel=False).items():
-        parts, rest = fused_parts(experts)
-        first, second = (RoutedTiles.plain(weight.contiguous(), bias) for weight, bias in parts)
-        model.set_submodule(path, TiledExperts(first, second, rest))
+    join_experts(model, partial(RoutedTiles.of, dtype=dtype))
+    for path, module in list(model.named_modules()):
+        if are_experts(module):
+            model.set_submodule(path, tiled_experts(module))
+
+
+def tiled_experts(experts: Any) -> TiledExperts:
+    """Return experts that run by our kernel. Fused ones lose their weights."""
+    if isinstance(experts, ExpertsModule):
+        return TiledExperts(experts.first, experts.second, experts.rest)
+    parts, rest = fused_parts(experts)
+    first, second = (RoutedTiles.plain(weight.contiguous(), bias) for weight, bias in parts)
+    return TiledExperts(first, second, rest)
+
+
+def tiled_part(part: nn.Module, dtype: torch.dtype, *, plain: bool) -> nn.Module:
+    """Return a rank's part of a linear layer or of experts, tiled like a whole one."""
+    return tiled_experts(part) if are_experts(part) else tiled(part, dtype, plain=plain)

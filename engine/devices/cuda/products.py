@@ -101,6 +101,28 @@ class Tiled(nn.Module):
     def plain(cls, weight: Tensor, bias: Tensor | None) -> Self:
         return cls(None, _DEPTH if weight.itemsize <= 2 else _LEAST_DEPTH, weight=weight, bias=bias)
 
+    def values(self) -> Tensor:
+        """Return one product's or one expert's weights as plain values [outputs, inputs]."""
+        codes, *others = (
+            None if each is None else each.reshape(-1, each.shape[-1])
+            for each in (self.weight, self.scales, self.zeros, self.order)
+        )
+        scales, zeros, order = others
+        assert codes is not None
+        if self.format is None or scales is None:
+            return codes
+        if self.format in _IN_HALVES:
+            halves = codes.unflatten(1, (-1, 1, self.depth // 2))
+            codes = torch.cat([halves & 15, halves >> 4], dim=2).flatten(1)
+        elif self.format is CodeFormat.FP8:
+            codes, scales = codes.view(torch.float8_e4m3fn), scales / _FP8_FACTOR
+        else:
+            codes = codes.view(torch.int8)
+        if self.format is CodeFormat.MXFP4:
+            scales = (scales.int() << 23).view(torch.float32)
+        permutation = None if order is None else order[0].long()
+        return QuantizedWeight(self.format, codes, scales, zeros, permutation).dequantized()
+
     def launch(
         self,
         rows: Tensor,

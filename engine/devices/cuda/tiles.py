@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.devices.attention import backend_fault, backend_of
+from engine.linear.experts import Pack
 from engine.linear.quantized import QuantizedLinear
 from protocol.config import ServeConfig
 
@@ -33,9 +34,7 @@ def tile_experts_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dty
         importlib.import_module("engine.devices.cuda.experts").tile_experts(model, dtype)
 
 
-def packing_of_experts(
-    device: torch.device, dtype: torch.dtype
-) -> Callable[[Iterable[nn.Module]], nn.Module] | None:
+def packing_of_experts(device: torch.device, dtype: torch.dtype) -> Pack | None:
     """Return what packs the layers of several experts for a GPU; None if nothing does."""
     if device.type != "cuda" or backend_fault("triton", device, dtype) is not None:
         return None
@@ -43,11 +42,11 @@ def packing_of_experts(
 
 
 def tiling(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:
-    """Return what packs a linear layer of a model as `tile_on_gpu` packs those of another."""
+    """Return what packs a linear layer or experts of a model as those of a model on one GPU are packed."""
     if device.type != "cuda" or backend_fault("triton", device, dtype) is not None:
-        return lambda linear: linear
-    tiled = importlib.import_module("engine.devices.cuda.products").tiled
-    return partial(tiled, dtype=dtype, plain=config.deterministic)
+        return lambda part: part
+    tiled_part = importlib.import_module("engine.devices.cuda.experts").tiled_part
+    return partial(tiled_part, dtype=dtype, plain=config.deterministic)
 
 
 def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -22,17 +22,20 @@ from engine.batch.runner import Runner, Step
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.experts import tile_experts
-from engine.devices.cuda.products import tile_linears, tiled
+from engine.devices.cuda.experts import RoutedTiles, tile_experts, tiled_part
+from engine.devices.cuda.products import tile_linears
 from engine.devices.cuda.runner import CudaRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
+from engine.linear.experts import ExpertsModule, join_experts, split_experts
+from engine.linear.quantized import round_layers
 from engine.lora.table import Adapters, adaptable
 from engine.model.describe import describe
 from engine.model.program import ModelProgram
 from engine.parallel.group import Columns, Ranks
 from engine.parallel.pools import rank_layout
 from engine.parallel.program_share import program_share
+from engine.quantization.weight import CodeFormat
 from tests.engine.adapter_files import write_adapter
 from tests.engine.interpreted.decoder import CONFIGS, CPU, HIDDEN_LAYERS, STEPS, made
 from tests.engine.interpreted.decoder import SHAPE as DECODER_SHAPE
@@ -72,29 +75,43 @@ def runner_of(program: ModelProgram, pool: KVPool, adapters: Adapters, adapter: 
 
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [1]}
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 5, "attention_bias": True, "sliding_window": 4}
 MODELS = {
-    "gpt_oss": GptOssConfig(**DECODER_SHAPE | SHAPE | GPT_OSS),
+    "gpt_oss": GptOssConfig(**DECODER_SHAPE | SHAPE | SIZES | GPT_OSS),
     "llama": CONFIGS["llama"],
     "gemma3": CONFIGS["gemma3"],
-    "qwen3_moe": Qwen3MoeConfig(**CONFIGS["qwen3"].to_dict() | SHAPE | MOE),
+    "qwen3_moe": Qwen3MoeConfig(**CONFIGS["qwen3"].to_dict() | SHAPE | SIZES | MOE),
 }
 
 
-CASES = [("llama", 2, 1), ("gemma3", 4, 1), ("qwen3_moe", 2, 0), ("gpt_oss", 2, 0)]
+CASES = [
+    ("llama", 2, 1, None),
+    ("gemma3", 4, 1, None),
+    ("qwen3_moe", 2, 0, None),
+    ("qwen3_moe", 2, 0, CodeFormat.INT4),
+    ("gpt_oss", 2, 0, None),
+    ("gpt_oss", 2, 0, CodeFormat.MXFP4),
+]
 
 
-@pytest.mark.parametrize(("name", "size", "slot"), CASES)
-def test_ranks_have_the_bits_of_one(name: str, size: int, slot: int, tmp_path: Path) -> None:
-    """The second sequence has the adapter in the slot, if it is not 0."""
+@pytest.mark.parametrize(("name", "size", "slot", "format"), CASES)
+def test_ranks_have_the_bits_of_one(
+    name: str, size: int, slot: int, format: CodeFormat | None, tmp_path: Path
+) -> None:
+    """The second sequence has the adapter in the slot, if it is not 0. Experts have weights of the format."""
     steps = [[step[0], replace(step[1], adapter=slot)] for step in STEPS]
     config = copy.deepcopy(MODELS[name])
     for field, value in SHAPE.items():
         setattr(config, field, value)
     model = made(config)
     model.save_pretrained(tmp_path)
-    tile_experts(model, torch.float32)
+    if format is not None:
+        split_experts(model, by_kernel=False)
+        for module in [each for each in model.modules() if isinstance(each, ExpertsModule)]:
+            round_layers(module, format)
+        join_experts(model, partial(RoutedTiles.of, dtype=torch.float32))
     adapter, linears = write_adapter(tmp_path, tmp_path / "one", 1), adaptable(model)
     layout = PoolLayout((Group.uniform(TARGET, Segment(2, 2, 16, torch.float32)),), 16)
     parts, meeting, turn = [None] * size, threading.Barrier(size), threading.Lock()
@@ -102,7 +119,7 @@ def test_ranks_have_the_bits_of_one(name: str, size: int, slot: int, tmp_path: P
     def run(rank: int) -> list[Any]:
         with turn:
             ranks = TurnRanks(rank, parts, meeting, turn)
-            prepare = partial(tiled, dtype=torch.float32, plain=True)
+            prepare = partial(tiled_part, dtype=torch.float32, plain=True)
             adapters = Adapters(linears, CPU, torch.float32, 64)
             share = program_share(describe(model), ranks, CPU, prepare, adapters)
             runner = runner_of(
@@ -112,6 +129,7 @@ def test_ranks_have_the_bits_of_one(name: str, size: int, slot: int, tmp_path: P
 
     with ThreadPoolExecutor(size) as threads:
         shared = list(threads.map(run, range(size)))
+    tile_experts(model, torch.float32)
     tile_linears(model, torch.float32, plain=True)
     adapters = Adapters(linears, CPU, torch.float32, 64)
     whole = runner_of(describe(model), KVPool(layout, 8, CPU, None), adapters, adapter)

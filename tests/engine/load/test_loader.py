@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.devices.cuda import tiles
 from engine.engine import Engine
 from engine.kv.layout import Group, Segment
-from engine.linear.experts import fused_experts
+from engine.linear.experts import join_experts
 from engine.load import loader
 from engine.load.loader import load_model
 from engine.load.preloaded import is_preloaded, keep_preloaded
 from engine.load.select import load_packed
+from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, config_of, write_model
-from tests.engine.kernels import needs_kernel
-from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
+from tests.engine.quantization.quantized_model import EXPERTS, LAYOUTS, write_quantized
 from tests.worker.tiny_model import write_tiny_llama
 
 
@@ -163,8 +164,8 @@ def load_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load models as for a GPU, with their weights on the CPU."""
     load_weights = loader._load_weights
 
-    def on_the_cpu(*args: Any, has_kernel: bool) -> Any:
-        return load_weights(*args[:3], torch.device("cpu"), has_kernel=has_kernel)
+    def on_the_cpu(config: Any, hf_config: Any, dtype: Any, _: Any, *args: Any, has_kernel: bool) -> Any:
+        return load_weights(config, hf_config, dtype, torch.device("cpu"), *args, has_kernel=has_kernel)
 
     monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(loader, "_load_weights", on_the_cpu)
@@ -209,12 +210,27 @@ def test_experts_are_packed_for_a_gpu_that_holds_the_model(
     assert packed == ([] if on_host else ["cuda", "linear layers"])
 
 
-@needs_kernel
-def test_quantized_experts_are_dequantized_for_ranks_on_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", ["fp8", "gptq", "gptq_int8", "--quantization int4"])
+def test_ranks_divide_quantized_experts_as_they_are_stored(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host holds the model only until it is divided, whatever the host could multiply by."""
-    write_quantized(tmp_path, "qwen3_moe", "fp8", **EXPERTS)
+    """Until then the host can run them, for the probe, and the model counts as that of one GPU."""
+    tiled = pytest.importorskip("engine.devices.cuda.experts", reason="Triton is for Linux").RoutedTiles
+    options = {"load_format": "auto"}
+    if layout in LAYOUTS:
+        format = LAYOUTS[layout][1]
+        write_quantized(tmp_path, "qwen3_moe", layout, **EXPERTS)
+    else:
+        format = CodeFormat.INT4
+        write_model("qwen3_moe", tmp_path, **EXPERTS)
+        options["quantization"] = format.value
     load_for_a_gpu(monkeypatch)
-    config = config_for(tmp_path, dtype="bfloat16", load_format="auto")
-    assert fused_experts(load_model(config, on_host=True).model, by_kernel=False)
+    monkeypatch.setattr(tiles, "backend_fault", lambda *_: None)
+    config = config_for(tmp_path, dtype="bfloat16", **options)
+    loaded = load_model(config, on_host=True)
+    parts = [each for each in loaded.model.modules() if isinstance(each, tiled)]
+    assert {part.format for part in parts} == {format}
+    pack = partial(tiled.of, dtype=torch.bfloat16)
+    monkeypatch.setattr(loader, "tile_experts_on_gpu", lambda model, *_: join_experts(model, pack))
+    monkeypatch.setattr(loader, "tile_on_gpu", lambda *_, plain: None)
+    assert load_model(config).weights == loaded.weights
