@@ -208,7 +208,8 @@ def _finish(out, sinks, row, head, mean_of_all, mass, top, live, LAYER: tl.const
     tl.store(place, mean_of_all.to(out.dtype.element_ty), mask=live[:, None] & (e < LAYER.value_dim)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tiles", "tile_tokens", "table_row", "window", "alone"])
+# A table's blocks and slots may begin anywhere in those of all tables.
+@triton.jit(do_not_specialize=["table", "slots", "num_tiles", "tile_tokens", "table_row", "window", "alone"])
 def attend(
     query,
     keys,

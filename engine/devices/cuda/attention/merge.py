@@ -8,7 +8,7 @@ import triton.language as tl
 from engine.devices.cuda.attention.softmax import join, share
 
 
-@triton.jit(do_not_specialize=["num_tiles", "tile_tokens"])
+@triton.jit(do_not_specialize=["num_tiles", "tile_tokens", "slots"])
 def merge(
     parts,
     masses,
