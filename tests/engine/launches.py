@@ -17,6 +17,7 @@ from engine.devices import recurrent
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.experts import tile_experts
+from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
 from engine.load import select
@@ -74,9 +75,8 @@ def launches_of(family: str) -> Launches:
     return Launches(forward, round(counts[0] + (counts[1] - counts[0]) * (LAYERS / layers - 1)), is_graph)
 
 
-@contextmanager
-def served(model_type: str, changes: dict[str, Any]) -> Iterator[tuple[Any, list[SequenceRows], Any]]:
-    """Yield a small model's runner, two decode rows, and the GPU that counts."""
+def loaded_of(model_type: str, **changes: Any) -> LoadedModel:
+    """Return a small model on the GPU."""
     with tempfile.TemporaryDirectory() as folder:
         config_of(model_type, **changes).save_pretrained(folder)
         loading = ServeConfig(
@@ -85,6 +85,13 @@ def served(model_type: str, changes: dict[str, Any]) -> Iterator[tuple[Any, list
         loaded = replace(load_model(loading), device=GPU)
     tile_experts(loaded.model, torch.float16)
     loaded.model.to(GPU)
+    return loaded
+
+
+@contextmanager
+def served(model_type: str, changes: dict[str, Any]) -> Iterator[tuple[Any, list[SequenceRows], Any]]:
+    """Yield a small model's runner, two decode rows, and the GPU that counts."""
+    loaded = loaded_of(model_type, **changes)
     state = (loaded.recurrent.state, 3) if loaded.recurrent is not None else ()
     with pytest.MonkeyPatch.context() as patch, absent_gpu() as gpu:
         patch.setattr(recurrent, "triton_fault", lambda device: None)

@@ -9,7 +9,7 @@ from itertools import product
 
 from engine.batch.step_inputs import SequenceRows, StepShape, are_chains
 from engine.devices.cuda.attention import tiles
-from engine.triton_support import ceil_div
+from engine.triton_support import ceil_div, power_of_two
 from protocol.config import ServeConfig
 
 MOST_ROWS = 512
@@ -72,18 +72,20 @@ class Buckets:
 
     def eager_forms(self) -> Iterator[StepShape]:
         """Yield steps that launch each kernel in all forms that eager steps take: few and many rows, few and
-        many keys, with and without optional inputs.
+        many keys, with and without optional inputs, and chunks beside few and many sequences.
         """
+        trees_or_not, first_or_not = {False, self.trees}, {False, self.first_keys}
         for rows, blocks, trees, first_keys, adapters in product(
             _EAGER_ROWS,
             {self.blocks[0], self.blocks[-1]},
-            {False, self.trees},
-            {False, self.first_keys},
+            trees_or_not,
+            first_or_not,
             {False, self.adapters},
         ):
             yield StepShape(rows, rows, 1, rows, blocks, trees, first_keys, adapters)
-        for sequences in self.sequences:
-            yield self._shape(sequences, 1, self.blocks[0], False)
+        counts, chunk = {*map(power_of_two, self.sequences)}, tiles.CHUNK
+        for sequences, trees, first_keys in product(counts, trees_or_not, first_or_not):
+            yield StepShape(sequences + chunk, 1, sequences, chunk, self.blocks[0], trees, first_keys)
         for rows_each in {1, self.rows_each[-1]}:  # the most partial results: memory may lack room for them
             yield self._shape(self.sequences[-1], rows_each, self.blocks[-1], False)
 

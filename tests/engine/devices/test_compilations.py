@@ -6,6 +6,7 @@ tensors without memory, whose addresses are their offsets.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,10 +27,14 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from engine.batch.runner import Step
 from engine.batch.step_inputs import SequenceRows
 from engine.copies import Downloader
+from engine.devices import recurrent
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.experts import tile_experts
 from engine.devices.cuda.products import tile_linears
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.layout import PoolLayout
+from engine.kv.pool import KVPool
 from engine.load import select
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel import chooser
@@ -47,20 +52,23 @@ from tests.docs.gpu_table import tree_inputs
 from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.interpreted.recorder import pageable_memory
+from tests.engine.launches import FAMILIES, loaded_of
 from tests.engine.step.test_host_waits import (
     CountedGraphs,
     adapters_of,
     hybrid,
     hybrid_pool,
-    loaded_of,
     on_gpu,
     pool_of,
     qwen3,
 )
+from tests.engine.step.test_host_waits import loaded_of as loaded_qwen3
 from tests.engine.triton_offline import absent_driver
 
 Forms = set[tuple[str, str]]
-STEPS = 60
+STEPS = int(os.environ.get("RANDOM_STEPS", "60"))
+"""Steps of each kind: `RANDOM_STEPS=10000 pytest -k steps` takes minutes."""
+LONGEST = 2048
 
 
 @pytest.fixture
@@ -81,7 +89,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forms]:
         yield seen
 
 
-def random_batch(rng: random.Random, kind: str) -> list[SequenceRows]:
+def random_batch(rng: random.Random, kind: str, num_tables: int) -> list[SequenceRows]:
     """Decode rows, drafts to verify and prompts of any lengths, at any places of texts."""
     batch = []
     for number in range(rng.choice([1, 1, 2, 3, 4, 7, 16, rng.randint(1, 24)])):
@@ -94,7 +102,7 @@ def random_batch(rng: random.Random, kind: str) -> list[SequenceRows]:
             SequenceRows(
                 [5] * rows,
                 start,
-                [[number] * (1 + (start + rows) // 16)],
+                [[number] * (1 + (start + rows) // 16)] * num_tables,
                 masks,
                 adapter=rng.randint(0, 1) if kind == "adapters" else 0,
                 state_slot=number % 3,
@@ -103,7 +111,8 @@ def random_batch(rng: random.Random, kind: str) -> list[SequenceRows]:
     return batch
 
 
-def runner_for(kind: str, enforce_eager: bool) -> Any:
+def runner_for(kind: str, enforce_eager: bool) -> tuple[Any, KVPool]:
+    """Return a runner of a kind or of a family, and its pool."""
     speculative = None
     if kind == "trees":
         speculative = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=3, tree=True)
@@ -111,33 +120,49 @@ def runner_for(kind: str, enforce_eager: bool) -> Any:
         speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     config = ServeConfig(max_num_seqs=24, speculative_config=speculative, enforce_eager=enforce_eager)
     with absent_gpu():
-        if kind == "hybrid":
+        if kind in FAMILIES:
+            loaded = loaded_in_tables(FAMILIES[kind])
+            state = () if loaded.recurrent is None else (loaded.recurrent.state, 3)
+            pool = KVPool(PoolLayout((loaded.kv_group,), 16, *state), 64, GPU, None)
+        elif kind == "hybrid":
             loaded = hybrid()
             pool = hybrid_pool(loaded)
         elif kind == "experts":
             model, pool = on_gpu(config_of("qwen3_moe", num_hidden_layers=1)), pool_of(1)
             tile_experts(model, torch.bfloat16)
-            loaded = loaded_of(model, pool)
+            loaded = loaded_qwen3(model, pool)
         else:
             model, pool = qwen3(1), pool_of(1)
             if kind == "tiles":
                 tile_linears(model, torch.bfloat16, plain=True)
-            loaded = loaded_of(model, pool, adapters_of(model) if kind == "adapters" else None)
-        return select.runner_of_one_process(config, replace(loaded, max_model_len=2048), pool, ())
+            loaded = loaded_qwen3(model, pool, adapters_of(model) if kind == "adapters" else None)
+        loaded = replace(loaded, max_model_len=LONGEST)
+        return select.runner_of_one_process(config, loaded, pool, ()), pool
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("kind", ["plain", "tiles", "experts", "adapters", "trees", "hybrid"])
-def test_steps(kind: str, enforce_eager: bool, forms: Forms) -> None:
-    runner, rng = runner_for(kind, enforce_eager), random.Random(kind)
+def loaded_in_tables(model_type: str) -> LoadedModel:
+    """Return a small model. Layers with sliding windows have block tables of their own, as in service."""
+    loaded = loaded_of(model_type)
+    if loaded.recurrent is not None:
+        return loaded
+    return replace(loaded, kv_group=loaded.kv_group.in_tables(LONGEST))
+
+
+KINDS = ["plain", "tiles", "experts", "adapters", "trees", "hybrid"]
+CASES = [(kind, eager) for kind in KINDS for eager in (False, True)] + [(name, False) for name in FAMILIES]
+
+
+@pytest.mark.parametrize(("kind", "enforce_eager"), CASES)
+def test_steps(kind: str, enforce_eager: bool, forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "triton_fault", lambda device: None)
+    (runner, pool), rng = runner_for(kind, enforce_eager), random.Random(kind)
     with pageable_memory():
         runner.warm_up()
         warm = set(forms)
         for _ in range(STEPS):
-            batch = random_batch(rng, kind)
+            batch = random_batch(rng, kind, pool.num_tables)
             runner.run(Step(batch, range(rng.randint(1, sum(len(rows.token_ids) for rows in batch)))))
-    # Tiles of many sequences are planned anew beside a chunk.
-    assert {name for name, _ in forms - warm} <= {"plan"}
+    assert forms - warm == set()
 
 
 @pytest.mark.parametrize("rule", ["coupled", "standard", "block"])
