@@ -25,13 +25,14 @@ class Heads(NamedTuple):
     queries: range
     keys: range
 
-    def rows(self, size: int, query_size: int, num_queries: int, outputs: int) -> list[range]:
+    def rows(self, size: int, query_size: int, num_queries: int, outputs: int, sides: int = 2) -> list[range]:
         """Return these heads' outputs of a fused QKV product: `num_queries` queries of `query_size` rows
-        (more than `size` if each has a gate), then keys and values of `size` rows per head.
+        (more than `size` if each has a gate), then keys and values, or fewer `sides`, of `size` rows a head.
         """
         first_key = num_queries * query_size
         queries, keys = times(self.queries, query_size), moved(times(self.keys, size), first_key)
-        return [queries, keys, moved(keys, (outputs - first_key) // 2)]
+        step = (outputs - first_key) // max(1, sides)
+        return [queries, *(moved(keys, side * step) for side in range(sides))]
 
 
 def heads_of(queries: int, keys: int, size: int) -> list[Heads]:

@@ -39,25 +39,24 @@ def program_share(
 ) -> ModelProgram:
     """Return this rank's share of the program, prepared on its device. `adapters` are told its outputs."""
     outputs = {} if adapters is None else adapters.outputs
-    share: ModelProgram = _Divider(ranks, device, prepare, outputs).share(program)
+    attentions = [mixer for layer in program.layers for mixer in layer.mixers if isinstance(mixer, Attention)]
+    keys = {mixer.layer: mixer.kv_heads for mixer in attentions if mixer.sides}
+    share: ModelProgram = _Divider(ranks, device, prepare, outputs, keys).share(program)
     return share
-
-
-def indivisible(program: ModelProgram) -> str | None:
-    """Return why the program cannot be divided among ranks; None if it can."""
-    if program.token_vectors is not None:
-        return "layers read vectors of the tokens"
-    mixers = (mixer for layer in program.layers for mixer in layer.mixers)
-    if any(isinstance(mixer, Attention) and mixer.sides < 2 for mixer in mixers):
-        return "attention takes values from keys, or both from another layer"
-    return None
 
 
 class _Divider:
     def __init__(
-        self, ranks: Ranks, device: torch.device, prepare: Prepare, outputs: dict[str, Sequence[range]]
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        prepare: Prepare,
+        outputs: dict[str, Sequence[range]],
+        keys: dict[int, int],
     ) -> None:
-        self._ranks, self._device, self._prepare, self._outputs = ranks, device, prepare, outputs
+        """Tell the outputs that are kept. `keys` are the KV heads by the layer that writes them."""
+        self._ranks, self._device, self._prepare = ranks, device, prepare
+        self._outputs, self._keys = outputs, keys
 
     def share(self, whole: Any) -> Any:
         """Divide what can be divided, and move the rest to the device."""
@@ -85,14 +84,15 @@ class _Divider:
         return whole
 
     def _attention(self, whole: Attention) -> Attention:
-        dim, outputs, sinks, keys = whole.head_dim, whole.inputs.outputs, whole.sinks, whole.kv_heads
+        dim, outputs, sinks = whole.head_dim, whole.inputs.outputs, whole.sinks
+        keys = self._keys[whole.layer if whole.source is None else whole.source]
         query_size = whole.query_size // whole.heads
         own = heads_of(whole.heads, keys, self._ranks.size)[self._ranks.rank]
         gathered = query_columns(whole.heads, keys, self._ranks.size).times(dim)
         norms = {name: self.share(getattr(whole, name)) for name in ("query_norm", "key_norm", "value_norm")}
         return replace(
             whole,
-            inputs=self._rows(whole.inputs, own.rows(dim, query_size, whole.heads, outputs)),
+            inputs=self._rows(whole.inputs, own.rows(dim, query_size, whole.heads, outputs, whole.sides)),
             output=self._gathering(whole.output, gathered),
             heads=len(own.queries),
             sinks=None if sinks is None else sinks[own.queries.start : own.queries.stop].to(self._device),

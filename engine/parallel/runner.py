@@ -25,7 +25,7 @@ from engine.parallel.division import Heads, heads_of, query_columns
 from engine.parallel.group import Columns, Ranks
 from engine.parallel.layers import model_share
 from engine.parallel.native_share import DescriptionShare
-from engine.parallel.program_share import indivisible, program_share
+from engine.parallel.program_share import program_share
 from engine.parallel.shared_ranks import SharedRanks
 from protocol.config import ServeConfig
 from protocol.errors import UnsupportedModelError
@@ -43,10 +43,10 @@ def share_of(config: ServeConfig, loaded: LoadedModel, ranks: Ranks) -> LoadedMo
     if not isinstance(ranks, DistributedRanks):
         return loaded
     program = loaded.program
-    fault = "no family describes it" if program is None else indivisible(program)
-    if program is None or fault is not None:
+    if program is None:
         raise UnsupportedModelError(
-            f"{model}: no tensor-parallel ranks with KV pools of their own, as on GPUs, run it: {fault}"
+            f"{model}: no tensor-parallel ranks with KV pools of their own, as on GPUs, run it: no family "
+            "describes it"
         )
     options = config.speculative_config
     if ranks.rank == 0 and options is not None and options.method not in (*WEIGHTLESS, "draft_model"):

@@ -164,7 +164,10 @@ def run_program(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
 
 
 PROGRAMS: dict[str, tuple[dict[str, Any], list[int]]] = {
-    **{name: ({"model_type": name}, [2, 4]) for name in ("llama", "gemma3_text", "granite", "mixtral")},
+    **{
+        name: ({"model_type": name}, [2, 4])
+        for name in ("llama", "gemma3_text", "granite", "mixtral", "gemma4_text")
+    },
     "6 heads, 2 of keys": (qwen2(6, 2, compile="off"), [3]),
     "int8 KV": (qwen2(4, 2, compile="off", kv_cache_dtype="int8"), [2]),
     "int4 weights": (int_weights("int4", "off"), [3]),

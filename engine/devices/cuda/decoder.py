@@ -93,8 +93,9 @@ class CudaDecoder(Operations[StepInputs]):
             self._products[program.token_vectors.product] = packed(program.token_vectors.product, adapters)
         for layer in program.layers:
             self._products |= packed_of(layer, adapters)
-            if layer.token_input is not None and adapters is None:
-                output = layer.token_input.output
+            part = layer.token_input
+            if part is not None and part.output.is_plain and adapters is None:
+                output = part.output
                 linear = tiled(output.linears[0], program.embeddings.dtype, plain=True)
                 if isinstance(linear, TiledLinear):
                     self._gated[output] = linear
