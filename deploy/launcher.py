@@ -142,7 +142,7 @@ def run(
 
     def start() -> None:
         patience.started = True
-        say(config.log_format, f"Starting {config.num_workers} workers of {config.model_name} ...")
+        say(config.log_format, f"Starting {config.model_name}, workers: {config.num_workers} ...")
         launcher.start()
 
     freeze_heap()
