@@ -24,7 +24,7 @@ from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.experts import RoutedTiles, add_up, choose_experts, routes_of
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear
-from engine.devices.cuda.recurrent import operators
+from engine.devices.cuda.recurrent import mixers, operators
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import Absorbed
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
@@ -164,10 +164,18 @@ RECURRENT = {
     "LFM2: convolution": ("convolve", 2048, (32, 16, 128, 128), 1, True),
     "Qwen3.5: convolution, unit queries and keys, gates": ("prepare", 8192, (32, 16, 128, 128), 1, True),
     "Qwen3.5: gated delta rule": ("attend", 8192, (32, 16, 128, 128), 1, True),
-    "Qwen3.5: window update": ("keep", 8192, (32, 16, 128, 128), 1, True),
+    "Qwen3.5: norm and output gates, window update": ("gate_heads", 8192, (32, 16, 128, 128), 1, True),
+    "window update alone": ("keep", 8192, (32, 16, 128, 128), 1, True),
     "Kimi Linear: delta rule with channel decays": ("attend", 12288, (32, 32, 128, 128), 128, True),
     "Nemotron-H, Falcon-H1: convolution, time steps": ("prepare", 10240, (128, 8, 128, 64), 1, False),
     "Nemotron-H, Falcon-H1: Mamba2": ("attend", 10240, (128, 8, 128, 64), 1, False),
+    "Nemotron-H, Falcon-H1: gates and norm, window update": (
+        "gate_states",
+        10240,
+        (128, 8, 128, 64),
+        1,
+        False,
+    ),
     "Jamba: selective scan": ("scan", 8192, (8192, 1, 16, 1), 1, False),
 }
 """The kernel's name; the channels; (heads, key heads, key dimension, value dimension); the decay's dimension;
@@ -371,7 +379,17 @@ def compiled_recurrent(name: str, capability: int) -> Code:
         elif kernel_name == "scan":
             rows = [meta(12, size, **floats) for size in (key_dim, key_dim, heads, heads)]
             recurrent.selective_scan(0, *rows, meta(heads, key_dim, **floats))
+        elif kernel_name == "keep":
+            sizes = (
+                (key_heads, key_dim),
+                (key_heads, key_dim),
+                (heads, value_dim),
+                (heads, decay_dim),
+                (heads,),
+            )
+            recurrent.linear_attention(0, *(meta(12, *size, **floats) for size in sizes))
         else:
+            width = heads * value_dim
             mixer = Recurrent(
                 kind=MixerKind.DELTA if has_delta else MixerKind.STATE_SPACE,
                 inputs=Product(()),
@@ -381,9 +399,15 @@ def compiled_recurrent(name: str, capability: int) -> Code:
                 bias=None,
                 rates=meta(heads, **floats),
                 shifts=meta(heads * decay_dim, **floats),
+                skips=meta(heads, **halves),
+                norm=Norm(meta(value_dim if has_delta else width, **halves), 1e-6),
+                group=width // key_heads,
             )
-            gates = meta(12, heads, **halves), meta(12, heads * decay_dim, **halves)
-            recurrent.mix(mixer, meta(12, channels + heads * value_dim, **halves), *gates)
+            made = meta(12, channels + width + (0 if has_delta else heads), **halves)
+            if has_delta:
+                mixers.apply_delta_rule(recurrent, mixer, made, meta(12, heads * (1 + decay_dim), **halves))
+            else:
+                mixers.scan_states(recurrent, mixer, made)
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 
 

@@ -15,10 +15,11 @@ from torch.nn.functional import embedding
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
 from engine.devices.cuda.experts import choose_experts
-from engine.devices.cuda.joined_products import packed, packed_of
-from engine.devices.cuda.kernels import add_norm, gate, gate_heads, gate_states, rotate, token_vectors
+from engine.devices.cuda.joined_products import packed, packed_of, stacked
+from engine.devices.cuda.kernels import add_norm, gate, open_heads, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear, tiled
+from engine.devices.cuda.recurrent import mixers
 from engine.devices.cuda.recurrent.operators import TritonOperators
 from engine.devices.torch.operations import (
     Operations,
@@ -37,7 +38,6 @@ from engine.model.program import (
     Layer,
     ModelProgram,
     Norm,
-    NormKind,
     Product,
     Recurrent,
     Rotation,
@@ -89,6 +89,8 @@ class CudaDecoder(Operations[StepInputs]):
         self._products = {program.head: packed(program.head, None)}
         self._gated: dict[Product, TiledLinear] = {}
         """Products that activate their inputs."""
+        self._low_rank: dict[Recurrent, Tensor | None] = {}
+        """Weights [2, outputs, inputs] of mixers' low-rank products, if one kernel can multiply by both."""
         if program.token_vectors is not None:
             self._products[program.token_vectors.product] = packed(program.token_vectors.product, adapters)
         for layer in program.layers:
@@ -100,6 +102,8 @@ class CudaDecoder(Operations[StepInputs]):
                 if isinstance(linear, TiledLinear):
                     self._gated[output] = linear
             for mixer in layer.mixers:
+                if isinstance(mixer, Recurrent) and mixer.decays is not None:
+                    self._low_rank[mixer] = stacked((mixer.decays, mixer.opening))
                 rotation = None if isinstance(mixer, Recurrent) else mixer.rotation
                 if rotation is not None and rotation not in self._rotations:
                     self._rotations[rotation] = rotation.tables(positions, program.embeddings)
@@ -196,72 +200,34 @@ class CudaDecoder(Operations[StepInputs]):
         return out
 
     def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: StepInputs) -> Tensor:
-        assert self.operators is not None and mixer.gates is not None and mixer.norm is not None
-        shape = self.recurrent[mixer.number]
-        heads_width = shape.num_heads * shape.value_dim
-        width = shape.channels + (heads_width if mixer.opening is None else 0)
-        gates = self.multiply(mixer.gates, normed, step) if mixer.gates in self._products else made[:, width:]
-        each = shape.num_heads // shape.num_key_heads
-        times, opening = gates[:, shape.num_heads :], made[:, shape.channels :]
-        heads_step = each * shape.value_dim
-        if mixer.is_interleaved:
-            times, opening = gates[:, each:], made[:, 2 * shape.key_dim + heads_step :]
-            heads_step = 2 * (shape.key_dim + heads_step)
-        if mixer.decays is not None:
-            assert mixer.opening is not None
-            low, other = times.split([mixer.decays.in_features, mixer.opening.in_features], dim=-1)
-            times, opening = mixer.decays(low), mixer.opening(other)
-        read, _ = self.operators.mix(mixer, made, gates, times)
-        out = made.new_empty((len(made), heads_width))
-        kind = mixer.norm.kind if mixer.decays is None else NormKind.EXACT
-        gate_heads[(len(made) * shape.num_heads,)](
-            read,
-            mixer.norm.weight,
-            opening,
-            out,
-            mixer.norm.epsilon,
-            opening.stride(0),
-            KIND=kind.value,
-            HEADS=shape.num_heads,
-            EACH=each,
-            STEP=heads_step,
-            SIZE=shape.value_dim,
-            PADDED=power_of_two(shape.value_dim),
-            num_warps=1 if shape.value_dim <= 256 else 4,
-        )
-        return out
+        assert self.operators is not None and mixer.gates is not None
+        if mixer.gates in self._products:
+            gates = self.multiply(mixer.gates, normed, step)
+        else:
+            made, gates = made.split([mixer.inputs.outputs, mixer.gates.outputs], dim=-1)
+        return mixers.apply_delta_rule(self.operators, mixer, made, gates, self._low_rank.get(mixer))
 
     def scan_states(self, mixer: Recurrent, made: Tensor) -> Tensor:
         assert self.operators is not None
-        shape, norm = self.recurrent[mixer.number], mixer.norm
-        width = shape.num_heads * shape.value_dim
-        times = made[:, width + shape.channels :]
-        read, value = self.operators.mix(mixer, made, times, times)
-        out, group = made.new_empty((len(made), width)), _GATE_BLOCK if norm is None else mixer.group
-        gate_states[(len(made), ceil_div(width, group))](
-            read,
-            value,
-            mixer.skips,
-            made,
-            None if norm is None else norm.weight,
-            out,
-            0.0 if norm is None else norm.epsilon,
-            made.stride(0),
-            SIZE=width,
-            HEAD=shape.value_dim,
-            GROUP=group,
-            PADDED=power_of_two(group),
-            WEIGHTS=1 if norm is None else norm.weight.numel(),
-            NORMS_FIRST=mixer.norms_first,
-            num_warps=4,
-        )
-        return out
+        return mixers.scan_states(self.operators, mixer, made)
 
     def attend(self, mixer: Attention, made: Tensor, rows: StepInputs) -> Tensor:
         query = self._rotate(mixer, made, rows)
         backend = self._backends[self._table(mixer)]
         options = AttentionOptions(mixer.scale, mixer.window, sinks=mixer.sinks)
         return backend.attend(mixer.layer, query, options)
+
+    def open_heads(self, mixer: Attention, attended: Tensor, made: Tensor) -> Tensor:
+        open_heads[(len(made) * mixer.heads,)](
+            attended,
+            made,
+            made.stride(0),
+            HEADS=mixer.heads,
+            SIZE=mixer.head_dim,
+            PADDED=power_of_two(mixer.head_dim),
+            num_warps=1,
+        )
+        return attended
 
     def attend_latents(self, mixer: LatentAttention, made: Tensor, rows: StepInputs) -> Tensor:
         turns = (None, None) if mixer.rotation is None else self._rotations[mixer.rotation]

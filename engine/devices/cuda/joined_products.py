@@ -78,6 +78,20 @@ def packed_of(layer: Layer, adapters: Adapters | None) -> dict[Product, JoinedPr
     return found | {product: packed(product, adapters) for product in apart}
 
 
+def stacked(linears: tuple[nn.Module, ...]) -> Tensor | None:
+    """Return the weights [layers, outputs, inputs] of layers, which become views of them; None if the layers
+    are not of one shape, are quantized or have biases.
+    """
+    if len({(each.in_features, each.out_features) for each in linears}) > 1:
+        return None
+    joined = _joined(linears)
+    if isinstance(joined, SeveralWeights) or joined.bias is not None:
+        return None
+    if isinstance(joined, TiledLinear) and joined.format is not None:
+        return None
+    return joined.weight.unflatten(0, (len(linears), -1))
+
+
 def _joined(linears: tuple[nn.Module, ...]) -> Weight:
     """Join layers of one input. Two decoders of the same layers share the joined weight."""
     tiled = [each for each in linears if isinstance(each, TiledLinear)]

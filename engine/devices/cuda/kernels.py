@@ -10,7 +10,6 @@ from engine.model.program import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation, NormKin
 
 _PLAIN = tl.constexpr(int(NormKind.PLAIN))
 _CENTRED = tl.constexpr(int(NormKind.CENTRED))
-_EXACT = tl.constexpr(int(NormKind.EXACT))
 _GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
 _SLOPE, _LIMIT = tl.constexpr(SWIGLU_SLOPE), tl.constexpr(SWIGLU_LIMIT)
 
@@ -98,77 +97,6 @@ def token_vectors(
     own = rounded(tl.load(embeddings + own, mask=inside, other=0.0).to(tl.float32) * multiplier, made)
     total = rounded(values + own, made) * sum_factor
     tl.store(place, total.to(made.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def gate_heads(
-    x,
-    weight,
-    gates,
-    out,
-    epsilon,
-    gates_row,
-    KIND: tl.constexpr,
-    HEADS: tl.constexpr,
-    EACH: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Grid: (rows * HEADS). Round and norm what each head read, and multiply it by its gates' SiLU, or in an
-    EXACT norm their sigmoid. In a row of gates, EACH heads are together, and begin every STEP values.
-    """
-    number, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    inside, head = i < SIZE, number % HEADS
-    values = rounded(tl.load(x + number * SIZE + i, mask=inside, other=0.0), out)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
-    weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    values = weighted(values, weights, out, KIND)
-    place = number // HEADS * gates_row + head // EACH * STEP + head % EACH * SIZE + i
-    opening = tl.load(gates + place, mask=inside, other=0.0).to(tl.float32)
-    open = 1.0 / (1.0 + tl.exp(-opening))
-    if KIND != _EXACT:
-        values, open = rounded(values, out), open * opening
-    tl.store(out + number * SIZE + i, (values * open).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def gate_states(
-    read,
-    value,
-    skips,
-    gates,
-    weight,
-    out,
-    epsilon,
-    gates_row,
-    SIZE: tl.constexpr,
-    HEAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    NORMS_FIRST: tl.constexpr,
-):
-    """Grid: (rows, groups). Add what skips a state space to what its heads of HEAD values read, multiply the
-    sum by its gates' SiLU, and norm groups, if there is a `weight` [WEIGHTS], after that or before.
-    """
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, PADDED)
-    inside = (tl.arange(0, PADDED) < GROUP) & (i < SIZE)
-    values = tl.load(read + row * SIZE + i, mask=inside, other=0.0)
-    skipping = tl.load(value + row * SIZE + i, mask=inside, other=0.0)
-    values += tl.load(skips + i // HEAD, mask=inside, other=0.0).to(tl.float32) * skipping
-    opening = tl.load(gates + row * gates_row + i, mask=inside, other=0.0).to(tl.float32)
-    opening = opening / (1.0 + tl.exp(-opening))
-    if weight is None:
-        values *= rounded(opening, out)
-    else:
-        if not NORMS_FIRST:
-            values *= opening
-        values *= tl.rsqrt(tl.sum(values * values, 0) / GROUP + epsilon)
-        values *= tl.load(weight + i % WEIGHTS, mask=inside, other=0.0).to(tl.float32)
-        if NORMS_FIRST:
-            values *= opening
-    tl.store(out + row * SIZE + i, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -280,6 +208,18 @@ def rotate(
             kv_head = head - HEADS - KV_HEADS
             value_scale = scale_at(value_scales, block, token, kv_head, values_block, values_token)
         store_row(value, values + place, value_scale, DIM, PADDED, FP8)
+
+
+@triton.jit
+def open_heads(attended, queries, queries_row, HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Grid: (rows * HEADS). Multiply what a head attended to by the sigmoid of the gate after its query."""
+    number, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    inside = i < SIZE
+    gate_place = number // HEADS * queries_row + (number % HEADS * 2 + 1) * SIZE + i
+    gates = tl.load(queries + gate_place, mask=inside, other=0.0).to(tl.float32)
+    opening = rounded(1.0 / (1.0 + tl.exp(-gates)), attended)
+    values = tl.load(attended + number * SIZE + i, mask=inside, other=0.0).to(tl.float32) * opening
+    tl.store(attended + number * SIZE + i, values.to(attended.dtype.element_ty), mask=inside)
 
 
 @triton.jit

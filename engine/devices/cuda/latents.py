@@ -35,12 +35,11 @@ def attend_latents(
     if mixer.queries is not None:
         queries = mixer.queries(normed)
     query = made.new_empty((len(made), mixer.heads, latent + shared))
-    _multiply(
-        to_latent.weight, queries.unflatten(-1, (mixer.heads, -1)), query, inputs, turns, mixer.in_pairs
-    )
+    queries = queries.unflatten(-1, (mixer.heads, -1))
+    multiply(to_latent.weight, queries, query, inputs.positions, turns, mixer.in_pairs)
     attended = backend.attend(mixer.layer, query, AttentionOptions(mixer.scale))
     values = made.new_empty((len(made), mixer.heads, to_value.weight.shape[1]))
-    _multiply(to_value.weight, attended, values, inputs, (None, None), False)
+    multiply(to_value.weight, attended, values)
     return values.flatten(1)
 
 
@@ -83,8 +82,13 @@ def _keep(
     return normed
 
 
-def _multiply(
-    weight: Tensor, x: Tensor, out: Tensor, inputs: StepInputs, turns: Turns, in_pairs: bool
+def multiply(
+    weight: Tensor,
+    x: Tensor,
+    out: Tensor,
+    positions: Tensor | None = None,
+    turns: Turns = (None, None),
+    in_pairs: bool = False,
 ) -> None:
     """Multiply each head's first values in `x` [rows, heads, size] by its `weight` [heads, outputs, inputs].
     The rest of them, rotated, follows in `out`.
@@ -97,7 +101,7 @@ def _multiply(
         weight,
         out,
         *turns,
-        inputs.positions,
+        positions,
         len(x),
         *x.stride()[:2],
         *weight.stride(),

@@ -80,10 +80,7 @@ class Operations(ABC, Generic[Rows]):
         made = self.multiply(mixer.inputs, normed, rows)
         if isinstance(mixer, Attention):
             attended = self.attend(mixer, made, rows)
-            if mixer.is_gated:  # a gate follows each head's query
-                queries = made[..., : 2 * mixer.heads * mixer.head_dim].unflatten(-1, (mixer.heads, 2, -1))
-                attended = attended * sigmoid(queries[..., 1, :])
-            return attended.flatten(-2)
+            return (self.open_heads(mixer, attended, made) if mixer.is_gated else attended).flatten(-2)
         if isinstance(mixer, LatentAttention):
             return self.attend_latents(mixer, made, rows)
         assert isinstance(mixer, Recurrent)
@@ -93,6 +90,11 @@ class Operations(ABC, Generic[Rows]):
         if mixer.kind is MixerKind.STATE_SPACE:
             return self.scan_states(mixer, made)
         return self.apply_delta_rule(mixer, made, normed, rows)
+
+    def open_heads(self, mixer: Attention, attended: Tensor, made: Tensor) -> Tensor:
+        """Return what heads attended to, times the sigmoid of the gates, each of which follows its query."""
+        queries = made[..., : 2 * mixer.heads * mixer.head_dim].unflatten(-1, (mixer.heads, 2, -1))
+        return attended * sigmoid(queries[..., 1, :])
 
     def feed_forward(self, layer: Layer, normed: Tensor, rows: Rows) -> Tensor:
         """Return the sum of the outputs of a layer's MLP and experts."""

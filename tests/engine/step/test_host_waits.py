@@ -207,7 +207,7 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
     for batch in (HYBRID[0], drafts, prompt):
         check_run(gpu, runner, [replace(rows, adapter=adapter) for rows in batch])
         if batch is prompt:
-            assert gpu.launches["prepare"] == gpu.launches["keep"] == 2 and not gpu.launches["graph"]
+            assert gpu.launches["prepare"] == gpu.launches["gate_heads"] == 2 and not gpu.launches["graph"]
             assert (gpu.launches["expand"] > 0) == (adapter > 0)
         else:
             assert gpu.launches == {"graph": 1}

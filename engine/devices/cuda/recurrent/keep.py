@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,6 +12,15 @@ from engine.batch import recurrent_plan as plan
 SEQUENCE_COLUMNS = tl.constexpr(plan.SEQUENCE_COLUMNS)
 NO_SLOT = tl.constexpr(plan.NO_SLOT)
 _ROWS = tl.constexpr(16)
+
+
+class KeptConstants(NamedTuple):
+    """The numbers of a row's key columns and decay columns, and how many of each a program keeps."""
+
+    keys: int
+    decays: int
+    window: int
+    block: int
 
 
 @triton.jit
@@ -38,28 +49,25 @@ def clear_rows(out, entry, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def keep(
-    key,
-    decay,
-    keys,
-    decays,
-    sequences,
-    keys_step,
-    decays_step,
-    KEYS: tl.constexpr,
-    DECAYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid: (sequences, blocks of columns). Keep a block of key columns and of decay columns. Heads share
-    keys, so this runs after the kernels of all heads.
+def keep_block(number, key, decay, keys, decays, sequences, keys_step, decays_step, OF: tl.constexpr):
+    """Keep a block of a sequence's key columns and of its decay columns, the `number`th of all sequences'.
+    Heads share keys, so this runs after the kernels of all heads.
     """
-    entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
+    COLUMNS: tl.constexpr = OF.keys if OF.keys > OF.decays else OF.decays
+    BLOCKS: tl.constexpr = (COLUMNS + OF.block - 1) // OF.block
+    entry = sequences + number // BLOCKS * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(1) * BLOCK < KEYS:
+    first = number % BLOCKS * OF.block
+    column = first + tl.arange(0, OF.block)
+    if first < OF.keys:
         kept = keys + state_slot * keys_step
-        keep_rows(key, KEYS, column, kept, entry, column, column < KEYS, KEYS, WINDOW)
-    if tl.program_id(1) * BLOCK < DECAYS:
+        keep_rows(key, OF.keys, column, kept, entry, column, column < OF.keys, OF.keys, OF.window)
+    if first < OF.decays:
         kept = decays + state_slot * decays_step
-        keep_rows(decay, DECAYS, column, kept, entry, column, column < DECAYS, DECAYS, WINDOW)
+        keep_rows(decay, OF.decays, column, kept, entry, column, column < OF.decays, OF.decays, OF.window)
+
+
+@triton.jit
+def keep(key, decay, keys, decays, sequences, keys_step, decays_step, OF: tl.constexpr):
+    """Grid: (blocks of columns of all sequences). Keep the blocks."""
+    keep_block(tl.program_id(0), key, decay, keys, decays, sequences, keys_step, decays_step, OF)
