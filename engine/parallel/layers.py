@@ -36,12 +36,8 @@ class ExpertsShare(nn.Module):
         owners = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
         self.register_buffer("owners", owners, persistent=False)
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *beside: Tensor | None
-    ) -> Tensor:
-        """Run rows [rows, hidden size] through their experts [rows, k], weighted by `top_k_weights`. Experts
-        that add up more in the same sum are given it `beside`.
-        """
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Run rows [rows, hidden size] through their experts [rows, k], weighted by `top_k_weights`."""
         (rows, chosen), width = top_k_index.shape, hidden_states.shape[1]
         experts = top_k_index.reshape(-1, 1)  # one line for each row and expert
         is_own = (experts >= self.own.start) & (experts < self.own.stop)
@@ -53,7 +49,7 @@ class ExpertsShare(nn.Module):
         lines = torch.arange(rows * chosen, device=part.device)
         results = results[lines, self.owners[experts.flatten()]]
         if isinstance(self.part, ExpertsModule):
-            return self.part.add_up(results, top_k_weights, *beside)
+            return self.part.add_up(results, top_k_weights)
         results = (results * top_k_weights.reshape(-1, 1)).view(rows, chosen, width)
         return results.sum(1).to(hidden_states.dtype)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from engine.batch.step_inputs import StepInputs
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention import backend
-from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.experts import RoutedTiles, add_up, choose_experts, routes_of
+from engine.devices.cuda.decoder import Added, CudaDecoder, Made
+from engine.devices.cuda.experts import RoutedTiles, add_up
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear
 from engine.devices.cuda.recurrent import mixers, operators
+from engine.devices.cuda.routing import Router, routes_of
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import Absorbed
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
@@ -36,6 +37,7 @@ from engine.lora.table import Adapters
 from engine.model.describe import describe
 from engine.model.program import (
     Activation,
+    Experts,
     LatentAttention,
     MixerKind,
     Norm,
@@ -96,7 +98,8 @@ PRODUCTS = {
 PRODUCT_ROWS = {f"{name}, {rows} rows": (name, rows) for name in PRODUCTS for rows in (8, 512)}
 
 EXPERTS = {
-    "experts of a row": ("route", None, 64),
+    "router, and rows of each expert": ("route", None, 64),
+    "DeepSeek-V3: router, and rows of each expert": ("route", None, 64),
     "rows of each expert": ("assign", CodeFormat.MXFP4, 64),
     "mxfp4 experts, 64 rows": ("multiply", CodeFormat.MXFP4, 64),
     "mxfp4 experts, 2048 rows": ("multiply", CodeFormat.MXFP4, 2048),
@@ -112,6 +115,7 @@ EXPERTS = {
 
 DECODER_KERNELS = {
     "norm with residual": ("add_norm", "none"),
+    "norm with residual and sum of experts": ("add_norm", "none"),
     "head norms, rotary embedding, KV write": ("rotate", "none"),
     "head norms, rotary embedding, KV write in fp8": ("rotate", "fp8_row_scales"),
     "gated activation": ("gate", "none"),
@@ -240,7 +244,14 @@ def compiled_between(name: str, capability: int) -> Code:
         program = describe(model)
         if kernel_name == "token_vectors":
             program = replace(program, token_vectors=token_vectors(4096, 35, 256))
-        CudaDecoder(program, attention, 64).forward(inputs)
+        decoder = CudaDecoder(program, attention, 64)
+        if "experts" in name:
+            kernels.clear()
+            made = Made(meta(32, 4096, dtype=torch.bfloat16), meta(4, 8, dtype=torch.bfloat16))
+            residual = meta(4, 4096, dtype=torch.bfloat16)
+            decoder._add_norm(Added(made, None), residual, program.final_norm)
+        else:
+            decoder.forward(inputs)
     return Code.of([kernel for kernel in kernels if kernel.name == kernel_name][-1])
 
 
@@ -461,18 +472,28 @@ def compiled_product(name: str, capability: int) -> Code:
     return Code.of(kernels[-1])
 
 
-class Router(NamedTuple):
-    """The router of Qwen3-30B-A3B, as the kernel needs to know it."""
-
-    chosen: int = 8
-    groups: int = 1
-    open_groups: int = 1
-    score: Score = Score.SOFTMAX
-    preferences: Tensor | None = None
-    least_sum: float = 0.0
-    scaling: float = 1.0
-    rounds: bool = True
-    normalizes: bool = True
+def router_of(name: str) -> Router:
+    """Return the router of DeepSeek-V3, or of Qwen3-30B-A3B."""
+    halves, is_deepseek = {"dtype": torch.bfloat16}, name.startswith("DeepSeek")
+    experts = Experts(
+        holder=None,
+        router=meta(256, 7168, **halves) if is_deepseek else meta(128, 2048, **halves),
+        router_bias=None,
+        chosen=8,
+        score=Score.SIGMOID if is_deepseek else Score.SOFTMAX,
+        preferences=meta(256, dtype=torch.float32) if is_deepseek else None,
+        groups=8 if is_deepseek else 1,
+        open_groups=4 if is_deepseek else 1,
+        normalizes=True,
+        least_sum=1e-20 if is_deepseek else 0.0,
+        scaling=2.5 if is_deepseek else 1.0,
+        is_exact=is_deepseek,
+        rounds=not is_deepseek,
+        shared_gate=None,
+        activation=Activation.SILU,
+        is_gated=True,
+    )
+    return Router.of(experts, shared=is_deepseek)
 
 
 def experts_of(shape: tuple[int, int, int], format: CodeFormat | None) -> RoutedTiles:
@@ -491,8 +512,8 @@ def compiled_experts(name: str, capability: int) -> Code:
     shape, chosen = ((128, 5760, 2880), 4) if is_mxfp4 else ((128, 1536, 2048), 8)
     tiled = experts_of(shape, format)
     with launches(capability) as kernels:
-        router: Any = Router()
-        choose_experts(router, meta(rows, shape[0], dtype=torch.bfloat16), torch.bfloat16)
+        router = router_of(name)
+        router.routes(meta(rows, router.weight.shape[1], dtype=torch.bfloat16))
         hidden = meta(rows, shape[2], dtype=torch.bfloat16)
         routes = routes_of(meta(rows, chosen, dtype=torch.int64), shape[0])
         made = tiled(hidden, routes)

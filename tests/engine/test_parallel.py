@@ -163,11 +163,18 @@ def run_program(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
     return done[0][0], JoinedBlocks(layout.describe(), held)[:]
 
 
+QWEN2_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+}
 PROGRAMS: dict[str, tuple[dict[str, Any], list[int]]] = {
     **{
         name: ({"model_type": name}, [2, 4])
         for name in ("llama", "gemma3_text", "granite", "mixtral", "gemma4_text")
     },
+    "shared experts": ({"model_type": "qwen2_moe", **QWEN2_MOE}, [2]),
     "6 heads, 2 of keys": (qwen2(6, 2, compile="off"), [3]),
     "int8 KV": (qwen2(4, 2, compile="off", kv_cache_dtype="int8"), [2]),
     "int4 weights": (int_weights("int4", "off"), [3]),

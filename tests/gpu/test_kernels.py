@@ -10,8 +10,9 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.devices.cuda.attention.backend import TritonBackend
-from engine.devices.cuda.experts import RoutedTiles, routes_of
+from engine.devices.cuda.experts import RoutedTiles
 from engine.devices.cuda.products import TiledLinear
+from engine.devices.cuda.routing import routes_of
 from engine.devices.torch.attention import TorchBackend
 from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat

@@ -6,25 +6,26 @@ Operations without a kernel of their own run by torch's operators. No operation 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
-from engine.devices.cuda.experts import choose_experts
+from engine.devices.cuda.experts import TiledExperts
 from engine.devices.cuda.joined_products import packed, packed_of, stacked
 from engine.devices.cuda.kernels import add_norm, gate, open_heads, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear, tiled
 from engine.devices.cuda.recurrent import mixers
 from engine.devices.cuda.recurrent.operators import TritonOperators
+from engine.devices.cuda.routing import Router
 from engine.devices.torch.operations import (
     Operations,
     capped,
-    router_logits,
     scaled,
 )
 from engine.kv.attention import AttentionBackend, AttentionOptions
@@ -36,6 +37,7 @@ from engine.model.program import (
     Experts,
     LatentAttention,
     Layer,
+    Mlp,
     ModelProgram,
     Norm,
     Product,
@@ -50,10 +52,21 @@ _GATE_BLOCK = 1024
 _NORM_WARPS = 8
 
 
+class Made(NamedTuple):
+    """The output of mixers, of an MLP or of experts: `rows`, or with `shares` [rows, n] the sum of every n of
+    them, times their shares; and the rows `beside` it, times the sigmoid of `opening` [rows, 1].
+    """
+
+    rows: Tensor
+    shares: Tensor | None = None
+    beside: Tensor | None = None
+    opening: Tensor | None = None
+
+
 class Added(NamedTuple):
     """Rows to be added to the residual, once they are normed, and the factor of the sum."""
 
-    rows: Tensor
+    made: Made
     norm: Norm | None
     multiplier: Tensor | None = None
 
@@ -93,7 +106,13 @@ class CudaDecoder(Operations[StepInputs]):
         """Weights [2, outputs, inputs] of mixers' low-rank products, if one kernel can multiply by both."""
         if program.token_vectors is not None:
             self._products[program.token_vectors.product] = packed(program.token_vectors.product, adapters)
+        self._routers: dict[Experts, Router] = {}
         for layer in program.layers:
+            if layer.experts is not None:
+                is_shared = adapters is None and _share(layer.experts, layer.mlp)
+                self._routers[layer.experts] = Router.of(layer.experts, shared=is_shared)
+                if is_shared:
+                    layer = replace(layer, mlp=None, experts=replace(layer.experts, shared_gate=None))
             self._products |= packed_of(layer, adapters)
             part = layer.token_input
             if part is not None and part.output.is_plain and adapters is None:
@@ -121,7 +140,7 @@ class CudaDecoder(Operations[StepInputs]):
         for number, layer in enumerate(program.layers):
             parts = [(layer.input_norm, self._mixed, layer.mixed_norm)] if layer.mixers else []
             if layer.mlp_norm is not None:
-                parts.append((layer.mlp_norm, self.feed_forward, layer.made_norm))
+                parts.append((layer.mlp_norm, self._fed, layer.made_norm))
             for norm, compute, norm_of_added in parts:
                 normed = self._add_norm(added, residual, norm)
                 if number in self._hidden_layers and number not in captured:
@@ -131,7 +150,8 @@ class CudaDecoder(Operations[StepInputs]):
                 assert vectors is not None
                 part = layer.token_input
                 self._add_norm(added, residual, None)
-                added = Added(self.add_token(part, residual, vectors[:, part.number], inputs), part.norm)
+                made = self.add_token(part, residual, vectors[:, part.number], inputs)
+                added = Added(Made(made), part.norm)
             if layer.multiplier is not None:
                 assert added is not None
                 added = added._replace(multiplier=layer.multiplier)
@@ -144,9 +164,23 @@ class CudaDecoder(Operations[StepInputs]):
             return logits, None
         return logits, torch.cat([captured[number] for number in self._hidden_layers], dim=-1)
 
-    def _mixed(self, layer: Layer, normed: Tensor, rows: StepInputs) -> Tensor:
+    def _mixed(self, layer: Layer, normed: Tensor, rows: StepInputs) -> Made:
         outputs = [self.multiply(mixer.output, self.mix(mixer, normed, rows), rows) for mixer in layer.mixers]
-        return sum(outputs[1:], outputs[0])
+        return Made(sum(outputs[1:], outputs[0]))
+
+    def _fed(self, layer: Layer, normed: Tensor, rows: StepInputs) -> Made:
+        """Run the MLP and the experts. Their outputs are added up by the next norm."""
+        if layer.experts is None:
+            return Made(self.feed_forward(layer, normed, rows))
+        router, experts = self._routers[layer.experts], layer.experts.holder.experts
+        beside, opening, gate = None, None, layer.experts.shared_gate
+        if layer.mlp is not None and not router.shared:
+            beside = self._mlp(layer.mlp, normed, rows)
+            opening = None if gate is None else self.multiply(gate, normed, rows)
+        if not isinstance(experts, TiledExperts):  # those of several ranks
+            return Made(experts(normed, *router.choose(normed)), None, beside, opening)
+        routes, shares = router.routes(normed)
+        return Made(experts.results(normed, routes), shares, beside, opening)
 
     def multiply(self, product: Product, x: Tensor, rows: StepInputs) -> Tensor:
         return self._products[product](x, rows.adapters)
@@ -184,20 +218,6 @@ class CudaDecoder(Operations[StepInputs]):
             return super().add_token(part, x, vectors, rows)
         gates = self.multiply(part.gate, x, rows)
         return self._gated[part.output].of_gated(gates, vectors, part.activation)
-
-    def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
-        logits = router_logits(experts, normed)
-        return choose_experts(experts, logits, normed.dtype)
-
-    def run_experts(
-        self,
-        experts: Any,
-        routed: tuple[Tensor, Tensor, Tensor],
-        beside: Tensor | None,
-        opening: Tensor | None,
-    ) -> Tensor:
-        out: Tensor = experts(*routed, beside, opening)
-        return out
 
     def apply_delta_rule(self, mixer: Recurrent, made: Tensor, normed: Tensor, step: StepInputs) -> Tensor:
         assert self.operators is not None and mixer.gates is not None
@@ -239,8 +259,9 @@ class CudaDecoder(Operations[StepInputs]):
         out, (rows, size) = residual if norm is None else torch.empty_like(residual), residual.shape
         how = norm or self._program.final_norm
         assert how is not None
+        made = (None,) * 4 if added is None else added.made
         add_norm[(rows,)](
-            None if added is None else added.rows,
+            *made,
             None if added is None or added.norm is None else added.norm.weight,
             residual,
             None if added is None else added.multiplier,
@@ -249,6 +270,7 @@ class CudaDecoder(Operations[StepInputs]):
             how.epsilon,
             self._residual_multiplier,
             KIND=how.kind.value,
+            CHOSEN=0 if added is None else len(added.made.rows) // rows,
             SIZE=size,
             PADDED=power_of_two(size),
             num_warps=_NORM_WARPS,
@@ -300,6 +322,21 @@ class CudaDecoder(Operations[StepInputs]):
             enable_fp_fusion=False,  # as in the backend, which writes other models' keys and values
         )
         return query
+
+
+def _share(experts: Experts, mlp: Mlp | None) -> bool:
+    """Make the MLP next to a layer's experts one more of them. Return whether it is one."""
+    own, gate = experts.holder.experts, experts.shared_gate
+    if mlp is None or not isinstance(own, TiledExperts):
+        return False
+    if gate is not None and type(gate.linears[0]) not in (nn.Linear, TiledLinear):
+        return False
+    if own.num_experts == len(experts.router):  # else another decoder of these layers has joined them
+        whole = own.and_shared(mlp)
+        if whole is None:
+            return False
+        experts.holder.experts = whole
+    return True
 
 
 def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None:

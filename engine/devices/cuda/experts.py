@@ -6,7 +6,7 @@ size does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,86 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from engine.devices.cuda.buckets import MOST_ROWS
-from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, combine, route
+from engine.devices.cuda.joined_products import Weight, joined
+from engine.devices.cuda.kernels import combine
 from engine.devices.cuda.products import ROWS, TENSORS, Routes, Tiled, TiledLinear, fits, tiled
+from engine.devices.cuda.routing import routes_of
 from engine.linear.experts import ExpertsModule, Routed, are_experts, fused_parts, join_experts
 from engine.linear.quantized import QuantizedLinear
-from engine.model import program
 from engine.model.describe import gate_of
-from engine.model.program import Activation
-from engine.triton_support import ceil_div, power_of_two
+from engine.model.program import Activation, Mlp
+from engine.triton_support import ceil_div
 
-_FEW_ROWS = 16
-"""Rows of a tile if experts have few each, which are all the rows that a matrix unit takes at least."""
-_FEW_EACH = 32
-"""The most rows of an expert on average for which small tiles pay, though weights may be read twice."""
 _BLOCK = 1024
 _BY_KERNEL = Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU
 
 
-def choose_experts(experts: program.Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the rows' experts, int64 [rows, n], and their weights."""
-    rows, count = logits.shape
-    chosen = torch.empty((rows, experts.chosen), dtype=torch.int64, device=logits.device)
-    weights = logits.new_empty(chosen.shape, dtype=dtype if experts.rounds else torch.float32)
-    route[(rows,)](
-        logits,
-        experts.preferences,
-        chosen,
-        weights,
-        experts.least_sum,
-        experts.scaling,
-        EXPERTS=count,
-        PADDED=power_of_two(count),
-        CHOSEN=experts.chosen,
-        WIDTH=power_of_two(experts.chosen),
-        GROUPS=experts.groups,
-        OPEN=experts.open_groups,
-        SCORE=experts.score.value,
-        ROUNDS=experts.rounds,
-        NORMALIZES=experts.normalizes,
-        num_warps=4,
-    )
-    return chosen, weights
-
-
-def routes_of(chosen: Tensor, num_experts: int) -> Routes:
-    """Return the tiles of the rows [rows, n] that chose these experts; an expert outside has no tile."""
-    count = chosen.numel()
-    is_few = len(chosen) <= MOST_ROWS and count <= _FEW_EACH * num_experts
-    rows = _FEW_ROWS if is_few else ROWS
-    most = min(count, count // rows + num_experts)
-    places = torch.empty(count, dtype=torch.int32, device=chosen.device)
-    tiles = torch.empty((most, TILE_FIELDS.value), dtype=torch.int32, device=chosen.device)
-    assign[(num_experts,)](
-        chosen.contiguous(),
-        places,
-        tiles,
-        count,
-        most,
-        EXPERTS=num_experts,
-        PADDED=power_of_two(num_experts + 1),
-        ROWS=rows,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-    return Routes(tiles, places, rows)
-
-
-def add_up(
-    rows: Tensor, weights: Tensor, beside: Tensor | None = None, opening: Tensor | None = None
-) -> Tensor:
-    """Add up the results of each row's experts, times their `weights` [rows, n], and the row `beside` them,
-    times the sigmoid of its gate in `opening` [rows, 1].
-    """
+def add_up(rows: Tensor, weights: Tensor) -> Tensor:
+    """Add up the results of each row's experts, times their `weights` [rows, n]."""
     size = rows.shape[1]
     out = rows.new_empty((len(weights), size))
     combine[(len(out), ceil_div(size, _BLOCK))](
         rows,
         weights.contiguous(),
-        beside,
-        opening,
         out,
         CHOSEN=weights.shape[1],
         SIZE=size,
@@ -120,6 +61,33 @@ class RoutedTiles(Routed, Tiled):
         stacked = {name: torch.stack([getattr(part, name) for part in parts]) for name in there}
         return cls(parts[0].format, parts[0].depth, **stacked)
 
+    def is_like(self, weight: Weight) -> bool:
+        """Return whether the layers and another, joined of several, have tensors alike."""
+        format = weight.format if isinstance(weight, TiledLinear) else None
+        if format is not self.format:
+            return False
+        for name in TENSORS:
+            own, other = getattr(self, name), getattr(weight, name, None)
+            if own is None or other is None:
+                if own is not other:
+                    return False
+            elif (own.dtype, own.shape[1:]) != (other.dtype, other.shape):
+                return False
+        return True
+
+    def and_one(self, linears: Sequence[Any], weight: Weight) -> RoutedTiles:
+        """Return the layers and one more, `weight`, joined of `linears`, which become views of it."""
+        there = [name for name in TENSORS if getattr(self, name) is not None]
+        whole = {name: torch.cat([getattr(self, name), getattr(weight, name)[None]]) for name in there}
+        end = 0
+        for each in linears:
+            begin, end = end, end + each.out_features
+            for name, tensor in whole.items():
+                part = tensor[-1] if name == "order" else tensor[-1, begin:end]
+                is_parameter = isinstance(getattr(each, name), nn.Parameter)
+                setattr(each, name, nn.Parameter(part, requires_grad=False) if is_parameter else part)
+        return type(self)(self.format, self.depth, **whole)
+
     @property
     def num_experts(self) -> int:
         return len(self.weight)
@@ -131,7 +99,7 @@ class RoutedTiles(Routed, Tiled):
         """
         if isinstance(routes, Tensor):
             return self._by_torch(x, routes)
-        out = x.new_empty((len(routes.places), self.out_features))
+        out = x.new_empty((routes.results, self.out_features))
         is_few, tiles = routes.rows < ROWS, len(routes.tiles)
         self.launch(x.contiguous(), out, tiles, is_few=is_few, routes=routes, gate=gate)
         return out
@@ -150,31 +118,37 @@ class RoutedTiles(Routed, Tiled):
 class TiledExperts(ExpertsModule):
     """Experts whose layers are `RoutedTiles`, in four launches if the second product can activate."""
 
-    def forward(
-        self,
-        hidden: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        beside: Tensor | None = None,
-        opening: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if not len(hidden):
             return hidden
-        routes = routes_of(chosen, self.num_experts)
+        return self.add_up(self.results(hidden, routes_of(chosen, self.num_experts)), weights)
+
+    def results(self, hidden: Tensor, routes: Routes) -> Tensor:
+        """Return the results of each row's experts [rows * n, features]."""
         rows, gate = self.first(hidden, routes), self._gate
         rows = self.second(rows if gate is not None else self._activate(rows), routes, gate)
         if getattr(self.rest, "has_post_expert_norm", False):
             rows = self.rest.post_expert_norm(rows)
-        return self.add_up(rows, weights, beside, opening)
+        return rows
 
-    def add_up(
-        self,
-        rows: Tensor,
-        weights: Tensor,
-        beside: Tensor | None = None,
-        opening: Tensor | None = None,
-    ) -> Tensor:
-        return add_up(rows, weights, beside, opening)
+    def add_up(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return add_up(rows, weights)
+
+    def and_shared(self, mlp: Mlp) -> TiledExperts | None:
+        """Return these experts and an MLP as one more; None if it is not like them."""
+        products, has_norm = (mlp.gate_up, mlp.down), getattr(self.rest, "has_post_expert_norm", False)
+        if has_norm or not mlp.is_gated or self._gate is not mlp.activation:
+            return None
+        if not all(product.is_plain for product in products):
+            return None
+        layers = [
+            (own, product.linears, joined(product.linears))
+            for own, product in zip((self.first, self.second), products, strict=True)
+        ]
+        if not all(own.is_like(weight) for own, _, weight in layers):
+            return None
+        first, second = (own.and_one(linears, weight) for own, linears, weight in layers)
+        return type(self)(first, second, self.rest)
 
     @property
     def _gate(self) -> Activation | None:

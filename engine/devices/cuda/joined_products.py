@@ -61,7 +61,7 @@ def packed(product: Product, adapters: Adapters | None) -> JoinedProduct:
     multipliers = product.multipliers
     if multipliers is not None:
         multipliers = multipliers.to(product.linears[0].weight.device)
-    return JoinedProduct(product, _joined(product.linears), adapted, multipliers)
+    return JoinedProduct(product, joined(product.linears), adapted, multipliers)
 
 
 def packed_of(layer: Layer, adapters: Adapters | None) -> dict[Product, JoinedProduct]:
@@ -71,9 +71,9 @@ def packed_of(layer: Layer, adapters: Adapters | None) -> dict[Product, JoinedPr
     apart, found = [*layer.products()], {}
     for mixer in layer.mixers:
         if isinstance(mixer, Recurrent) and (both := mixer.inputs_and_gates) is not None:
-            joined = packed(both, adapters)
-            if not isinstance(joined.weight, SeveralWeights):
-                found[mixer.inputs] = joined
+            one = packed(both, adapters)
+            if not isinstance(one.weight, SeveralWeights):
+                found[mixer.inputs] = one
                 apart = [each for each in apart if each not in (mixer.inputs, mixer.gates)]
     return found | {product: packed(product, adapters) for product in apart}
 
@@ -84,15 +84,15 @@ def stacked(linears: tuple[nn.Module, ...]) -> Tensor | None:
     """
     if len({(each.in_features, each.out_features) for each in linears}) > 1:
         return None
-    joined = _joined(linears)
-    if isinstance(joined, SeveralWeights) or joined.bias is not None:
+    one = joined(linears)
+    if isinstance(one, SeveralWeights) or one.bias is not None:
         return None
-    if isinstance(joined, TiledLinear) and joined.format is not None:
+    if isinstance(one, TiledLinear) and one.format is not None:
         return None
-    return joined.weight.unflatten(0, (len(linears), -1))
+    return one.weight.unflatten(0, (len(linears), -1))
 
 
-def _joined(linears: tuple[nn.Module, ...]) -> Weight:
+def joined(linears: tuple[nn.Module, ...]) -> Weight:
     """Join layers of one input. Two decoders of the same layers share the joined weight."""
     tiled = [each for each in linears if isinstance(each, TiledLinear)]
     if len(tiled) == len(linears) and all(each.is_like(tiled[0]) for each in tiled):

@@ -31,8 +31,36 @@ def weighted(values, weight, like, KIND: tl.constexpr):
 
 
 @triton.jit
+def _summed(added, shares, row, i, inside, like, CHOSEN: tl.constexpr, SIZE: tl.constexpr):
+    """Load values `i` of a row of `added`, or with `shares` [rows, CHOSEN] of the row's experts' rows, times
+    their shares, and sum these. Each product is rounded to the dtype of `shares`, the sum as `like`.
+    """
+    if shares is None:
+        total = tl.load(added + row * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros(i.shape, tl.float32)
+        for number in tl.static_range(CHOSEN):
+            at = row * CHOSEN + number
+            values = tl.load(added + at * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+            total += rounded(values * tl.load(shares + at).to(tl.float32), shares)
+        total = rounded(total, like)
+    return total
+
+
+@triton.jit
+def combine(rows, shares, out, CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows of `out`, blocks). Add up the rows of a row's experts, times their `shares`."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = _summed(rows, shares, row, i, i < SIZE, out, CHOSEN, SIZE)
+    tl.store(out + row * SIZE + i, total.to(out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
 def add_norm(
     added,
+    shares,
+    beside,
+    opening,
     added_norm,
     residual,
     multiplier,
@@ -41,19 +69,28 @@ def add_norm(
     epsilon,
     factor,
     KIND: tl.constexpr,
+    CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Add a row of `added` to `residual` and, if there is a `weight`, write the normed sum to `out`. The row
-    is first normed if there is an `added_norm`, and multiplied by `factor` if given; the sum is multiplied by
-    `multiplier`, if any. Without `added` the sum is the residual.
+    """Add a row of `added`, or with `shares` the sum of CHOSEN of them, to `residual` and, if there is a
+    `weight`, write the normed sum to `out`. To what is added, first the row of `beside` is added, times the
+    sigmoid of its `opening`, if given; it is normed if there is an `added_norm`, and multiplied by `factor`
+    if given. The sum is multiplied by `multiplier`, if any. Without `added` the sum is the residual.
     """
     i = tl.arange(0, PADDED)
     inside = i < SIZE
-    place = tl.program_id(0).to(tl.int64) * SIZE + i
+    row = tl.program_id(0).to(tl.int64)
+    place = row * SIZE + i
     values = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
-        more = tl.load(added + place, mask=inside, other=0.0).to(tl.float32)
+        more = _summed(added, shares, row, i, inside, residual, CHOSEN, SIZE)
+        if beside is not None:
+            other = tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
+            if opening is not None:
+                open = 1.0 / (1.0 + tl.exp(-tl.load(opening + row).to(tl.float32)))
+                other = rounded(other * rounded(open, residual), residual)
+            more = rounded(other + more, residual)
         if added_norm is not None:
             weights = tl.load(added_norm + i, mask=inside, other=0.0).to(tl.float32)
             more = more * tl.rsqrt(tl.sum(more * more, 0) / SIZE + epsilon)

@@ -107,7 +107,7 @@ def multiply(
     the grid's third dimension, and the last program of a tile adds their sums. It leaves the zeros that it
     found in `arrivals`, int32 [tiles].
 
-    With `tiles` and `places` of `expert_kernels.assign`, tensors of weights begin with a dimension of
+    With `tiles` and `places` of `expert_kernels`, tensors of weights begin with a dimension of
     experts, and a tile has the rows of one expert; each SHARED rows of `out` have one row of `x`.
     """
     CODES: tl.constexpr = 2 if (KIND == INT4) | (KIND == MXFP4) else 1

@@ -50,11 +50,12 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 class Routes(NamedTuple):
-    """The rows of each expert, from `expert_kernels.assign`, in tiles of `rows`."""
+    """The rows of each expert, from `expert_kernels`, in tiles of `rows`, of `results` in all."""
 
     tiles: Tensor
     places: Tensor
     rows: int
+    results: int
 
 
 class Tiled(nn.Module):

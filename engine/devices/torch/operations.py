@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,10 +70,6 @@ class Operations(ABC, Generic[Rows]):
         active = _ACTIVATIONS[activation](gate)
         return active if values is None else active * values
 
-    def route(self, experts: Experts, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows' experts, int64 [rows, chosen], and their weights."""
-        return _route(experts, router_logits(experts, normed), normed.dtype)
-
     def mix(self, mixer: Mixer, normed: Tensor, rows: Rows) -> Tensor:
         """Return the input of the mixer's output product."""
         normed = scaled(normed, mixer.input_multiplier)
@@ -122,24 +118,14 @@ class Operations(ABC, Generic[Rows]):
 
     def _experts(self, experts: Experts, normed: Tensor, beside: Tensor | None, rows: Rows) -> Tensor:
         """Return the experts' output plus the parallel MLP's output `beside`."""
-        chosen, weights = self.route(experts, normed)
-        weights, opening = weights.to(normed.dtype) if experts.rounds else weights, None
-        if experts.shared_gate is not None:
-            opening = self.multiply(experts.shared_gate, normed, rows)
-        return self.run_experts(experts.holder.experts, (normed, chosen, weights), beside, opening)
-
-    def run_experts(
-        self,
-        experts: Any,
-        routed: tuple[Tensor, Tensor, Tensor],
-        beside: Tensor | None,
-        opening: Tensor | None,
-    ) -> Tensor:
-        """Run rows through their experts, and add `beside`, times the sigmoid of its gate `opening`."""
-        out: Tensor = experts(*routed)
+        chosen, weights = _route(experts, router_logits(experts, normed), normed.dtype)
+        weights = weights.to(normed.dtype) if experts.rounds else weights
+        out: Tensor = experts.holder.experts(normed, chosen, weights)
         if beside is None:
             return out
-        return (beside if opening is None else beside * sigmoid(opening)) + out
+        if experts.shared_gate is not None:
+            beside = beside * sigmoid(self.multiply(experts.shared_gate, normed, rows))
+        return beside + out
 
     def _convolve(self, mixer: Recurrent, rows: Tensor) -> Tensor:
         assert self.operators is not None

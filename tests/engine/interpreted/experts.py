@@ -11,10 +11,12 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from engine.devices.cuda import experts as by_tiles
+from engine.devices.cuda import routing as lists
 from engine.devices.cuda.experts import RoutedTiles, TiledExperts, tile_experts
-from engine.devices.cuda.products import Routes
+from engine.devices.cuda.products import Routes, tile_linears
+from engine.linear.quantized import round_layers
 from engine.load.quantized_checkpoint import load_quantized
+from engine.model.program import Activation, Mlp, Product
 from engine.quantization.weight import CodeFormat
 from tests.engine.expert_models import CONFIGS, FORMATS, both, experts_of, routing
 from tests.engine.quantization import test_mxfp4
@@ -46,7 +48,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     _, ours = packed("qwen3_moe", format, torch.bfloat16)
     hidden, chosen, weights = routing(80, torch.bfloat16)
     sizes = []
-    monkeypatch.setattr(by_tiles, "Routes", lambda *parts: sizes.append(parts[2]) or Routes(*parts))
+    monkeypatch.setattr(lists, "Routes", lambda *parts: sizes.append(parts[2]) or Routes(*parts))
     together = ours(hidden, chosen, weights)
     for rows in (1, 7):
         assert torch.equal(ours(hidden[:rows], chosen[:rows], weights[:rows]), together[:rows])
@@ -79,3 +81,28 @@ def test_gpt_oss_experts_are_packed_as_they_are_loaded(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 ours(hidden, chosen, weights), exact(hidden, chosen, weights), atol=1e-4, rtol=1e-5
             )
+
+
+@pytest.mark.parametrize("format", [None, CodeFormat.INT8, CodeFormat.MXFP4])
+def test_an_mlp_like_the_experts_is_one_more_of_them(format: CodeFormat | None) -> None:
+    """Its layers stay what they were, as views."""
+    _, ours = packed("qwen3_moe", format, torch.float32)
+    mlp = nn.ModuleDict({name: nn.Linear(64, 96, bias=False) for name in ("gate", "up")})
+    mlp["down"] = nn.Linear(96, 64, bias=False)
+    mlp.requires_grad_(False)
+    if format is not None:
+        round_layers(mlp, format)
+        tile_linears(mlp, torch.float32, plain=False)
+    hidden, chosen, _ = routing(20, torch.float32)
+    expected = mlp["down"](nn.functional.silu(mlp["gate"](hidden)) * mlp["up"](hidden))
+    products = Product((mlp["gate"], mlp["up"])), Product((mlp["down"],))
+    whole = ours.and_shared(Mlp(*products, Activation.SILU, is_gated=True))
+    assert whole is not None and whole.num_experts == 7
+    chosen = torch.cat([chosen, torch.full((20, 1), 6)], dim=1)
+    results = whole.results(hidden, lists.routes_of(chosen, 7)).view(20, 4, 64)
+    torch.testing.assert_close(results[:, 3], expected, atol=1e-5, rtol=1e-5)
+    alone = ours.results(hidden, lists.routes_of(chosen[:, :3], 6)).view(20, 3, 64)
+    torch.testing.assert_close(results[:, :3], alone, atol=0, rtol=0)
+    again = mlp["down"](nn.functional.silu(mlp["gate"](hidden)) * mlp["up"](hidden))
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+    assert ours.and_shared(Mlp(*products, Activation.GELU_TANH, is_gated=True)) is None

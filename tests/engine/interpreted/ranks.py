@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from engine.batch.runner import Runner, Step
 from engine.devices.cuda.attention.backend import TritonBackend
@@ -83,6 +83,9 @@ MODELS = {
     "llama": CONFIGS["llama"],
     "gemma3": CONFIGS["gemma3"],
     "qwen3_moe": Qwen3MoeConfig(**CONFIGS["qwen3"].to_dict() | SHAPE | SIZES | MOE),
+    "qwen2_moe": Qwen2MoeConfig(
+        **DECODER_SHAPE | SHAPE | SIZES | MOE | {"shared_expert_intermediate_size": 192}
+    ),
 }
 
 
@@ -91,6 +94,7 @@ CASES = [
     ("gemma3", 4, 1, None),
     ("qwen3_moe", 2, 0, None),
     ("qwen3_moe", 2, 0, CodeFormat.INT4),
+    ("qwen2_moe", 2, 0, None),
     ("gpt_oss", 2, 0, None),
     ("gpt_oss", 2, 0, CodeFormat.MXFP4),
 ]

@@ -214,7 +214,7 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, ada
 
 
 def test_steps_of_a_model_with_experts_are_captured(gpu: AbsentGpu) -> None:
-    """A layer's experts are two products, whatever rows chose, between one launch before and two others."""
+    """A layer's experts are two products, whatever rows chose, between a launch before and the next norm."""
     config = config_of("qwen3_moe")
     model = on_gpu(config)
     tile_experts(model, torch.bfloat16)
@@ -227,7 +227,7 @@ def test_steps_of_a_model_with_experts_are_captured(gpu: AbsentGpu) -> None:
     assert gpu.launches == {"graph": 1}
     check_run(gpu, runner, [SequenceRows([5] * 40, 1, [[1, 2, 3]])])
     layers = config.num_hidden_layers
-    assert [gpu.launches[name] for name in ("assign", "multiply", "combine")] == [layers, 2 * layers, layers]
+    assert [gpu.launches[name] for name in ("route", "multiply")] == [layers, 2 * layers]
 
 
 def test_which_models_it_runs(gpu: AbsentGpu) -> None:
