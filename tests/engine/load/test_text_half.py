@@ -60,7 +60,7 @@ def test_parts_beside_the_language_model_are_not_loaded(tmp_path: Path, model_ty
     torch.testing.assert_close(logits(loaded), logits(whole))
 
 
-@pytest.mark.parametrize("model_type", ["mistral3", "step3p7"])
+@pytest.mark.parametrize("model_type", ["mistral3", "step3p7", "kimi_k25"])
 def test_tokens_equal_the_whole_classs(model_type: str) -> None:
     found = verdict(model_type)
     assert found.kind == "served"
