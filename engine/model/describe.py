@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from engine.linear.experts import ExpertsModule, fused_experts
-from engine.model.families import FAMILIES, Family, MixerNames, RoutingNames
+from engine.model.families import FAMILIES, ExpertNormNames, Family, MixerNames, RoutingNames
 from engine.model.program import (
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     Activation,
     Attention,
+    ExpertNorms,
     Experts,
     LatentAttention,
     Layer,
@@ -47,12 +48,6 @@ ACTIVATIONS = {
 }
 """Activations by Transformers' names."""
 
-_UNKNOWN = {
-    "attn_logit_softcapping": "it has attn_logit_softcapping",
-    "enable_moe_block": "its experts beside MLPs have norms of their own",
-}
-"""Configuration fields of operations that programs do not have, with what to say of them."""
-
 _READ_WINDOW_FROM_CONFIG = ("MistralAttention", "MixtralAttention")
 
 
@@ -79,8 +74,9 @@ def activation_of(name: str) -> Activation:
 def gate_of(experts: Any) -> Activation | None:
     """Return the activation of Transformers' experts with gates; None if it is not known."""
     if experts.is_concatenated:
+        names = (getattr(experts.config, field, None) for field in ("hidden_act", "hidden_activation"))
         is_usual = type(experts)._apply_gate is moe._default_apply_gate
-        return ACTIVATIONS.get(getattr(experts.config, "hidden_act", "")) if is_usual else None
+        return ACTIVATIONS.get(next(filter(None, names), "")) if is_usual else None
     how = getattr(experts, "alpha", None), getattr(experts, "limit", None)
     return Activation.CLAMPED_SWIGLU if how == (SWIGLU_SLOPE, SWIGLU_LIMIT) else None
 
@@ -109,9 +105,8 @@ class _Describer:
         self._number = itertools.count()
         if family.routing is None and bool(getattr(self._config, "num_local_experts", 0)):
             raise UndescribedModelError("it has experts")
-        for name, reason in _UNKNOWN.items():
-            if getattr(self._config, name, None):
-                raise UndescribedModelError(reason)
+        if getattr(self._config, "attn_logit_softcapping", None):
+            raise UndescribedModelError("it has attn_logit_softcapping")
 
     def program(self) -> ModelProgram:
         family, head = self._family, self._model.lm_head
@@ -307,15 +302,18 @@ class _Describer:
     def _experts(self, number: int, layer: Any, names: RoutingNames) -> Experts:
         holder = layer.get_submodule(names.block)
         activation = _activation_of_experts(holder, self._family.is_gated) or self._activation
-        router = getattr(holder, names.router)
+        router = holder.get_submodule(names.router)
+        weight = _tensor(router, "weight")
+        if weight is None or weight.ndim != 2 or not weight.is_floating_point():
+            raise UndescribedModelError("its router is packed or quantized")
         shared_gate = None
         if names.shared_gate is not None:
             shared_gate = self._product(number, layer, [f"{names.block}.{names.shared_gate}"])
         return Experts(
             holder=holder,
-            router=router.weight,
+            router=weight,
             router_bias=_tensor(router, "bias"),
-            chosen=router.top_k,
+            chosen=getattr(router, "top_k", None) or self._config.top_k_experts,
             score=names.score,
             preferences=None if names.preferences is None else _tensor(holder, names.preferences),
             groups=getattr(router, "num_group", 1),
@@ -328,7 +326,16 @@ class _Describer:
             shared_gate=shared_gate,
             activation=activation,
             is_gated=self._family.is_gated,
+            factors=None if names.factors is None else _tensor(holder, names.factors),
+            norms=None if names.norms is None else self._expert_norms(holder, names.norms),
         )
+
+    def _expert_norms(self, holder: Any, names: ExpertNormNames) -> ExpertNorms:
+        scale = _tensor(holder, names.router)
+        read, made, beside = (self._norm(holder, name) for name in (names.read, names.made, names.beside))
+        assert scale is not None and read and made and beside
+        router = Norm(scale.float() * len(scale) ** -0.5, self._epsilon, self._family.norms)
+        return ExpertNorms(router, read, made, beside)
 
 
 def embedding_scale(embeddings: Any) -> float:

@@ -34,6 +34,16 @@ class MixerNames:
 
 
 @dataclass(frozen=True)
+class ExpertNormNames:
+    """The layer's norms of experts (`engine.model.program.ExpertNorms`)."""
+
+    router: str
+    read: str
+    made: str
+    beside: str
+
+
+@dataclass(frozen=True)
 class RoutingNames:
     """The module with a layer's experts and router, and the way the router scores
     (`engine.model.program.Experts`).
@@ -49,6 +59,8 @@ class RoutingNames:
     is_exact: bool = False
     rounds: bool = True
     least_sum: float = 0.0
+    factors: str | None = None
+    norms: ExpertNormNames | None = None
 
 
 def _attention(output: str = "o_proj", **names: Any) -> MixerNames:
@@ -101,7 +113,9 @@ class Family:
 
     def routing_of(self, layer: nn.Module) -> RoutingNames | None:
         """Return the layer's routing, or None for a layer without experts."""
-        block = None if self.routing is None else getattr(layer, self.routing.block, None)
+        if self.routing is None:
+            return None
+        block = getattr(layer, self.routing.block, None) if self.routing.block else layer
         return self.routing if hasattr(block, "experts") else None
 
 
@@ -180,6 +194,19 @@ GEMMA4 = Family(
     multiplier="layer_scalar",
     norms=NormKind.EXACT,
     activation="hidden_activation",
+    routing=RoutingNames(
+        block="",
+        router="router.proj",
+        shared="mlp",
+        rounds=False,
+        factors="router.per_expert_scale",
+        norms=ExpertNormNames(
+            router="router.scale",
+            read="pre_feedforward_layernorm_2",
+            made="post_feedforward_layernorm_2",
+            beside="post_feedforward_layernorm_1",
+        ),
+    ),
 )
 FAMILIES = {
     "Gemma3ForCausalLM": Family(

@@ -234,6 +234,19 @@ class Mlp:
     is_gated: bool
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertNorms:
+    """Norms of experts that read the residual, not the rows of the MLP beside them: of the `router`'s rows,
+    of those that the experts `read`, and of what they have `made` and the MLP `beside` them, before these
+    are added.
+    """
+
+    router: Norm
+    read: Norm
+    made: Norm
+    beside: Norm
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Experts:
     """A mixture of experts with its router."""
@@ -262,6 +275,9 @@ class Experts:
     """The product that gates the MLP next to the experts."""
     activation: Activation
     is_gated: bool
+    factors: Tensor | None = None
+    """Factors [experts] of the weights."""
+    norms: ExpertNorms | None = None
 
 
 @dataclass(frozen=True, eq=False)

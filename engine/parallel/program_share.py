@@ -115,7 +115,7 @@ class _Divider:
             share.part = self._placed(share.part)
         else:
             share = self.share(experts)
-        names = ("router", "router_bias", "preferences", "shared_gate")
+        names = ("router", "router_bias", "preferences", "shared_gate", "factors", "norms")
         tensors = {name: self.share(getattr(whole, name)) for name in names}
         return replace(whole, holder=SimpleNamespace(experts=share), **tensors)
 

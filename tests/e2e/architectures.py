@@ -118,6 +118,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_MOE, "sliding_window": SLIDING_WINDOW, "initializer_range": 0.5},
 }
 
+GEMMA4_EXPERTS: dict[str, Any] = {
+    **_UNTIED,
+    **_ALTERNATING,
+    **_MOE,
+    "global_head_dim": 32,
+    "final_logit_softcapping": 30.0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+"""Gemma 4 with experts beside MLPs, as 26B-A4B."""
+
 _LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,

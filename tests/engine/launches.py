@@ -23,7 +23,7 @@ from engine.kv.pool import KVPool
 from engine.load import select
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
-from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, config_of
+from tests.e2e.architectures import ARCHITECTURES, GEMMA4_EXPERTS, HYBRIDS, config_of
 from tests.engine.absent_gpu import GPU, absent_gpu
 from tests.engine.step.test_host_waits import CountedGraphs
 
@@ -39,8 +39,10 @@ FAMILIES = {
     "gpt-oss": "gpt_oss",
     "DeepSeek-V3": "deepseek_v3",
     "Gemma 4": "gemma4_text",
+    "Gemma 4 with experts": "gemma4_text-experts",
 }
-"""The families' model types."""
+"""The families' model types; what follows a dash tells variants apart."""
+FIELDS = ARCHITECTURES | HYBRIDS | {"gemma4_text-experts": GEMMA4_EXPERTS}
 LAYERS = 36
 
 
@@ -55,7 +57,7 @@ class Launches(NamedTuple):
 
 def launches_of(family: str) -> Launches:
     """Count from two depths, each a multiple of the family's pattern of layers."""
-    fields = (ARCHITECTURES | HYBRIDS)[FAMILIES[family]]
+    fields = FIELDS[FAMILIES[family]]
     patterns = [value for value in fields.values() if isinstance(value, list)]
     layers = fields.get("num_hidden_layers", len(patterns[0]) if patterns else 3)
     counts = []
@@ -78,7 +80,7 @@ def launches_of(family: str) -> Launches:
 def loaded_of(model_type: str, **changes: Any) -> LoadedModel:
     """Return a small model on the GPU."""
     with tempfile.TemporaryDirectory() as folder:
-        config_of(model_type, **changes).save_pretrained(folder)
+        config_of(model_type.split("-")[0], **FIELDS[model_type] | changes).save_pretrained(folder)
         loading = ServeConfig(
             model=folder, dtype="float16", device="cpu", max_model_len=96, load_format="dummy"
         )

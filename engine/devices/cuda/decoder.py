@@ -34,6 +34,7 @@ from engine.lora.table import Adapters
 from engine.model.program import (
     Activation,
     Attention,
+    ExpertNorms,
     Experts,
     LatentAttention,
     Layer,
@@ -61,6 +62,8 @@ class Made(NamedTuple):
     shares: Tensor | None = None
     beside: Tensor | None = None
     opening: Tensor | None = None
+    norms: ExpertNorms | None = None
+    """Norms of the sum and of `beside`, before these are added."""
 
 
 class Added(NamedTuple):
@@ -142,7 +145,8 @@ class CudaDecoder(Operations[StepInputs]):
             if layer.mlp_norm is not None:
                 parts.append((layer.mlp_norm, self._fed, layer.made_norm))
             for norm, compute, norm_of_added in parts:
-                normed = self._add_norm(added, residual, norm)
+                apart = layer.experts.norms if compute == self._fed and layer.experts is not None else None
+                normed = self._add_norm(added, residual, norm, apart)
                 if number in self._hidden_layers and number not in captured:
                     captured[number] = residual.clone()
                 added = Added(compute(layer, normed, inputs), norm_of_added)
@@ -171,16 +175,18 @@ class CudaDecoder(Operations[StepInputs]):
     def _fed(self, layer: Layer, normed: Tensor, rows: StepInputs) -> Made:
         """Run the MLP and the experts. Their outputs are added up by the next norm."""
         if layer.experts is None:
-            return Made(self.feed_forward(layer, normed, rows))
+            assert layer.mlp is not None
+            return Made(self._mlp(layer.mlp, normed, rows))
         router, experts = self._routers[layer.experts], layer.experts.holder.experts
-        beside, opening, gate = None, None, layer.experts.shared_gate
+        beside, opening, gate, norms = None, None, layer.experts.shared_gate, layer.experts.norms
+        normed, scored, read = (normed,) * 3 if norms is None else normed.unbind()
         if layer.mlp is not None and not router.shared:
             beside = self._mlp(layer.mlp, normed, rows)
             opening = None if gate is None else self.multiply(gate, normed, rows)
         if not isinstance(experts, TiledExperts):  # those of several ranks
-            return Made(experts(normed, *router.choose(normed)), None, beside, opening)
-        routes, shares = router.routes(normed)
-        return Made(experts.results(normed, routes), shares, beside, opening)
+            return Made(experts(read, *router.choose(scored)), None, beside, opening, norms)
+        routes, shares = router.routes(scored)
+        return Made(experts.results(read, routes), shares, beside, opening, norms)
 
     def multiply(self, product: Product, x: Tensor, rows: StepInputs) -> Tensor:
         return self._products[product](x, rows.adapters)
@@ -254,18 +260,28 @@ class CudaDecoder(Operations[StepInputs]):
         table = self._table(mixer)
         return attend_latents(mixer, made, rows, self._backends[table], self._slots(rows, table), turns)
 
-    def _add_norm(self, added: Added | None, residual: Tensor, norm: Norm | None) -> Tensor:
-        """Add `added` to `residual` in place; return the norm of the sum, or without a `norm` the sum."""
+    def _add_norm(
+        self, added: Added | None, residual: Tensor, norm: Norm | None, apart: ExpertNorms | None = None
+    ) -> Tensor:
+        """Add `added` to `residual` in place; return the norm of the sum, or without a `norm` the sum. With
+        `apart` return the norms for the MLP, the router and the experts [3, rows, size].
+        """
         out, (rows, size) = residual if norm is None else torch.empty_like(residual), residual.shape
+        if apart is not None:
+            out = residual.new_empty((3, rows, size))
         how = norm or self._program.final_norm
         assert how is not None
-        made = (None,) * 4 if added is None else added.made
+        *made, norms = (None,) * 5 if added is None else added.made
         add_norm[(rows,)](
             *made,
+            None if norms is None else norms.made.weight,
+            None if norms is None else norms.beside.weight,
             None if added is None or added.norm is None else added.norm.weight,
             residual,
             None if added is None else added.multiplier,
             None if norm is None else norm.weight,
+            None if apart is None else apart.router.weight,
+            None if apart is None else apart.read.weight,
             out,
             how.epsilon,
             self._residual_multiplier,
@@ -327,7 +343,7 @@ class CudaDecoder(Operations[StepInputs]):
 def _share(experts: Experts, mlp: Mlp | None) -> bool:
     """Make the MLP next to a layer's experts one more of them. Return whether it is one."""
     own, gate = experts.holder.experts, experts.shared_gate
-    if mlp is None or not isinstance(own, TiledExperts):
+    if mlp is None or experts.norms is not None or not isinstance(own, TiledExperts):
         return False
     if gate is not None and type(gate.linears[0]) not in (nn.Linear, TiledLinear):
         return False

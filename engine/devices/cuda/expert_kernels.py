@@ -110,6 +110,7 @@ def route(
     router,
     bias,
     preferences,
+    factors,
     parts,
     counters,
     chosen,
@@ -217,6 +218,8 @@ def route(
         if NORMALIZES:
             kept = kept / (tl.sum(kept, 1)[:, None] + least_sum)
         kept = kept * scaling
+        if factors is not None:
+            kept = kept * tl.load(factors + best).to(tl.float32)
         if SHARED > 0:
             share = tl.full((TOGETHER,), 1.0, tl.float32)
             if OUTPUTS > EXPERTS:

@@ -48,6 +48,14 @@ def _summed(added, shares, row, i, inside, like, CHOSEN: tl.constexpr, SIZE: tl.
 
 
 @triton.jit
+def _normed(values, weight, i, inside, epsilon, like, KIND: tl.constexpr, SIZE: tl.constexpr):
+    """Norm a row's values, and round them as `like`."""
+    weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    return rounded(weighted(values, weights, like, KIND), like)
+
+
+@triton.jit
 def combine(rows, shares, out, CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (rows of `out`, blocks). Add up the rows of a row's experts, times their `shares`."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -61,10 +69,14 @@ def add_norm(
     shares,
     beside,
     opening,
+    sum_norm,
+    beside_norm,
     added_norm,
     residual,
     multiplier,
     weight,
+    router_weight,
+    read_weight,
     out,
     epsilon,
     factor,
@@ -75,8 +87,9 @@ def add_norm(
 ):
     """Add a row of `added`, or with `shares` the sum of CHOSEN of them, to `residual` and, if there is a
     `weight`, write the normed sum to `out`. To what is added, first the row of `beside` is added, times the
-    sigmoid of its `opening`, if given; it is normed if there is an `added_norm`, and multiplied by `factor`
-    if given. The sum is multiplied by `multiplier`, if any. Without `added` the sum is the residual.
+    sigmoid of its `opening`, if given, and both normed if there is a `sum_norm`; it is normed if there is an
+    `added_norm`, and multiplied by `factor` if given. The sum is multiplied by `multiplier`, if any. Without
+    `added` the sum is the residual. With a `router_weight` two more normed sums follow all rows of `out`.
     """
     i = tl.arange(0, PADDED)
     inside = i < SIZE
@@ -85,16 +98,18 @@ def add_norm(
     values = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         more = _summed(added, shares, row, i, inside, residual, CHOSEN, SIZE)
+        if sum_norm is not None:
+            more = _normed(more, sum_norm, i, inside, epsilon, residual, KIND, SIZE)
         if beside is not None:
             other = tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
             if opening is not None:
                 open = 1.0 / (1.0 + tl.exp(-tl.load(opening + row).to(tl.float32)))
                 other = rounded(other * rounded(open, residual), residual)
+            if beside_norm is not None:
+                other = _normed(other, beside_norm, i, inside, epsilon, residual, KIND, SIZE)
             more = rounded(other + more, residual)
         if added_norm is not None:
-            weights = tl.load(added_norm + i, mask=inside, other=0.0).to(tl.float32)
-            more = more * tl.rsqrt(tl.sum(more * more, 0) / SIZE + epsilon)
-            more = rounded(weighted(more, weights, residual, KIND), residual)
+            more = _normed(more, added_norm, i, inside, epsilon, residual, KIND, SIZE)
         if factor is not None:
             more = rounded(more * factor, residual)
         values = rounded(values + more, residual)
@@ -102,9 +117,14 @@ def add_norm(
             values = rounded(values * tl.load(multiplier).to(tl.float32), residual)
         tl.store(residual + place, values.to(residual.dtype.element_ty), mask=inside)
     if weight is not None:
-        weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-        normed = values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
-        tl.store(out + place, weighted(normed, weights, out, KIND).to(out.dtype.element_ty), mask=inside)
+        normed = _normed(values, weight, i, inside, epsilon, out, KIND, SIZE)
+        tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+    if router_weight is not None:
+        all_rows = tl.num_programs(0).to(tl.int64) * SIZE
+        scored = _normed(values, router_weight, i, inside, epsilon, out, KIND, SIZE)
+        tl.store(out + all_rows + place, scored.to(out.dtype.element_ty), mask=inside)
+        read = _normed(values, read_weight, i, inside, epsilon, out, KIND, SIZE)
+        tl.store(out + 2 * all_rows + place, read.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

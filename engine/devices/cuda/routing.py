@@ -83,6 +83,7 @@ class Router(NamedTuple):
             self.weight,
             None if how.is_exact else how.router_bias,
             how.preferences,
+            how.factors,
             x.new_empty((spans, count, outputs), dtype=torch.float32),
             _counters(padded, tiles, x.device) if lists is None else lists.counters,
             chosen,

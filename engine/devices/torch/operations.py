@@ -92,13 +92,19 @@ class Operations(ABC, Generic[Rows]):
         queries = made[..., : 2 * mixer.heads * mixer.head_dim].unflatten(-1, (mixer.heads, 2, -1))
         return attended * sigmoid(queries[..., 1, :])
 
-    def feed_forward(self, layer: Layer, normed: Tensor, rows: Rows) -> Tensor:
-        """Return the sum of the outputs of a layer's MLP and experts."""
+    def feed_forward(self, layer: Layer, normed: Tensor, residual: Tensor, rows: Rows) -> Tensor:
+        """Return the sum of the outputs of a layer's MLP and experts. `normed` is the norm of `residual`."""
         made = None if layer.mlp is None else self._mlp(layer.mlp, normed, rows)
-        if layer.experts is not None:
-            return self._experts(layer.experts, normed, made, rows)
+        if layer.experts is None:
+            assert made is not None
+            return made
+        norms = layer.experts.norms
+        if norms is None:
+            return self._experts(layer.experts, normed, normed, made, rows)
         assert made is not None
-        return made
+        scored, read = apply_norm(norms.router, residual), apply_norm(norms.read, residual)
+        out = self._experts(layer.experts, scored, read, None, rows)
+        return apply_norm(norms.beside, made) + apply_norm(norms.made, out)
 
     def vectors_of(self, vectors: TokenVectors, token_ids: Tensor, x: Tensor, rows: Rows) -> Tensor:
         """Return the rows' vectors [rows, layers, size]; `x` are their embeddings."""
@@ -116,9 +122,11 @@ class Operations(ABC, Generic[Rows]):
         made = self.multiply(mlp.gate_up, normed, rows)
         return self.multiply(mlp.down, self.activate(made, mlp.activation, mlp.is_gated), rows)
 
-    def _experts(self, experts: Experts, normed: Tensor, beside: Tensor | None, rows: Rows) -> Tensor:
-        """Return the experts' output plus the parallel MLP's output `beside`."""
-        chosen, weights = _route(experts, router_logits(experts, normed), normed.dtype)
+    def _experts(
+        self, experts: Experts, scored: Tensor, normed: Tensor, beside: Tensor | None, rows: Rows
+    ) -> Tensor:
+        """Return the experts' output plus the parallel MLP's output `beside`. The router reads `scored`."""
+        chosen, weights = _route(experts, router_logits(experts, scored), normed.dtype)
         weights = weights.to(normed.dtype) if experts.rounds else weights
         out: Tensor = experts.holder.experts(normed, chosen, weights)
         if beside is None:
@@ -262,7 +270,8 @@ def _route(experts: Experts, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor
         weights = weights.softmax(-1)
     if experts.normalizes:
         weights = weights / (weights.sum(-1, keepdim=True) + experts.least_sum)
-    return chosen, weights * experts.scaling
+    weights = weights * experts.scaling
+    return chosen, weights if experts.factors is None else weights * experts.factors[chosen].float()
 
 
 def _sorted_heads(rows: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:

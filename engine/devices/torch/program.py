@@ -147,7 +147,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         if layer.mlp_norm is None:
             return x
         normed = apply_norm(layer.mlp_norm, x)
-        made = self.feed_forward(layer, normed, turns)
+        made = self.feed_forward(layer, normed, x, turns)
         x = x + scaled(made if layer.made_norm is None else apply_norm(layer.made_norm, made), factor)
         if layer.token_input is not None:
             assert vectors is not None

@@ -21,7 +21,7 @@ from engine.kv.state_slots import StateSlots
 from engine.load.loader import load_model
 from engine.load.select import build_runner
 from protocol.config import ServeConfig
-from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.architectures import GEMMA4_EXPERTS, VOCAB_SIZE, write_model
 from tests.engine.devices import test_decoder, test_hybrid_decoder, test_latent_attention
 from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kernels import CPU
@@ -45,6 +45,7 @@ WITH_TORCH: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
     },
     "gemma4_text-large": {**_GEMMA4, **_VALUES_OF_KEYS, "hidden_size_per_layer_input": 0},
+    "gemma4_text-experts": GEMMA4_EXPERTS,
     "gemma4_unified_text": {**_GEMMA4, **_VALUES_OF_KEYS},
 }
 """Models that the native decoder does not run: Gemma 4 with vectors of tokens for each layer and with layers

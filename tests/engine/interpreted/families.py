@@ -48,6 +48,7 @@ MODELS = {
         "deepseek_v3-whole_queries",
         "gemma4_text",
         "gemma4_text-large",
+        "gemma4_text-experts",
         "falcon_h1",
         "falcon_h1-normed",
     )
