@@ -235,6 +235,13 @@ def test_in_float32_ranks_differ_by_rounding(model_type: str) -> None:
         assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_in_float32_shares_of_latents_and_shared_experts_differ_by_rounding() -> None:
+    loaded = load("deepseek_v3", torch.float32)
+    (expected, _), (shared, _) = (run_program(loaded, size) for size in (1, 2))
+    for ours, theirs in zip(shared, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
 def test_layers_are_divided_in_whole_panels_if_possible() -> None:
     ranks = SharedRanks(3)
     assert ranks.columns(330, 64).parts == (range(128), range(128, 256), range(256, 330))
