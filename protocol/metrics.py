@@ -152,6 +152,7 @@ ROUTER = (
     _histogram("request_decode_time_seconds", "From the first to the last token.", _REQUEST),
     _histogram("request_prompt_tokens", "Prompt tokens of a sequence that finished.", _COUNT),
     _histogram("request_generation_tokens", "Tokens generated for a sequence that finished.", _COUNT),
+    _histogram("request_max_num_generation_tokens", "Tokens of a request's longest sequence.", _COUNT),
     _histogram("request_kv_reserve_time_seconds", "Asking the decode worker for blocks.", _TRANSFER),
     _histogram("request_kv_transfer_time_seconds", "From the first push to the last block.", _TRANSFER),
     _histogram(
@@ -333,6 +334,7 @@ VLLM = (
     *("inter_token_latency_seconds", "request_time_per_output_token_seconds"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
+    "request_max_num_generation_tokens",
     *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
     *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 )

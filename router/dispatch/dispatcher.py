@@ -255,6 +255,8 @@ class Dispatcher:
             self._log.finished(request)
             generation = request.generation
             generation.num_unfinished -= 1
+            if not generation.num_unfinished:
+                self._metrics.generation_finished(generation)
             if generation.is_over:
                 self._close(generation)
         elif cut is not None and not self._has_ended(request, now):

@@ -30,7 +30,7 @@ from protocol.metrics import (
 )
 from protocol.outputs import RequestTiming
 from protocol.worker_to_router import PairState, WorkerState
-from router.requests.journal import LiveRequest
+from router.requests.journal import Generation, LiveRequest
 from router.workers.registry import Worker
 
 _TRANSFER_STAGES = {
@@ -150,6 +150,10 @@ class Metrics:
         if others > 0:
             self._observe("request_decode_time_seconds", decode_s)
             self._observe("request_time_per_output_token_seconds", decode_s / others)
+
+    def generation_finished(self, generation: Generation) -> None:
+        longest = max(choice.num_tokens for choice in generation.choices)
+        self._observe("request_max_num_generation_tokens", longest)
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics[name].observe(value)

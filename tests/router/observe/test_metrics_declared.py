@@ -95,15 +95,19 @@ def test_the_panels_of_vllms_dashboard_find_their_metrics(make_router):
         time_to_first_token_seconds_bucket kv_cache_usage_perc request_prompt_tokens_bucket
         request_generation_tokens_bucket request_success_total request_queue_time_seconds_sum
         request_prefill_time_seconds_sum request_decode_time_seconds_sum
+        request_max_num_generation_tokens_sum
     """
     router = make_router(metric_names="vllm")
     router.add_worker()
-    assert router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
+    body = {"prompt": "x", "max_tokens": 3, "n": 2}
+    assert router.http.post("/v1/completions", json=body).status_code == 200
     text = router.http.get("/metrics").text
     for name in panels.split():
         assert re.search(rf'^vllm:{name}{{.*model_name="', text, re.MULTILINE), name
-    sums = dict(re.findall(r"^vllm:(request_\w+_tokens)_sum{.*} (\S+)$", text, re.MULTILINE))
-    assert float(sums["request_generation_tokens"]) == 3 and float(sums["request_prompt_tokens"]) >= 1
+    found = re.findall(r"^vllm:(request_\w+_tokens)_sum{.*} (\S+)$", text, re.MULTILINE)
+    sums = {name: float(value) for name, value in found}
+    assert sums["request_generation_tokens"] == 6 and sums["request_prompt_tokens"] >= 2
+    assert sums["request_max_num_generation_tokens"] == 3
 
 
 def test_an_endpoint_picker_reads_the_whole_servers_load(make_router):
