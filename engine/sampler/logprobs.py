@@ -48,10 +48,11 @@ def _found(logits: Tensor, token_ids: Tensor, num_top: int) -> Found:
     log_probs = values.log_softmax(dim=1)  # `logsumexp` would split a lone row between threads
     unusable = log_probs[:, :1].isnan()
     if values.device.type != "cpu" or unusable.any():
-        values, log_probs = (each.masked_fill(unusable, -torch.inf) for each in (values, log_probs))
+        values = values.masked_fill(unusable, -torch.inf)
     ranks = (values > values.gather(1, token_ids)).sum(dim=1, keepdim=True) + 1
     top = (_top if values.device.type == "cpu" else _top_without_wait)(values, num_top)
-    own, likeliest = (log_probs.gather(1, ids).clamp_min_(_MIN_LOGPROB) for ids in (token_ids, top))
+    both = (log_probs.gather(1, ids).masked_fill_(unusable, -torch.inf) for ids in (token_ids, top))
+    own, likeliest = (each.clamp_min_(_MIN_LOGPROB) for each in both)
     return own, ranks, top, likeliest
 
 
