@@ -115,7 +115,7 @@ def scaled_and_rounded(weight: Tensor, inputs: Tensor, to: Format) -> Tensor:
     """Return the rounded weight whose products with these inputs are nearest to the exact ones.
 
     Columns are multiplied by a power of their inputs' mean size, rounded, and divided again (Lin et al.,
-    2023): the error of a column with large inputs falls, and that of others grows.
+    2024): the error of a column with large inputs falls, and that of others grows.
     """
     size = inputs.abs().mean(0).clamp(min=1e-4)
 
