@@ -21,7 +21,7 @@ from tests.worker.tiny_model import greedy
 
 NUM_TOKENS = 24
 BOUND_S = 40.0
-"""Seconds on an idle machine. Nobody waits until a silent worker counts as lost."""
+"""The longest wait for an answer, which is shorter than it takes until a silent worker counts as lost."""
 Serving = partial(HttpServing, compile="off", worker_timeout=4 * BOUND_S)
 """Serves by torch's modules, whose steps leave time for the faults."""
 SLOW = "slow:0.02"
