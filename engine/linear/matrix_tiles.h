@@ -130,8 +130,8 @@ class MatrixTiles {
     }
 
     // Multiplies run by run, and adds up the scaled sums of four tiles, COLUMNS of them beside each other from output
-    // `n` of the panel on. The next run is multiplied before a run's stored tiles are read, and stored after that: measured,
-    // this order is the fastest.
+    // `n` of the panel on. The next run is multiplied before a run's stored tiles are read, and stored after that:
+    // of the orders measured, this is the fastest.
     template <int COLUMNS, class Multiply>
     static void add_runs(const Product& p, const Coded& w, int64_t row, int64_t end, int64_t panel, int n,
                          const Multiply& multiply) {
