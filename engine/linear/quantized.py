@@ -98,12 +98,13 @@ def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
 
 
 def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = None) -> None:
-    """Quantize the linear layers except `kept`, freeing each weight before the next layer.
+    """Quantize the linear layers except `kept` and routers of experts, freeing each weight before the next
+    layer.
 
     Layers whose inputs are no multiple of a group stay unchanged. Raises ValueError if no layer fits.
     """
-    linears = (nn.Linear, Conv1D)
-    paths = [p for p, module in model.named_modules() if type(module) in linears and module is not kept]
+    linears = {path: each for path, each in model.named_modules() if type(each) in (nn.Linear, Conv1D)}
+    paths = [p for p, each in linears.items() if each is not kept and "router" not in p.split(".")]
     count = 0
     for path in paths:
         linear = model.get_submodule(path)

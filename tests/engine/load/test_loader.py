@@ -24,7 +24,7 @@ from engine.load.select import load_packed
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
-from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, config_of, write_model
+from tests.e2e.architectures import ARCHITECTURES, GEMMA4_EXPERTS, HYBRIDS, config_of, write_model
 from tests.engine.quantization.quantized_model import EXPERTS, LAYOUTS, write_quantized
 from tests.worker.tiny_model import write_tiny_llama
 
@@ -234,3 +234,9 @@ def test_ranks_divide_quantized_experts_as_they_are_stored(
     monkeypatch.setattr(loader, "tile_experts_on_gpu", lambda model, *_: join_experts(model, pack))
     monkeypatch.setattr(loader, "tile_on_gpu", lambda *_, plain: None)
     assert load_model(config).weights == loaded.weights
+
+
+def test_rounding_leaves_routers_as_programs_need_them(tmp_path: Path) -> None:
+    write_model("gemma4_text", tmp_path, **GEMMA4_EXPERTS)
+    config = config_for(tmp_path, dtype="bfloat16", load_format="auto", quantization="int8")
+    assert load_model(config).program is not None
