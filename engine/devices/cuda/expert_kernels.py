@@ -81,6 +81,7 @@ def _list_tiles(
     if _is_last(counters + PADDED, tl.num_programs(0)):
         expert = tl.arange(0, PADDED)
         count = tl.load(counters + expert, mask=expert < EXPERTS, other=0)
+        tl.debug_barrier()  # several warps load the counters of few experts, and one clears them
         tl.store(counters + expert, 0, mask=expert < EXPERTS)
         count = tl.where((expert >= EXPERTS) & (expert < EXPERTS + SHARED), num_rows, count)
         each = (count + ROWS - 1) // ROWS
