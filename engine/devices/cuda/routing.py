@@ -11,7 +11,7 @@ from triton import next_power_of_2
 
 from engine.devices.cuda.buckets import MOST_ROWS
 from engine.devices.cuda.expert_kernels import TILE_FIELDS, assign, route
-from engine.devices.cuda.products import ROWS, Routes
+from engine.devices.cuda.products import ROWS, Routes, TiledLinear
 from engine.model.program import Experts
 from engine.triton_support import ceil_div, power_of_two
 
@@ -49,7 +49,9 @@ class Router(NamedTuple):
     def of(cls, experts: Experts, *, shared: bool) -> Router:
         weight = experts.router.detach()
         if shared and experts.shared_gate is not None:
-            weight = torch.cat([weight, experts.shared_gate.linears[0].weight.detach()])
+            (gate,) = experts.shared_gate.linears
+            own = gate.values() if isinstance(gate, TiledLinear) else gate.weight.detach()
+            weight = torch.cat([weight, own.to(weight.dtype)])
         return cls(experts, weight.contiguous(), shared)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:

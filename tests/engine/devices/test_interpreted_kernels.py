@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 HERE = "tests/engine/interpreted"
 GROUPS = {
     "attention": ["adapter_kernels", "adapters", "attention", "decoder", "ranks"],
-    "layers": ["experts", "families", "graphs", "hybrid_graphs", "products", "recurrent"],
+    "layers": ["experts", "families", "graphs", "hybrid_graphs", "products", "recurrent", "routing"],
     "tokens": ["drafts", "sampler", "trees", "verification"],
 }
 FILES = {name: [f"{HERE}/{kind}.py" for kind in kinds] for name, kinds in GROUPS.items()} | {
