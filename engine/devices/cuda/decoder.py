@@ -341,7 +341,9 @@ class CudaDecoder(Operations[StepInputs]):
 
 
 def _share(experts: Experts, mlp: Mlp | None) -> bool:
-    """Make the MLP next to a layer's experts one more of them. Return whether it is one."""
+    """Make the MLP next to a layer's experts one more of them. Return whether it is one. Its result is then
+    added up with theirs before the sum is rounded, while Transformers rounds their sum first.
+    """
     own, gate = experts.holder.experts, experts.shared_gate
     if mlp is None or experts.norms is not None or not isinstance(own, TiledExperts):
         return False

@@ -67,7 +67,7 @@ from tests.engine.triton_offline import absent_driver
 
 Forms = set[tuple[str, str]]
 STEPS = int(os.environ.get("RANDOM_STEPS", "60"))
-"""Steps of each kind: `RANDOM_STEPS=440` makes 10,120 of all kinds, in half a minute."""
+"""Steps of each kind: `RANDOM_STEPS=420` makes 10,080 of all kinds, in half a minute."""
 LONGEST = 2048
 
 
