@@ -46,7 +46,7 @@ from engine.parallel.shared_ranks import SharedRanks
 from kvtransfer.blocks.joined import JoinedBlocks
 from protocol.config import ServeConfig
 from protocol.requests import Adapter, EngineRequest
-from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
+from tests.e2e.architectures import ARCHITECTURES, GEMMA4_EXPERTS, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
 from tests.engine.adapter_files import write_adapter
 from tests.engine.kernels import CPU, needs_kernel
@@ -235,8 +235,10 @@ def test_in_float32_ranks_differ_by_rounding(model_type: str) -> None:
         assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_in_float32_shares_of_latents_and_shared_experts_differ_by_rounding() -> None:
-    loaded = load("deepseek_v3", torch.float32)
+@pytest.mark.parametrize(("model_type", "changes"), [("deepseek_v3", {}), ("gemma4_text", GEMMA4_EXPERTS)])
+def test_in_float32_shares_of_a_program_differ_by_rounding(model_type: str, changes: dict[str, Any]) -> None:
+    """One has latents and shared experts, one norms of experts and of the MLP beside them."""
+    loaded = load(model_type, torch.float32, **changes)
     (expected, _), (shared, _) = (run_program(loaded, size) for size in (1, 2))
     for ours, theirs in zip(shared, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
