@@ -73,11 +73,8 @@ class Router(NamedTuple):
         how, x = self.experts, x.contiguous()
         (count, inputs), (outputs, _), num_experts = x.shape, self.weight.shape, len(how.router)
         weights = x.new_empty((count, self._entries), dtype=x.dtype if how.rounds else torch.float32)
-        tiles, spans, padded = (
-            ceil_div(count, rows),
-            ceil_div(inputs, _SPAN),
-            _padded(num_experts + self.shared),
-        )
+        tiles, spans = ceil_div(count, rows), ceil_div(inputs, _SPAN)
+        padded = power_of_two(num_experts + self.shared)
         groups, each = next_power_of_2(how.groups), next_power_of_2(num_experts // how.groups)
         depth = _DEPTH if self.weight.itemsize <= 2 else _DEPTH // 4
         route[(tiles, ceil_div(outputs, _COLUMNS), spans)](
@@ -148,15 +145,11 @@ def _lists(rows: int, each: int, num_experts: int, device: torch.device) -> tupl
     is_few = rows <= MOST_ROWS and count <= _FEW_EACH * num_experts
     size = _FEW_ROWS if is_few else ROWS
     most = min(count, count // size + num_experts)
-    counters = _counters(_padded(num_experts), ceil_div(rows, size), device)
+    counters = _counters(power_of_two(num_experts), ceil_div(rows, size), device)
     places = torch.empty(num_experts * rows, dtype=torch.int32, device=device)
     return size, _Lists(
         counters, places, torch.empty((most, TILE_FIELDS.value), dtype=torch.int32, device=device)
     )
-
-
-def _padded(num_experts: int) -> int:
-    return power_of_two(num_experts)
 
 
 def _counters(padded: int, tiles: int, device: torch.device) -> Tensor:
