@@ -47,8 +47,8 @@ class DrainReport:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        moved = f"{self.moved} requests moved, {self.redirected} redirected"
-        return f"{moved}, {self.placed_again} placed again in {self.seconds:.2f} s"
+        counts = f"moved: {self.moved}, redirected: {self.redirected}, placed again: {self.placed_again}"
+        return f"requests {counts}, in {self.seconds:.2f} s"
 
     def add(self, drained: DrainReport) -> None:
         """Add the counts of one more worker."""

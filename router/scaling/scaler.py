@@ -146,6 +146,10 @@ class RestartReport(DrainReport):
     restarted: list[str] = field(default_factory=list)
     successors: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        workers, successors = (" ".join(each) or "none" for each in (self.restarted, self.successors))
+        return f"{workers}; successors: {successors}; {super().__str__()}"
+
 
 class Restarter:
     """Rolling restarts under load, one worker at a time, with no scaling meanwhile.

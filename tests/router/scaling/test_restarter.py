@@ -31,7 +31,7 @@ def come_back(router, worker_id):
     router.add_worker(worker_id, old.role)
 
 
-def test_the_only_worker_of_a_role_gets_a_successor_before_it_leaves(start, pool):
+def test_the_only_worker_of_a_role_gets_a_successor_before_it_leaves(start, pool, caplog):
     router = start("decode-0")
     asked = []
 
@@ -41,7 +41,10 @@ def test_the_only_worker_of_a_role_gets_a_successor_before_it_leaves(start, pool
         return ScaleAnswer(started=["decode-1"])
 
     router.server.on_scale(scale)
-    answer = router.http.post("/restart", json={}).json()
+    with caplog.at_level("INFO"):
+        answer = router.http.post("/restart", json={}).json()
+    logged = "restarted: decode-0; successors: decode-1; requests moved: 0, redirected: 0, placed again: 0"
+    assert logged in caplog.text
     assert (answer["restarted"], answer["successors"], asked) == (["decode-0"], ["decode-1"], [{"decode": 2}])
     assert [worker.key.worker_id for worker in router.server.state.registry.live()] == ["decode-1"]
     assert post(router, max_tokens=3).status_code == 200
