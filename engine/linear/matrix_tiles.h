@@ -56,8 +56,8 @@ class MatrixTiles {
     }
 
     // Computes the same rows with quantized weights. weights(k) returns the panel's weights for the DEPTH inputs from k
-    // on. For FEW_ROWS it is called once for each, in ascending order, so that the CPU expands the next weights while it
-    // multiplies.
+    // on. For FEW_ROWS it is called once for each, in ascending order, so that the CPU expands the next weights while
+    // it multiplies.
     template <class Weights>
     void rows_of_runs(const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel,
                       const Weights& weights) const {
