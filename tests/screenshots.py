@@ -24,11 +24,12 @@ SAMPLES = ("long", "edit")
 
 
 def ask(visit: Visit) -> None:
-    """Let two samples be answered; the page then shows both placements and the second answer."""
+    """Let two samples be answered. The page shows the second answer, the drafts and how both were placed."""
     for name in SAMPLES:
         visit.page.click(f"[data-sample={name}]")
         visit.shows("#facts", " tokens in ")
-    visit.shows("#workers", "idle")
+    visit.shows("#workers", "suffix:")
+    visit.shows("#decisions", "then")  # a token, as the outcome says
 
 
 def take_all(browser: BrowserContext, url: str, folder: Path) -> None:
