@@ -5,7 +5,7 @@ Operations without a kernel of their own run by torch's operators. No operation 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -64,6 +64,16 @@ class Made(NamedTuple):
     opening: Tensor | None = None
     norms: ExpertNorms | None = None
     """Norms of the sum and of `beside`, before these are added."""
+
+
+class _Part(NamedTuple):
+    """The mixers of a layer, or its MLP and experts, between the norms of their input and of their output."""
+
+    norm: Norm | None
+    compute: Callable[[Layer, Tensor, StepInputs], Made]
+    norm_of_added: Norm | None
+    apart: ExpertNorms | None = None
+    """The norms of experts that read the residual."""
 
 
 class Added(NamedTuple):
@@ -141,11 +151,11 @@ class CudaDecoder(Operations[StepInputs]):
             vectors = self.vectors_of(program.token_vectors, inputs.token_ids, residual, inputs)
         captured: dict[int, Tensor] = {}
         for number, layer in enumerate(program.layers):
-            parts = [(layer.input_norm, self._mixed, layer.mixed_norm)] if layer.mixers else []
+            parts = [_Part(layer.input_norm, self._mixed, layer.mixed_norm)] if layer.mixers else []
             if layer.mlp_norm is not None:
-                parts.append((layer.mlp_norm, self._fed, layer.made_norm))
-            for norm, compute, norm_of_added in parts:
-                apart = layer.experts.norms if compute == self._fed and layer.experts is not None else None
+                apart = None if layer.experts is None else layer.experts.norms
+                parts.append(_Part(layer.mlp_norm, self._fed, layer.made_norm, apart))
+            for norm, compute, norm_of_added, apart in parts:
                 normed = self._add_norm(added, residual, norm, apart)
                 if number in self._hidden_layers and number not in captured:
                     captured[number] = residual.clone()
