@@ -28,7 +28,7 @@ from router.dispatch.placer import FIRST_OUTPUT, OUTPUT_PACE
 from router.placement import PlacementPolicy
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.predict import refusal as slo_refusal
-from router.workers.assignment import Assignment, DemandMeter, Loads
+from router.workers.assignment import Assignment, Loads
 from router.workers.kv_index import KvIndex, block_keys, hash_blocks
 from router.workers.registry import Registry, Worker
 
@@ -167,7 +167,6 @@ class SimulatedCluster:
         costs = msgspec.structs.replace(profile.costs, itl_budget_s=bound_s)
         self.clock = Clock()
         self._layout, self._profile = layout, msgspec.structs.replace(profile, costs=costs)
-        self.meter = DemandMeter()
         self._registry = Registry(worker_timeout=inf, max_rows=profile.max_num_seqs)
         self._loads = Loads(self._registry)
         self._index: KvIndex[str] = KvIndex()
@@ -218,7 +217,6 @@ class SimulatedCluster:
         if late is not None:
             request.is_refused = True
             request.ended = self.clock.now
-            self.meter.refused(late, self._registry.live())
             return
         assert isinstance(placement, Placement)
         request.workers = placement.workers
@@ -227,7 +225,6 @@ class SimulatedCluster:
         num_uncached = facts.num_uncached(placement.source)
         assigned = self._loads.assign(workers[0], workers[-1], request.trace.input_len, num_uncached)
         request.assignment = assigned
-        self.meter.placed(assigned)
         self._loads.sent(assigned)
         arrives_at = self.clock.now + self._profile.request_s
         if placement.prefix is not None:
@@ -325,7 +322,6 @@ class SimulatedCluster:
     def _on_first_token(self, sequence: SequenceState) -> None:
         request = self._requests[sequence.request_id]
         request.first_token = self.clock.now
-        self.meter.answered(request.assigned, request.ttft_s, self._layout.slo_ttft_s)
         self._loads.answered(request.assigned)
 
     def _on_finished(self, sequence: SequenceState) -> None:
@@ -334,7 +330,6 @@ class SimulatedCluster:
         handoff = self._handoffs.pop(sequence.request_id, None)
         if handoff is not None:
             self._withdraw(handoff)
-        self.meter.finished(request.assigned.decode, request.tpot_s, self._layout.slo_tpot_s)
         self._mean_output += OUTPUT_PACE * (request.trace.output_len - self._mean_output)
         self._loads.release(request.assigned)
 
