@@ -67,6 +67,7 @@ def test_a_draft_workers_step_has_the_rows_of_all_its_targets():
         StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0]]),
         StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0], [1.0]]),
         StepTimeState(sequences=[1, 1], drafted=[0, 1], seconds=[[1.0, 2.0], [1.0, 2.0]]),
+        StepTimeState(sequences=[1, 2, 2], drafted=[0, 1], seconds=3 * [[1.0, 2.0]]),
         StepTimeState(sequences=[1, 2], drafted=[1, 0], seconds=[[1.0, 2.0], [1.0, 2.0]]),
         StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0], [1.0, float("nan")]]),
         StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0], [0.0, 2.0]]),

@@ -13,7 +13,10 @@ from speculation.control.controller import (
     DRAFT_PLAN_STEPS,
     IDLE_PLAN_STEPS,
     PLAIN_PLAN_STEPS,
+    TRIAL_STEPS,
     DraftController,
+    PlannedStep,
+    plain_and_best,
 )
 from speculation.control.estimator import (
     FIRST_OUTPUT,
@@ -282,6 +285,33 @@ def test_queued_requests_count_as_running() -> None:
     assert not made.begin_step(0, 1), "nobody decodes"
 
 
+def test_steps_go_ahead_only_under_a_plan_without_drafts() -> None:
+    idle, drafting = controller(row_seconds=1.0), controller()
+    for made in (idle, drafting):
+        assert not made.may_go_ahead(1, 0, reads_hidden=False), "there is no plan yet"
+        made.begin_step(1)
+        made.plan(requests(made, 1))
+    assert not drafting.may_go_ahead(1, 0, reads_hidden=False)
+    assert not idle.may_go_ahead(4, 0, reads_hidden=False), "nothing is known of so many"
+    for reads_hidden, steps in ((True, IDLE_PLAN_STEPS - 2), (False, 1)):
+        ahead = 0
+        while idle.may_go_ahead(1, 0, reads_hidden=reads_hidden):
+            idle.went_ahead(1, 0)
+            ahead += 1
+        assert ahead == steps, "the next plan may need the hidden states of the last step"
+
+
+def test_a_trial_costs_what_its_slower_steps_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, prices = controller(row_seconds=0.1), list[float]()
+    monkeypatch.setattr(made._explorer, "tries", prices.append)
+    asked = requests(made, 1)
+    plain, best = plain_and_best(made.estimator, "eagle", asked, PlannedStep(1, 1))
+    assert best.rate < plain.rate
+    made.begin_step(1)
+    made.plan(asked)
+    assert prices == [pytest.approx(TRIAL_STEPS * best.seconds * (1 - best.rate / plain.rate))]
+
+
 def test_fixed_numbers_are_never_changed() -> None:
     made = controller(row_seconds=1.0)
     asked = requests(made, 2, fixed=5) + requests(made, 1, fixed=0) + requests(made, 1)
@@ -373,6 +403,14 @@ def test_drafting_and_reading_are_timed_apart() -> None:
     assert (known.unit(1), known.per_read) == pytest.approx((1e-3, 2e-3))
     made.estimator.drafted("eagle", [request], [4], known.units(4, 4) * 1.5e-3)
     assert (known.unit(1), known.per_read) == pytest.approx((1.05e-3, 2e-3)), "its text has been read"
+
+
+def test_a_tree_takes_one_level_of_drafting() -> None:
+    made = controller()
+    made.estimator.add_method("medusa", Shape(24, whole=True), 8, reads_text=False, reads_prompts=False)
+    known, request = made.estimator.methods["medusa"].time, made.estimator.new_request("medusa", None)
+    made.estimator.drafted("medusa", [request], [24], known.units(1, 24) * 1e-3)
+    assert known.unit(1) == pytest.approx(1e-3)
 
 
 def test_means_follow_the_requests_that_end() -> None:
