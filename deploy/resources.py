@@ -81,8 +81,8 @@ def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) ->
     if config.worker_threads is not None:
         return config.worker_threads, "--worker-threads"
     ranks = ranks or config.total_ranks
-    kind = "ranks" if config.has_ranks else "workers"
-    return max(1, cores // ranks), f"{cores} cores for {ranks} {kind}"
+    kind = "rank" if config.has_ranks else "worker"
+    return max(1, cores // ranks), f"{cores} cores for {ranks} {kind}{'s' * (ranks > 1)}"
 
 
 _RAY_UNITS = 10_000
