@@ -102,7 +102,7 @@ def whole(prefill: PrefillCost, decode: DecodeCost) -> Option:
         fetch_s=prefill.fetch_s,
         prefill_s=prefill.prefill_s,
         room_s=decode.room_s,
-        decode_s=decode.decode_s,
+        decode_s=decode.decode_s + decode.coming_s,
         delay_s=prefill.delay_s,
         slowdown_s=decode.slowdown_s,
     )
@@ -118,6 +118,7 @@ def split(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Op
         handoff_s=handoff_seconds(prefill, decode, request.num_tokens - cached_on(request, decode.worker)),
         room_s=decode.row_s + decode.room_s,
         decode_s=decode.decode_s + decode.pending_s,
+        coming_s=decode.coming_s,
         delay_s=prefill.delay_s,
         slowdown_s=decode.slowdown_s,
     )

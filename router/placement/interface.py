@@ -62,8 +62,9 @@ class WorkerSnapshot:
     """The load of a live worker; policies only read it.
 
     `tasks`: the tasks of its role, its purpose first. `rows` of its `requests` decode or will decode there,
-    with `context_tokens` in all; it computes `computed_tokens` of these itself. `prompts`: requests whose
-    first token is due from there, with `prefill_tokens` uncached tokens in all. `kv_usage`: share of its KV
+    with `context_tokens` in all. `computed_prompts`: live requests whose prompts are or were computed there,
+    wherever they decode, with `computed_tokens` in all. `prompts`: requests whose first token is due from
+    there, with `prefill_tokens` uncached tokens in all. `kv_usage`: share of its KV
     pool of `kv_tokens` that requests hold. `max_rows`: most rows of a batch. 0 for either size: unknown.
     `last_placed`: number of the latest placement there, counted over all workers; the worker with the
     smallest number has waited longest. `links`: its links to peers. `on_host`: all workers of its host,
@@ -75,6 +76,7 @@ class WorkerSnapshot:
     requests: float = 0
     rows: float = 0
     context_tokens: float = 0
+    computed_prompts: float = 0
     computed_tokens: float = 0
     prefill_tokens: float = 0
     prompts: float = 0
@@ -118,7 +120,8 @@ class Prediction(NamedTuple):
 
     Until the first token: `queue_s` for earlier prompts, `fetch_s` for a prefix from another worker,
     `prefill_s`. After it: `handoff_s` for blocks not sent during the prefill, `room_s` for KV blocks and a
-    row, `decode_s`. Other requests lose `delay_s` during its prefill, and `slowdown_s` while it decodes.
+    row, `decode_s`; a split request loses `coming_s` to later prompts, unless these are split as well. Other
+    requests lose `delay_s` during its prefill, and `slowdown_s` while it decodes.
     """
 
     queue_s: float = 0.0
@@ -127,6 +130,7 @@ class Prediction(NamedTuple):
     handoff_s: float = 0.0
     room_s: float = 0.0
     decode_s: float = 0.0
+    coming_s: float = 0.0
     delay_s: float = 0.0
     slowdown_s: float = 0.0
 
@@ -139,7 +143,7 @@ class Prediction(NamedTuple):
         return sum(self)
 
     def tpot_s(self, output_tokens: float) -> float:
-        """Return the mean time between two output tokens."""
+        """Return the mean time between two output tokens, if later requests are placed like this one."""
         seconds = self.handoff_s + self.room_s + self.decode_s
         return seconds / (output_tokens - 1) if output_tokens > 1 else 0.0
 

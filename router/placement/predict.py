@@ -41,20 +41,21 @@ class PrefillCost(NamedTuple):
 
 
 class DecodeCost(NamedTuple):
-    """The cost of decoding on a worker, including the prompts that arrive there meanwhile. `row_s` is the
-    wait for a free row, `room_s` for KV blocks, `pending_s` for prompts that are queued already.
+    """The cost of decoding on a worker. `row_s` is the wait for a free row, `room_s` for KV blocks,
+    `pending_s` for prompts that are queued already, `coming_s` for those that arrive meanwhile.
     """
 
     worker: WorkerSnapshot
     row_s: float
     room_s: float
     decode_s: float
+    coming_s: float
     slowdown_s: float
     pending_s: float
 
     @property
     def total_s(self) -> float:
-        return self.row_s + self.room_s + self.decode_s + self.slowdown_s + self.pending_s
+        return self.row_s + self.room_s + self.decode_s + self.coming_s + self.slowdown_s + self.pending_s
 
 
 def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSnapshot | None) -> PrefillCost:
@@ -88,18 +89,17 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
     room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
     slowdown_s = rows * steps * (after_s - before_s) + slowed_s(worker, steps * after_s)
     coming_s = _coming_s(worker) * output / max(request.mean_output_tokens, output, 1.0)
-    decode_s = steps * after_s + min(coming_s, most_s)
-    return DecodeCost(worker, row_s, room_s, decode_s, slowdown_s, pending_s)
+    return DecodeCost(worker, row_s, room_s, steps * after_s, min(coming_s, most_s), slowdown_s, pending_s)
 
 
 def _coming_s(worker: WorkerSnapshot) -> float:
     """Return the seconds that the worker computes new prompts during the mean answer. About as many prompts
-    arrive as rows end, so this is the time for the prompts of the current rows that it computed itself.
+    arrive as requests end, so this is the time for the prompts of the live requests that it computed.
     """
-    if worker.rows <= 0:
+    if worker.computed_prompts <= 0:
         return 0.0
-    mean = worker.computed_tokens / worker.rows
-    return worker.rows * worker.costs_now.chunks_s(mean, 0, chunk_tokens(worker, mean))
+    mean = worker.computed_tokens / worker.computed_prompts
+    return worker.computed_prompts * worker.costs_now.chunks_s(mean, 0, chunk_tokens(worker, mean))
 
 
 def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:

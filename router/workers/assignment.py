@@ -133,11 +133,6 @@ class Assignment:
         return self.first if self.stage in (Stage.HELD, Stage.PREFILL) else None
 
     @property
-    def num_computed_by_decode(self) -> int:
-        """The part of `num_uncached` that the decode worker computes."""
-        return self.num_uncached if self.first is self.decode else 0
-
-    @property
     def worker_ids(self) -> dict[Task, str]:
         """Ids of the workers by task, also after the request has left them."""
         decode: dict[Task, str] = {"decode": self.decode.key.worker_id}
@@ -160,6 +155,7 @@ class Loads:
         assignment = Assignment(first, decode, num_tokens, num_uncached)
         first.outstanding_prompts += 1
         first.outstanding_prefill_tokens += num_uncached
+        _count_computed(assignment, 1)
         _count_row(assignment, 1)
         for worker in assignment.holders:
             worker.outstanding_requests += 1
@@ -204,9 +200,11 @@ class Loads:
         if assignment.stage is Stage.UNPLACED:
             return
         self._stop_waiting(assignment, assignment.waits_at)
+        _count_computed(assignment, -1)
         _count_row(assignment, -1)
         for worker in assignment.holders:
             worker.outstanding_requests -= 1
+        for worker in {assignment.first, assignment.decode}:
             self._registry.changed(worker)
         _enter(assignment, Stage.UNPLACED)
 
@@ -234,7 +232,11 @@ def _count_row(assignment: Assignment, sign: int) -> None:
     decode = assignment.decode
     decode.outstanding_rows += sign
     decode.outstanding_context += sign * assignment.num_tokens
-    decode.outstanding_computed += sign * assignment.num_computed_by_decode
+
+
+def _count_computed(assignment: Assignment, sign: int) -> None:
+    assignment.first.outstanding_computed += sign
+    assignment.first.outstanding_computed_tokens += sign * assignment.num_uncached
 
 
 class RoleDemand(msgspec.Struct):

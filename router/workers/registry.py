@@ -82,7 +82,10 @@ class Worker:
         """Requests that decode here now or will, with `outstanding_context` tokens."""
         self.outstanding_context = 0
         self.outstanding_computed = 0
-        """Part of `outstanding_context` that this worker computes itself."""
+        """Requests whose prompt, `outstanding_computed_tokens` without cached ones, is or was computed here,
+        until they end, wherever they decode.
+        """
+        self.outstanding_computed_tokens = 0
         self.num_decoding = 0
         """Requests that get tokens in each step."""
         self._block_size = block_size
@@ -149,7 +152,8 @@ class Worker:
         load.prefill_tokens = self.outstanding_prefill_tokens + tokens
         load.rows = self.outstanding_rows + self._rows_of_others
         load.context_tokens = self.outstanding_context + self._context_of_others
-        load.computed_tokens = self.outstanding_computed
+        load.computed_prompts = self.outstanding_computed
+        load.computed_tokens = self.outstanding_computed_tokens
 
 
 class Registry:

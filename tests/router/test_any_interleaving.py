@@ -272,7 +272,9 @@ class World:
             assert worker.outstanding_requests == len(mine)
             assert worker.outstanding_rows == len(rows)
             assert worker.outstanding_context == sum(at.num_tokens for at in rows)
-            assert worker.outstanding_computed == sum(at.num_computed_by_decode for at in rows)
+            computed = [at.num_uncached for at in live if at.first is worker]
+            assert worker.outstanding_computed == len(computed)
+            assert worker.outstanding_computed_tokens == sum(computed)
             assert worker.outstanding_prompts == len(prompts)
             assert worker.outstanding_prefill_tokens == sum(at.num_uncached for at in prompts)
             assert worker.num_decoding == sum(at.decode is worker and at.is_decoding for at in live)

@@ -11,6 +11,7 @@ const PARTS = {
   handoff_s: "hand-off",
   room_s: "waiting for KV room",
   decode_s: "decode",
+  coming_s: "later prompts, if they are not split",
   delay_s: "delay of others by its prefill",
   slowdown_s: "delay of others by its decode",
 };

@@ -233,7 +233,8 @@ def test_decoding_is_slowed_by_prompts_that_arrive_meanwhile():
     without = predicted(placed("cost", [decode("d", **load)])).decode_s
     for mean, share in ((128, 127 / 128), (254, 0.5)):
         request = facts(mean_output_tokens=mean)
-        found = predicted(placed("cost", [decode("d", computed_tokens=1024, **load)], request)).decode_s
+        worker = decode("d", computed_prompts=4, computed_tokens=1024, **load)
+        found = predicted(placed("cost", [worker], request)).decode_s
         assert found - without == pytest.approx(4 * COSTS.chunks_s(256, 0, 512) * share, rel=1e-3)
 
 
@@ -532,6 +533,7 @@ def snapshots(draw):
                 "requests",
                 "rows",
                 "context_tokens",
+                "computed_prompts",
                 "computed_tokens",
                 "prefill_tokens",
                 "prompts",

@@ -154,17 +154,44 @@ def test_later_prompts_slow_decoding_on_a_worker_that_computes_them():
     request = facts(num_tokens=100, output_tokens=51, mean_output_tokens=51, slo_tpot_s=0.025)
     others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000)
     assert verdict([others], request) is None, "11 ms: others compute the prompts"
-    others.computed_tokens = 1000
+    others.computed_prompts, others.computed_tokens = 10, 1000
     found = verdict([others], request)
     assert found is not None and found.missed == "slo_tpot", "ten prompts of 0.1 s in 51 steps"
     rarely = facts(num_tokens=100, output_tokens=51, mean_output_tokens=102, slo_tpot_s=0.025)
     assert verdict([others], rarely) is None
 
 
+def test_requests_are_split_where_later_prompts_would_miss_the_slo_of_whole_ones():
+    """Workers compute ten prompts of 0.1 s in an answer of 51 steps: 20 ms more a step for whole requests.
+    If later ones are split as well, decode workers compute no more of them.
+    """
+    costs = StepCosts(step_s=0.0, row_s=1e-3, context_s=0.0, token_s=1e-3, attention_s=0.0)
+    load = {"costs": costs, "rows": 10, "requests": 10, "context_tokens": 1000}
+    load |= {"computed_prompts": 10, "computed_tokens": 1000}
+    workers = [prefill("p0", **load), decode("d0", **load)]
+    request = {"num_tokens": 100, "output_tokens": 51, "mean_output_tokens": 51}
+    assert placed("cost", workers, facts(**request)).workers == {"decode": "d0"}
+    strict = placed("cost", workers, facts(**request, slo_tpot_s=0.025))
+    assert strict.workers == {"prefill": "p0", "decode": "d0"}
+    assert strict.predicted.coming_s == pytest.approx(50 / 51), "ten prompts in 51 steps, it takes 50"
+
+
+def test_a_split_prompt_counts_for_later_answers_on_its_prefill_worker():
+    """Decoding beside the prompts of split requests would take longer than on the decode worker."""
+    costs = StepCosts(step_s=0.0, row_s=1e-3, context_s=0.0, token_s=1e-3, attention_s=0.0)
+    request = facts(num_tokens=100, output_tokens=51, mean_output_tokens=51, split=False)
+    first = prefill("p0", costs=costs)
+    workers = [first, decode("d0", costs=costs, rows=2, requests=2, context_tokens=200)]
+    assert placed("cost", workers, request).workers == {"decode": "p0"}
+    first.computed_prompts, first.computed_tokens = 8, 800
+    assert placed("cost", workers, request).workers == {"decode": "d0"}
+
+
 def test_prompts_slow_decoding_by_no_more_than_the_itl_budget():
     """Ten prompts of 0.1 s arrive meanwhile, but the ITL budget limits a step to 20 ms."""
     costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-3, attention_s=0.0, itl_budget_s=0.02)
-    others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000, computed_tokens=1000)
+    computed = {"computed_prompts": 10, "computed_tokens": 1000}
+    others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000, **computed)
     few = {"num_tokens": 100, "output_tokens": 11, "mean_output_tokens": 11}
     assert verdict([others], facts(**few, slo_tpot_s=0.025)) is None
     found = verdict([others], facts(**few, slo_tpot_s=0.02))
@@ -179,7 +206,8 @@ def test_prompts_slow_decoding_by_no_more_than_the_itl_budget():
 def test_a_stricter_itl_bounds_the_slowdown_by_prompts():
     """Ten prompts of 0.1 s arrive meanwhile. They always get as much time as decoding does, 5 ms."""
     costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-4, attention_s=0.0, itl_budget_s=0.02)
-    others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=10_000, computed_tokens=10_000)
+    computed = {"computed_prompts": 10, "computed_tokens": 10_000}
+    others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=10_000, **computed)
     few = {"num_tokens": 1000, "output_tokens": 11, "mean_output_tokens": 11}
     for asked_s in (0.025, 0.02, 0.0101):
         assert verdict([others], facts(**few, slo_tpot_s=asked_s)) is None

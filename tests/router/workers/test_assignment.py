@@ -57,13 +57,15 @@ def test_the_prefill_worker_finally_decodes(registry, has_answered):
         loads.answered(at)
     loads.redirect(at, decodes[1])
     assert (at.decode, counts(*decodes)) == (decodes[1], [(0, 0, 0), (1, 0, 1)])
+    assert (prefill.load.computed_prompts, prefill.load.computed_tokens) == (1, 40)
     loads.redirect(at, prefill)
     assert at.stage is (Stage.DECODE if has_answered else Stage.PREFILL)
     assert (at.prefill, at.holders, at.worker_ids) == (None, [prefill], {"decode": "prefill-0"})
     assert counts(prefill, *decodes) == [(1, int(not has_answered), 1), (0, 0, 0), (0, 0, 0)]
     loads.release(at)
     assert counts(prefill) == [(0, 0, 0)]
-    assert (prefill.outstanding_context, prefill.outstanding_computed) == (0, 0)
+    assert prefill.outstanding_context == 0
+    assert (prefill.load.computed_prompts, prefill.load.computed_tokens) == (0, 0)
 
 
 def test_no_stage_is_skipped(registry):
