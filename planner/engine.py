@@ -66,7 +66,9 @@ def block_manager(profile: Profile) -> BlockManager:
     size, costs = profile.block_size, profile.costs
     windows = [Window(window, size) if window else None for window in costs.kv_windows]
     pool = _NoBytes(size, profile.num_blocks)
-    return BlockManager(pool, windows=windows, most_rows=costs.chunk_tokens)
+    manager = BlockManager(pool, windows=windows, most_rows=costs.chunk_tokens)
+    manager.least_tokens = profile.least_tokens
+    return manager
 
 
 def longest_sequence(profile: Profile) -> int:

@@ -33,10 +33,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     any two.
 
     A worker has room for the KV of `kv_tokens` tokens in all tables of its pool (`costs.kv_windows`) and runs
-    up to `max_num_seqs` sequences in a step. A request spends `request_s` outside of workers before its first
-    token, and a hand-off `handoff_s` in addition to its bytes on the wire. While all other workers work,
-    decoding takes `decode_beside` times as long and prefill `prefill_beside` times, since workers of one host
-    share its memory and cores. `speculation` has the acceptance and cost of drafts by its first method.
+    up to `max_num_seqs` sequences in a step, each of which takes room for `least_tokens` or more. A request
+    spends `request_s` outside of workers before its first token, and a hand-off `handoff_s` in addition to
+    its bytes on the wire. While all other workers work, decoding takes `decode_beside` times as long and
+    prefill `prefill_beside` times, since workers of one host share its memory and cores. `speculation` has
+    the acceptance and cost of drafts by its first method.
     `sources` names the origin of the figures.
     """
 
@@ -46,6 +47,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link: LinkProfile
     kv_tokens: _Positive
     max_num_seqs: _Positive = 64
+    least_tokens: Annotated[int, Meta(ge=0)] = 0
     block_size: _Positive = 16
     request_s: _Seconds = 0.0
     handoff_s: _Seconds = 0.0
