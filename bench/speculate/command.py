@@ -13,6 +13,7 @@ import typer
 from bench.options import chosen, counts, parsed
 from bench.report import RESULTS, publish, show
 from bench.speculate.workload import WORKLOADS
+from checkpoints.source import hf_source
 from models.bundled import BUNDLED_MODEL
 from protocol.errors import TandemError
 from protocol.speculation import METHODS
@@ -76,7 +77,7 @@ def speculate(
         raise typer.BadParameter(str(error)) from error
     try:
         measurements = measure(plan, engines, model)
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         show(error)
         raise typer.Exit(1) from error
     finally:
@@ -95,14 +96,14 @@ def speculate(
 
 
 def measure(plan: SpeculationPlan, engines: Engines, model: str) -> list[CaseMeasurement]:
-    """Measure all rounds. Raises RuntimeError if a request fails, ValueError if a workload does not fit."""
+    """Measure all rounds. Raises RuntimeError if a request fails."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from bench.speculate.workload import load_prompts
 
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(hf_source(model))
     prompts = {name: load_prompts(name, tokenizer, engines.max_prompt_len) for name in plan.workloads}
     measurements = []
     for drafting in plan.draftings:

@@ -1,5 +1,5 @@
 """Prompts with real text, never random tokens: held-out code to continue, edits of given code, where copying
-is right, and people's questions to a chat model.
+is right, and people's questions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 def load_prompts(
     workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> list[WorkloadPrompt]:
-    """Return a workload's prompts. Raises ValueError if it needs a chat template and the model has none."""
+    """Return a workload's prompts. A model without a chat template gets a question as text to continue."""
     if workload in ("completion", "edit"):
         held_out = _lines(HELD_OUT)
         texts = [entry["prompt"] for entry in held_out]
@@ -50,19 +50,19 @@ def load_prompts(
             texts = [edit_prompt(entry["prompt"] + entry["continuation"]) for entry in held_out]
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts if text)
         return [WorkloadPrompt(token_ids[-max_tokens:]) for token_ids in encoded]
-    if tokenizer.chat_template is None:
-        raise ValueError(f"--workload {workload} asks a chat model, and this one has no chat template")
     asked = [_asked(entry, tokenizer) for entry in entries(workload)]
     return [prompt for prompt in asked if len(prompt.token_ids) <= max_tokens]
 
 
 def _asked(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> WorkloadPrompt:
-    """Return a chat model's prompt for an entry."""
+    """Return the model's prompt for an entry."""
     from router.grammars.json_schemas import schema_grammar
 
+    grammar = schema_grammar(entry["schema"], "schema") if "schema" in entry else None
+    if tokenizer.chat_template is None:
+        return WorkloadPrompt(tokenizer.encode(f"{entry['prompt']}\n\n"), True, grammar)
     message = {"role": "user", "content": entry["prompt"]}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    grammar = schema_grammar(entry["schema"], "schema") if "schema" in entry else None
     return WorkloadPrompt(tokenizer.encode(str(text), add_special_tokens=False), True, grammar)
 
 

@@ -20,7 +20,7 @@ from bench.speculate.engines import EngineRun, Engines
 from bench.speculate.figures import crossover, figures_of, verdicts_of
 from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, CaseGroup, NumTokens, SpeculationPlan, parse_drafting
-from bench.speculate.workload import edit_prompt, load_prompts
+from bench.speculate.workload import edit_prompt, entries, load_prompts
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.errors import ConfigError
 from protocol.outputs import FinishReason, TokenOutput
@@ -82,8 +82,8 @@ def test_an_edit_needs_a_name_to_change() -> None:
 def test_a_chat_model_is_asked_by_its_template_and_ends_its_answers(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="--workload chat asks a chat model"):
-        load_prompts("chat", tokenizer, 400)
+    base = load_prompts("chat", tokenizer, 400)[0]
+    assert tokenizer.decode(base.token_ids) == f"{entries('chat')[0]['prompt']}\n\n", "text to continue"
     monkeypatch.setattr(tokenizer, "chat_template", "<{{ messages[0].content }}>")
     for workload in ("chat", "code", "json", "long-form", "rewrite"):
         prompts = load_prompts(workload, tokenizer, 1000)
