@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +15,13 @@ import typer
 
 from bench.five.experiment import Experiment, PlannedRun, runs_of
 from bench.five.factors import FACTORS
-from bench.five.measure import CellOutcome, ExperimentSetting, Objective, measure_cell
+from bench.five.measure import CellOutcome, CellServers, ExperimentSetting, Objective
+from bench.five.simulated import simulate_cell, with_techniques
 from bench.five.workloads import WORKLOADS
 from bench.options import chosen
 from bench.report import RESULTS, publish, show
 from models.bundled import BUNDLED_MODEL
+from planner.profile import read_profile
 from protocol.errors import ConfigError
 from protocol.speculation import parse_speculative_config
 
@@ -36,15 +40,18 @@ def five(
     max_model_len: Annotated[int, typer.Option(min=16, help="what is reserved without paged KV")] = 1024,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV pool of each worker")] = 16,
     speculative_config: Annotated[str, typer.Option(help="JSON")] = '{"method": "ngram"}',
+    simulate: Annotated[
+        str, typer.Option(help="simulate a fleet of this profile's workers, with texts four times as long")
+    ] = "",
     seed: Annotated[int, typer.Option(help="of the order of the cells")] = 0,
     output: Annotated[Path, typer.Option(help="folder; what it has is not measured again")] = RESULTS
     / "five",
 ) -> None:
     """Measure the effects of disaggregation, speculation, paged KV, prefix sharing and quantization.
 
-    Each cell of the factorial experiment starts a server and searches for its highest rate within the SLO.
-    You may stop it at any time: the same command resumes with the missing cells. The tables show every
-    workload whose cells are all in the folder.
+    Each cell of the factorial experiment is searched for its highest rate within the SLO. You may stop it at
+    any time: the same command resumes with the missing cells. The tables show every workload whose cells are
+    all in the folder.
     """
     from bench.five.figures import finding  # SciPy is in the extra `bench`
     from bench.five.report import as_markdown
@@ -52,10 +59,13 @@ def five(
     names, on = chosen("--workload", workload, list(WORKLOADS)), chosen("--factors", factors, FACTORS)
     objective = Objective(slo_ttft, slo_tpot, attainment)
     setting = ExperimentSetting(model, max_model_len, kv_mib, speculative_config, objective, seconds, probes)
+    if simulate:
+        no_server = {"kv_mib": 0, "speculative_config": "", "simulated": True}
+        setting = msgspec.structs.replace(setting, model=simulate, **no_server)
     try:
         _check(setting, names)
         experiment = Experiment(output, setting)
-        texts = held_out(model)
+        texts = [] if simulate else held_out(model)
     except (ConfigError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     failed = _measure(experiment, runs_of(names, on, repeats, seed), setting, texts)
@@ -64,7 +74,7 @@ def five(
         raise typer.Exit(1)
     complete = {name: experiment.complete(name, on) for name in WORKLOADS}
     try:
-        findings = [finding(name, on, found, price) for name, found in complete.items() if found]
+        findings = [finding(setting, name, on, found, price) for name, found in complete.items() if found]
     except ValueError as error:
         show(error)
         raise typer.Exit(1) from error
@@ -75,11 +85,14 @@ def five(
 
 def _check(setting: ExperimentSetting, workloads: Sequence[str]) -> None:
     """Raise ValueError or ConfigError that names the option if a setting or workload is invalid."""
-    if not Path(setting.model).is_dir():
-        raise ValueError(f"--model: there is no folder {setting.model}")
-    parse_speculative_config(setting.speculative_config, "--speculative-config")
+    if setting.simulated:
+        with_techniques(read_profile(setting.model), frozenset(FACTORS), setting.max_model_len)
+    else:
+        if not Path(setting.model).is_dir():
+            raise ValueError(f"--model: there is no folder {setting.model}")
+        parse_speculative_config(setting.speculative_config, "--speculative-config")
     for name in workloads:
-        needed = WORKLOADS[name].prompt + WORKLOADS[name].output
+        needed = setting.traffic(name).prompt + setting.traffic(name).output
         if needed > setting.max_model_len:
             has = f"requests of {name} have {needed} tokens"
             raise ValueError(f"--max-model-len: {has}, got {setting.max_model_len}")
@@ -103,11 +116,14 @@ def _measure(
 ) -> list[str]:
     """Measure the missing runs. Return the titles of the runs that failed."""
     failed = []
-    with tempfile.TemporaryDirectory() as logs:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        closing(CellServers(setting, texts, Path(logs))) as servers,
+    ):
+        measure = partial(simulate_cell, setting) if setting.simulated else servers.measure
 
         def one(run: PlannedRun) -> CellOutcome:
-            traffic, folder = WORKLOADS[run.workload], Path(logs) / run.title
-            return measure_cell(setting, traffic, run.cell, run.repeat, texts, folder)
+            return measure(setting.traffic(run.workload), run.cell, run.repeat, experiment.near(run))
 
         missing = len(experiment.missing(runs))
         for number, (run, outcome) in enumerate(experiment.measure(runs, one), 1):

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from bench.five.factors import TechniqueSet, cells_of, name_of
+from bench.five.factors import TechniqueSet, cells_of, name_of, served
 from bench.five.measure import CellOutcome, ExperimentSetting
 from bench.report import write_results
 
@@ -31,12 +31,13 @@ class PlannedRun(msgspec.Struct, frozen=True):
 
 
 def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed: int) -> list[PlannedRun]:
-    """Return the runs repeat by repeat, shuffled within each repeat."""
+    """Return the runs repeat by repeat, shuffled within each repeat. Runs of one server follow each other."""
     rng, ordered = random.Random(seed), []
     for repeat in range(repeats):
         runs = [PlannedRun(workload, cell, repeat) for workload in workloads for cell in cells_of(factors)]
         rng.shuffle(runs)
-        ordered += runs
+        servers = [served(run.cell) for run in runs]
+        ordered += sorted(runs, key=lambda run: servers.index(served(run.cell)))
     return ordered
 
 
@@ -67,6 +68,15 @@ class Experiment:
     def missing(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         done = {(each.workload, frozenset(each.cell), each.repeat) for each in self.outcomes}
         return [run for run in runs if (run.workload, run.cell, run.repeat) not in done]
+
+    def near(self, run: PlannedRun) -> float | None:
+        """Return the rate that the cell reached in an earlier repeat; None if it has reached none."""
+        found = [
+            each.best
+            for each in self.outcomes
+            if (each.workload, frozenset(each.cell)) == (run.workload, run.cell)
+        ]
+        return next((best.rate for best in found if best is not None), None)
 
     def complete(self, workload: str, factors: Sequence[str]) -> list[CellOutcome]:
         """Return the outcomes of the design's cells in all repeats before the first incomplete repeat."""

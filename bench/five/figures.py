@@ -8,8 +8,7 @@ import msgspec
 
 from bench.five.effects import Effect, all_against_none, effects
 from bench.five.factors import cells_of
-from bench.five.measure import CellOutcome
-from bench.five.workloads import WORKLOADS
+from bench.five.measure import CellOutcome, ExperimentSetting
 
 
 class FigureEffects(msgspec.Struct, frozen=True):
@@ -34,17 +33,25 @@ class WorkloadFinding(msgspec.Struct, frozen=True):
 
 
 def finding(
-    workload: str, factors: Sequence[str], outcomes: Sequence[CellOutcome], price: float
+    setting: ExperimentSetting,
+    workload: str,
+    factors: Sequence[str],
+    outcomes: Sequence[CellOutcome],
+    price: float,
 ) -> WorkloadFinding:
-    """Compute the finding of a workload. Raises ValueError that names a cell without a repeat."""
+    """Compute the finding of a workload; a simulated one has no memory. Raises ValueError that names a cell
+    without a repeat.
+    """
     mine = sorted((each for each in outcomes if each.workload == workload), key=lambda each: each.repeat)
     columns: list[tuple[str, str, Callable[[CellOutcome], float]]] = [
         ("goodput", "requests/s", lambda outcome: outcome.goodput),
         ("TTFT", "s", lambda outcome: outcome.light.ttft_s),
         ("TPOT", "s", lambda outcome: outcome.light.tpot_s),
         ("memory", "bytes", lambda outcome: float(outcome.memory_bytes)),
-        ("cost", "a million tokens", lambda outcome: outcome.cost(WORKLOADS[workload], price)),
+        ("cost", "a million tokens", lambda outcome: outcome.cost(setting, price)),
     ]
+    if setting.simulated:
+        columns = [column for column in columns if column[0] != "memory"]
     figures = []
     for name, unit, value in columns:
         values = {

@@ -9,18 +9,22 @@ from statistics import fmean
 from bench.five.effects import Effect
 from bench.five.factors import TITLES, cells_of, name_of
 from bench.five.figures import WorkloadFinding
-from bench.five.measure import CellOutcome, ExperimentSetting
-from bench.five.workloads import WORKLOADS
+from bench.five.measure import FLEET, SCALE, CellOutcome, ExperimentSetting
 from bench.report import made_by, markdown_table
 
 INTRODUCTION = """\
 Each technique is on or off in every combination. A cell's goodput is the highest rate of requests of which
 {attainment:.0%} had their first token within {ttft:g} s and the others within {tpot:g} s each; those count.
-TTFT and TPOT are medians at one low rate, the same for all cells; memory is what the server's processes hold;
-the cost is that of a million output tokens at {price:g} per worker-hour, at the cell's goodput. Effects are
-ratios: the figure with the technique over that without, averaged over all states of the others (geometric
-mean), and for two techniques, how many times the first one's effect is with the second what it is without. In
-brackets 95 % intervals; bold where they leave out 1."""
+TTFT and TPOT are medians at one low rate, the same for all cells; memory is what the server's processes hold,
+and requests turn speculation and prefix sharing on and off on one server; the cost is that of a million
+output tokens at {price:g} per worker-hour, at the cell's goodput. Effects are ratios: the figure with the
+technique over that without, averaged over all states of the others (geometric mean), and for two techniques,
+how many times the first one's effect is with the second what it is without. In brackets 95 % intervals; bold
+where they leave out 1."""
+SIMULATED = """
+The cells are simulated: {workers} workers of the profile `{profile}`, texts {scale} times as long as those of
+the measured workloads. Speculation is that of the profile, quantization is one byte a value of weights and
+KV, without paging a request takes room for {longest} tokens, and disaggregation has the best split."""
 
 
 def as_markdown(
@@ -34,10 +38,13 @@ def as_markdown(
         attainment=objective.attainment, ttft=objective.ttft_s, tpot=objective.tpot_s, price=price
     )
     lines = ["# Five techniques", "", made_by(), "", text]
+    if setting.simulated:
+        figures = {"workers": FLEET, "profile": setting.model, "scale": SCALE}
+        lines += [SIMULATED.format(longest=setting.max_model_len, **figures)]
     for finding in findings:
         lines += ["", *section(finding)]
         mine = [outcome for outcome in outcomes if outcome.workload == finding.workload]
-        lines += ["", _cells(finding, mine, price)]
+        lines += ["", _cells(setting, finding, mine, price)]
     return "\n".join(lines) + "\n"
 
 
@@ -63,10 +70,12 @@ def _effect(effect: Effect) -> str:
     return text if effect.low is None else f"{text} ({effect.low:.2f} to {effect.high:.2f})"
 
 
-def _cells(finding: WorkloadFinding, outcomes: Sequence[CellOutcome], price: float) -> str:
+def _cells(
+    setting: ExperimentSetting, finding: WorkloadFinding, outcomes: Sequence[CellOutcome], price: float
+) -> str:
     """Return the table of the cells, with means over the repeats."""
-    head = ("on", "requests/s", "TTFT, ms", "TPOT, ms", "memory, MiB", "cost")
-    workload, rows = WORKLOADS[finding.workload], []
+    memory = () if setting.simulated else ("memory, MiB",)
+    head, rows = ("on", "requests/s", "TTFT, ms", "TPOT, ms", *memory, "cost"), []
     for cell in cells_of(finding.factors):
         mine = [each for each in outcomes if frozenset(each.cell) == cell]
         rows.append(
@@ -75,8 +84,8 @@ def _cells(finding: WorkloadFinding, outcomes: Sequence[CellOutcome], price: flo
                 f"{fmean(each.goodput for each in mine):.2f}",
                 f"{fmean(each.light.ttft_s for each in mine) * 1e3:.1f}",
                 f"{fmean(each.light.tpot_s for each in mine) * 1e3:.2f}",
-                f"{fmean(each.memory_bytes for each in mine) / 2**20:.0f}",
-                f"{fmean(each.cost(workload, price) for each in mine):.3g}",
+                *(f"{fmean(each.memory_bytes for each in mine) / 2**20:.0f}" for _ in memory),
+                f"{fmean(each.cost(setting, price) for each in mine):.3g}",
             )
         )
     return markdown_table(head, rows)

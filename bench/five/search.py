@@ -1,4 +1,4 @@
-"""The search for the highest rate that meets an objective: double or halve a first guess, then bisect."""
+"""The search for the highest rate that meets an objective: raise or lower a first guess, then bisect."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-CLOSE = 1.1
+CLOSE = 1.025
 """The search ends once the bounds are within this ratio."""
-DOUBLINGS = 8
-"""Most doublings or halvings of the first guess."""
+STEPS = 8
+"""Most steps up or down from the first guess."""
 
 
 class NoRateError(Exception):
     """The lowest rate that was tried does not meet the objective, either."""
 
 
-def highest(first: float, probes: int, trial: Callable[[float], tuple[bool, T]]) -> tuple[float, T]:
+def highest(
+    first: float, probes: int, trial: Callable[[float], tuple[bool, T]], step: float = 2.0
+) -> tuple[float, T]:
     """Return the highest rate whose trial passed, and the result of that trial.
 
-    `probes` limits the trials after the first pass and the first failure, which take as many trials as
-    needed. Raises NoRateError if no trial passed.
+    The guess `first` is multiplied or divided by `step` until one trial has passed and one has failed.
+    `probes` limits the trials after that. Raises NoRateError if no trial passed.
     """
     passed: tuple[float, T] | None = None
     failed: float | None = None
     rate = first
-    for _ in range(DOUBLINGS):
+    for _ in range(STEPS):
         if passed is not None and failed is not None:
             break
         good, brought = trial(rate)
         if good:
-            passed, rate = (rate, brought), 2 * rate
+            passed, rate = (rate, brought), step * rate
         else:
-            failed, rate = rate, rate / 2
+            failed, rate = rate, rate / step
     if passed is None:
         raise NoRateError(f"not even {failed:g} requests/s meet the SLO")
     for _ in range(probes if failed is not None else 0):

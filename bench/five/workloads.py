@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, count
 
 import msgspec
 import numpy as np
@@ -30,11 +30,16 @@ class Traffic(msgspec.Struct, frozen=True):
     def prompt(self) -> int:
         return self.shared + self.own
 
+    def scaled(self, factor: int) -> Traffic:
+        """Return the same kind with texts `factor` times as long."""
+        shared, own, output = (factor * length for length in (self.shared, self.own, self.output))
+        return msgspec.structs.replace(self, shared=shared, own=own, output=output)
+
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Traffic("chat", 512, 64, 64, 16.0, 4.0),
+        Traffic("chat", 512, 64, 64, 64.0, 8.0),
         Traffic("long-prompts", 0, 768, 16, 8.0, 2.0),
         Traffic("long-answers", 0, 48, 256, 8.0, 2.0),
     )
@@ -42,10 +47,15 @@ WORKLOADS = {
 
 
 class Prompts:
-    """Windows of one long text at different places. Prompts have only the shared prefix in common."""
+    """Windows of one long text at different places. Prompts have only the shared prefix in common. Servers
+    reuse it if `shares`, and nothing of prompts with another `name`.
+    """
 
-    def __init__(self, texts: Sequence[Sequence[int]], workload: Traffic, seed: int) -> None:
+    def __init__(
+        self, texts: Sequence[Sequence[int]], workload: Traffic, seed: int, name: str, shares: bool
+    ) -> None:
         """Raise ValueError if the text is too short for different prompts."""
+        self._name, self._shares, self._numbers = name, shares, count()
         self._tokens = list(chain.from_iterable(texts))
         self._workload = workload
         self._rng = np.random.default_rng(seed)
@@ -61,9 +71,13 @@ class Prompts:
         order, a Poisson process with that number of arrivals. A low rate takes longer, to have
         `LEAST_REQUESTS` requests.
         """
-        count = max(round(rate * seconds), LEAST_REQUESTS)
-        arrivals = np.sort(self._rng.uniform(0, count / rate, count)).tolist()
-        return [LoadRequest(self._prompt(), self._workload.output, arrival) for arrival in arrivals]
+        number = max(round(rate * seconds), LEAST_REQUESTS)
+        arrivals = np.sort(self._rng.uniform(0, number / rate, number)).tolist()
+        length = self._workload.output
+        return [LoadRequest(self._prompt(), length, arrival, self._salt()) for arrival in arrivals]
+
+    def _salt(self) -> str:
+        return self._name if self._shares else f"{self._name} {next(self._numbers)}"
 
     def _prompt(self) -> list[int]:
         start = int(self._rng.integers(self._workload.shared, len(self._tokens) - self._workload.own))

@@ -97,6 +97,8 @@ class ServerTarget:
             fields["prompt"] = request.prompt
         if self.ignore_eos:
             fields["ignore_eos"] = True
+        if request.salt:
+            fields["cache_salt"] = request.salt
         return msgspec.json.encode(fields | self.extra_body)
 
 

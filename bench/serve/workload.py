@@ -22,12 +22,14 @@ FIRST_ORDINARY_TOKEN = 16
 class LoadRequest:
     """One request of a load: a prompt (text or token ids) and the number of tokens to generate.
 
-    `arrival` is in seconds from the start of the load; None means "as soon as there is room".
+    `arrival` is in seconds from the start of the load; None means "as soon as there is room". Prefixes are
+    shared only with requests of the same `salt`.
     """
 
     prompt: str | list[int]
     output_len: int
     arrival: float | None = None
+    salt: str = ""
 
 
 class PromptLine(msgspec.Struct):

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from bench.five.experiment import Experiment, PlannedRun, runs_of
-from bench.five.factors import FACTORS, cells_of, serve_options
+from bench.five.factors import FACTORS, cells_of, request_fields, serve_options, served
 from bench.five.figures import finding
 from bench.five.measure import CellOutcome, ExperimentSetting, MeasuredServer, Objective, Trial
 from bench.five.report import as_markdown
@@ -20,6 +20,7 @@ from bench.five.search import NoRateError, highest
 from bench.five.workloads import LEAST_REQUESTS, WORKLOADS, Prompts, Traffic
 from bench.report import write_results
 from deploy.config import load_config
+from protocol.speculation import parse_request_speculation
 from tests.bench.test_bench_client import DONE, stream, token
 
 TEXTS = [list(range(1000)), list(range(1000, 9000))]
@@ -29,14 +30,14 @@ SETTING = ExperimentSetting("model", 1024, 16, '{"method": "ngram"}', Objective(
 # --- the search ---------------------------------------------------------------------------------------
 
 
-def search(limit: float, first: float, probes: int) -> tuple[float, list[float]]:
+def search(limit: float, first: float, probes: int, step: float = 2.0) -> tuple[float, list[float]]:
     tried: list[float] = []
 
     def trial(rate: float) -> tuple[bool, float]:
         tried.append(rate)
         return rate <= limit, rate
 
-    rate, brought = highest(first, probes, trial)
+    rate, brought = highest(first, probes, trial, step)
     assert rate == brought
     return rate, tried
 
@@ -54,6 +55,12 @@ def test_few_probes_give_a_coarser_rate() -> None:
     assert search(21.0, 8.0, probes=1)[1] == [8.0, 16.0, 32.0, pytest.approx(22.6, abs=0.1)]
 
 
+def test_a_search_near_the_rate_takes_few_trials() -> None:
+    rate, tried = search(21.0, 20.0, probes=5, step=1.2)
+    assert 21.0 / 1.025 < rate <= 21.0 and len(tried) <= 6
+    assert search(21.0, 20.0, probes=5)[0] == pytest.approx(21.0, rel=0.022), "five probes: 2 % at most"
+
+
 def test_a_rate_that_no_load_meets_is_reported() -> None:
     with pytest.raises(NoRateError, match=r"not even 0.0625 requests/s meet the SLO"):
         search(0.001, 8.0, probes=3)
@@ -64,7 +71,11 @@ def test_a_rate_that_no_load_meets_is_reported() -> None:
 
 def test_prompts_share_prefixes_as_the_workload_says() -> None:
     for workload in WORKLOADS.values():
-        load = Prompts(TEXTS, workload, seed=0).load(rate=50.0, seconds=2.0)
+        load = Prompts(TEXTS, workload, 0, "name", shares=True).load(rate=50.0, seconds=2.0)
+        assert {request.salt for request in load} == {"name"}
+        alone = Prompts(TEXTS, workload, 0, "name", shares=False).load(rate=50.0, seconds=2.0)
+        assert len({request.salt for request in alone}) == 100, "no prefix is reused"
+        assert [request.prompt for request in alone] == [request.prompt for request in load]
         prompts = [request.prompt for request in load]
         assert len(load) == 100 and {len(prompt) for prompt in prompts} == {workload.prompt}
         assert len({tuple(prompt[: workload.shared]) for prompt in prompts}) == 1
@@ -72,9 +83,9 @@ def test_prompts_share_prefixes_as_the_workload_says() -> None:
         assert len({text[:16] for text in own}) > 95
         arrivals = [request.arrival for request in load]
         assert arrivals == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 2.0  # type: ignore[operator]
-    assert len(Prompts(TEXTS, workload, seed=0).load(rate=1.0, seconds=2.0)) == LEAST_REQUESTS
+    assert len(Prompts(TEXTS, workload, 0, "", shares=True).load(rate=1.0, seconds=2.0)) == LEAST_REQUESTS
     with pytest.raises(ValueError, match="the workload chat needs 1024 tokens of text, got 1000"):
-        Prompts(TEXTS[:1], WORKLOADS["chat"], seed=0)
+        Prompts(TEXTS[:1], WORKLOADS["chat"], 0, "", shares=True)
 
 
 async def test_a_rate_that_cannot_be_met_is_abandoned_early(start_server) -> None:
@@ -91,9 +102,10 @@ async def test_a_rate_that_cannot_be_met_is_abandoned_early(start_server) -> Non
     url = await start_server(serve)
     workload = Traffic("few", 0, 16, 2, 40.0, 20.0)
     setting = msgspec.structs.replace(SETTING, objective=Objective(0.4, 0.4, 0.9), seconds=0.5)
-    server = MeasuredServer(url, setting, workload, Prompts(TEXTS, workload, 0))
+    prompts = Prompts(TEXTS, workload, 0, "", shares=True)
+    server = MeasuredServer(url, setting, workload, prompts)
     strict = msgspec.structs.replace(setting, objective=Objective(0.4, 0.4, 0.99), seconds=20.0)
-    crowded = MeasuredServer(url, strict, workload, Prompts(TEXTS, workload, 0))
+    crowded = MeasuredServer(url, strict, workload, prompts)
 
     def trials() -> tuple[bool, bool, float, Trial]:
         light = server.measure(20.0)
@@ -113,7 +125,7 @@ async def test_a_rate_that_cannot_be_met_is_abandoned_early(start_server) -> Non
 # --- cells --------------------------------------------------------------------------------------------
 
 
-def test_each_technique_is_an_option_of_the_server() -> None:
+def test_each_technique_is_an_option_of_the_server_or_a_field_of_a_request() -> None:
     seen = set()
     for cell in cells_of(FACTORS):
         options = serve_options(cell, '{"method": "ngram"}')
@@ -126,13 +138,16 @@ def test_each_technique_is_an_option_of_the_server() -> None:
         config = load_config(flags, environ={})
         assert config.num_workers == 2
         assert config.disaggregation == ("disaggregation" in cell)
-        assert (config.speculative_config is not None) == ("speculation" in cell)
+        fields = request_fields(cell)
+        asked = parse_request_speculation(fields.get("speculative"))
+        assert config.speculative_config is not None
+        assert (asked is None or asked.enabled) == ("speculation" in cell)
         assert config.paged_kv == ("paging" in cell)
-        assert config.enable_prefix_caching == ("sharing" in cell)
+        assert config.enable_prefix_caching, "without sharing, each prompt has a salt of its own"
         quantized = (config.quantization, config.kv_cache_dtype)
         assert quantized == (("int4", "int8") if "quantization" in cell else (None, "auto"))
-        seen.add(tuple(options))
-    assert len(seen) == 32
+        seen.add((tuple(options), str(fields)))
+    assert len(seen) == 16, "and each with and without salts"
 
 
 def test_each_repeat_runs_in_another_order() -> None:
@@ -140,6 +155,23 @@ def test_each_repeat_runs_in_another_order() -> None:
     assert len(runs) == 12 and [run.repeat for run in runs] == [0] * 4 + [1] * 4 + [2] * 4
     assert len({tuple(run.cell for run in runs[at : at + 4]) for at in (0, 4, 8)}) > 1
     assert runs == runs_of(["chat"], ["sharing", "paging"], 3, seed=1)
+
+
+def test_runs_of_one_server_follow_each_other() -> None:
+    runs = runs_of(["chat", "long-answers"], FACTORS, 1, seed=0)
+    servers = [served(run.cell) for run in runs]
+    starts = [
+        server for server, before in zip(servers, [None, *servers[:-1]], strict=True) if server != before
+    ]
+    assert len(runs) == 64 and len(starts) == len(set(starts)) == 8
+
+
+def test_a_later_repeat_begins_at_the_rate_of_an_earlier_one(tmp_path: Path) -> None:
+    first, second = runs_of(["chat"], [], 2, seed=0)
+    experiment = Experiment(tmp_path, SETTING)
+    assert experiment.near(first) is None
+    list(experiment.measure([first], outcome))
+    assert experiment.near(second) == 10.0
 
 
 def outcome(run: PlannedRun, goodput: float | None = 10.0) -> CellOutcome:
@@ -199,7 +231,7 @@ def test_findings_are_shown_as_tables() -> None:
         else outcome(run, None)
         for run in runs
     ]
-    found = finding("chat", factors, outcomes, price=2.0)
+    found = finding(SETTING, "chat", factors, outcomes, price=2.0)
     assert [figure.name for figure in found.figures] == ["goodput", "TTFT", "TPOT", "memory", "cost"]
     goodput, cost = found.figures[0], found.figures[-1]
     assert goodput.all_on == pytest.approx(1 / cost.all_on), "a token costs what its worker's time costs"
@@ -208,8 +240,9 @@ def test_findings_are_shown_as_tables() -> None:
     assert "| paged KV x prefix sharing |" in text and "No rate met the SLO in: none, none." in text
     both = 4.0 * 1.05
     assert f"| paging+sharing | {both:.2f} | 20.0 | 2.00 | 256 |" in text
+    lacking = [each for each in outcomes if each.cell != ["paging"] or each.repeat]
     with pytest.raises(ValueError, match="cell paging has 1 repeats, none 2"):
-        finding("chat", factors, [each for each in outcomes if each.cell != ["paging"] or each.repeat], 2.0)
+        finding(SETTING, "chat", factors, lacking, 2.0)
 
 
 def test_results_describe_how_they_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
