@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -20,7 +20,6 @@ from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.router_to_worker import Generate
-from protocol.speculation import MAX_TREE_NODES
 from protocol.worker_to_worker import (
     DRAFT_LEASE_S,
     MAX_DRAFT_REQUESTS,
@@ -70,7 +69,6 @@ class DraftLoop(WorkerLoop):
         """
         self._newest: dict[bytes, _Newest] = {}
         self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
-        self._pace = DraftPace()
 
     # --- messages of the router -------------------------------------------------------------------
 
@@ -172,14 +170,14 @@ class DraftLoop(WorkerLoop):
 
     def _note_wanted(self, request: DraftRequest, new: list[int], num_wanted: int) -> None:
         """Note the new tokens, and that the target can use `num_wanted` draft tokens after them."""
-        was_running = request.wants_row(self._pace.most_ahead)
+        was_running = request.wants_row
         request.num_wanted = num_wanted
         match request.stage:
             case DraftStage.ARRIVING if num_wanted:
                 request.enter(DraftStage.QUEUED)
                 self._queue.append(request)
             case DraftStage.DRAFTING:
-                agreed = self.engine.give(request.request_id, new, request.hold_at(self._pace.most_ahead))
+                agreed = self.engine.give(request.request_id, new, request.hold_at)
                 if new and request.is_read:
                     overtaken = was_running and len(new) > request.num_drafted == agreed
                     self._note_commit(request, agreed, len(new), overtaken)
@@ -188,7 +186,6 @@ class DraftLoop(WorkerLoop):
     def _note_commit(self, request: DraftRequest, agreed: int, num_new: int, overtaken: bool) -> None:
         if agreed < min(num_new, request.num_drafted):
             self.counters.add("drafted_tokens_wrong_total", request.num_drafted - agreed)
-        self._pace.committed(overtaken)
         if overtaken:
             self.counters.add("drafts_overtaken_total")
 
@@ -200,7 +197,7 @@ class DraftLoop(WorkerLoop):
             if request.target in self._reading:
                 continue
             try:
-                self.engine.add(request.engine_request(), hold_at=request.hold_at(self._pace.most_ahead))
+                self.engine.add(request.engine_request(), hold_at=request.hold_at)
             except InvalidRequestError as error:
                 self._refuse(request, str(error))
                 continue
@@ -213,7 +210,7 @@ class DraftLoop(WorkerLoop):
     def _choose_rows(self) -> None:
         """Let the engine run the requests that get a row in the batch, and hold the others."""
         drafting = [request for request in self.requests if request.stage is DraftStage.DRAFTING]
-        wanting = [request for request in drafting if request.wants_row(self._pace.most_ahead)]
+        wanting = [request for request in drafting if request.wants_row]
         if len(wanting) > self.config.max_num_seqs:
             wanting = share_rows(wanting, self.config.max_num_seqs)
         chosen = {request.request_id for request in wanting}
@@ -306,27 +303,9 @@ class DraftLoop(WorkerLoop):
         for target, newest in list(self._newest.items()):
             if now - newest.at > DRAFT_LEASE_S and target not in self._answers:
                 del self._newest[target]
-        if self._pace.adapt(max((request.num_wanted for request in self.requests), default=1)):
-            self._shed()
         self._choose_rows()
         if not self.engine.has_work():
             self._send_answers()
-
-    def _shed(self) -> None:
-        """Refuse the newest request of the target with the most, since even short drafts come too late."""
-        counts = Counter(request.target for request in self.requests)
-        if not counts:
-            return
-        most = max(counts, key=counts.__getitem__)
-        newest = [request for request in self.requests if request.target == most][-1]
-        self._refuse(newest, "there is too much to do")
-
-
-LONGEST = 2 * MAX_TREE_NODES + 1
-TOO_LATE, IN_TIME = 0.5, 0.1
-"""Shares of overtaken drafts: above the first the worker is overloaded, below the second it has time left."""
-_LEAST_COMMITS = 16
-"""Number of commits from which on the share is meaningful."""
 
 
 def share_rows(requests: Iterable[DraftRequest], num_rows: int) -> list[DraftRequest]:
@@ -342,31 +321,3 @@ def share_rows(requests: Iterable[DraftRequest], num_rows: int) -> list[DraftReq
         of_target.sort(key=lambda request: request.num_drafted)
     rounds = zip_longest(*by_target.values())
     return [request for each in rounds for request in each if request is not None][:num_rows]
-
-
-class DraftPace:
-    """The limit on how far drafts may run ahead, adapted to how often targets overtake them."""
-
-    def __init__(self) -> None:
-        self.most_ahead = LONGEST
-        self._num_commits = 0
-        self._num_overtaken = 0
-
-    def committed(self, overtaken: bool) -> None:
-        """Count a commit. `overtaken`: it exceeds the draft, although more draft tokens were wanted."""
-        self._num_commits += 1
-        self._num_overtaken += overtaken
-
-    def adapt(self, longest: int) -> bool:
-        """Adjust the limit. Return whether to refuse requests. `longest`: the longest current draft."""
-        if self._num_commits < _LEAST_COMMITS:
-            return False
-        share = self._num_overtaken / self._num_commits
-        self._num_commits = self._num_overtaken = 0
-        if share < IN_TIME:
-            self.most_ahead = min(2 * self.most_ahead, LONGEST)
-        elif share > TOO_LATE:
-            if self.most_ahead == 1:
-                return True
-            self.most_ahead = max(min(longest, self.most_ahead) // 2, 1)
-        return False

@@ -82,14 +82,16 @@ class DraftRequest(StagedRequest[DraftStage]):
             cache_salt=opening.cache_salt,
         )
 
-    def hold_at(self, most_ahead: int) -> int:
-        """Return the length up to which the request may grow if drafts run ahead `most_ahead` tokens."""
+    @property
+    def hold_at(self) -> int:
+        """The length up to which the request may grow."""
         longest = self.opening.num_prompt + self.opening.sampling.max_tokens
-        return min(len(self.committed) + min(self.num_wanted, most_ahead), longest)
+        return min(len(self.committed) + self.num_wanted, longest)
 
-    def wants_row(self, most_ahead: int) -> bool:
-        """Return whether the request needs a row in the engine's batch."""
-        return len(self.committed) + self.num_drafted < self.hold_at(most_ahead)
+    @property
+    def wants_row(self) -> bool:
+        """Whether the request needs a row in the engine's batch."""
+        return len(self.committed) + self.num_drafted < self.hold_at
 
     def renew(self, now: float) -> None:
         self.deadline = now + DRAFT_LEASE_S

@@ -204,7 +204,7 @@ WORKER_COUNTERS = (
     _counter("draft_workers_lost_total", "Times that a draft worker no longer answered."),
     _gauge("draft_requests_open", "Requests that a draft worker drafts for."),
     _counter("draft_requests_opened_total", "Requests opened at a draft worker."),
-    _counter("draft_requests_refused_total", "Requests that a draft worker refused because it was busy."),
+    _counter("draft_requests_refused_total", "Requests that a draft worker refused, as for lack of room."),
     _counter("draft_requests_orphaned_total", "Requests whose decode worker was lost, on a draft worker."),
     _counter("draft_requests_expired_total", "Requests that a draft worker dropped because no message came."),
     _counter("drafted_tokens_total", "Tokens that a draft worker drafted."),

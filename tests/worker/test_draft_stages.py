@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import draft_worker.loop
 from decode_worker import drafts
-from draft_worker.loop import LONGEST, DraftLoop, DraftPace, share_rows
+from draft_worker.loop import DraftLoop, share_rows
 from draft_worker.request import DraftRequest, DraftStage, name_of
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.requests import DraftPlan, EngineRequest
@@ -171,12 +171,13 @@ class DraftStages(RuleBasedStateMachine):
         for side in (self.decode, self.drafter):
             side.loop.expire(clock.monotonic() + seconds)
 
-    @rule(how=st.sampled_from(["too much to do", "a lost target", "no news"]))
+    @rule(how=st.sampled_from(["a failure", "a lost target", "no news"]))
     def the_draft_worker_lets_go(self, how: str) -> None:
         loop = self.drafter.loop
         match how:
-            case "too much to do":
-                loop._shed()
+            case "a failure":
+                for request in [*loop.requests][-1:]:
+                    loop.fail(request.request_id, "internal", "its step failed")
             case "a lost target":  # this target, which was silent; and one that had nothing here
                 self.drafter.tell_gone(address("b", "b" * 16))
                 self.seen["freed"] += len(loop.requests)
@@ -237,7 +238,7 @@ class DraftStages(RuleBasedStateMachine):
         if not hasattr(self, "flying"):
             return
         self.seen["walks"] += 1
-        hows = ["too much to do", "a lost target", "no news"]  # random walks rarely reach these situations
+        hows = ["a failure", "a lost target", "no news"]  # random walks rarely reach these situations
         if self.seen["walks"] % 2:  # the last of them finds few requests that still draft
             hows.reverse()
         for how in hows:
@@ -342,28 +343,3 @@ def test_rows_are_shared_among_targets_and_not_among_requests() -> None:
 def test_the_shortest_drafts_of_a_target_come_first() -> None:
     requests = [request("a", number, num_drafted) for number, num_drafted in enumerate((3, 0, 2, 1))]
     assert [each.num_drafted for each in share_rows(requests, 3)] == [0, 1, 2]
-
-
-def run(pace: DraftPace, overtaken: int, commits: int = 100, longest: int = 17) -> bool:
-    for number in range(commits):
-        pace.committed(number < overtaken)
-    return pace.adapt(longest)
-
-
-def test_drafts_are_shortened_before_requests_are_dropped() -> None:
-    pace = DraftPace()
-    lengths = []
-    while not run(pace, overtaken=80):
-        lengths.append(pace.most_ahead)
-    assert lengths == [8, 4, 2, 1]
-    assert not run(pace, overtaken=30)  # it just keeps up
-    assert pace.most_ahead == 1
-    for _ in range(10):
-        assert not run(pace, overtaken=0)
-    assert pace.most_ahead == LONGEST
-
-
-def test_a_few_commits_decide_nothing() -> None:
-    pace = DraftPace()
-    assert not run(pace, overtaken=10, commits=10)
-    assert pace.most_ahead == LONGEST

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from decode_worker import drafts
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.worker_to_worker import (
@@ -345,30 +344,6 @@ def test_a_decode_worker_drops_impossible_messages_of_draft_workers(begin: Calla
     assert decode.counter("remote_drafts_stale_total") == stale + 4
     assert decode.counter("remote_drafts_late_total") == late + 1
     one.finish()
-
-
-def test_an_overloaded_draft_worker_refuses_requests(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The target with the most requests loses one, is told, and does not ask again at once."""
-    monkeypatch.setattr(drafts, "REFUSAL_STANDS_S", 1000.0)
-    network = Network(decodes, [drafter])
-    requests = [ask(f"{i}", prompt_of(20, i), 60, ignore_eos=True) for i in range(4)]
-    for request in requests[:3]:
-        decodes[0].generate(request, remote_plan())
-    decodes[1].generate(requests[3], remote_plan())
-    for _ in range(4):
-        network.turn()
-    drafter.loop._pace.most_ahead = 1
-    for _ in range(50):
-        drafter.loop._pace.committed(overtaken=True)
-    drafter.loop.expire(0.0)
-    drafting = [request.target for request in drafter.loop.requests]
-    assert sorted(drafting) == sorted([decodes[0].identity] * 2 + [decodes[1].identity])
-    network.run()
-    assert decodes[0].counter("remote_drafts_refused_total") == 1
-    assert drafter.counter("draft_requests_opened_total") == 4
-    assert decodes[0].tokens() | decodes[1].tokens() == plain_tokens(pair[0], requests)
 
 
 NOBODY = DraftPlan()
