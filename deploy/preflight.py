@@ -180,14 +180,14 @@ def _check_backend(config: ServeConfig) -> None:
             f"--device: auto finds no GPU in this container, whose PyTorch is built for CUDA: {fault}; "
             "give --device cpu to serve on the CPU"
         )
-    fits = {"triton": "cuda", "cpu": "cpu"}
+    fits = {"triton": "cuda", "flash": "cuda", "cpu": "cpu"}
     device = fits.get(config.attention_backend, config.device)
     if config.device not in ("auto", device):
         raise ConfigError(
             f"--attention-backend: {config.attention_backend} is for --device {device}, not {config.device}"
         )
-    if config.attention_backend == "triton" and config.ray_address is None and (fault := cuda_fault()):
-        raise ConfigError(f"--attention-backend: triton is for GPUs, but {fault}")
+    if device == "cuda" and config.ray_address is None and (fault := cuda_fault()):
+        raise ConfigError(f"--attention-backend: {config.attention_backend} is for GPUs, but {fault}")
 
 
 def _check_worker_host(config: ServeConfig) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from engine.batch.runner import Runner
-from engine.devices.attention import select_backend
+from engine.devices.attention import backend_for
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
@@ -25,7 +25,7 @@ def describe_start(
     compile_s: float,
 ) -> dict[str, str]:
     """Return the lines by topic, as `GET /workers` shows them."""
-    backend, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    backend, why = backend_for(config, loaded.device, loaded.dtype)
     weights = f", weights in {config.quantization}" if config.quantization else ""
     if loaded.checkpoint:
         weights = f", {loaded.checkpoint}"

@@ -175,9 +175,10 @@ class BatchOptions:
     """
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 128
     """Sequences in one step."""
-    attention_backend: Literal["auto", "cpu", "triton", "sdpa", "torch"] = "auto"
+    attention_backend: Literal["auto", "cpu", "triton", "flash", "sdpa", "torch"] = "auto"
     """Attention kernels; `triton` needs CUDA. `sdpa` computes chunks of prompts by torch's
-    `scaled_dot_product_attention`, other rows by the device's kernel. `torch`: all by torch.
+    `scaled_dot_product_attention`, `flash` by FlashAttention-3 on a GPU, and other rows by the device's
+    kernel. `torch`: all by torch.
     """
     compile: Literal["auto", "on", "off"] = "auto"
     """`on`: torch.compile; `auto`: the native decoder for models that it supports, else torch.compile."""

@@ -17,10 +17,12 @@ from engine.kv.attention import (
     LayerKv,
 )
 from engine.kv.layout import Group
+from protocol.config import ServeConfig
 
 BACKENDS = {
     "cpu": "engine.devices.cpu.attention.backend:CpuBackend",
     "triton": "engine.devices.cuda.attention.backend:TritonBackend",
+    "flash": "engine.devices.cuda.attention.flash:FlashBackend",
     "sdpa": "engine.devices.torch.attention:SdpaBackend",
     "torch": "engine.devices.torch.attention:TorchBackend",
 }
@@ -48,12 +50,13 @@ def backend_fault(name: str, device: torch.device, dtype: torch.dtype = torch.fl
 
 
 def select_backend(
-    device: torch.device, dtype: torch.dtype, requested: str | None = None
+    device: torch.device, dtype: torch.dtype, requested: str | None = None, *, deterministic: bool = True
 ) -> tuple[type[AttentionBackend], str]:
     """Return the backend's class and the reason for the choice, to be logged.
 
-    `requested` None or "auto" takes the device's kernel, or torch's operators without one. Raises ValueError
-    when it is unknown or cannot serve this device and dtype.
+    `requested` None or "auto" takes the device's kernel, or torch's operators without one; unless it must be
+    `deterministic`, with a library's kernel for chunks of prompts if one fits. Raises ValueError when it is
+    unknown or cannot serve this device and dtype.
     """
     if requested is not None and requested != "auto":
         if requested not in BACKENDS:
@@ -61,10 +64,19 @@ def select_backend(
         if fault := backend_fault(requested, device, dtype):
             raise ValueError(f"attention backend {requested!r}: {fault}")
         return backend_of(requested), "requested"
+    if not deterministic and backend_fault("flash", device, dtype) is None:
+        return backend_of("flash"), "chunks of prompts by FlashAttention-3, other rows by our kernel"
     name = kernel_of(device)
     if fault := backend_fault(name, device, dtype):
         return backend_of("torch"), fault
     return backend_of(name), "reads the KV blocks in place"
+
+
+def backend_for(
+    config: ServeConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[type[AttentionBackend], str]:
+    """Select the backend of a server's model."""
+    return select_backend(device, dtype, config.attention_backend, deterministic=config.deterministic)
 
 
 class TablesBackend(AttentionBackend):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch.runner import Runner
-from engine.devices.attention import backend_over, by_table, select_backend
+from engine.devices.attention import backend_for, backend_over, by_table
 from engine.devices.cpu.decoder.description import Description, unfit, unfit_head
 from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.cpu.decoder.native_model import DTYPES, library
@@ -50,7 +50,7 @@ logger = logging.getLogger("tandem.engine")
 def load_packed(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     """Load the configuration's model (`load_model`), packed for the forward that will run it."""
     loaded = load_model(config, on_host=on_host)
-    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    backend, _ = backend_for(config, loaded.device, loaded.dtype)
     return pack_model(loaded, config.compile, backend)
 
 
@@ -58,7 +58,7 @@ def runner_of_one_process(
     config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
 ) -> Runner:
     """Return a packed model's runner over this pool, which captures these layers' hidden states."""
-    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    backend, _ = backend_for(config, loaded.device, loaded.dtype)
     attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
     return runner_of(config, loaded, attention, hidden_layers, pool.state_slots)
 

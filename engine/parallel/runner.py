@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.batch.runner import Fill, ForwardOutput, Runner, Step
-from engine.devices.attention import backend_over, select_backend
+from engine.devices.attention import backend_for, backend_over
 from engine.devices.cuda.tiles import tiling
 from engine.devices.loaded_model import LoadedModel, Share
 from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOptions
@@ -73,7 +73,7 @@ class ShareRunner:
     ) -> None:
         """Build the runner of the model that `share_of` returned."""
         self._ranks = ranks
-        backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+        backend_class, _ = backend_for(config, loaded.device, loaded.dtype)
         if isinstance(ranks, SharedRanks):
             # Not compiled: torch.compile does not know the gathers.
             share, backend = _over_shared_pool(loaded, pool, ranks, backend_class)
