@@ -1,5 +1,5 @@
 """Linear layers with quantized weights, and the rounding of a loaded model's: `--quantization` and
-`--quantize-lm-head`. Inputs keep their precision, and nothing is calibrated.
+`--quantize-lm-head`. Nothing is calibrated.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention import backend
 from engine.devices.cuda.decoder import Added, CudaDecoder, Made
 from engine.devices.cuda.experts import RoutedTiles, add_up
+from engine.devices.cuda.fp8_products import rounded
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear
 from engine.devices.cuda.recurrent import mixers, operators
@@ -96,6 +97,12 @@ PRODUCTS = {
 """The format, the number of inputs that share a scale, and whether there are zero points."""
 
 PRODUCT_ROWS = {f"{name}, {rows} rows": (name, rows) for name in PRODUCTS for rows in (8, 512)}
+
+ROUNDED_INPUTS = {
+    "inputs rounded to fp8, a scale a row": 1,
+    "inputs rounded to fp8, a scale for 128 values": 32,
+}
+"""The number of scales of a row."""
 
 EXPERTS = {
     "router, and rows of each expert": ("route", None, 64),
@@ -472,6 +479,13 @@ def compiled_product(name: str, capability: int) -> Code:
     return Code.of(kernels[-1])
 
 
+def compiled_rounding(name: str, capability: int) -> Code:
+    """Compile the rounding of 8 rows of 4096 inputs."""
+    with launches(capability) as kernels:
+        rounded(meta(8, 4096, dtype=torch.bfloat16), ROUNDED_INPUTS[name])
+    return Code.of(kernels[-1])
+
+
 def router_of(name: str) -> Router:
     """Return the router of DeepSeek-V3, or of Qwen3-30B-A3B."""
     halves, is_deepseek = {"dtype": torch.bfloat16}, name.startswith("DeepSeek")
@@ -559,6 +573,7 @@ SECTIONS: tuple[tuple[Mapping[str, object], Callable[[str, int], Code]], ...] = 
     (VERIFICATION_KERNELS, compiled_verification),
     (TREE_KERNELS, compiled_trees),
     (PRODUCT_ROWS, compiled_product),
+    (ROUNDED_INPUTS, compiled_rounding),
     (EXPERTS, compiled_experts),
     (ADAPTERS, compiled_adapters),
     (LATENTS, compiled_latents),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.devices.cuda.adapters import AdaptedProduct
+from engine.devices.cuda.library_products import LibraryLinear, join_library
 from engine.devices.cuda.products import TiledLinear, concatenated, join
 from engine.devices.torch.operations import multiplied, side_by_side
 from engine.lora.table import Adapters
@@ -33,7 +34,7 @@ class SeveralWeights(NamedTuple):
         return side_by_side([linear(x) for linear in self.linears])
 
 
-Weight = PlainWeight | TiledLinear | SeveralWeights
+Weight = PlainWeight | TiledLinear | LibraryLinear | SeveralWeights
 
 
 class JoinedProduct(NamedTuple):
@@ -85,7 +86,7 @@ def stacked(linears: tuple[nn.Module, ...]) -> Tensor | None:
     if len({(each.in_features, each.out_features) for each in linears}) > 1:
         return None
     one = joined(linears)
-    if isinstance(one, SeveralWeights) or one.bias is not None:
+    if isinstance(one, SeveralWeights | LibraryLinear) or one.bias is not None:
         return None
     if isinstance(one, TiledLinear) and one.format is not None:
         return None
@@ -97,6 +98,9 @@ def joined(linears: tuple[nn.Module, ...]) -> Weight:
     tiled = [each for each in linears if isinstance(each, TiledLinear)]
     if len(tiled) == len(linears) and all(each.is_like(tiled[0]) for each in tiled):
         return join(tiled)
+    by_library = [each for each in linears if isinstance(each, LibraryLinear)]
+    if len(by_library) == len(linears) and (whole := join_library(by_library)) is not None:
+        return whole
     plain = [each for each in linears if isinstance(each, nn.Linear)]
     if len(plain) < len(linears):
         return SeveralWeights(linears)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.devices.cuda.attention.codes import decode
+from engine.devices.cuda.attention.codes import decode, encode
 from engine.devices.cuda.expert_kernels import TILE_FIELDS
 from engine.devices.cuda.kernels import activated, clamped_swiglu
 from engine.model.program import Activation
@@ -182,3 +182,15 @@ def multiply(
         total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
     out += m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=is_row & is_output[None, :])
+
+
+@triton.jit(do_not_specialize=["x_row", "scales_group"])
+def round_rows(x, codes, scales, x_row, scales_group, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Grid: (rows, groups of SIZE values). Write a group's FP8 values and its scale."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, PADDED)
+    inside = d < SIZE
+    values = tl.load(x + row * x_row + group * SIZE + d, mask=inside, other=0.0).to(tl.float32)
+    rounded, scale = encode(values, True)
+    tl.store(codes + (row * tl.num_programs(1) + group) * SIZE + d, rounded, mask=inside)
+    tl.store(scales + group * scales_group + row, scale)

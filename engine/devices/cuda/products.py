@@ -1,10 +1,12 @@
-"""Linear layers that our kernel multiplies on a CUDA device: quantized ones, and with `--deterministic` all.
+"""Linear layers that our kernel multiplies on a CUDA device: with `--deterministic` all, else quantized ones
+that no library multiplies.
 
 A row's result has the same bits in every batch, since tiles have a fixed number of rows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple, Self
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.devices.cuda import product_kernel
+from engine.devices.cuda.fp8_products import Fp8Product
+from engine.devices.cuda.library_products import LibraryLinear, by_library
+from engine.devices.cuda.marlin import MarlinProduct
 from engine.devices.cuda.product_kernel import multiply
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
@@ -28,6 +33,7 @@ _KINDS = {
     CodeFormat.INT4: product_kernel.INT4,
     CodeFormat.MXFP4: product_kernel.MXFP4,
 }
+_LIBRARIES = (MarlinProduct, Fp8Product)
 _FP8_FACTOR = 256.0
 """A factor of scales: the kernel decodes a fraction of FP8's values."""
 _IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
@@ -232,7 +238,8 @@ def _depth(group_size: int) -> int | None:
 
 def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
     """Replace the model's quantized layers, freeing their weights, and with `plain` its other linear layers.
-    A quantized layer that the kernel does not fit becomes a plain one.
+    Without `plain`, a library multiplies by the quantized weights that it fits. A quantized layer that the
+    kernel does not fit becomes a plain one.
     """
     for path, module in list(model.named_modules()):
         made = tiled(module, dtype, plain=plain)
@@ -243,6 +250,9 @@ def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
 def tiled(module: nn.Module, dtype: torch.dtype, *, plain: bool) -> nn.Module:
     """Return what `tile_linears` makes of one module."""
     if isinstance(module, QuantizedLinear):
+        made = None if plain else by_library(_LIBRARIES, module.quantized, module.bias, dtype)
+        if made is not None:
+            return made
         if fits(module.quantized):
             return TiledLinear.quantized(module.quantized, module.bias)
         module = module.plain(dtype)
@@ -283,5 +293,13 @@ def concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
 def describe(modules: Iterable[nn.Module], dtype: torch.dtype) -> str:
     """Say how the linear layers among the modules multiply."""
     plain = f"cuBLAS, {str(dtype).removeprefix('torch.')}"
-    count = sum(isinstance(module, TiledLinear) for module in modules)
-    return f"{count} layers in tiles, summed alike in every batch; others {plain}" if count else plain
+    linears = [module for module in modules if isinstance(module, TiledLinear | LibraryLinear)]
+    counts = Counter(_multiplier(linear) for linear in linears)
+    parts = [f"{count} layers {how}" for how, count in counts.items()]
+    return "; ".join([*parts, f"others {plain}"]) if parts else plain
+
+
+def _multiplier(linear: TiledLinear | LibraryLinear) -> str:
+    if isinstance(linear, TiledLinear):
+        return "in tiles, summed alike in every batch"
+    return f"by {linear.product.library.name}"

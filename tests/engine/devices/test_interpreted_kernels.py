@@ -15,7 +15,7 @@ HERE = "tests/engine/interpreted"
 GROUPS = {
     "attention": ["adapter_kernels", "adapters", "attention", "decoder", "ranks"],
     "layers": ["experts", "families", "graphs", "hybrid_graphs", "products", "recurrent", "routing"],
-    "tokens": ["drafts", "flash", "sampler", "trees", "verification"],
+    "tokens": ["drafts", "flash", "library_products", "sampler", "trees", "verification"],
 }
 FILES = {name: [f"{HERE}/{kind}.py" for kind in kinds] for name, kinds in GROUPS.items()} | {
     "whole engines": [
