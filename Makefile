@@ -61,7 +61,7 @@ sbom: .venv/.installed-test  ## Write a CycloneDX SBOM of each image's Python pa
 	done
 
 gpu-report:  ## On a GPU: test kernels, then write figures and checks to bench/results/gpu, in 10 minutes
-	$(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_sampler.py tests/gpu/test_verification.py -rs
+	$(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_libraries.py tests/gpu/test_sampler.py tests/gpu/test_verification.py -rs
 	$(PYTHON) -m bench.gpu --size 0.6B --batch 1,16,64 --num-tokens 3 --chunk 512,2048,8192 $(ARGS)
 
 clean:  ## Remove the virtual environment and every cache
