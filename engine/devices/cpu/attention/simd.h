@@ -123,12 +123,12 @@ template <bool coarse, int COUNT> static inline void to_exp2(Vec (&x)[COUNT]) {
         for (int v = 0; v < COUNT; v++) step(v);
     };
     Vec whole[COUNT], p[COUNT];
-#if defined(__AVX512F__)
-    each([&](int v) { x[v] = max(x[v], splat(-200.0f)); });
+#if defined(__AVX512DQ__)
+    // The remainder of minus infinity is 0, so it gives 0 without an underflow, which takes a hundred cycles.
     each([&](int v) {
-        whole[v] = (Vec)_mm512_roundscale_ps((__m512)x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const Vec part = (Vec)_mm512_reduce_ps((__m512)x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        whole[v] = x[v] - part, x[v] = part;
     });
-    each([&](int v) { x[v] -= whole[v]; });
 #else
     const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     IntVec tiny[COUNT];
@@ -150,7 +150,7 @@ template <bool coarse, int COUNT> static inline void to_exp2(Vec (&x)[COUNT]) {
         add(6.931472028550421e-1f);
     }
     add(1.0f);
-#if defined(__AVX512F__)
+#if defined(__AVX512DQ__)
     each([&](int v) { x[v] = (Vec)_mm512_scalef_ps((__m512)p[v], (__m512)whole[v]); });
 #else
     each([&](int v) { x[v] = tiny[v] ? Vec{} : (Vec)((IntVec)p[v] + ((IntVec)whole[v] << 23)); });
