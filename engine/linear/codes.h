@@ -34,11 +34,13 @@ template <class Codes, int K> constexpr int place = 16 * (K % 2) + 16 / Codes::C
 
 // Each format has: CODES, the number of codes in a word; value and values<I>, the bfloat16 value of the I-th code of
 // one word or of a vector of words; floats<K>, the float32 values for the K-th of 2 c inputs, from outputs' two words.
-// Integer formats also have: SIGNS, the bits to flip for unsigned codes, and ZERO, the unsigned code of 0.
+// UNIT is the factor from these values to the format's. Integer formats also have: SIGNS, the bits to flip for unsigned
+// codes; ZERO, the unsigned code of 0; and CENTER, the code of 0 as it is stored.
 
 // bfloat16 weights, not quantized.
 struct Plain {
     static constexpr int CODES = 1;
+    static constexpr float UNIT = 1, CENTER = 0;
 
     static uint16_t value(uint16_t word, int) { return word; }
 #if defined(__AVX512BW__)
@@ -48,6 +50,7 @@ struct Plain {
 
 template <class Table> struct FourBits {
     static constexpr int CODES = 4;
+    static constexpr float UNIT = 1;
 
     static uint16_t value(uint16_t word, int i) { return Table::VALUES[word >> 4 * i & 15]; }
 #if defined(__AVX512BW__)
@@ -78,6 +81,7 @@ template <class Table> struct FourBits {
 
 struct Int4 : FourBits<Int4> {  // -8 to 7
     static constexpr int32_t SIGNS = 0, ZERO = 8;
+    static constexpr float CENTER = 8;
     static constexpr uint16_t VALUES[] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
@@ -87,6 +91,7 @@ struct Int4 : FourBits<Int4> {  // -8 to 7
 };
 
 struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives
+    static constexpr float CENTER = 0;
     static constexpr uint16_t VALUES[] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                           0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
@@ -113,6 +118,7 @@ struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negat
 struct Int8 {
     static constexpr int CODES = 2;
     static constexpr int32_t SIGNS = int32_t(0x80808080), ZERO = 128;
+    static constexpr float UNIT = 0x1p-24f, CENTER = 0;
 
     static uint16_t value(uint16_t word, int i) { return high_half(float(int32_t(uint32_t(word >> 8 * i) << 24))); }
     template <int K> static Vec floats(IntVec words) {
@@ -143,6 +149,7 @@ struct Int8 {
 // the eight smallest are the shifted code XOR that offset; SMALL has these eight values' replacement of the offset.
 struct Fp8 {
     static constexpr int CODES = 2;
+    static constexpr float UNIT = 0x1p8f, CENTER = 0;
     static constexpr uint16_t SMALL[] = {0x0000, 0x3710, 0x37a0, 0x37f0, 0x3840, 0x3870, 0x3820, 0x3810};
 
     static uint16_t value(uint16_t word, int i) {

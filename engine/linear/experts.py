@@ -157,7 +157,7 @@ class RoutedQuantizedLinear(Routed):
 
     words: Tensor
     scales: Tensor
-    offsets: Tensor | None
+    minima: Tensor | None
     inputs: Tensor | None
 
     def __init__(self, linears: Sequence[PackedQuantizedLinear]) -> None:
@@ -166,7 +166,7 @@ class RoutedQuantizedLinear(Routed):
         first = linears[0]
         self.format, self.input_group = first.format, first.input_group
         self.out_features = first.out_features
-        for name in ("words", "scales", "offsets", "inputs"):
+        for name in ("words", "scales", "minima", "inputs"):
             parts = [getattr(linear, name) for linear in linears]
             self.register_buffer(name, None if parts[0] is None else torch.stack(parts))
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -178,7 +178,7 @@ class RoutedQuantizedLinear(Routed):
 
     @property
     def _parts(self) -> tuple[list[Tensor | None], list[int]]:
-        parts = [self.words, self.scales, self.offsets, self.inputs, self.bias]
+        parts = [self.words, self.scales, self.minima, self.inputs, self.bias]
         return parts, [FORMATS.index(self.format), self.input_group, self.out_features]
 
     def first(self) -> QuantizedArgs:

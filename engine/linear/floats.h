@@ -150,8 +150,8 @@ template <class Value> class FloatTiles {
     // Adds a row's sums, scaled, to its totals. `row` is the row within the block, `n` the output within the panel.
     static void add(const Run& run, int64_t row, int64_t n, Vec sums) {
         float* totals = run.totals + row * PANEL + n;
-        Vec total = load(totals) + sums * load(run.scales + n);
-        if (run.offsets) total -= load(run.offsets + n) * run.input_sums[row * run.sums_stride];
+        Vec total = load(totals) + sums * run.scales.factors(n);
+        if (run.scales.have_minima()) total += run.scales.offsets(n) * run.input_sums[row * run.sums_stride];
         memcpy(totals, &total, sizeof total);
     }
 

@@ -152,13 +152,13 @@ class MatrixTiles {
         for (int tile = 0; tile < 4; tile++) {
             const int64_t from = row + tile / COLUMNS * ROWS, rows = std::min<int64_t>(end - from, ROWS);
             const int64_t scale = run * w.run / w.group * PANEL + n + tile % COLUMNS * OUTPUTS;
-            const __m512 scales = _mm512_loadu_ps(w.scales + scale);
-            const __m512 offsets = w.offsets ? _mm512_loadu_ps(w.offsets + scale) : _mm512_setzero_ps();
+            const auto factors = (__m512)w.scales.factors(scale);
+            const auto offsets = w.scales.have_minima() ? (__m512)w.scales.offsets(scale) : _mm512_setzero_ps();
             const float* input_sum = w.input_sums + from * w.runs + run;
             for (int64_t r = 0; r < rows; r++) {
                 const __m512 sum = _mm512_loadu_ps(sums[tile][r]);
-                __m512 total = _mm512_fmadd_ps(sum, scales, _mm512_loadu_ps(totals[tile][r]));
-                if (w.offsets) total = _mm512_fnmadd_ps(_mm512_set1_ps(input_sum[r * w.runs]), offsets, total);
+                __m512 total = _mm512_fmadd_ps(sum, factors, _mm512_loadu_ps(totals[tile][r]));
+                if (w.scales.have_minima()) total = _mm512_fmadd_ps(_mm512_set1_ps(input_sum[r * w.runs]), offsets, total);
                 _mm512_storeu_ps(totals[tile][r], total);
             }
         }

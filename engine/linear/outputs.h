@@ -34,14 +34,6 @@ class Outputs {
         if (n + COUNT < p.out_features) Outputs(p, n + COUNT).put(row, sums_after);
     }
 
-    static __m512 scaled(__m512 sums, const float* scales, __m512 total) {
-        return _mm512_fmadd_ps(sums, _mm512_loadu_ps(scales), total);
-    }
-
-    static __m512 less(__m512 total, const float* offsets, float input_sum) {
-        return _mm512_fnmadd_ps(_mm512_set1_ps(input_sum), _mm512_loadu_ps(offsets), total);
-    }
-
   private:
     static __m512 widen(__m256i bf16) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));

@@ -27,7 +27,7 @@ from engine.linear.packed import (
     unpacked,
 )
 from engine.linear.quantized import QuantizedLinear
-from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight, same_order
+from engine.quantization.weight import CodeFormat, QuantizedWeight, same_order
 from native.build import declare
 from native.threads import gomp_parallel
 
@@ -35,8 +35,6 @@ FORMATS = (CodeFormat.INT8, CodeFormat.INT4, CodeFormat.FP8, CodeFormat.MXFP4)
 """The formats in the order of the enum in `codes.h`."""
 
 _BITS = {CodeFormat.INT8: 8, CodeFormat.INT4: 4, CodeFormat.FP8: 8, CodeFormat.MXFP4: 4}
-_FACTORS = {CodeFormat.INT8: 2.0**-24, CodeFormat.FP8: 2.0**8}
-"""Factors of scales for formats whose kernel values differ from the format's."""
 _DEPTH, _SLICE = 32, 128
 """The kernel sums a multiple of `_DEPTH` inputs, and at most `_SLICE`, before it scales the sum."""
 
@@ -65,14 +63,15 @@ def fits(weight: QuantizedWeight) -> bool:
 @dataclass(frozen=True)
 class PackedWeight:
     """A packed weight. `words` is int16 [out / 64, in / 2c, 64, 2] with c codes in each word; `scales`, and
-    `offsets` if there are zero points, are float32 [out / 64, groups, 64, 1]; `inputs` is int32 [in], or
-    None if codes are in the inputs' order. `input_group` is the same as in `QuantizedWeight`.
+    `minima` if there are zero points, the values of code 0, are [out / 64, groups, 64, 1]: both float16 if
+    that is exact, else float32. `inputs` is int32 [in], or None if codes are in the inputs' order.
+    `input_group` is the same as in `QuantizedWeight`.
     """
 
     format: CodeFormat
     words: Tensor
     scales: Tensor
-    offsets: Tensor | None
+    minima: Tensor | None
     inputs: Tensor | None
     out_features: int
     input_group: int = 0
@@ -80,15 +79,14 @@ class PackedWeight:
     @classmethod
     def of(cls, weight: QuantizedWeight) -> PackedWeight:
         """Pack a weight for which `fits` holds."""
-        scales, offsets = weight.scales, None
-        if weight.zeros is not None:
-            center = INT4_ZERO if weight.format is CodeFormat.INT4 else 0
-            offsets = pack(scales * (weight.zeros - center), 1)
+        values = [weight.scales] if weight.zeros is None else [weight.scales, -weight.scales * weight.zeros]
+        dtype = torch.float16 if all(map(_are_halves, values)) else torch.float32
+        scales, *minima = (pack(each.to(dtype), 1) for each in values)
         return cls(
             weight.format,
             pack(_words(weight)),
-            pack(scales * (1.0 if weight.input_group else _FACTORS.get(weight.format, 1.0)), 1),
-            offsets,
+            scales,
+            minima[0] if minima else None,
             None if weight.permutation is None else weight.permutation.int(),
             len(weight.codes),
             weight.input_group,
@@ -100,7 +98,7 @@ class PackedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.words, self.scales, self.offsets, self.inputs
+        return self.words, self.scales, self.minima, self.inputs
 
     def is_like(self, other: PackedWeight) -> bool:
         """Return whether both can be joined into one weight of the same inputs."""
@@ -108,7 +106,7 @@ class PackedWeight:
             same_order(self.inputs, other.inputs)
             and self.format is other.format
             and self.input_group == other.input_group
-            and (self.offsets is None) == (other.offsets is None)
+            and (self.minima is None) == (other.minima is None)
             and self.scales.shape[1] == other.scales.shape[1]
         )
 
@@ -118,7 +116,7 @@ class PackedWeight:
             self,
             words=packed_rows(self.words, rows),
             scales=packed_rows(self.scales, rows),
-            offsets=None if self.offsets is None else packed_rows(self.offsets, rows),
+            minima=None if self.minima is None else packed_rows(self.minima, rows),
             out_features=sum(map(len, rows)),
         )
 
@@ -128,13 +126,13 @@ class PackedWeight:
             self,
             words=pack(unpacked(self.words)[outputs]),
             scales=pack(unpacked(self.scales)[outputs], 1),
-            offsets=None if self.offsets is None else pack(unpacked(self.offsets)[outputs], 1),
+            minima=None if self.minima is None else pack(unpacked(self.minima)[outputs], 1),
             out_features=len(outputs),
         )
 
     def is_table(self) -> bool:
         """Return whether `bfloat16_rows` can read it."""
-        return self.format is CodeFormat.INT8 and self.offsets is None and self.inputs is None
+        return self.format is CodeFormat.INT8 and self.minima is None and self.inputs is None
 
     def bfloat16_rows(self, first: int, end: int) -> Tensor:
         """Return the weights of these outputs, [end - first, in_features], of a table."""
@@ -145,9 +143,9 @@ class PackedWeight:
         return out
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """Return a weight with copies of its words, scales and offsets."""
-        offsets = None if self.offsets is None else copy(self.offsets)
-        return replace(self, words=copy(self.words), scales=copy(self.scales), offsets=offsets)
+        """Return a weight with copies of its words, scales and minima."""
+        minima = None if self.minima is None else copy(self.minima)
+        return replace(self, words=copy(self.words), scales=copy(self.scales), minima=minima)
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """Return the kernel's arguments. Their tensors must outlive them."""
@@ -155,23 +153,28 @@ class PackedWeight:
         return packed_args((*self.tensors, bias), numbers)
 
 
+def _are_halves(values: Tensor) -> bool:
+    """Return whether all values are float16 numbers but for float32's rounding of a zero point."""
+    return bool(((values.half().float() - values).abs() <= values.abs() * 2**-23).all())
+
+
 def join(weights: Sequence[PackedWeight]) -> PackedWeight:
     """Join similar weights into one with all their outputs."""
     first, outputs = weights[0], [weight.out_features for weight in weights]
     if len(weights) == 1:
         return first
-    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+    minima = [weight.minima for weight in weights if weight.minima is not None]
     return replace(
         first,
         words=joined([weight.words for weight in weights], outputs),
         scales=joined([weight.scales for weight in weights], outputs),
-        offsets=joined(offsets, outputs) if offsets else None,
+        minima=joined(minima, outputs) if minima else None,
         out_features=sum(outputs),
     )
 
 
 def packed_args(parts: Sequence[Tensor | None], numbers: Sequence[int]) -> QuantizedArgs:
-    """Return the kernel's arguments. `parts` are words, scales, offsets, inputs and bias; `numbers` the index
+    """Return the kernel's arguments. `parts` are words, scales, minima, inputs and bias; `numbers` the index
     in `FORMATS`, the input group and the number of outputs.
     """
     (words, scales, *_), (format, input_group, out_features) = parts, numbers
@@ -179,7 +182,7 @@ def packed_args(parts: Sequence[Tensor | None], numbers: Sequence[int]) -> Quant
     in_features = _num_inputs(words, FORMATS[format])
     group = in_features // scales.shape[1]
     addresses = (None if each is None else each.data_ptr() for each in parts)
-    return QuantizedArgs(*addresses, in_features, out_features, group, format, input_group)
+    return QuantizedArgs(*addresses, in_features, out_features, group, scales.itemsize, format, input_group)
 
 
 def _num_inputs(words: Tensor, format: CodeFormat) -> int:
@@ -243,7 +246,7 @@ class PackedQuantizedLinear(nn.Module):
 
     words: Tensor
     scales: Tensor
-    offsets: Tensor | None
+    minima: Tensor | None
     inputs: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
@@ -251,13 +254,13 @@ class PackedQuantizedLinear(nn.Module):
         super().__init__()
         self.format, self.input_group = weight.format, weight.input_group
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        for name in ("words", "scales", "offsets", "inputs"):
+        for name in ("words", "scales", "minima", "inputs"):
             self.register_buffer(name, getattr(weight, name))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
     def packed(self) -> PackedWeight:
-        parts = self.words, self.scales, self.offsets, self.inputs
+        parts = self.words, self.scales, self.minima, self.inputs
         return PackedWeight(self.format, *parts, self.out_features, self.input_group)
 
     def rows(self, rows: Sequence[range]) -> PackedQuantizedLinear:
@@ -266,7 +269,7 @@ class PackedQuantizedLinear(nn.Module):
         return PackedQuantizedLinear(self.packed.rows(rows), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [self.words, self.scales, self.offsets, self.inputs, self.bias]
+        parts = [self.words, self.scales, self.minima, self.inputs, self.bias]
         numbers = [FORMATS.index(self.format), self.input_group, self.out_features]
         return _quantized_linear(x, parts, numbers)
 

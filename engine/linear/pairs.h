@@ -93,9 +93,12 @@ class Pairs {
         const Coded& w, int64_t first, const float* input_sums, const Sums<ROWS, VECTORS>& sums, Sums<ROWS, VECTORS>& totals) {
         for (int i = 0; i < VECTORS; i++) {
             const int64_t n = first + i * Outputs::COUNT;
+            const auto factors = (__m512)w.scales.factors(n);
+            const auto offsets = w.scales.have_minima() ? (__m512)w.scales.offsets(n) : _mm512_setzero_ps();
             for (int r = 0; r < ROWS; r++) {
-                totals[r][i] = Outputs::scaled(sums[r][i], w.scales + n, totals[r][i]);
-                if (w.offsets) totals[r][i] = Outputs::less(totals[r][i], w.offsets + n, input_sums[r * w.runs]);
+                totals[r][i] = _mm512_fmadd_ps(sums[r][i], factors, totals[r][i]);
+                if (w.scales.have_minima())
+                    totals[r][i] = _mm512_fmadd_ps(_mm512_set1_ps(input_sums[r * w.runs]), offsets, totals[r][i]);
             }
         }
     }

@@ -59,7 +59,7 @@ void tandem_linear_of_float32(
     multiply<FloatTiles<float>>(ProductOf<float>{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 
-// Writes some outputs' weights, rounded to bfloat16. They must be INT8 codes without offsets and in the inputs' order.
+// Writes some outputs' weights, rounded to bfloat16. They must be INT8 codes without minima and in the inputs' order.
 void tandem_quantized_rows(const Quantized* weights, const int64_t* outputs, int64_t count, uint16_t* out) {
     for (int64_t i = 0; i < count; i++, out += weights->in_features) write_row(*weights, outputs[i], out);
 }
@@ -106,8 +106,8 @@ void tandem_routed_quantized_linear(
     each_part(*rows, threads, parallel, [&](const Part& part) {
         const int64_t panel = part.expert * panels + part.panel;
         Quantized q = *first;
-        q.words += panel * words, q.scales += panel * scales, q.out_features = part.outputs;
-        if (q.offsets) q.offsets += panel * scales;
+        q.words += panel * words, q.scales += panel * scales * q.scale_bytes, q.out_features = part.outputs;
+        if (q.minima) q.minima += panel * scales * q.scale_bytes;
         if (q.inputs) q.inputs += part.expert * q.in_features;
         if (q.bias) q.bias += part.expert * N + part.panel * PANEL;
         tandem_quantized_linear(part.x, &q, part.out, part.rows, 1, nullptr);

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "scales.h"
+
 namespace {
 
 constexpr int PANEL = 64;  // outputs
@@ -21,8 +23,7 @@ using Product = ProductOf<uint16_t>;
 // The quantized weights of a panel. Each run of inputs is summed, then scaled.
 struct Coded {
     const uint16_t* words;
-    const float* scales;      // [group][64]
-    const float* offsets;     // [group][64], or null
+    Scales scales;
     const float* input_sums;  // [rows][runs]
     int64_t group, run, runs;
 };
@@ -30,8 +31,7 @@ struct Coded {
 // A run of inputs of a panel, whose sums are scaled and added to the totals.
 struct Run {
     int64_t k, count;         // the inputs [k, k + count)
-    const float* scales;      // [64]
-    const float* offsets;     // [64], or null: multiplied by the row's sum of inputs and subtracted
+    Scales scales;
     const float* input_sums;  // sums of the inputs of the first row
     int64_t sums_stride;      // from one row to the next
     float* totals;            // [rows][64]

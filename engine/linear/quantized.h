@@ -21,24 +21,29 @@ namespace {
 // packed.py mirrors it, with `Args` after its name.
 struct Quantized {
     const uint16_t* words;     // see codes.h
-    const float* scales;       // [n / 64][group][64]
-    const float* offsets;      // [n / 64][group][64], or null: a scale times its zero point
+    const char* scales;        // [n / 64][group][64], see scales.h
+    const char* minima;        // [n / 64][group][64], or null
     const int32_t* inputs;     // [in_features]: the input that each code multiplies; null: in the inputs' order
     const uint16_t* bias;      // null for none
     int64_t in_features, out_features;
     int64_t group;             // number of inputs that share a scale; a multiple of 32
+    int64_t scale_bytes;       // size of a scale or minimum: 2 or 4
     int64_t format;
     int64_t input_group;       // a row's inputs with one int8 unit (rounded.h), for INT8 and INT4; 0: not rounded
 };
+
+// Returns the scales of the first panel.
+template <class Codes> Scales scales_of(const Quantized& q, float unit = Codes::UNIT) {
+    return {q.scales, q.minima, q.scale_bytes, unit, Codes::CENTER};
+}
 
 // Writes one output's INT8 weights, rounded to bfloat16.
 inline void write_row(const Quantized& q, int64_t output, uint16_t* out) {
     const int64_t panel = output / PANEL, lane = output % PANEL;
     const uint16_t* words = q.words + panel * q.in_features * (PANEL / Int8::CODES) + 2 * lane;
-    const float* scales = q.scales + panel * (q.in_features / q.group) * PANEL + lane;
-    const float factor = q.input_group ? 1 : 0x1p24f;  // scales are those of `Int8::value`, or of the codes
+    const Scales scales = scales_of<Int8>(q).from(panel * (q.in_features / q.group) * PANEL + lane);
     for (int64_t k = 0; k < q.in_features; k += 4, words += WORDS) {
-        const float scale = scales[k / q.group * PANEL] * factor;
+        const float scale = scales.scale(k / q.group * PANEL);
         for (int64_t i = 0; i < 4; i++) out[k + i] = float_to_bf16(float(int8_t(words[i % 2] >> 8 * (i / 2))) * scale);
     }
 }
@@ -49,7 +54,7 @@ struct alignas(64) Line {
     uint16_t values[LINE_VALUES];
 };
 
-// Inputs in the order of the codes, and, if there are offsets, each row's sums over the inputs that share a scale.
+// Inputs in the order of the codes, and, if there are minima, each row's sums over the inputs that share a scale.
 struct Inputs {
     AlignedVector<uint16_t> ordered;
     std::vector<float> sums;
@@ -106,9 +111,8 @@ void rows_of_expanded(Floats& tiles, const Product& p, const Coded& w, const Flo
     uint16_t* expanded = room(SLICE);
     std::fill_n(totals, (end - first) * PANEL, 0.0f);
     for (int64_t i = 0, k = 0; k < K; i++, k += w.run) {
-        const int64_t count = std::min(w.run, K - k), scale = k / w.group * PANEL;
-        const Run run{k, count, w.scales + scale, w.offsets ? w.offsets + scale : nullptr,
-                      w.input_sums + first * w.runs + i, w.runs, totals};
+        const int64_t count = std::min(w.run, K - k);
+        const Run run{k, count, w.scales.from(k / w.group * PANEL), w.input_sums + first * w.runs + i, w.runs, totals};
         if (end - first <= Floats::MOST_ROWS) {
             tiles.rows_of_coded_run<Codes>(p, w.words + k * (PANEL / Codes::CODES), inputs, first, end, run);
         } else {
@@ -156,13 +160,13 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
     const int64_t groups = K / q.group, runs = (K + run - 1) / run;
     thread_local Inputs prepared;
     x = prepared.order(x, q, rows);
-    if (q.offsets && !Tiles::ROUNDS) prepared.add_up(x, q, rows, run, runs);
+    if (q.minima && !Tiles::ROUNDS) prepared.add_up(x, q, rows, run, runs);
     const float* input_sums = prepared.sums.data();
     const Product p{x, nullptr, q.bias, out, rows, K, q.out_features, run};
+    const Scales scales = scales_of<Codes>(q, Tiles::ROUNDS ? 1 : Codes::UNIT);
     each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t first, int64_t end, int64_t panel) {
-        const int64_t scale = panel * groups * PANEL;
-        const Coded w{q.words + panel * K * (PANEL / Codes::CODES), q.scales + scale,
-                      q.offsets ? q.offsets + scale : nullptr, input_sums, q.group, run, runs};
+        const Coded w{q.words + panel * K * (PANEL / Codes::CODES), scales.from(panel * groups * PANEL), input_sums,
+                      q.group, run, runs};
         if constexpr (Tiles::ROUNDS) tiles.rows_of_codes(p, w, inputs, first, end, panel);
         else if constexpr (Tiles::EXPANDS) rows_of_codes<Codes>(tiles, p, w, inputs, first, end, panel);
         else if constexpr (Tiles::TAKES_RUNS) rows_of_runs<Codes>(tiles, p, w, inputs, first, end, panel);

@@ -219,10 +219,12 @@ template <class Dot, class Codes> class Rounded {
                 for (int v = 0; v < Dot::VECTORS; v++) {
                     const int n = part + v * LANES;
                     const int64_t scale = k / w.group * PANEL + n;
+                    const Vec factors = w.scales.factors(scale);
+                    const Vec offsets = w.scales.have_minima() ? w.scales.offsets(scale) : Vec{};
                     for (int r = 0; r < ROWS; r++) {
                         const float unit = input_units[r * w.runs + i];
-                        Vec total = fused(__builtin_convertvector(products[r][v], Vec) * unit, load(w.scales + scale), load(totals[r] + n));
-                        if (w.offsets) total = fused(load(w.offsets + scale), splat(-(float(input_sums[r * w.runs + i]) * unit)), total);
+                        Vec total = fused(__builtin_convertvector(products[r][v], Vec) * unit, factors, load(totals[r] + n));
+                        if (w.scales.have_minima()) total = fused(offsets, splat(float(input_sums[r * w.runs + i]) * unit), total);
                         store(totals[r] + n, total);
                     }
                 }

@@ -54,7 +54,7 @@ def test_the_codes_of_a_tied_head_are_the_only_embeddings() -> None:
     file = gguf_file(SMOLLM2)
     loaded = load_served(ServeConfig(model=str(file), dtype="bfloat16", device="cpu"), None)
     assert loaded.description is not None and not loaded.description.model.embeddings
-    assert loaded.description.num_bytes < 1.2 * file.stat().st_size
+    assert loaded.description.num_bytes < 1.01 * file.stat().st_size
     table = dequantized(read_gguf(file).tensors["token_embd.weight"], torch.bfloat16)
     module = loaded.model.get_input_embeddings()
     assert torch.equal(module.weight, table) and not list(module.parameters())

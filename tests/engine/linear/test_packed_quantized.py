@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.linear.experts import RoutedQuantizedLinear
 from engine.linear.packed import PackedLinear
-from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, fits, pack_quantized_linears
+from engine.linear.packed_quantized import (
+    PackedQuantizedLinear,
+    PackedWeight,
+    fits,
+    join,
+    pack_quantized_linears,
+)
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from tests.engine.kernels import needs_kernel
@@ -166,6 +173,43 @@ def test_rows_of_a_table_are_the_dequantized_ones(kind: str) -> None:
     assert packed.packed.is_table()
     rows = packed.packed.bfloat16_rows(5, 130)
     assert torch.equal(rows, linear.quantized.dequantized()[5:].bfloat16())
+
+
+HALVES = ["int8 in groups of 64", "int4 in groups of 32", "int4 in groups of 32, zeros, permuted"]
+
+
+def with_halves(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return the weight with float16 numbers as scales, and as values of code 0 if it has zero points."""
+    scales = weight.scales.half().float()
+    zeros = None if weight.zeros is None else (scales * weight.zeros).half().float() / scales
+    return replace(weight, scales=scales, zeros=zeros)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", [*HALVES, *(f"{kind}, rounding" for kind in HALVES)])
+def test_scales_stored_as_float16_give_the_same_bits(kind: str) -> None:
+    linear, _ = layer(kind, 192, 130, bias=True)
+    stored = PackedWeight.of(with_halves(linear.quantized))
+    minima = stored.minima
+    assert stored.scales.dtype is torch.float16 and (minima is None or minima.dtype is torch.float16)
+    wide = replace(stored, scales=stored.scales.float(), minima=None if minima is None else minima.float())
+    for rows in (1, 7, 40):
+        x = torch.randn(rows, 192).bfloat16()
+        products = [PackedQuantizedLinear(each, linear.bias)(x) for each in (stored, wide)]
+        assert torch.equal(*products), rows
+
+
+@pytest.mark.parametrize("outputs", [64, 70])
+def test_weights_with_scales_of_both_types_are_joined(outputs: int) -> None:
+    kind = "int4 in groups of 32, zeros, permuted"
+    linear, wide = layer(kind, 128, outputs, bias=False)
+    half = PackedQuantizedLinear(PackedWeight.of(with_halves(linear.quantized)), None)
+    both = PackedQuantizedLinear(join([half.packed, wide.packed]), None)
+    x = torch.randn(3, 128).bfloat16()
+    assert both.scales.dtype is torch.float32
+    assert torch.equal(both(x), torch.cat([half(x), wide(x)], dim=1))
+    experts, routed = torch.arange(2).repeat(3), RoutedQuantizedLinear([half, wide])
+    assert torch.equal(routed(x, experts), torch.stack([half(x), wide(x)], dim=1).flatten(0, 1))
 
 
 @pytest.mark.parametrize("format", list(CodeFormat))

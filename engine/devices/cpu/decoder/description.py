@@ -300,7 +300,7 @@ class Description(NativeModel):
         if isinstance(linear, RoutedLinear):
             values = self.hold(linear.weight)
             return ExpertWeightsArgs(values.data_ptr(), bias, inputs=2 * values.shape[2], outputs=outputs)
-        for name in ("words", "scales", "offsets", "inputs"):
+        for name in ("words", "scales", "minima", "inputs"):
             each = getattr(linear, name)
             setattr(linear, name, None if each is None else self.hold(each))
         first = linear.first()

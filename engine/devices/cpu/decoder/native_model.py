@@ -166,7 +166,7 @@ class NativeModel:
         if packed:
             weight = join(packed).copied(self._memory.copy)
             if isinstance(linears[0], PackedQuantizedLinear) and len(linears) == 1:  # the head stays in use
-                linears[0].words, linears[0].scales, linears[0].offsets = weight.tensors[:3]
+                linears[0].words, linears[0].scales, linears[0].minima = weight.tensors[:3]
             return self.keep_quantized(weight, bias)
         return self.matrix(torch.cat([linear.weight for linear in linears]), bias)
 
