@@ -34,8 +34,8 @@ _MAP_FIXED = 0x10
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
-_AHEAD_BYTES = 64 * 1024 * 1024
-_LOOK_S = 0.2
+_AHEAD_BYTES = 16 * 1024 * 1024
+_LOOK_S = 0.05
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL; those of Python's `mmap` do not
 

@@ -238,23 +238,23 @@ def test_huge_pages_are_requested() -> None:
 @pytest.mark.parametrize(("shared", "kind"), [(False, "AnonHugePages"), (True, "ShmemPmdMapped")])
 def test_huge_pages_stay_ahead_of_use(shared: bool, kind: str) -> None:
     """Written bytes stay; memory far beyond the used part is not allocated."""
-    memory = PoolMemory(128 * MIB, shared=shared)
-    content = np.random.default_rng(0).integers(0, 256, 18 * MIB, dtype=np.uint8)
+    memory = PoolMemory(64 * MIB, shared=shared)
+    content = np.random.default_rng(0).integers(0, 256, 6 * MIB, dtype=np.uint8)
     values = np.frombuffer(memory.buffer, dtype=np.uint8)
 
     def resident(kind: str = "Rss") -> int:  # the mapping of private memory may be part of a larger one
         return int(details(memory.buffer)[kind][0]) * 1024
 
     before, huge_before = resident(), resident(kind)
-    values[: 18 * MIB] = content
+    values[: 6 * MIB] = content
     used = [0]
     memory.stay_ahead(lambda: used[0])
-    wait_until(lambda: resident() - before >= 64 * MIB)
-    used[0] = 18 * MIB
-    wait_until(lambda: resident() - before >= 82 * MIB and resident(kind) - huge_before >= 80 * MIB)
-    assert np.array_equal(values[: 18 * MIB], content)
-    assert not values[18 * MIB : 82 * MIB].any()
-    assert resident() - before < 86 * MIB
+    wait_until(lambda: resident() - before >= 16 * MIB)
+    used[0] = 6 * MIB
+    wait_until(lambda: resident() - before >= 22 * MIB and resident(kind) - huge_before >= 20 * MIB)
+    assert np.array_equal(values[: 6 * MIB], content)
+    assert not values[6 * MIB : 22 * MIB].any()
+    assert resident() - before < 26 * MIB
 
 
 @pytest.mark.parametrize(("shared", "advice"), [(False, "_MADV_POPULATE_WRITE"), (True, "_MADV_COLLAPSE")])
