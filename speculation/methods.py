@@ -17,7 +17,7 @@ _DRAFTERS: Mapping[Method, str] = MappingProxyType(
     {
         "draft_model": "speculation.draft_model:DraftModel",
         "ngram": "speculation.weightless.ngram:NgramDrafter",
-        "suffix": "speculation.weightless.suffix:suffix_drafter",
+        "suffix": "speculation.weightless.suffix:SuffixDrafter",
         "lookahead": "speculation.weightless.lookahead:LookaheadDrafter",
         "medusa": "speculation.medusa:MedusaDrafter",
         "eagle": "speculation.eagle:eagle_drafter",

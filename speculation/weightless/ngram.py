@@ -114,7 +114,7 @@ class TextDrafter(Drafter):
 logger = logging.getLogger("tandem.speculation")
 
 
-@optional(logger, "n-grams are looked up with numpy")
+@optional(logger, "n-grams draft nothing, since their search needs a C++ compiler")
 def compiled() -> Callable[..., None]:
     library = load_library(Path(__file__).parent / "ngram.cpp", TextBatch, keep_gil=True)
     return declare(library, "tandem_ngram", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
@@ -127,35 +127,8 @@ class NgramDrafter(TextDrafter):
         self._compiled = compiled()
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        texts = [self._updated(sequence) for sequence in sequences]
         if self._compiled is None:
-            pairs = zip(texts, counts, strict=True)
-            drafted = [look_up(text.tokens, count, *self._bounds) for text, count in pairs]
-        else:
-            batch = TextBatch(texts, counts)
-            self._compiled(ctypes.byref(batch), *self._bounds)
-            drafted = batch.drafted()
-        return [Draft(token_ids) if token_ids else None for token_ids in drafted]
-
-
-def look_up(text: np.ndarray, count: int, shortest: int, longest: int) -> list[int]:
-    """Return `count` tokens that may follow the text (int32 [length]); none without a match."""
-    end = _find(text, shortest, longest)
-    if end is None:
-        return []
-    following = text[end + 1 : end + 1 + count].tolist()
-    return [following[i % len(following)] for i in range(count)]
-
-
-def _find(text: np.ndarray, shortest: int, longest: int) -> int | None:
-    """Return the most recent end of the longest earlier match of the text's last tokens."""
-    end = None
-    ends = np.flatnonzero(text[:-1] == text[-1])
-    for matched in range(1, longest + 1):
-        if not len(ends):
-            break
-        if matched >= shortest:
-            end = int(ends[-1])
-        ends = ends[ends >= matched]
-        ends = ends[text[ends - matched] == text[-1 - matched]] if len(ends) else ends
-    return end
+            return [None] * len(sequences)
+        batch = TextBatch([self._updated(sequence) for sequence in sequences], counts)
+        self._compiled(ctypes.byref(batch), *self._bounds)
+        return [Draft(token_ids) if token_ids else None for token_ids in batch.drafted()]

@@ -24,7 +24,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from native.build import declare, load_library, optional
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless.ngram import NOTHING, NgramDrafter, Text, TextBatch, TextDrafter
+from speculation.weightless.ngram import NOTHING, Text, TextBatch, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -42,7 +42,7 @@ class SuffixArgs(ctypes.Structure):
     )
 
 
-@optional(logger, "n-grams are looked up instead of suffixes, which need a C++ compiler")
+@optional(logger, "suffixes draft nothing, since their search needs a C++ compiler")
 def compiled() -> ctypes.CDLL:
     source = Path(__file__).parent / "suffix.cpp"
     library = load_library(source, TextBatch, SuffixArgs, Ring, keep_gil=True)
@@ -53,23 +53,22 @@ def compiled() -> ctypes.CDLL:
 
 
 class SuffixDrafter(TextDrafter):
-    def __init__(self, options: SpeculativeConfig) -> None:
-        """Load the search. It must compile: see `compiled`."""
+    def __init__(self, options: SpeculativeConfig, *_: object) -> None:
         super().__init__()
-        library = compiled()
-        assert library is not None
         self._settings = SuffixArgs(
             options.suffix_decoding_max_tree_depth,
             options.suffix_decoding_max_spec_factor,
             options.suffix_decoding_min_token_prob,
         )
-        self._library = library
+        self._library = compiled()
         self._corpus: Corpus | None = None
-        if options.suffix_decoding_max_cached_requests:
-            max_outputs = options.suffix_decoding_max_cached_requests
-            self._corpus = Corpus(max_outputs, CAPACITY, library.tandem_suffix_enter)
+        max_outputs = options.suffix_decoding_max_cached_requests
+        if max_outputs and self._library is not None:
+            self._corpus = Corpus(max_outputs, CAPACITY, self._library.tandem_suffix_enter)
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
+        if self._library is None:
+            return [None] * len(sequences)
         batch = TextBatch([self._updated(sequence) for sequence in sequences], counts)
         ring = ctypes.byref(self._corpus.ring()) if self._corpus is not None else None
         tenants = (ctypes.c_int64 * len(sequences))(*map(self._tenant, sequences))
@@ -95,11 +94,6 @@ class SuffixDrafter(TextDrafter):
         """Return the tenant's number, -1 if it has no earlier outputs."""
         tenant = None if self._corpus is None else self._corpus.tenant(sequence.request.cache_salt)
         return -1 if tenant is None else tenant
-
-
-def suffix_drafter(options: SpeculativeConfig, *_: object) -> TextDrafter:
-    """Make a drafter, of n-grams if the search does not compile."""
-    return NgramDrafter(options) if compiled() is None else SuffixDrafter(options)
 
 
 NUM_ORDERS = 4

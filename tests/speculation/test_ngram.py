@@ -1,4 +1,4 @@
-"""Prompt lookup: hand-checked drafts, both searches compared with a naive one, and texts as arrays."""
+"""Prompt lookup: hand-checked drafts, the search compared with a naive one, and texts as arrays."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from hypothesis import strategies as st
 
 from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless import ngram
 from speculation.weightless.ngram import NgramDrafter, Text
 from tests.speculation.decoding import chains, decoding
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "numpy":
-        monkeypatch.setattr(ngram, "compiled", lambda: None)
-    else:
-        assert ngram.compiled() is not None
-    return str(request.param)
 
 
 def drafter(shortest: int = 2, longest: int = 5) -> NgramDrafter:
@@ -59,23 +49,23 @@ def naive(text: list[int], count: int, shortest: int, longest: int) -> list[int]
         ([8, 1, 2, 3, 1, 2], [3, 1, 2]),
     ],
 )
-def test_it_drafts_what_followed_before(way: str, text: list[int], want: list[int]) -> None:
+def test_it_drafts_what_followed_before(text: list[int], want: list[int]) -> None:
     assert draft(text, 3) == want
 
 
-def test_drafts_fill_each_sequences_room(way: str) -> None:
+def test_drafts_fill_each_sequences_room() -> None:
     texts = [[1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7, 7]]
     sequences = [decoding(text, request_id=str(index)) for index, text in enumerate(texts)]
     assert chains(drafter().propose(sequences, [4, 5, 1, 2])) == [[3, 4, 5, 6], [], [3], [7, 7]]
 
 
-def test_distant_matches_are_found(way: str) -> None:
+def test_distant_matches_are_found() -> None:
     for distance in (63, 64, 65, 127, 128, 129, 500):
         text = [*range(1000, 1100), 1, 2, 3, *range(10, 10 + distance), 1, 2]
         assert draft(text, 2) == [3, 10], distance
 
 
-def test_a_growing_request_is_followed(way: str) -> None:
+def test_a_growing_request_is_followed() -> None:
     drafting, sequence = drafter(), decoding([1, 2, 3, 9, 1])
     assert chains(drafting.propose([sequence], [3])) == [[]]
     sequence.append(2)
@@ -84,22 +74,20 @@ def test_a_growing_request_is_followed(way: str) -> None:
     assert chains(drafting.propose([decoding([4, 5, 6, 4, 5])], [3])) == [[6, 4, 5]]
 
 
-def test_it_equals_the_naive_search(way: str) -> None:
-    tokens = st.integers(1, 3) | st.integers(1, 40)
+TOKENS = st.integers(1, 3) | st.integers(1, 40)
 
-    @settings(deadline=None, max_examples=300)
-    @given(
-        st.lists(st.lists(tokens, min_size=1, max_size=200), min_size=1, max_size=4),
-        st.integers(1, 8),
-        st.integers(1, 3),
-        st.integers(0, 4),
-    )
-    def check(texts: list[list[int]], count: int, shortest: int, more: int) -> None:
-        sequences: list[SequenceState] = [decoding(text, request_id=str(i)) for i, text in enumerate(texts)]
-        got = chains(drafter(shortest, shortest + more).propose(sequences, [count] * len(texts)))
-        assert got == [naive(text, count, shortest, shortest + more) for text in texts]
 
-    check()
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.lists(TOKENS, min_size=1, max_size=200), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(0, 4),
+)
+def test_it_equals_the_naive_search(texts: list[list[int]], count: int, shortest: int, more: int) -> None:
+    sequences: list[SequenceState] = [decoding(text, request_id=str(i)) for i, text in enumerate(texts)]
+    got = chains(drafter(shortest, shortest + more).propose(sequences, [count] * len(texts)))
+    assert got == [naive(text, count, shortest, shortest + more) for text in texts]
 
 
 class CountingTokens(list[int]):

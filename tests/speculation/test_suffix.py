@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.config import ServeConfig
-from protocol.speculation import SpeculativeConfig
+from protocol.speculation import Method, SpeculativeConfig
 from speculation.methods import build_drafter
-from speculation.weightless import suffix
+from speculation.weightless import ngram, suffix
 from speculation.weightless.suffix import Corpus, SuffixDrafter
 from tests.speculation import suffix_reference
 from tests.speculation.decoding import chains, decoding
@@ -130,11 +130,15 @@ def test_it_equals_the_plain_search(
         assert draft(drafting, text, count) == want
 
 
-def test_without_a_compiler_n_grams_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "compiled", lambda: None)
-    options = SpeculativeConfig(method="suffix")
-    made = build_drafter("suffix", options, ServeConfig(model=""), cast(Any, None))
-    assert chains(made.propose([decoding([1, 2, 5, 1, 2])], [2])) == [[5, 1]]
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_nothing_is_drafted_without_a_compiler(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ngram, suffix):
+        monkeypatch.setattr(module, "compiled", lambda: None)
+    made = build_drafter(method, SpeculativeConfig(method=method), ServeConfig(model=""), cast(Any, None))
+    sequence = decoding([1, 2, 5, 1, 2])
+    made.begin(sequence, 0, None)
+    assert made.propose([sequence], [2]) == [None]
+    made.forget(sequence.request_id)
 
 
 # --- earlier outputs ---------------------------------------------------------------------------------
