@@ -142,7 +142,7 @@ def report(points: list[Point], rates: list[Highest]) -> str:
 
 
 def main(
-    count: Annotated[int, typer.Option(min=2, help="requests at each rate")] = 150,
+    count: Annotated[int, typer.Option(min=2, help="requests at each rate")] = 600,
     output: Annotated[Path, typer.Option(help="folder for the results")] = RESULTS / "simulate",
 ) -> None:
     """Simulate goodput over the rate of requests, whole and split, on H100s."""
