@@ -225,7 +225,8 @@ def test_rates_whole_and_split_equal_the_simulated_ones() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_simulated_rates_are_the_simulators(layout: str) -> None:
-    simulation = Simulation(read_profile(DEFAULT_PROFILE), count=150)
+    count = json.loads((RESULTS / "simulate/results.json").read_bytes())["count"]
+    simulation = Simulation(read_profile(DEFAULT_PROFILE), count)
     [expected] = (
         each
         for each in results_of("simulate", "points")
