@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -156,8 +155,6 @@ class Assembly:
         memory = HostMemory(pool.memory, num_slots) if leader is None else leader.host_memory(pool, num_slots)
         if config.kv_disk_path is None:
             return HostTier(memory)
-        if not hasattr(os, "posix_fallocate"):
-            raise ConfigError("--kv-disk-path: this operating system cannot allocate room in a file")
         fingerprint = bytes.fromhex(self.loaded.weights)
         file = _open_file(config, Path(config.kv_disk_path), memory.block_bytes, fingerprint)
         return HostTier(memory, DiskTier(file, memory.buffer, on_fetched))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import sys
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -138,10 +137,7 @@ def _about(choices: Sequence[Choice], timing: ResponseTiming | None) -> dict[str
 
 
 def _values(vector: bytes) -> list[float]:
-    values = array("f", vector)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tolist()
+    return array("f", vector).tolist()
 
 
 MAX_INPUTS = 2048

@@ -46,8 +46,8 @@ class PoolMemory:
 
     Pages are allocated at first touch, or ahead of it (`stay_ahead`). The file has no name, so a SIGKILL
     leaves nothing. Its size is sealed: no truncation can crash a peer that maps it. Only `buffer` and the
-    processes that it was lent to can write to it (from Linux 5.1 on). `fd` is None on platforms without
-    `memfd_create`. The memory and `fd` are freed with the last view of `buffer`.
+    processes that it was lent to can write to it (from Linux 5.1 on). The memory and
+    `fd` are freed with the last view of `buffer`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PoolMemory:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         self.nbytes = nbytes
         self.fd: int | None = None
-        if shared and hasattr(os, "memfd_create"):
+        if shared:
             self.fd, self.buffer = _shared(nbytes, lend)
         else:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -121,9 +121,8 @@ def _map_over(address: int, nbytes: int, fd: int) -> None:
 
 
 def _advise_huge_pages(pages: mmap.mmap) -> None:
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel built without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _stay_ahead(

@@ -40,8 +40,7 @@ def _bound_buffers(sock: socket.socket) -> None:
     if sock.getpeername()[0] != sock.getsockname()[0]:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HOST_SEND_BYTES)
-    if hasattr(socket, "TCP_WINDOW_CLAMP"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, _HOST_WINDOW_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, _HOST_WINDOW_BYTES)
 
 
 class StagingWriter(PieceWriter):

@@ -150,8 +150,7 @@ class SlotFile:
     def announce(self, slot: int) -> None:
         """Tell the kernel that the block will soon be read. The kernel's own read-ahead does not find it,
         since a prompt's last blocks were written first."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._blocks, slot * self.block_bytes, self.block_bytes, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self._blocks, slot * self.block_bytes, self.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def erase(self, slot: int) -> None:
         """Mark the slot as empty."""
