@@ -64,9 +64,10 @@ def select_backend(
         if fault := backend_fault(requested, device, dtype):
             raise ValueError(f"attention backend {requested!r}: {fault}")
         return backend_of(requested), "requested"
-    if not deterministic and backend_fault("flash", device, dtype) is None:
-        return backend_of("flash"), "chunks of prompts by FlashAttention-3, other rows by our kernel"
     name = kernel_of(device)
+    # A CPU's server does not ask: the import of the backend's module, and so of Triton, takes 67 MB.
+    if name == "triton" and not deterministic and backend_fault("flash", device, dtype) is None:
+        return backend_of("flash"), "chunks of prompts by FlashAttention-3, other rows by our kernel"
     if fault := backend_fault(name, device, dtype):
         return backend_of("torch"), fault
     return backend_of(name), "reads the KV blocks in place"

@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from engine.devices import attention
 from engine.devices.attention import select_backend
 from engine.devices.cuda import libraries
 from engine.devices.cuda.attention import backend, flash, tiles
@@ -154,6 +155,7 @@ def test_auto_takes_flash_unless_it_must_be_deterministic(
     monkeypatch: pytest.MonkeyPatch, attended: list[int]
 ) -> None:
     monkeypatch.setattr(backend, "triton_fault", lambda device: None)
+    monkeypatch.setattr(attention, "kernel_of", lambda device: "triton")
     cpu = torch.device("cpu")
     chosen, why = select_backend(cpu, BF16, "auto", deterministic=False)
     assert chosen is FlashBackend and "FlashAttention-3" in why and not chosen.deterministic
