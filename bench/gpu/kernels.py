@@ -93,7 +93,8 @@ def _attention(
 
 def _products(shape: DecoderShape, device: torch.device) -> Iterator[KernelComparison]:
     """Measure the MLP's first product: in tiles, as with --deterministic, and with 4-bit weights."""
-    from engine.devices.cuda.products import TiledLinear
+    from engine.devices.cuda.library_products import by_library
+    from engine.devices.cuda.products import LIBRARIES, TiledLinear
 
     weight = torch.randn(2 * shape.mlp, shape.hidden, device=device).bfloat16()
     quantized = round_to_nearest(weight, CodeFormat.INT4, _GROUP)
@@ -101,6 +102,10 @@ def _products(shape: DecoderShape, device: torch.device) -> Iterator[KernelCompa
         "bf16 in tiles (--deterministic)": TiledLinear.plain(weight, None),
         f"int4, groups of {_GROUP}": TiledLinear.quantized(quantized, None),
     }
+    for format, group in ((CodeFormat.INT4, _GROUP), (CodeFormat.FP8, shape.hidden)):
+        own = round_to_nearest(weight, format, group)
+        if (layer := by_library(LIBRARIES, own, None, torch.bfloat16)) is not None:
+            forms[f"{format.value} by {layer.product.library.name}"] = layer
     for rows in _PRODUCT_ROWS:
         x = torch.randn(rows, shape.hidden, device=device).bfloat16()
         for name, tiled in forms.items():

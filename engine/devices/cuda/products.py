@@ -33,7 +33,7 @@ _KINDS = {
     CodeFormat.INT4: product_kernel.INT4,
     CodeFormat.MXFP4: product_kernel.MXFP4,
 }
-_LIBRARIES = (MarlinProduct, Fp8Product)
+LIBRARIES = (MarlinProduct, Fp8Product)
 _FP8_FACTOR = 256.0
 """A factor of scales: the kernel decodes a fraction of FP8's values."""
 _IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
@@ -250,7 +250,7 @@ def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
 def tiled(module: nn.Module, dtype: torch.dtype, *, plain: bool) -> nn.Module:
     """Return what `tile_linears` makes of one module."""
     if isinstance(module, QuantizedLinear):
-        made = None if plain else by_library(_LIBRARIES, module.quantized, module.bias, dtype)
+        made = None if plain else by_library(LIBRARIES, module.quantized, module.bias, dtype)
         if made is not None:
             return made
         if fits(module.quantized):

@@ -12,15 +12,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3Config
 
+from engine.batch.runner import Step
 from engine.devices.cuda import libraries, library_products
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.fp8_products import Fp8Product, rounded
 from engine.devices.cuda.joined_products import SeveralWeights, joined
 from engine.devices.cuda.library_products import LibraryLinear
 from engine.devices.cuda.products import TiledLinear, describe, tile_linears
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.torch.runner import Modules, TorchRunner
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
 from engine.kv.row_codes import KvRows
-from engine.linear.quantized import QuantizedLinear, round_to_nearest
+from engine.linear.quantized import QuantizedLinear, round_linears, round_to_nearest
+from engine.model.describe import describe as describe_model
 from engine.quantization.weight import CodeFormat
+from tests.engine.interpreted.decoder import CPU, SHAPE, STEPS, made
 
 BF16 = torch.bfloat16
 
@@ -146,6 +157,28 @@ def test_layers_of_one_input_are_one_product() -> None:
     assert isinstance(joined(tuple(layers[:2])), SeveralWeights)
     with_bias = tiled(quantized(16, 256, 256, bias=True))
     assert isinstance(joined((layers[0], with_bias)), SeveralWeights)
+
+
+def test_a_decoder_joins_the_layers_that_a_library_multiplies() -> None:
+    """And gives the logits of the model's modules, which multiply layer by layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 50}
+    model = made(Qwen3Config(**SHAPE | sizes)).to(BF16)
+    round_linears(model, CodeFormat.FP8)
+    tile_linears(model, BF16, plain=False)
+    pools = [
+        KVPool(PoolLayout((Group.uniform(TARGET, Segment(2, 1, 16, BF16)),), 16), 8, CPU, None) for _ in "ab"
+    ]
+    backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
+    modules = TorchRunner(Modules(model, backends[0]), backends[0], CPU, "off", products="")
+    expected = [modules.run(Step(step, [1, 3])).logits for step in STEPS]
+    products = {id(each.product) for each in model.modules() if isinstance(each, LibraryLinear)}
+    assert len(products) == 14
+    decoder = CudaDecoder(describe_model(model), backends[1], 128)
+    products = {id(each.product) for each in model.modules() if isinstance(each, LibraryLinear)}
+    assert len(products) == 8
+    ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
+    for step, logits in zip(STEPS, expected, strict=True):
+        near(ours.run(Step(step, [1, 3])).logits, logits, 0.05)
 
 
 def test_the_start_names_what_multiplies() -> None:
