@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.model.families import is_never_rounded
 from protocol.errors import ConfigError
 
 _STRIP = 1024
@@ -82,7 +83,12 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    """Return the layers to quantize, by name."""
+    return {
+        name: module
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not is_never_rounded(name)
+    }
 
 
 @dataclass(frozen=True)
@@ -149,17 +155,18 @@ class Calibration:
         outputs: dict[str, Tensor] = {}
 
         def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-            if isinstance(module, nn.Linear):
+            if names[module] in modules:
                 inputs.setdefault(names[module], args[0])
             elif isinstance(output, Tensor) and _has_weight_per_channel(module, output):
                 outputs[names[module]] = output
 
         names = {module: name for name, module in self.block.named_modules()}
+        modules = linears(self.block)
         with ExitStack() as stack:
             for module in names:
                 stack.callback(module.register_forward_hook(note).remove)
             self.probe()
-        return _grouped(linears(self.block), inputs, outputs)
+        return _grouped(modules, inputs, outputs)
 
     def moments(self, groups: Iterable[LinearGroup]) -> dict[LinearGroup, Moments]:
         """Return the moments of each group's inputs in the block. Raises `ConfigError` if not finite."""

@@ -118,11 +118,12 @@ class _Job:
 
 
 def _other_weights(blocks: nn.Module) -> list[str]:
-    """Return the names of modules that are not linear layers but have matrices of their own."""
+    """Return the names of modules that have matrices of their own but are not quantized."""
+    quantized = linears(blocks)
     return [
         name
         for name, module in blocks.named_modules()
-        if not isinstance(module, nn.Linear) and any(p.ndim > 1 for p in module.parameters(recurse=False))
+        if name not in quantized and any(p.ndim > 1 for p in module.parameters(recurse=False))
     ]
 
 

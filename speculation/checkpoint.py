@@ -18,7 +18,7 @@ from engine.devices.cuda.tiles import tile_on_gpu
 from engine.devices.loaded_model import LoadedModel
 from engine.linear.packed import kernel_fault, linear_of
 from engine.linear.packed_quantized import dequantize_linears, pack_quantized_linears, with_outputs
-from engine.linear.quantized import round_layers
+from engine.load.rounding import round_layers
 from engine.model.describe import ACTIVATIONS
 from engine.quantization.weight import CodeFormat
 from protocol.errors import ConfigError

@@ -1,19 +1,12 @@
-"""Linear layers with quantized weights, and the rounding of a loaded model's: `--quantization` and
-`--quantize-lm-head`. Nothing is calibrated.
-"""
+"""Linear layers with quantized weights, and rounding to the nearest codes."""
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from engine.linear.packed import linear_of, plain_weight
+from engine.linear.packed import linear_of
 from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
-from protocol.errors import ConfigError
 
 
 class QuantizedLinear(nn.Module):
@@ -68,9 +61,7 @@ def _fault(weight: QuantizedWeight, bias: Tensor | None) -> str | None:
     return None
 
 
-logger = logging.getLogger("tandem.engine")
-
-_GROUPS = {
+GROUPS = {
     CodeFormat.INT8: (0,),
     CodeFormat.INT4: (128, 64, 32),
     CodeFormat.FP8: (0,),
@@ -85,61 +76,9 @@ _LARGEST_FP8 = 448.0
 _LARGEST_E2M1 = 6.0
 
 
-def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
-    """Quantize the model's linear layers except its head. Raises ConfigError if the format fits no layer."""
-    try:
-        round_layers(model, format, model.get_output_embeddings())
-    except ValueError as error:
-        raise ConfigError(f"--quantization: {error}") from error
-    fused = [each for name, each in model.named_parameters() if ".experts." in name and each.ndim == 3]
-    if fused:
-        num_bytes = sum(each.nbytes for each in fused)
-        logger.warning("--quantization: fused experts (%.1f MB) are not rounded", num_bytes / 1e6)
-
-
-def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = None) -> None:
-    """Quantize the linear layers except `kept` and routers of experts, freeing each weight before the next
-    layer.
-
-    Layers whose inputs are no multiple of a group stay unchanged. Raises ValueError if no layer fits.
-    """
-    linears = {path: each for path, each in model.named_modules() if type(each) in (nn.Linear, Conv1D)}
-    paths = [p for p, each in linears.items() if each is not kept and "router" not in p.split(".")]
-    count = 0
-    for path in paths:
-        linear = model.get_submodule(path)
-        weight = plain_weight(linear).detach()
-        group = group_size(format, weight.shape[1])
-        if group is not None:
-            quantized = round_to_nearest(weight, format, group)
-            model.set_submodule(path, QuantizedLinear(quantized, linear.bias))
-            count += 1
-    if not count:
-        raise ValueError(
-            f"{format.value} fits none of the model's {len(paths)} linear layers: "
-            f"their inputs would have to be a multiple of {_GROUPS[format][-1]}"
-        )
-
-
-def round_head(model: PreTrainedModel) -> None:
-    """Quantize the output head to int8. Embeddings tied to it keep their weight.
-
-    Raises ConfigError if the head is not a linear layer, or is quantized already.
-    """
-    head = model.get_output_embeddings()
-    if isinstance(head, QuantizedLinear):
-        raise ConfigError("--quantize-lm-head: the model's head is already quantized: remove this option")
-    path = next((path for path, module in model.named_modules() if module is head), None)
-    if path is None or type(head) is not nn.Linear:
-        raise ConfigError(f"--quantize-lm-head: {model.config.model_type}'s head is not a linear layer")
-    weight = head.weight.detach()
-    quantized = round_to_nearest(weight, CodeFormat.INT8, weight.shape[1])
-    model.set_submodule(path, QuantizedLinear(quantized, head.bias))
-
-
 def group_size(format: CodeFormat, inputs: int) -> int | None:
     """Return the number of a layer's inputs that share a scale, or None if no group fits."""
-    groups = (group or inputs for group in _GROUPS[format])
+    groups = (group or inputs for group in GROUPS[format])
     return next((group for group in groups if inputs % group == 0), None)
 
 

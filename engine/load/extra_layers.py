@@ -23,9 +23,9 @@ from engine.light_imports import load_kernels
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.quantized import round_layers
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import load_tensors
+from engine.load.rounding import round_layers
 from engine.quantization.stored import placeholder
 from engine.quantization.weight import CodeFormat
 

@@ -31,10 +31,10 @@ from engine.limits import check_quantization, choose_max_model_len
 from engine.linear.experts import Pack, join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.quantized import round_head, round_linears
 from engine.load.preloaded import take_preloaded
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
+from engine.load.rounding import round_head, round_linears
 from engine.lora.table import Adapters, adaptable
 from engine.model.text_half import as_causal, load_checkpoint, make_model, whole_config
 from engine.phases import phase

@@ -300,3 +300,14 @@ FAMILIES = {
     ),
 }
 """The families by the model's class."""
+_ROUTERS = {
+    family.routing.router.partition(".")[0] for family in FAMILIES.values() if family.routing is not None
+}
+"""The names of modules that choose experts, in any family."""
+
+
+def is_never_rounded(path: str) -> bool:
+    """Return whether a linear layer stays as it is when a model is quantized: a router's, whose rounding
+    would choose other experts. So do those of models that the table lacks but that use its names.
+    """
+    return not _ROUTERS.isdisjoint(path.split("."))

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3MoeConfig
 
 from engine.linear.experts import split_experts
-from engine.linear.quantized import QuantizedLinear, round_layers
+from engine.linear.quantized import QuantizedLinear
+from engine.load.rounding import round_layers
 from engine.quantization.weight import CodeFormat
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}

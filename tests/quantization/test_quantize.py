@@ -20,6 +20,7 @@ from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from quantization import command, methods
 from quantization.texts import HeldOut, predict
+from tests.e2e.architectures import GEMMA4_EXPERTS, config_of
 from tests.quantization.tiny import GROUP, LENGTH, tiny_config, tiny_model, windows, write_tiny
 from tests.speculation.tiny_trained import write_text, write_tiny_tokenizer
 
@@ -178,6 +179,22 @@ def test_experts_are_not_quantized(folder: Path, tmp_path: Path) -> None:
     experts = [name for name in before if "experts" in name]
     assert experts and all(torch.equal(before[name], after[name]) for name in experts)
     assert "model.layers.1.self_attn.o_proj.qweight" in after
+    load_model(ServeConfig(model=str(tmp_path / "out"), device="cpu", max_model_len=64))
+
+
+def test_routers_are_not_quantized(folder: Path, tmp_path: Path) -> None:
+    """Gemma 4's is a linear layer."""
+    config = config_of("gemma4_text", **GEMMA4_EXPERTS | {"vocab_size": tiny_config().vocab_size})
+    tiny_model(config).save_pretrained(tmp_path / "model")
+    for path in (folder / "model").glob("token*"):
+        shutil.copy(path, tmp_path / "model")
+    assert "saved in" in run(tmp_path, tmp_path / "out", "int8", **{"--data": folder / "text"})
+    kept = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"]
+    assert {"model.layers.0.router.proj", "model.layers.0.experts"} < set(kept)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    router = "model.layers.0.router.proj.weight"
+    assert torch.equal(before[router], after[router])
+    assert after["model.layers.0.mlp.up_proj.weight"].dtype is torch.int8
     load_model(ServeConfig(model=str(tmp_path / "out"), device="cpu", max_model_len=64))
 
 

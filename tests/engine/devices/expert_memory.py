@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, P
 
 from engine.devices.cuda.experts import RoutedTiles, tile_experts
 from engine.linear.experts import fused_experts, split_experts
-from engine.linear.quantized import round_layers
 from engine.load.quantized_checkpoint import set_experts
+from engine.load.rounding import round_layers
 from engine.quantization.mxfp4 import StackedWeights
 from engine.quantization.weight import CodeFormat
 

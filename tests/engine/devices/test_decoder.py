@@ -26,7 +26,8 @@ from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.attention import LayerKv
 from engine.linear.packed import pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.quantized import QuantizedLinear, round_head, round_linears, round_to_nearest
+from engine.linear.quantized import QuantizedLinear, round_to_nearest
+from engine.load.rounding import round_head, round_linears
 from engine.model.describe import UndescribedModelError, describe
 from engine.quantization.weight import CodeFormat
 from tests.engine.kernels import needs_kernel

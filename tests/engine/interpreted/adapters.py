@@ -26,7 +26,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch.runner import Modules
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
-from engine.linear.quantized import round_linears
+from engine.load.rounding import round_linears
 from engine.load.select import modules_runner, runner_of
 from engine.lora.layers import begin_step
 from engine.lora.table import NOTHING, Adapters, adaptable

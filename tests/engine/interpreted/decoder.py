@@ -33,7 +33,7 @@ from engine.devices.torch import transformers_hook
 from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
-from engine.linear.quantized import round_linears
+from engine.load.rounding import round_linears
 from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
 from tests.engine.reference import reference

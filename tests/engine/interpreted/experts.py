@@ -14,8 +14,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from engine.devices.cuda import routing as lists
 from engine.devices.cuda.experts import RoutedTiles, TiledExperts, tile_experts
 from engine.devices.cuda.products import Routes, tile_linears
-from engine.linear.quantized import round_layers
 from engine.load.quantized_checkpoint import load_quantized
+from engine.load.rounding import round_layers
 from engine.model.program import Activation, Mlp, Product
 from engine.quantization.weight import CodeFormat
 from tests.engine.expert_models import CONFIGS, FORMATS, both, experts_of, routing

@@ -28,7 +28,7 @@ from engine.devices.cuda.runner import CudaRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.linear.experts import ExpertsModule, join_experts, split_experts
-from engine.linear.quantized import round_layers
+from engine.load.rounding import round_layers
 from engine.lora.table import Adapters, adaptable
 from engine.model.describe import describe
 from engine.model.program import ModelProgram

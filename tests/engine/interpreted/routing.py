@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.devices.cuda.products import Routes, tile_linears
 from engine.devices.cuda.routing import Router, routes_of
 from engine.devices.torch.operations import _route, router_logits
-from engine.linear.quantized import round_layers
+from engine.load.rounding import round_layers
 from engine.model.program import Activation, Experts, Product, Score
 from engine.quantization.weight import CodeFormat
 

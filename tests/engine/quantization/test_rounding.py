@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.linear.quantized import group_size, round_head, round_to_nearest
+from engine.linear.quantized import QuantizedLinear, group_size, round_to_nearest
 from engine.load.loader import load_model
+from engine.load.rounding import round_head, round_linears
+from engine.model.families import FAMILIES, is_never_rounded
 from engine.quantization.weight import E2M1_VALUES, CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from quantization.calibration import linears
+from tests.e2e.architectures import GEMMA4_EXPERTS, config_of
 from tests.engine.kernels import needs_kernel
 from tests.engine.quantization.quantized_model import write_quantized
 from tests.worker.tiny_model import write_tiny_llama
@@ -140,6 +144,24 @@ def test_experts_that_are_not_quantized_are_reported(
         load_model(replace(asked, load_format="dummy"))
     megabytes = 4 * 3 * 32 * 64 * 4 / 1e6
     assert f"fused experts ({megabytes:.1f} MB) are not rounded" in caplog.text
+
+
+def test_routers_are_never_rounded() -> None:
+    """At load, nor by `tandem quantize`: Gemma 4's, which is a linear layer."""
+    model = AutoModelForCausalLM.from_config(config_of("gemma4_text", **GEMMA4_EXPERTS))
+    names = set(linears(model))
+    round_linears(model, CodeFormat.INT8)
+    rounded = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert rounded == names - {"lm_head"} and "model.layers.0.mlp.up_proj" in rounded
+    assert type(model.model.layers[0].router.proj) is nn.Linear
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.routing is not None])
+def test_each_familys_router_is_never_rounded(name: str) -> None:
+    routing = FAMILIES[name].routing
+    assert routing is not None
+    assert is_never_rounded(f"model.layers.0.{routing.block}.{routing.router}")
+    assert not is_never_rounded(f"model.layers.0.{FAMILIES[name].down}")
 
 
 def test_layers_that_no_group_fits_are_refused_if_no_layer_fits(tmp_path: Path) -> None:
