@@ -7,9 +7,11 @@ random steps.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +23,26 @@ from triton.runtime import interpreter
 from engine.devices.cuda.attention import backend, tiles
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.torch.attention import TorchBackend
-from engine.kv.attention import AttentionOptions, LayerKv
+from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.interpreted.cases import Case, Options, Sequence, Shape, Step, cases
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 few = settings(max_examples=3, deadline=None, database=None)
+
+
+TILE_OF, SPLIT = tiles.tile_of, tiles.SPLIT
+"""The choices on a GPU, before `conftest.py` replaces them."""
+
+
+class _Grids:
+    """A kernel that is only launched: its name and number of programs go to `launched`."""
+
+    def __init__(self, name: str, launched: list[tuple[str, int]]) -> None:
+        self._name, self._launched = name, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self._launched.append((self._name, math.prod(grid)))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -222,6 +238,37 @@ def test_a_row_of_a_sequence_may_be_padding() -> None:
     step = replace(step, metadata=replace(step.metadata, slot_mapping=slots))
     expected = step.run(TritonBackend)
     assert not expected[[2, 11]].any() and expected[[1, 10]].all()
+
+
+def test_one_long_request_among_many_starts_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127 with 1,000 keys each and one with 100,000, in the tiles and on the multiprocessors of an H100."""
+    monkeypatch.setattr(tiles, "tile_of", TILE_OF)
+    monkeypatch.setattr(tiles, "SPLIT", SPLIT)
+    device = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    most = backend._most_programs(torch.device("cuda"))
+    monkeypatch.setattr(backend, "_most_programs", lambda _: most)
+    launched: list[tuple[str, int]] = []
+    for name in ("attend", "merge"):
+        monkeypatch.setattr(backend, name, _Grids(name, launched))
+    pages, contexts = torch.zeros(1, 2, 16, 8, 128, dtype=torch.bfloat16), [1000] * 127 + [100_000]
+    own = TritonBackend([LayerKv.of(pages)])
+    own.begin_step(
+        AttentionMetadata(
+            query_start=torch.arange(129, dtype=torch.int32),
+            context_len=torch.tensor(contexts, dtype=torch.int32),
+            block_table=torch.zeros(128, 6250, dtype=torch.int32),
+            slot_mapping=torch.zeros(128, dtype=torch.int64),
+            max_query_len=1,
+            max_context_len=131_072,
+        )
+    )
+    own.attend(0, torch.zeros(128, 32, 128, dtype=torch.bfloat16), AttentionOptions(0.1))
+    assert [name for name, _ in launched] == ["attend", "merge", "attend"]
+    assert sum(programs for _, programs in launched) == 1584 < 2000
+    ((_, plan),) = own._plans.items()
+    full = [-(-context // SPLIT) - 1 for context in contexts]
+    assert plan.full_start.diff()[:128].tolist() == full and plan.sequence[:128].tolist() == [*range(128)]
 
 
 def test_unsupported_inputs_are_refused() -> None:
