@@ -71,8 +71,6 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
         raise ConfigError(f"--deterministic: {fault}")
     with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
         model = _load_weights(config, hf_config, dtype, held_on, pack, has_kernel=has_kernel)
-    if in_tiles and (fault := fault_of_weights(model)) is not None:
-        raise ConfigError(f"--deterministic: {fault}")
     checkpoint = ""
     if config.load_format != "dummy":
         stays = has_kernel or device.type == "cuda"
@@ -90,9 +88,11 @@ def load_model(config: ServeConfig, *, on_host: bool = False) -> LoadedModel:
     adapters = None
     if config.serves_adapters:
         adapters = Adapters(adaptable(model), device, dtype, config.max_lora_rank)
-    expansion = expansion_reason(model, config)
+    expansion = expansion_reason(model, config, device)
     if not expansion:
         absorb(model)
+    if in_tiles and (fault := fault_of_weights(model, config)) is not None:
+        raise ConfigError(f"--deterministic: {fault}")
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +11,16 @@ from torch import nn
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
+from engine.devices.cuda import routing
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.experts import RoutedTiles
 from engine.devices.cuda.products import TiledLinear
-from engine.devices.cuda.routing import routes_of
+from engine.devices.cuda.routing import Router, routes_of
 from engine.devices.torch.attention import TorchBackend
 from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat
 from tests.engine.interpreted.cases import FORMATS, Case, Options, Sequence, Shape, Step, cases
+from tests.engine.interpreted.routing import CASES, INPUTS, experts_of
 
 CUDA = torch.device("cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -148,3 +152,23 @@ def test_experts(format: CodeFormat | None) -> None:
         torch.testing.assert_close(together[place].double(), expected, atol=0.02, rtol=1.6e-2)
     for count in (1, 40):
         assert torch.equal(experts(rows[:count], routes_of(chosen[:count], 8)), together[: 2 * count])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_routers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row has the same experts, and bits of their weights, in tiles of 16 rows and of 64."""
+    experts = experts_of(case)
+    fields = {name: getattr(experts, name) for name in ("router_bias", "preferences", "factors")}
+    moved = {name: each.to(CUDA) for name, each in fields.items() if each is not None}
+    moved["router"] = experts.router.to(CUDA, torch.bfloat16)
+    assert experts.shared_gate is not None
+    experts.shared_gate.linears[0].to(CUDA)
+    router = Router.of(replace(experts, **moved), shared=True)
+    x = torch.randn(300, INPUTS, dtype=torch.bfloat16, device=CUDA)
+    monkeypatch.setattr(routing, "_FEW_EACH", 0)
+    _, together = router.routes(x)
+    chosen, _ = router.choose(x)
+    monkeypatch.setattr(routing, "_FEW_EACH", 1 << 20)
+    for count in (1, 40, 300):
+        assert torch.equal(router.routes(x[:count])[1], together[:count])
+        assert torch.equal(router.choose(x[:count])[0], chosen[:count])

@@ -367,7 +367,7 @@ def _share(experts: Experts, mlp: Mlp | None) -> bool:
     return True
 
 
-def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None:
+def unfit(program: ModelProgram, *, with_adapters: bool = False) -> str | None:
     """Return why the decoder can't run the program; None if it can."""
     if program.entry is not None or program.final_norm is None:
         return "it is a draft head"
@@ -375,6 +375,6 @@ def unfit(program: ModelProgram, adapters: Adapters | None = None) -> str | None
         if layer.mixers and layer.input_norm is None:
             return "a layer has no norm of its input"
         has_low_rank = any(isinstance(each, Recurrent) and each.decays is not None for each in layer.mixers)
-        if adapters is not None and has_low_rank:
+        if with_adapters and has_low_rank:
             return "adapters add to products of low rank, which are no program's"
     return None

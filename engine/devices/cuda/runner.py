@@ -132,7 +132,9 @@ def runner_of(
     adapters, longest, program = loaded.adapters, loaded.max_model_len, loaded.program
     operators = None if state_slots is None else TritonOperators(state_slots)
     forward: Forward
-    fault = "no family describes it" if program is None else unfit(program, adapters)
+    fault = (
+        "no family describes it" if program is None else unfit(program, with_adapters=adapters is not None)
+    )
     if fault is not None and loaded.share is not None:
         raise UnsupportedModelError(f"{loaded.model.config.model_type}: not on several GPUs: {fault}")
     if program is not None and fault is None:

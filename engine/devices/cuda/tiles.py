@@ -8,11 +8,14 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.devices.attention import backend_fault, backend_of
-from engine.linear.experts import Pack
+from engine.linear.experts import Pack, are_experts
 from engine.linear.quantized import QuantizedLinear
+from engine.model.describe import UndescribedModelError, describe
+from engine.model.program import LatentAttention
 from protocol.config import ServeConfig
 
 _TILED = (nn.Linear, Conv1D, QuantizedLinear)
@@ -63,15 +66,32 @@ def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dty
     return backend_fault("triton", device, dtype)
 
 
-def fault_of_weights(model: nn.Module) -> str | None:
-    """Return why a model's products can't all be in tiles; None if all weights are linear layers'."""
+def fault_of_weights(model: PreTrainedModel, config: ServeConfig) -> str | None:
+    """Return why a model's products can't all be in tiles; None if all weights are those of linear layers, of
+    experts, or of others by which our decoder multiplies.
+    """
+    by_decoder = _weights_of_decoder(model, config)
     for path, module in model.named_modules():
-        if type(module) in _TILED or isinstance(module, nn.Embedding | nn.Conv1d):
+        if type(module) in _TILED or isinstance(module, nn.Embedding | nn.Conv1d) or are_experts(module):
             continue
         for name, weight in module.named_parameters(recurse=False):
-            if weight.squeeze().dim() > 1 and name != _STATES:
+            if weight.squeeze().dim() > 1 and name != _STATES and id(weight) not in by_decoder:
                 return (
                     f"{path}.{name}, of {type(module).__name__}, is no linear layer's weight, and torch's "
                     "products with it depend on the batch"
                 )
     return None
+
+
+def _weights_of_decoder(model: PreTrainedModel, config: ServeConfig) -> set[int]:
+    """Return the ids of routers' weights and of those of single heads, if the CUDA decoder runs the model."""
+    try:
+        program = describe(model)
+    except UndescribedModelError:
+        return set()
+    unfit = importlib.import_module("engine.devices.cuda.decoder").unfit
+    if config.compile != "auto" or unfit(program, with_adapters=config.serves_adapters) is not None:
+        return set()
+    found = {id(layer.experts.router) for layer in program.layers if layer.experts is not None}
+    latents = [each for layer in program.layers for each in layer.mixers if isinstance(each, LatentAttention)]
+    return found | {id(side.weight) for each in latents for side in (each.to_latent, each.to_value)}

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from engine.devices.torch import transformers_hook
 from engine.linear.experts import RoutedLinear
 from engine.linear.quantized import QuantizedLinear
+from engine.model.families import FAMILIES
 from protocol.config import ServeConfig
 
 
@@ -70,14 +71,15 @@ class Absorbed(nn.Module):
         return values
 
 
-def expansion_reason(model: PreTrainedModel, config: ServeConfig) -> str:
+def expansion_reason(model: PreTrainedModel, config: ServeConfig, device: torch.device) -> str:
     """Return why keys and values stay expanded; "" if the model has no latents or `absorb` keeps them."""
     if not any(hasattr(module, "kv_b_proj") for module in model.modules()):
         return ""
     if config.serves_adapters:
         return "adapters may change what they are made by"
-    if model.device.type == "cuda" and config.deterministic:
-        return "--deterministic has no products of single heads on a GPU"
+    is_program = config.compile == "auto" and type(model).__name__ in FAMILIES
+    if device.type == "cuda" and config.deterministic and not is_program:
+        return "--deterministic has no products of single heads by a model's own modules on a GPU"
     return "" if _latent_layers(model) else "this version of Transformers has them in no other form"
 
 

@@ -129,12 +129,12 @@ def test_latents_are_stored_as_latents(folder: Path) -> None:
 
 def test_reasons_for_expanding_latents() -> None:
     older = SimpleNamespace(kv_b_proj=None)
-    model: Any = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [older])
-    served = ServeConfig(model="m")
-    assert "no other form" in expansion_reason(model, served)
-    assert "--deterministic" in expansion_reason(model, replace(served, deterministic=True))
+    model: Any = SimpleNamespace(modules=lambda: [older])
+    served, gpu = ServeConfig(model="m"), torch.device("cuda")
+    assert "no other form" in expansion_reason(model, served, gpu)
+    assert "--deterministic" in expansion_reason(model, replace(served, deterministic=True), gpu)
     model.modules = list
-    assert not expansion_reason(model, replace(served, deterministic=True))
+    assert not expansion_reason(model, replace(served, deterministic=True), gpu)
 
 
 @needs_kernel

@@ -128,7 +128,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Select the decoder and return its name."""
     name: str = getattr(request, "param", "CUDA decoder")
     if name == MODULES:
-        monkeypatch.setattr(cuda_runner, "unfit", lambda *_: "for a test")
+        monkeypatch.setattr(cuda_runner, "unfit", lambda *_, **__: "for a test")
     return name
 
 

@@ -136,3 +136,20 @@ def test_a_family_computes_what_its_program_does(
             errors.append(torch.stack(far))
     own, *by_torch = torch.cat(errors, dim=1).norm(dim=1).tolist()
     assert all(own < 1.3 * other for other in by_torch)
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gpt_oss", "qwen3_next", "granite-experts", "deepseek_v3", "gemma4_text-experts"]
+)
+def test_a_row_of_a_model_with_experts_has_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> None:
+    """With `--deterministic`: alone, and beside so many rows that all tiles are larger."""
+    write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS[name])
+    runner = cuda_runner(tmp_path, "bfloat16", in_tiles=True)
+    text = [(7 * place) % 290 + 3 for place in range(80)]
+    own = SequenceRows(text[:5], 0, [list(range(6))])
+    crowd = SequenceRows(text[::-1], 0, [list(range(6, 12))], state_slot=1)
+    alone = runner.run(Step([own], range(5)))
+    together = runner.run(Step([crowd, own], range(80, 85)))
+    assert alone.hidden is not None and together.hidden is not None
+    assert torch.equal(alone.logits, together.logits)
+    assert torch.equal(alone.hidden, together.hidden[-5:])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.devices.cuda import routing
 from engine.devices.cuda.products import Routes, tile_linears
 from engine.devices.cuda.routing import Router, routes_of
 from engine.devices.torch.operations import _route, router_logits
@@ -101,6 +102,22 @@ def test_it_chooses_and_lists_as_torch(case: str) -> None:
         assert experts.shared_gate is not None
         share = experts.shared_gate.linears[0](x).sigmoid()
         torch.testing.assert_close(found, torch.cat([weights, share], dim=1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_has_the_same_bits_in_every_batch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of 16 rows and of 64."""
+    experts, x = experts_of(case), torch.randn(70, INPUTS).bfloat16()
+    router = Router.of(replace(experts, router=experts.router.bfloat16()), shared=True)
+    alike = [router.routes(x[first : first + rows]) for first, rows in ((0, 1), (9, 7), (30, 40), (0, 70))]
+    monkeypatch.setattr(routing, "_FEW_EACH", 0)
+    routes, weights = router.routes(x)
+    chosen = router.choose(x)[0]
+    assert routes.rows == 64 and listed(routes) == places_of(chosen)
+    for (few, found), first in zip(alike, (0, 9, 30, 0), strict=True):
+        rows = slice(first, first + len(found))
+        assert torch.equal(found, weights[rows]) and listed(few) == places_of(chosen[rows])
+    assert alike[0][0].rows == 16
 
 
 @pytest.mark.parametrize("case", ["softmax", "groups"])

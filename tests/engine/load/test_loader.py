@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.devices.cuda import tiles
+from engine.devices.torch.latent_attention import absorb, expansion_reason
 from engine.engine import Engine
 from engine.kv.layout import Group, Segment
 from engine.linear.experts import join_experts
@@ -21,6 +22,7 @@ from engine.load import loader
 from engine.load.loader import load_model
 from engine.load.preloaded import is_preloaded, keep_preloaded
 from engine.load.select import load_packed
+from engine.model.families import FAMILIES
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
@@ -174,24 +176,28 @@ def load_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deterministic_is_refused_for_products_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU it is accepted, since our kernel computes all products."""
+    """A router's, unless our decoder runs the model. On a CPU all are our kernel's."""
     write_model("qwen3_moe", tmp_path)
-    config = config_for(tmp_path, dtype="bfloat16", deterministic=True)
+    config = config_for(tmp_path, dtype="bfloat16", deterministic=True, compile="off")
     load_model(config)
     load_for_a_gpu(monkeypatch)
     monkeypatch.setattr(tiles, "backend_fault", lambda *_: None)
-    with pytest.raises(
-        ConfigError, match=r"--deterministic: model\.layers\.0\.mlp\.experts\.gate_up_proj, of Qwen3"
-    ):
+    refused = r"--deterministic: model\.layers\.0\.mlp\.gate\.weight, of Qwen3MoeTopKRouter"
+    with pytest.raises(ConfigError, match=refused):
         load_model(config)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES | HYBRIDS)
 def test_products_outside_our_kernels_are_found(model_type: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of(model_type))
+    """A router's, with the model's own modules, or if no family describes it."""
     has_experts = "num_experts_per_tok" in (ARCHITECTURES | HYBRIDS)[model_type]
-    assert (tiles.fault_of_weights(model) is not None) == has_experts
+    for how in ("auto", "off"):
+        model = AutoModelForCausalLM.from_config(config_of(model_type))
+        config = ServeConfig(deterministic=True, compile=how)
+        if not expansion_reason(model, config, torch.device("cuda")):
+            absorb(model)
+        is_left = has_experts and not (how == "auto" and type(model).__name__ in FAMILIES)
+        assert (tiles.fault_of_weights(model, config) is not None) == is_left
 
 
 @pytest.mark.parametrize("on_host", [False, True])

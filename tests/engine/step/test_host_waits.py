@@ -292,7 +292,7 @@ def test_a_step_with_adapters_is_one_launch(
 ) -> None:
     """This includes drafts to verify. In a prompt each product takes two more launches."""
     if decoder != "CUDA decoder":
-        monkeypatch.setattr(cuda_runner, "unfit", lambda *_: "for a test")
+        monkeypatch.setattr(cuda_runner, "unfit", lambda *_, **__: "for a test")
     model, pool = qwen3(), pool_of()
     loaded = loaded_of(model, pool, adapters_of(model))
     runner = warm_runner(loaded, pool, DRAFTING)
