@@ -12,7 +12,7 @@ from protocol.handoff import MAX_HANDOFF_S
 from protocol.logs import LogFormat
 from protocol.roles import ROLES, RoleOptions, RoleSpec, WorkerRange
 
-KV_TRANSPORTS = ("shm", "ucx", "tcp", "object_store")
+KV_TRANSPORTS = ("shm", "ucx", "cuda_ipc", "tcp", "object_store")
 
 MAX_API_KEYS = 256
 """The most API keys; each key has its own metrics."""
@@ -163,9 +163,9 @@ class WorkerOptions(RoleOptions):
 class TransferOptions:
     """The way of KV from one pool to another."""
 
-    kv_transports: str = "shm,ucx,tcp"
-    """Transports to offer, best first, comma-separated: shm, ucx, tcp, and object_store, which moves blocks
-    through Ray's object store.
+    kv_transports: str = "shm,ucx,cuda_ipc,tcp"
+    """Transports to offer, best first, comma-separated: shm, ucx, cuda_ipc, tcp, and object_store, which
+    moves blocks through Ray's object store.
     """
     kv_tcp_streams: Annotated[int, Meta(ge=1, le=64)] = 1
     """Connections per pair of workers over tcp."""

@@ -57,6 +57,11 @@ class Copies:
         """Return a mark after the copies started so far."""
         return StreamMark(*self._streams[:1])
 
+    @property
+    def stream(self) -> int:
+        """The first stream, as CUDA's driver names it; 0 in host memory."""
+        return int(self._streams[0].cuda_stream) if self._streams else 0
+
     @contextmanager
     def within(self) -> Iterator[None]:
         """Complete all copies that the calling thread launches in the context, at the end of the context."""

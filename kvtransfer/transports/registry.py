@@ -45,13 +45,15 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
     match transport:
         case "shm":
             return ShmTransport()
+        case "cuda_ipc":
+            from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+
+            _check_reads(pool, options)
+            return CudaIpcTransport(pool)
         case "ucx":
             from kvtransfer.transports.ucx import UcxTransport
 
-            if pool.device is not None and options.checksum != "off":
-                raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
-            if isinstance(pool.device, JoinedBlocks):
-                raise TransferError("it sends from one GPU's memory, and these blocks lie in several")
+            _check_reads(pool, options)
             return UcxTransport(pool, name, options.ports)
         case "tcp":
             wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if the dtype is impossible
@@ -65,6 +67,14 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
             return ObjectStoreTransport(options.carrier)
 
 
+def _check_reads(pool: RegisteredPool, options: TransportOptions) -> None:
+    """Raise TransferError if peers can't read the pool themselves."""
+    if pool.device is not None and options.checksum != "off":
+        raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
+    if isinstance(pool.device, JoinedBlocks):
+        raise TransferError("it sends from one GPU's memory, and these blocks lie in several")
+
+
 def open_transports(
     names: Sequence[str],
     pool: RegisteredPool,
@@ -74,8 +84,9 @@ def open_transports(
 ) -> list[Transport]:
     """Open the named transports in that order, ready for `pool` under this worker's unique `name`.
 
-    An unavailable transport is left out, logged, and recorded in `pairs`. Raises ValueError for an unknown
-    one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
+    An unavailable transport is left out, logged, and recorded in `pairs`; `cuda_ipc`, for a pool in the
+    host's memory, silently. Raises ValueError for an unknown one, or a wire_dtype that the pool's values
+    don't have, TransferError if none is left.
     """
     unknown = [other for other in names if other not in KV_TRANSPORTS]
     if unknown or not names:
@@ -83,6 +94,9 @@ def open_transports(
         raise ValueError(f"transports must name some of {known}, not {', '.join(unknown) or 'none'}")
     opened, reasons = [], []
     for transport in dict.fromkeys(names):
+        if transport == "cuda_ipc" and pool.device is None:
+            reasons.append("cuda_ipc: the pool is in the host's memory")
+            continue
         try:
             opened.append(_open(transport, pool, name, options))
         except (TransferError, OSError) as error:

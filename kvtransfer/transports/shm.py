@@ -14,10 +14,9 @@ import ctypes
 import logging
 import mmap
 import os
-import secrets
 import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +26,9 @@ from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import Channel, Hello
-from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
+from kvtransfer.transports.transport import LocalTransport, PieceReader, PieceWriter
 from native.build import declare, load_library, optional
 from protocol.errors import ProtocolError
-from protocol.ports import ANY_PORT
 
 logger = logging.getLogger("tandem.kvtransfer")
 
@@ -119,30 +117,12 @@ class ShmReader(PieceReader):
         self._mapping.close()
 
 
-class ShmTransport(Transport):
+class ShmTransport(LocalTransport):
     name = "shm"
-    same_host = True
     parts_at_once = PARTS_AT_ONCE
 
     def __init__(self) -> None:
         compiled()  # build the kernel now, not at the first piece
-
-    def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
-        address = f"tandem-kv-{secrets.token_hex(16)}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind("\0" + address)
-        listener.listen(128)
-        return listener, address
-
-    def connect(self, address: str) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            sock.connect("\0" + address)
-        except OSError:
-            sock.close()
-            raise
-        return sock
 
     def fault(self, pool: RegisteredPool) -> str:
         return "the pool is not in shared memory" if pool.memory_fd is None else ""

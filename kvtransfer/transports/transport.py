@@ -1,4 +1,4 @@
-"""The interface of a transport, and TCP sockets for transports between hosts.
+"""The interface of a transport, with TCP sockets between hosts and Unix sockets within one.
 
 Pieces, acks, leases and the handshake are common to all transports. A new transport derives from `Transport`,
 overrides methods where it differs from a plain TCP stream, and is added to `registry.py`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -195,3 +196,28 @@ class Transport(ABC):
 
     def close(self) -> None:
         return
+
+
+class LocalTransport(Transport):
+    """A transport between processes of a host, over abstract Unix sockets: these have no file, and are
+    reachable only in their network namespace.
+    """
+
+    same_host = True
+
+    def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
+        address = f"tandem-kv-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + address)
+        listener.listen(128)
+        return listener, address
+
+    def connect(self, address: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            sock.connect("\0" + address)
+        except OSError:
+            sock.close()
+            raise
+        return sock

@@ -16,7 +16,7 @@ from kvtransfer.transports.ucx_agent import bindings
 from tests.gpu.receiving_process import DEVICE, NUM_BLOCKS, SPUN, WAIT_S, make_pool, receive
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd
 
-WIRES = ["tcp", "ucx"]
+WIRES = ["tcp", "ucx", "cuda_ipc"]
 
 
 def answer(pipe: Connection) -> Any:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtransfer.transports import cuda_driver
 from tests.kvtransfer.transfer_sides import close_memories
 
 
@@ -31,3 +36,24 @@ def closing() -> Iterator[Callable[[Any], Any]]:
     yield register
     for thing in reversed(opened):
         thing.close()
+
+
+@pytest.fixture(scope="session")
+def fake_cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile a stand-in for CUDA's driver, with CUDA's header, which Triton has."""
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None or not shutil.which("g++"):
+        pytest.skip("CUDA's header comes with Triton, and g++ compiles the driver")
+    headers = Path(triton.origin).parent / "backends" / "nvidia" / "include"
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    source = Path(__file__).parent / "fake_cuda.cpp"
+    command = ["g++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{headers}", source]
+    subprocess.run([*command, "-o", library], check=True)
+    return library
+
+
+@pytest.fixture
+def fake_cuda(fake_cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace CUDA's driver. Its devices are the host's memory."""
+    monkeypatch.setattr(cuda_driver, "LIBRARY", str(fake_cuda_library))
+    return fake_cuda_library

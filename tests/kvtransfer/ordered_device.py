@@ -51,6 +51,8 @@ class _Mark(StreamMark):
 
 
 class _Copies(Launches, Copies):
+    stream = 0
+
     def start(self, target: Tensor, source: Callable[[], Tensor]) -> None:
         self.launch(lambda: target.copy_(source()))
 

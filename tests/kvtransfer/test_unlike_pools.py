@@ -33,6 +33,14 @@ LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 8, 16, 24
 UNTOUCHED = -3.0
 
 
+@pytest.fixture(autouse=True)
+def driver(request: pytest.FixtureRequest) -> None:
+    """Replace CUDA's driver where a test uses it."""
+    case = getattr(request.node, "callspec", None)
+    if case is not None and "cuda_ipc" in case.params.values():
+        request.getfixturevalue("fake_cuda")
+
+
 def pool(dtype: str, device: str | None = None) -> tuple[RegisteredPool, Tensor]:
     """Return an `UNTOUCHED` pool, on a device or not: [blocks, layers, 2, block_size, heads, head_dim]."""
     segment = SegmentInfo(name="target", dtype=dtype, shape=(LAYERS, 2, BLOCK_SIZE, HEADS, HEAD_DIM))
@@ -125,6 +133,7 @@ BY_UCX = [(sides, "ucx", "cpu") for sides in SIDES]
 """Within one process UCX does not read from a GPU's memory (`tests/gpu` has two processes)."""
 WIRES = [(sides, "tcp", device) for sides in SIDES for device in DEVICES] + BY_UCX
 WIRES += [("receiver", "shm", device) for device in DEVICES]
+WIRES += [("both", "cuda_ipc", "cpu")]
 
 
 @pytest.mark.parametrize(("sides", "transport", "device"), WIRES)
@@ -179,7 +188,7 @@ def test_blocks_in_parts_are_packed_and_unpacked_like_whole_ones(wire_dtype: str
 
 
 ORDERED_BLOCKS, BLOCK_BYTES = 8, block_bytes([SEGMENT])
-ORDERED = ["tcp", "ucx"]
+ORDERED = ["tcp", "ucx", "cuda_ipc"]
 
 
 def ends(
@@ -204,7 +213,9 @@ def target() -> OrderedDevice:
     return OrderedDevice(ORDERED_BLOCKS)
 
 
-@pytest.mark.parametrize(("wire", "checksum"), [("tcp", "off"), ("tcp", "full"), ("ucx", "off")])
+@pytest.mark.parametrize(
+    ("wire", "checksum"), [("tcp", "off"), ("tcp", "full"), ("ucx", "off"), ("cuda_ipc", "off")]
+)
 def test_a_push_sends_the_results_of_earlier_launches(
     closing: Closing, wire: str, checksum: str, source: OrderedDevice, target: OrderedDevice
 ) -> None:
