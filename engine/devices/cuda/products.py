@@ -44,15 +44,19 @@ TENSORS = (*_OF_OUTPUTS, "order")
 ROWS = 64
 """Rows of a tile in any batch: few rows take no longer than memory takes to deliver the weights."""
 _SPAN = 1024
-"""Inputs of four-bit weights that are summed alone, so that several programs may share a few rows' sums."""
+"""Inputs of four-bit weights that are summed alone, so that several programs may share a few rows' sums; half
+as many with the smaller depth, with which a program asks for half as much memory at a time.
+"""
 _MANY_TILES = 512
-"""Tiles of 32 outputs, or programs, that together ask for enough memory at a time."""
+"""Tiles of 32 outputs, or programs, that together ask for enough memory at a time; twice as many with the
+smaller depth.
+"""
 
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
     """Return zeros, which kernels leave."""
-    return torch.zeros(_MANY_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(_MANY_TILES * _DEPTH // _LEAST_DEPTH, dtype=torch.int32, device=device)
 
 
 class Routes(NamedTuple):
@@ -158,9 +162,10 @@ class Tiled(nn.Module):
         warps = 4 if is_few or copied < 8 * 32 * 16 else 8
         span, spans, parts, arrivals = inputs, 1, None, None
         if self.format in _IN_HALVES and routes is None:
-            span = min(_SPAN, inputs)
+            share = _DEPTH // self.depth
+            span = min(_SPAN // share, inputs)
             columns, warps = min(columns, 64), 4  # two sums take more registers
-            if is_few and span < inputs and ceil_div(outputs, columns) < _MANY_TILES:
+            if is_few and span < inputs and ceil_div(outputs, columns) < _MANY_TILES * share:
                 spans = ceil_div(inputs, span)
                 parts = rows.new_empty((spans, len(rows), outputs), dtype=torch.float32)
                 arrivals = _arrivals(rows.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -97,6 +100,30 @@ def test_a_few_rows_sums_are_shared_by_programs(format: CodeFormat, monkeypatch:
     assert len(launched) == 2 and not arrivals.any()
     monkeypatch.setattr(products, "_MANY_TILES", 1)
     assert torch.equal(tiled(x[:9]), together[:9]) and len(launched) == 2
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "programs"), [(INT4, 128, 512), (INT4, 32, 1024), (MXFP4, 32, 1024)]
+)
+def test_one_row_has_programs_that_ask_for_enough_memory(
+    format: CodeFormat, group: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight with 4,096 inputs and outputs: programs ask for 2 MB of codes at a time."""
+    tiled = TiledLinear.quantized(round_to_nearest(torch.randn(4096, 4096), format, group), None)
+    launched: list[tuple[int, ...]] = []
+    stages: list[int] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            launched.append(grid)
+            return lambda *_, COLUMNS, DEPTH, num_stages, **__: stages.append(
+                num_stages * COLUMNS * DEPTH // 2
+            )
+
+    monkeypatch.setattr(products, "multiply", Launched())
+    tiled(torch.randn(1, 4096, dtype=torch.bfloat16))
+    assert [math.prod(grid) for grid in launched] == [programs]
+    assert programs * stages[0] == 2 << 20
 
 
 def test_inputs_in_any_layout() -> None:
