@@ -97,7 +97,7 @@ def served(model_type: str, changes: dict[str, Any]) -> Iterator[tuple[Any, list
     state = (loaded.recurrent.state, 3) if loaded.recurrent is not None else ()
     with pytest.MonkeyPatch.context() as patch, absent_gpu() as gpu:
         patch.setattr(recurrent, "triton_fault", lambda device: None)
-        patch.setattr(select, "select_backend", lambda *_: (TritonBackend, ""))
+        patch.setattr(select, "backend_for", lambda *_: (TritonBackend, ""))
         patch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
         pool = KVPool(PoolLayout((loaded.kv_group,), 16, *state), 64, GPU, None)
         blocks = [[1, 2]] * len(pool.groups)

@@ -83,7 +83,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forms]:
         seen.add((kernel.fn.__name__, compute_cache_key(keys, specialization, options)))
 
     monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(AbsentGpu()))
-    monkeypatch.setattr(select, "select_backend", lambda *_: (TritonBackend, ""))
+    monkeypatch.setattr(select, "backend_for", lambda *_: (TritonBackend, ""))
     monkeypatch.setattr(JITFunction, "run", run)
     with absent_driver(90), torch.inference_mode():
         yield seen
