@@ -31,6 +31,14 @@ STYLE: dict[Any, Any] = {
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
     ),
 }
+SHORT = {
+    "disaggregation": "split",
+    "speculation": "drafts",
+    "paging": "paged",
+    "sharing": "shared",
+    "quantization": "rounded",
+}
+"""The five techniques in a word."""
 FOUR_LOADS = {
     "five": "10 M, chats",
     "five-llama-29m": "29 M, chats",
@@ -123,25 +131,65 @@ def _rates(axes: Sequence[Axes]) -> None:
 
 
 def _effects(axes: Sequence[Axes]) -> None:
-    [axis] = axes
-    for place, (name, label) in enumerate(FOUR_LOADS.items()):
-        goodput = next(each for each in _results(name)["findings"][0]["figures"] if each["name"] == "goodput")
-        mains = [each for each in goodput["effects"] if len(each["factors"]) == 1]
-        at = [row + 0.18 * (place - 1.5) for row in range(len(mains))]
-        ratios = [each["ratio"] for each in mains]
-        spread = [
-            [each["ratio"] - each["low"] for each in mains],
-            [each["high"] - each["ratio"] for each in mains],
-        ]
-        axis.errorbar(ratios, at, xerr=spread, fmt="o", label=label)
-        axis.set_yticks(range(len(mains)), [each["factors"][0] for each in mains])
+    for axis, figure in zip(axes, ("goodput", "TPOT"), strict=True):
+        _mains(axis, figure, {label: _results(name)["findings"][0] for name, label in FOUR_LOADS.items()})
+    for bar in axes[-1].containers:
+        bar.set_label("_")  # the legend of the first panel is for both
+
+
+def _interactions(axes: Sequence[Axes]) -> None:
+    [finding] = _results("five")["findings"]
+    for axis, figure in zip(axes, ("goodput", "TPOT"), strict=True):
+        _matrix(axis, figure, finding)
+
+
+def _fleet(axes: Sequence[Axes]) -> None:
+    effects, interactions = axes
+    findings = {each["workload"]: each for each in _results("five-simulated")["findings"]}
+    _mains(effects, "goodput", findings)
+    _matrix(interactions, "goodput", findings["chat"])
+
+
+def _found(finding: dict[str, Any], figure: str) -> list[dict[str, Any]]:
+    """Return the effects on a figure."""
+    found: list[dict[str, Any]] = next(
+        each["effects"] for each in finding["figures"] if each["name"] == figure
+    )
+    return found
+
+
+def _mains(axis: Axes, figure: str, findings: dict[str, dict[str, Any]]) -> None:
+    """Draw the main effects under several loads, with their intervals."""
+    for place, (label, finding) in enumerate(findings.items()):
+        mains = [each for each in _found(finding, figure) if len(each["factors"]) == 1]
+        at = [row + 0.18 * (place - (len(findings) - 1) / 2) for row in range(len(mains))]
+        below = [each["ratio"] - each["low"] for each in mains]
+        above = [each["high"] - each["ratio"] for each in mains]
+        axis.errorbar([each["ratio"] for each in mains], at, xerr=[below, above], fmt="o", label=label)
+        axis.set_yticks(range(len(mains)), [SHORT[each["factors"][0]] for each in mains])
     axis.axvline(1.0, color=INK, linewidth=0.8)
     axis.invert_yaxis()
-    axis.set(
-        title="goodput with : without, 95 % intervals", xlabel="ratio", xscale="log", xticks=[0.5, 1, 2, 4]
-    )
-    axis.set_xticklabels(["0.5", "1", "2", "4"])
+    axis.set(title=f"{figure} with : without", xlabel="ratio, 95 % intervals", xscale="log")
+    ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8) if axis.get_xlim()[0] < tick < axis.get_xlim()[1]]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
+
+
+def _matrix(axis: Axes, figure: str, finding: dict[str, Any]) -> None:
+    """Write the main effects on the diagonal and the interactions above it. Grey: the interval contains 1."""
+    names = finding["factors"]
+    for each in _found(finding, figure):
+        row, column = (names.index(each["factors"][place]) for place in (0, -1))
+        sure = not each["low"] <= 1 <= each["high"]
+        colour = (COLOURS[2] if each["ratio"] > 1 else COLOURS[1]) if sure else INK
+        weight = "bold" if row == column else "normal"
+        axis.text(column, row, f"{each['ratio']:.2f}", color=colour, weight=weight, ha="center", va="center")
+    labels, edges = [SHORT[name] for name in names], [place - 0.5 for place in range(len(names) + 1)]
+    axis.set_xticks(range(len(names)), labels)
+    axis.set_yticks(range(len(names)), labels)
+    axis.hlines(edges, edges[0], edges[-1], color=INK, alpha=0.3)
+    axis.vlines(edges, edges[0], edges[-1], color=INK, alpha=0.3)
+    axis.set(title=f"{figure}, {finding['workload']}", xlim=(edges[0], edges[-1]), ylim=(edges[-1], edges[0]))
 
 
 def _points(
@@ -159,7 +207,9 @@ FIGURES: dict[str, tuple[int, Callable[[Sequence[Axes]], None]]] = {
     "over-requests": (2, _over_requests),
     "rates": (2, _rates),
     "goodput": (1, _goodput),
-    "effects": (1, _effects),
+    "effects": (2, _effects),
+    "interactions": (2, _interactions),
+    "fleet": (2, _fleet),
 }
 
 
@@ -179,8 +229,10 @@ def figures(
             figure, axes = pyplot.subplots(1, panels, figsize=(9, 3.8), squeeze=False, layout="constrained")
             draw(axes[0])
             for axis in axes[0]:
-                axis.grid(alpha=0.3)
-                axis.legend(fontsize=9)
+                if axis.lines:
+                    axis.grid(alpha=0.3)
+                if axis.get_legend_handles_labels()[0]:
+                    axis.legend(fontsize=9)
             figure.savefig(output / f"{name}.svg", metadata={"Date": None})
             pyplot.close(figure)
             show(f"written: {output / name}.svg")

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bench.five.factors import FACTORS
+
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "LLM_SERVING.md"
 
@@ -195,11 +197,11 @@ QUOTES = (
         drafted("speedup", *((4, target, "bf16") for target in ("bf16", "int8", "int4"))),
     ),
     Quote(
-        "multiplies goodput by {:.2f} and quantization by {:.2f}, speculation's {:.2f} shows",
+        "{:.2f} (disaggregation), {:.2f} (speculation), {:.2f} (paged KV), {:.2f} (prefix sharing) and "
+        "{:.2f} (quantization), and the time per token by {:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}.",
         FIVE,
-        effects("goodput", "sharing", "quantization", "speculation"),
+        lambda document: [*effects("goodput", *FACTORS)(document), *effects("TPOT", *FACTORS)(document)],
     ),
-    Quote("Paged KV costs goodput here ({:.2f})", FIVE, effects("goodput", "paging")),
     Quote("All five bring {:.2f} times the goodput of none", FIVE, all_over_none),
     Quote(
         "gains {:.2f} from prefix sharing and {:.2f} from quantization",

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.five.factors import FACTORS, TITLES
 from bench.simulate import LAYOUTS, LIMITS_S, RATES, SUMMARIES, Simulation
 from planner.profile import DEFAULT_PROFILE, read_profile
 from planner.scenarios import Scenario, Slo, Study
@@ -204,6 +205,33 @@ def test_what_paging_saves_equals_the_lesson() -> None:
     assert quoted.format(*shares, running["paged"], running["continuous"]) in DOCUMENT
 
 
+FORMATS = {
+    "int8, inputs rounded": ("int8", "quantize-rounded", "quantize-rounded"),
+    "FP8": ("fp8", "quantize", "quantize-bundled"),
+    "int4, inputs rounded": ("int4", "quantize-rounded", "quantize-rounded"),
+    "int4, AWQ": ("awq-g128", None, "quantize-bundled"),
+    "int4, GPTQ": ("gptq-g128", None, "quantize-bundled"),
+    "MXFP4": ("mxfp4", "quantize", "quantize-bundled"),
+}
+"""The format's name in the results, and the runs of its speed and of its quality."""
+
+
+def test_formats_of_weights_equal_the_measured_ones() -> None:
+    rows = {row[0]: row[1:] for row in table("When does quantization pay?")}
+    assert rows.keys() == FORMATS.keys()
+    for name, (short, speed_run, quality_run) in FORMATS.items():
+        expected = [""] * 4
+        if speed_run is not None:
+            size: Any = results_of(speed_run, "weight_bytes")
+            speed: Any = results_of(speed_run, "tokens_per_second")
+            mine, plain = speed[short], speed["bf16"]
+            expected = [f"{size[short] / size['bf16']:.2f}", f"{mine['prefill'] / plain['prefill']:.2f}"]
+            expected += [f"{mine['decode'][count] / plain['decode'][count]:.2f}" for count in ("1", "16")]
+        quality: Any = results_of(quality_run, "quality")
+        more = quality[short]["bits_per_byte"] / quality["bf16"]["bits_per_byte"] - 1
+        assert rows[name] == [*expected, f"+{100 * more:.2f} %", f"{100 * quality[short]['agreement']:.1f} %"]
+
+
 def test_gaps_beside_long_prompts_equal_the_benchmarks() -> None:
     rows = table("When does disaggregation pay?")
     benchmarks = (ROOT / "docs/benchmarks.md").read_text()
@@ -221,6 +249,22 @@ def test_rates_whole_and_split_equal_the_simulated_ones() -> None:
     assert len(rows) == 10
     for load, limit, *rates in rows:
         assert rates == [found[load, limit, layout] for layout in ("whole", "split", "cost")]
+
+
+def test_effects_on_a_fleet_equal_the_simulated_ones() -> None:
+    figures = {
+        (finding["workload"], figure["name"]): figure
+        for finding in results_of("five-simulated", "findings")
+        for figure in finding["figures"]
+    }
+    columns = [(load, "goodput") for load in ("chat", "long-prompts", "long-answers")]
+    columns += [("chat", "TTFT"), ("chat", "TPOT")]
+    *techniques, together = table("What would the five bring a fleet?")
+    assert together == ["all on over all off", *(f"{figures[column]['all_on']:.2f}" for column in columns)]
+    for (title, *cells), name in zip(techniques, FACTORS, strict=True):
+        mains = [next(e for e in figures[column]["effects"] if e["factors"] == [name]) for column in columns]
+        assert title == TITLES.get(name, name)
+        assert cells == [f"{each['ratio']:.2f}" for each in mains]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
