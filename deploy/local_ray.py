@@ -21,6 +21,8 @@ _NO_AGENT = "cat"
 _LEAST_PATIENCE_S = 15.0
 """The least time that Ray waits for its processes; an earlier failure is not retried."""
 
+_PORT_INTERVAL_MS = 10
+
 _SHOWN_LINES = 4
 """The number of lines shown of each of Ray's logs."""
 _TELLING = re.compile(r"^\[[^\]]* [WECF] \d+ \d+\] ")
@@ -65,7 +67,8 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
     """Make `ray.init` start no autoscaler, no agents and no web server, and a log monitor only `with_logs`.
     Yields the nodes that it makes.
 
-    A local cluster needs none of these, and Ray has no option for all of them.
+    A local cluster needs none of these, and Ray has no option for all of them. Ray's wait for the port of
+    `gcs_server` would stop all threads of this process, with the router, for up to 30 seconds.
     """
     from ray._private import node, services
 
@@ -94,12 +97,23 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
         command = [re.sub(r"^(--\w+_agent_command=).*", rf"\1{_NO_AGENT}", part) for part in command]
         return plain_start(command, *args, **options)
 
+    def wait_for_port(folder: str, node_id: str, name: str, timeout_ms: int) -> int:
+        path = Path(folder, node.get_port_filename(node_id, name))
+        for _ in range(timeout_ms // _PORT_INTERVAL_MS):
+            if path.exists():
+                break
+            time.sleep(_PORT_INTERVAL_MS / 1e3)
+        port: int = plain_wait(folder, node_id, name, timeout_ms=0)
+        return port
+
     plain, node.Node = node.Node, BareHead
     plain_start, services.start_ray_process = services.start_ray_process, start_process
+    plain_wait, node.wait_for_persisted_port = node.wait_for_persisted_port, wait_for_port
     try:
         yield made
     finally:
         node.Node, services.start_ray_process = plain, plain_start
+        node.wait_for_persisted_port = plain_wait
 
 
 def _write_ports_of_no_agents(node: Any) -> None:

@@ -293,9 +293,9 @@ class RouterPool:
                 signal.signal(number, handler)
 
     def _watch(self) -> None:
+        now = time.monotonic()  # before reading: if this process is held up meanwhile, no router is to blame
         for key, _ in self._selector.select(WATCH_INTERVAL_S):
             self._read(key.data)
-        now = time.monotonic()
         for router in self._routers:
             if router.process is not None:
                 self._look_at(router, now)

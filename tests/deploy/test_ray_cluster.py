@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import subprocess
@@ -145,6 +146,37 @@ START = """if True:
 """
 
 
+HELD_UP = """
+import threading, time
+from ray._private import services
+from deploy import local_ray
+from deploy.processes import PrivateDirectory, adopt_orphans, kill_descendants
+services.GCS_SERVER_EXECUTABLE = {slow!r}
+adopt_orphans()
+folder = PrivateDirectory()
+longest, over = 0.0, threading.Event()
+def watch():
+    global longest
+    last = time.monotonic()
+    while not over.wait(0.01):
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+watcher = threading.Thread(target=watch)
+watcher.start()
+stop = threading.Event()
+stop.set()
+try:
+    local_ray.start(dict(num_cpus=0, include_dashboard=False, _temp_dir=str(folder.path)), 10.0, stop)
+except local_ray.RayStartError as error:
+    print(str(error).splitlines()[0])
+over.set()
+watcher.join()
+print(longest)
+kill_descendants()
+folder.remove()
+"""
+
+
 def run_start(change: str, fails_soon: str, timeout: float) -> tuple[str, str]:
     code = START.format(change=change, fails_soon=fails_soon, timeout=timeout)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -158,6 +190,18 @@ def test_a_raylet_that_does_not_start_is_started_again() -> None:
     )
     assert output.split() == ["2", "cat", "cat", "gcs_server", "python", "raylet"], errors
     assert "Ray is started again, since it did not start: The current node timed out" in errors
+
+
+def test_waiting_for_a_slow_gcs_server_holds_up_no_other_thread(tmp_path: Path) -> None:
+    slow = tmp_path / "gcs_server"
+    slow.write_text("#!/bin/sh\nsleep 60\n")
+    slow.chmod(0o755)
+    code = HELD_UP.format(slow=str(slow))
+    env = {**os.environ, "RAY_gcs_server_port_wait_time_s": "3"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
+    error, longest_s = done.stdout.splitlines()
+    assert error.startswith("cannot start Ray: Timed out waiting for file"), done.stderr
+    assert float(longest_s) < 1.5, "of 3 seconds"
 
 
 def test_a_failed_start_shows_rays_logs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -254,6 +255,27 @@ TO_ROUTER = [
     call(Autoscaler.step, DEMAND),
     call(RouterServer.stop),
 ]
+
+
+def test_a_launcher_that_was_held_up_blames_no_router(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wait for messages ends without one, and only an hour later it goes on."""
+    for index in (0, 1):
+        pool.asks(index, prompts=0)
+    clock, held_up_s = time.monotonic, 0.0
+
+    def select(timeout_s: float) -> list[Any]:
+        nonlocal held_up_s
+        held_up_s = 3600.0
+        return []
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + held_up_s)
+    with monkeypatch.context() as change:
+        change.setattr(pool._pool._selector, "select", select)
+        pool._pool._watch()
+    assert not (pool.has_ended(0) or pool.has_ended(1))
+    pool._ends[0].send(encode(call(RouterEnd.report, {}, {})))
+    pool._pool._watch()
+    assert (pool.has_ended(0), pool.has_ended(1)) == (False, True), "router 1 has sent nothing since"
 
 
 def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
