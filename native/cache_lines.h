@@ -5,6 +5,9 @@
 #include <cstddef>
 #include <new>
 #include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace {
 
@@ -21,5 +24,25 @@ template <class T> struct AtCacheLines {
 };
 
 template <class T> using AlignedVector = std::vector<T, AtCacheLines<T>>;
+
+// For vectors that are kept: large ones get huge pages from Linux, since the rows of one tile lie on many small pages.
+template <class T> struct InHugePages : AtCacheLines<T> {
+    using AtCacheLines<T>::AtCacheLines;
+    static constexpr size_t LARGE = 256 << 10, PAGE = 2 << 20;  // bytes
+
+    T* allocate(size_t count) {
+        const size_t pages = (count * sizeof(T) + PAGE - 1) / PAGE;
+        if (count * sizeof(T) < LARGE) return AtCacheLines<T>::allocate(count);
+        void* const memory = ::operator new(pages * PAGE, std::align_val_t(PAGE));
+#if defined(MADV_HUGEPAGE)
+        madvise(memory, pages * PAGE, MADV_HUGEPAGE);
+#endif
+        return static_cast<T*>(memory);
+    }
+    void deallocate(T* memory, size_t count) {
+        if (count * sizeof(T) < LARGE) return AtCacheLines<T>::deallocate(memory, count);
+        ::operator delete(memory, std::align_val_t(PAGE));
+    }
+};
 
 }  // namespace

@@ -26,6 +26,6 @@ inline Value narrow(float value) {
 
 inline float rounded(float value) { return widen(narrow(value)); }
 
-using Values = AlignedVector<Value>;
+using Values = std::vector<Value, InHugePages<Value>>;
 
 }  // namespace
