@@ -14,7 +14,7 @@ constexpr int SPLIT = 512;      // keys; a multiple of the tile
 // The query rows (positions times query heads per KV head) of one task: more share the packed keys, fewer leave no
 // thread without a task. Packing a key costs about as much as PACK_COST rows.
 #if defined(MATRIX_TILES)
-constexpr int MOST_TASK_ROWS = 384, LEAST_TASK_ROWS = 48, PACK_COST = 30;
+constexpr int MOST_TASK_ROWS = 1024, LEAST_TASK_ROWS = 48, PACK_COST = 30;
 #else
 constexpr int MOST_TASK_ROWS = 72, LEAST_TASK_ROWS = 72, PACK_COST = 10;
 #endif
