@@ -40,19 +40,31 @@ class MatrixTiles {
         return p.x + row * K;
     }
 
-    // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on.
+    // Computes rows [first, end) of one panel; `x` has the inputs from row `first` on: all rows by the weights of some
+    // inputs, which stay in the L1 cache, then all by those of the next inputs.
     void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
-        const int64_t K = p.in_features, whole = end_of_pairs(first, end);
-        for (int n = 0; n < PANEL; n += 2 * OUTPUTS) pairs_of_rows(p, x, first, whole, end, panel, n);
-        if (whole >= end) return;
-        clear();
-        one_by_four(inputs(p, x, first, whole, end), K, 0, K, [&](int64_t k) {
-            const uint16_t* w = p.weights + (panel * K + k) * PANEL;
-            for (int64_t i = 0; i < STEP; i += LINE_VALUES) __builtin_prefetch(w + AHEAD * STEP + i);
-            return w;
-        });
-        store(sums[0]);
-        put<4>(p, sums[0], whole, end, panel * PANEL);
+        if (end - first <= ROWS) return few_rows_of_panel(p, x, first, end, panel);
+        const int64_t K = p.in_features, tiles = (end - first + ROWS - 1) / ROWS;
+        const auto row_of = [&](int64_t tile) { return first + tile * ROWS; };
+        const auto put_tile = [&](int64_t tile) { put<4>(p, sums[tile % 2], row_of(tile), end, panel * PANEL); };
+        for (int64_t from = 0; from < K; from += L1_INPUTS) {
+            const bool last = from + L1_INPUTS >= K;
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                from ? load(sums[tile]) : clear();
+                const Input* rows = inputs(p, x, first, row_of(tile), end);
+                one_by_four(rows, K, from, std::min(L1_INPUTS, K - from), [&](int64_t k) {
+                    const uint16_t* w = p.weights + (panel * K + k) * PANEL;
+                    const uint16_t* next = w + L1_INPUTS * PANEL;  // a share of the next weights comes to the L2 cache
+                    for (int64_t line = LINES * tile / tiles; line < LINES * (tile + 1) / tiles; line++)
+                        __builtin_prefetch(next + line * LINE_VALUES, 0, 2);
+                    return w;
+                });
+                store(sums[last ? tile % 2 : tile]);
+                // Stored tiles can be read only late, so the next rows are multiplied first.
+                if (last && tile) put_tile(tile - 1);
+            }
+        }
+        put_tile(tiles - 1);
     }
 
     // Computes the same rows with quantized weights. weights(k) returns the panel's weights for the DEPTH inputs from k
@@ -87,37 +99,22 @@ class MatrixTiles {
     static constexpr int64_t STEP = DEPTH * PANEL;                   // a panel's weights in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
     static constexpr int64_t LINES = STEP / LINE_VALUES;
-    static constexpr int64_t L1_INPUTS = 256;  // weights of 32 outputs for these take 16 KB
-    static constexpr int64_t MANY_PAIRS = 4;   // pairs of row tiles that read the same weights again
+    static constexpr int64_t L1_INPUTS = 192;  // a panel's weights for these take 24 KB
     static constexpr int64_t AHEAD = 3;  // prefetch distance for few rows, in steps
     using Tile = float[ROWS][OUTPUTS];
     using Sums = Tile[4];
 
-    // Computes rows [first, whole) of 32 outputs of a panel, from its output `n` on: all rows by the weights of some
-    // inputs, which stay in the L1 cache, then all by those of the next inputs.
-    void pairs_of_rows(const Product& p, const Input* x, int64_t first, int64_t whole, int64_t end, int64_t panel, int n) {
-        const int64_t K = p.in_features, pairs = (whole - first) / (2 * ROWS), step = pairs < MANY_PAIRS ? K : L1_INPUTS;
-        const auto row_of = [&](int64_t pair) { return first + pair * 2 * ROWS; };
-        const auto put_pair = [&](int64_t pair) { put<2>(p, sums[pair % 2], row_of(pair), end, panel * PANEL + n); };
-        for (int64_t from = 0; from < K; from += step) {
-            const bool last = from + step >= K;
-            for (int64_t pair = 0; pair < pairs; pair++) {
-                const int64_t row = row_of(pair), number = n ? pairs + pair : pair;
-                from ? load(sums[pair]) : clear();
-                two_by_two(inputs(p, x, first, row, end), inputs(p, x, first, row + ROWS, end), K, from,
-                           std::min(step, K - from), [&](int64_t k) {
-                    const uint16_t* w = p.weights + (panel * K + k) * PANEL;
-                    const uint16_t* next = w + K * PANEL;  // a share of the next panel comes to the L2 cache
-                    for (int64_t line = LINES * number / (2 * pairs); line < LINES * (number + 1) / (2 * pairs); line++)
-                        __builtin_prefetch(next + line * LINE_VALUES, 0, 2);
-                    return w + 2 * n;
-                });
-                store(sums[last ? pair % 2 : pair]);
-                // Stored tiles can be read only late, so the next pair is multiplied first.
-                if (last && pair) put_pair(pair - 1);
-            }
-        }
-        if (pairs) put_pair(pairs - 1);
+    // Computes the rows of one tile.
+    void few_rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
+        const int64_t K = p.in_features;
+        clear();
+        one_by_four(inputs(p, x, first, first, end), K, 0, K, [&](int64_t k) {
+            const uint16_t* w = p.weights + (panel * K + k) * PANEL;
+            for (int64_t i = 0; i < STEP; i += LINE_VALUES) __builtin_prefetch(w + AHEAD * STEP + i);
+            return w;
+        });
+        store(sums[0]);
+        put<4>(p, sums[0], first, end, panel * PANEL);
     }
 
     // Returns the end of the rows that are multiplied as pairs of tiles.
@@ -203,7 +200,7 @@ class MatrixTiles {
     static void load(const Sums& sums) { load_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
     static void store(Sums& sums) { store_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
 
-    alignas(64) Sums sums[BLOCK_ROWS / (2 * ROWS)];
+    alignas(64) Sums sums[BLOCK_ROWS / ROWS];
     std::vector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored
 };
 
