@@ -8,6 +8,7 @@
 #define syscall(...) 0  // Linux grants the tile registers
 #undef __AVX512F__      // what else there is of AVX-512 is not emulated
 #undef __AVX512BW__
+#undef __AVX512DQ__
 #undef __AVX2__
 #ifndef __AVX512BF16__
 #define __AVX512BF16__
