@@ -28,7 +28,8 @@ from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.kv.row_codes import KvRows
-from engine.linear.quantized import QuantizedLinear, round_linears, round_to_nearest
+from engine.linear.quantized import QuantizedLinear, round_to_nearest
+from engine.load.rounding import round_linears
 from engine.model.describe import describe as describe_model
 from engine.quantization.weight import CodeFormat
 from tests.engine.interpreted.decoder import CPU, SHAPE, STEPS, made
