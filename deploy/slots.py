@@ -114,6 +114,8 @@ class Slot:
     was_ready: bool = False
     failures: int = 0
     """Number of the worker's failures in a row."""
+    failed_starts: int = 0
+    """Number of deaths in a row before the worker was ready."""
     start_at: float | None = None
     added_at: float | None = None
     """The time when scaling added the worker; then its failure to start ends no other worker."""
@@ -152,6 +154,7 @@ class Slot:
             self.failures = 0
         if not vanished or lived < FRAIL_S:
             self.failures += 1
+        self.failed_starts = 0 if self.ready_since is not None else self.failed_starts + 1
         self.ready_since = None
         again = self.failures - 1
         return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (again - 1)) if again > 0 else 0.0

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25
 MAX_FAILED_STARTS = 5
-"""Failures in a row after which requests no longer wait for a worker. It is still restarted."""
+"""Failed starts in a row after which requests no longer wait for a worker. It is still restarted."""
 
 
 class StartUpError(TandemError):
@@ -348,7 +348,7 @@ class Supervisor:
     def _set_expected(self) -> None:
         """Tell the routers which workers requests may wait for, and how many more would fit."""
         kept = [slot for slot in self._slots if not slot.leaves]
-        hopeful = (slot for slot in kept if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
+        hopeful = (slot for slot in kept if slot.failed_starts < MAX_FAILED_STARTS or slot.ready_since)
         roles = {slot.worker_id: slot.role.name for slot in hopeful}
         found = room(self._slots, self._config, self._placing.nodes, self._cluster.may_grow)
         now = time.monotonic()

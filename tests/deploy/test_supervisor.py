@@ -53,6 +53,18 @@ def test_a_process_that_vanishes_before_or_when_ready_has_failed() -> None:
     assert life.die(vanished=True, after_s=7.0) == 1.0, "a kill adds nothing, and forgives nothing"
 
 
+def test_only_starts_without_success_count_as_failed_starts() -> None:
+    life = Life()
+    for vanished, after_s in ((False, 1.0), (True, 1.0), (False, 10.0)):
+        life.die(vanished=vanished, after_s=after_s)
+        assert life.slot.failed_starts == 0, "requests wait for a worker that serves between its deaths"
+    life.die(vanished=True, after_s=None)
+    life.die(vanished=False, after_s=None)
+    assert life.slot.failed_starts == 2
+    life.die(vanished=False, after_s=1.0)
+    assert life.slot.failed_starts == 0
+
+
 def test_a_decode_worker_stays_whichever_leaves_or_changes() -> None:
     slots = make_slots(ServeConfig(prefill_replicas=1, decode_replicas=3))
     refused = "no other decode worker stays"
