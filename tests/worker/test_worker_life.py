@@ -24,11 +24,11 @@ PROMPT = [5, 6, 7, 8]
 
 def test_a_worker_without_peers_opens_no_ucx() -> None:
     alone = ServeConfig(disaggregation=False)
-    assert wires_of(alone) == ["shm", "tcp"]
+    assert wires_of(alone) == ["shm", "cuda_ipc", "tcp"]
     assert wires_of(replace(alone, kv_transports="ucx")) == ["ucx"]
     scaled = replace(alone, autoscale={"decode": WorkerRange(1, 2)})
     for config in (ServeConfig(), replace(alone, ray_address="auto"), scaled):
-        assert wires_of(config) == ["shm", "ucx", "tcp"]
+        assert wires_of(config) == ["shm", "ucx", "cuda_ipc", "tcp"]
 
 
 def test_a_failed_step_or_a_garbled_message_costs_only_its_requests(
