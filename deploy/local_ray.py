@@ -22,6 +22,7 @@ _LEAST_PATIENCE_S = 15.0
 """The least time that Ray waits for its processes; an earlier failure is not retried."""
 
 _PORT_INTERVAL_MS = 10
+"""[ms] Time between two looks for the port of `gcs_server`."""
 
 _SHOWN_LINES = 4
 """The number of lines shown of each of Ray's logs."""
@@ -108,12 +109,15 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
 
     plain, node.Node = node.Node, BareHead
     plain_start, services.start_ray_process = services.start_ray_process, start_process
-    plain_wait, node.wait_for_persisted_port = node.wait_for_persisted_port, wait_for_port
+    plain_wait: Any = getattr(node, "wait_for_persisted_port", None)  # older releases choose it beforehand
+    if plain_wait is not None:
+        node.wait_for_persisted_port = wait_for_port
     try:
         yield made
     finally:
         node.Node, services.start_ray_process = plain, plain_start
-        node.wait_for_persisted_port = plain_wait
+        if plain_wait is not None:
+            node.wait_for_persisted_port = plain_wait
 
 
 def _write_ports_of_no_agents(node: Any) -> None:

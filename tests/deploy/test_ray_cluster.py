@@ -12,8 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray._private import node
 
-from deploy import ray_cluster
+from deploy import local_ray, ray_cluster
 from deploy.local_ray import last_errors
 from deploy.ray_cluster import HeadWatch, fixed_types, may_grow, sets_up_nodes
 
@@ -202,6 +203,14 @@ def test_waiting_for_a_slow_gcs_server_holds_up_no_other_thread(tmp_path: Path) 
     error, longest_s = done.stdout.splitlines()
     assert error.startswith("cannot start Ray: Timed out waiting for file"), done.stderr
     assert float(longest_s) < 1.5, "of 3 seconds"
+
+
+def test_a_release_that_waits_for_no_port_is_started_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases such as 2.50 choose the port of `gcs_server` before its start."""
+    monkeypatch.delattr(node, "wait_for_persisted_port")
+    with local_ray._bare_head(with_logs=False):
+        assert node.Node.__name__ == "BareHead"
+    assert node.Node.__name__ == "Node" and not hasattr(node, "wait_for_persisted_port")
 
 
 def test_a_failed_start_shows_rays_logs() -> None:
