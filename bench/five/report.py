@@ -15,16 +15,20 @@ from bench.report import made_by, markdown_table
 INTRODUCTION = """\
 Each technique is on or off in every combination. A cell's goodput is the highest rate of requests of which
 {attainment:.0%} had their first token within {ttft:g} s and the others within {tpot:g} s each; those count.
-TTFT and TPOT are medians at one low rate, the same for all cells; memory is what the server's processes hold,
-and requests turn speculation and prefix sharing on and off on one server; the cost is that of a million
-output tokens at {price:g} per worker-hour, at the cell's goodput. Effects are ratios: the figure with the
-technique over that without, averaged over all states of the others (geometric mean), and for two techniques,
-how many times the first one's effect is with the second what it is without. In brackets 95 % intervals; bold
-where they leave out 1."""
+TTFT and TPOT are medians at one low rate, the same for all cells; the cost is that of a million output tokens
+at {price:g} per worker-hour, at the cell's goodput. Effects are ratios: the figure with the technique over
+that without, averaged over all states of the others (geometric mean), and for two techniques, how many times
+the first one's effect is with the second what it is without. In brackets 95 % intervals; bold where they
+leave out 1."""
+MEASURED = """
+Memory is what the server's processes hold. Requests turn speculation and prefix sharing on and off, so four
+cells have one server."""
 SIMULATED = """
 The cells are simulated: {workers} workers of the profile `{profile}`, texts {scale} times as long as those of
-the measured workloads. Speculation is that of the profile, quantization is one byte a value of weights and
-KV, without paging a request takes room for {longest} tokens, and disaggregation has the best split."""
+the measured workloads. Speculation is the profile's first method, quantization is one byte a value of weights
+and KV, without paging a request takes room for {longest} tokens, and disaggregation has the best number of
+prefill workers. A load lasts {seconds:g} s and begins with empty workers. So where answers take nearly as
+long, rates are higher than those that workers sustain."""
 
 
 def as_markdown(
@@ -37,10 +41,9 @@ def as_markdown(
     text = INTRODUCTION.format(
         attainment=objective.attainment, ttft=objective.ttft_s, tpot=objective.tpot_s, price=price
     )
-    lines = ["# Five techniques", "", made_by(), "", text]
-    if setting.simulated:
-        figures = {"workers": FLEET, "profile": setting.model, "scale": SCALE}
-        lines += [SIMULATED.format(longest=setting.max_model_len, **figures)]
+    figures = {"workers": FLEET, "profile": setting.model, "scale": SCALE, "longest": setting.max_model_len}
+    more = SIMULATED.format(seconds=setting.seconds, **figures) if setting.simulated else MEASURED
+    lines = ["# Five techniques", "", made_by(), "", text, more]
     for finding in findings:
         lines += ["", *section(finding)]
         mine = [outcome for outcome in outcomes if outcome.workload == finding.workload]

@@ -64,9 +64,8 @@ class SimulatedFleet:
             if self._passes(outcomes[-1].attainment):
                 break
         found = best(outcomes)
-        self._layouts.sort(
-            key=lambda layout: layout != found.scenario
-        )  # probably the best for other rates, too
+        # It is probably the best for other rates, too, so it is tried first.
+        self._layouts.sort(key=lambda layout: layout != found.scenario)
         goodput = found.attainment * rate
         return Trial(rate, goodput, found.attainment, found.ttft.p50, found.tpot.p50, found.refused)
 
@@ -85,12 +84,17 @@ class SimulatedFleet:
 
 
 def with_techniques(profile: Profile, cell: TechniqueSet, longest: int) -> Profile:
-    """Return the profile of a worker with the cell's techniques. Raises `ConfigError` if it has no drafts."""
+    """Return the profile of a worker with the cell's techniques. Raises `ConfigError` if it has no drafts, or
+    no time to read KV.
+    """
     costs, kv_tokens = profile.costs, profile.kv_tokens
     if "quantization" in cell:
-        kv_tokens = 2 * kv_tokens + round(
-            costs.step_s / costs.context_s
-        )  # the weights' other half is KV, too
+        if costs.context_s <= 0:
+            raise ConfigError(
+                f"--simulate: the profile {profile.name} has no time to read KV: costs.context_s"
+            )
+        half_of_weights = round(costs.step_s / costs.context_s)  # in tokens of rounded KV
+        kv_tokens = 2 * kv_tokens + half_of_weights
         halved = {name: getattr(costs, name) / 2 for name in ("step_s", "context_s", "token_s")}
         costs = replace(costs, kv_bytes=costs.kv_bytes // 2, **halved)
     if "speculation" in cell:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bench.five.command import five
+from bench.five.factors import FACTORS
 from bench.five.measure import ExperimentSetting, Objective
 from bench.five.simulated import SimulatedFleet, with_techniques
 from planner.profile import DEFAULT_PROFILE, read_profile
+from protocol.errors import ConfigError
 
 H100 = read_profile(DEFAULT_PROFILE)
 SETTING = ExperimentSetting(DEFAULT_PROFILE, 16384, 0, "", Objective(1.0, 0.015, 0.9), 2.0, 5, simulated=True)
@@ -31,6 +34,13 @@ def test_drafts_bring_what_they_are_accepted_for() -> None:
     costs = with_techniques(H100, frozenset({"speculation"}), 16384).costs
     assert costs.tokens_per_row == pytest.approx(1 + 0.730 + 0.521 + 0.355, abs=0.002)
     assert costs.step_s == pytest.approx(0.006 + 3 * 0.0005) and costs.row_s == pytest.approx(4 * 34e-6)
+
+
+def test_a_profile_that_lacks_what_a_technique_changes_is_refused() -> None:
+    without_kv = replace(H100, costs=replace(H100.costs, context_s=0.0))
+    for lacking, named in ((without_kv, "costs.context_s"), (replace(H100, speculation=None), "no drafts")):
+        with pytest.raises(ConfigError, match=f"--simulate: the profile h100-llama-3.1-8b has .*{named}"):
+            with_techniques(lacking, frozenset(FACTORS), 16384)
 
 
 def test_techniques_raise_the_rate_within_the_objective() -> None:
@@ -56,4 +66,5 @@ def test_an_experiment_is_simulated_and_reported(tmp_path: Path) -> None:
     )
     text = (tmp_path / "README.md").read_text()
     assert "4 workers of the profile `h100-llama-3.1-8b`, texts 4 times as long" in text
-    assert "| paging+quantization |" in text and "memory, MiB" not in text
+    assert "A load lasts 1 s and begins with empty workers." in text
+    assert "| paging+quantization |" in text and "emory" not in text
