@@ -178,6 +178,16 @@ def test_a_frozen_draft_worker_costs_only_its_drafts_and_is_used_again(begin: Ca
     assert decode.counter("draft_workers_lost_total") == 1
 
 
+def test_a_draft_worker_slower_than_its_target_delays_no_token(begin: Callable[..., Drafted]) -> None:
+    """It runs one step in three of its target's, which therefore has often generated more than it drafted."""
+    slow = begin(60)
+    for turn in range(60):
+        slow.network.turn(drafts_per_step=int(turn % 3 == 0))
+    assert len(slow.decode.tokens()["a"]) == 60, "each step brings a token or more"
+    assert slow.drafter.counter("drafts_overtaken_total") > 5
+    slow.finish()
+
+
 def test_late_messages_of_a_lost_decode_worker_reopen_nothing(
     pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
