@@ -100,6 +100,16 @@ def test_prefill_is_the_same_whole_in_chunks_or_row_by_row(
         torch.testing.assert_close(chunked.scales, whole.scales, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("variant", ["bfloat16 in a window", "float32 in a window"])
+def test_a_long_prompt_is_the_same_whole_or_in_chunks(variant: str, threads_restored: None) -> None:
+    """On one thread, a task gets as many rows as a task may have."""
+    options, attention = VARIANTS[variant]
+    torch.set_num_threads(1)
+    whole = make_pack([(1100, 1300)], **options)
+    parts = [run("cpu", rows_of(whole, at, min(at + 70, 1100)), **attention) for at in range(0, 1100, 70)]
+    assert torch.equal(run("cpu", whole, **attention), torch.cat(parts))
+
+
 def rows_of(pack: Pack, first: int, last: int) -> Pack:
     """Return these query rows of a pack of one sequence, as a chain after the keys before them."""
     (query_len, context_len), rows = pack.lengths[0], slice(first, last)

@@ -51,7 +51,8 @@ class Plan {
         group = query_heads_per_kv_head;
         kv_heads = num_kv_heads;
         const int64_t rows = step.total_tokens * group * kv_heads, tasks_wanted = step.threads * TASKS_EACH;
-        for (task_rows = MOST_TASK_ROWS; task_rows > LEAST_TASK_ROWS && rows < task_rows * tasks_wanted;) task_rows /= 2;
+        for (task_rows = MOST_TASK_ROWS; task_rows > LEAST_TASK_ROWS && rows < task_rows * tasks_wanted;)
+            task_rows = std::max(task_rows / 2, LEAST_TASK_ROWS);
         cost = partial_rows = 0;
         tasks.clear();
         shared.clear();
