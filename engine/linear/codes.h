@@ -34,13 +34,12 @@ template <class Codes, int K> constexpr int place = 16 * (K % 2) + 16 / Codes::C
 
 // Each format has: CODES, the number of codes in a word; value and values<I>, the bfloat16 value of the I-th code of
 // one word or of a vector of words; floats<K>, the float32 values for the K-th of 2 c inputs, from outputs' two words.
-// UNIT is the factor from these values to the format's. Integer formats also have: SIGNS, the bits to flip for unsigned
-// codes; ZERO, the unsigned code of 0; and CENTER, the code of 0 as it is stored.
+// Quantized formats also have: UNIT, the factor from these values to the format's; and CENTER, the stored code whose
+// value is 0. Integer formats also have: SIGNS, the bits to flip for unsigned codes; and ZERO, the unsigned code of 0.
 
 // bfloat16 weights, not quantized.
 struct Plain {
     static constexpr int CODES = 1;
-    static constexpr float UNIT = 1, CENTER = 0;
 
     static uint16_t value(uint16_t word, int) { return word; }
 #if defined(__AVX512BW__)

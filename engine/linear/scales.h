@@ -36,19 +36,19 @@ inline Vec widen_halves(const uint16_t* from) {
 
 class Scales {
   public:
-    // `values` and `minima` are [group][64], `bytes` the size of each; `minima` is null for none. The kernel's value of
-    // a code is `unit` smaller than the format's. Its value 0 is that of code `center`.
+    // `values` and `minima` are [group][64], each of `bytes` bytes; `minima` is null for none. `unit` and `center` are
+    // the UNIT and the CENTER of the codes' format.
     Scales(const char* values, const char* minima, int64_t bytes, float unit, float center)
         : values(values), minima(minima), bytes(bytes), unit(unit), center(center) {}
 
-    // The scales from output `n` on.
+    // Returns the scales and minima without the first `n`.
     Scales from(int64_t n) const {
         return {values + n * bytes, minima ? minima + n * bytes : nullptr, bytes, unit, center};
     }
 
     bool have_minima() const { return minima; }
 
-    // Returns the factors of LANES outputs' sums.
+    // Returns, for LANES outputs from `n` on, the factors of the sums of the kernel's values times inputs.
     Vec factors(int64_t n) const { return load_from(values, n) * unit; }
 
     // Returns the scale of output `n`.
@@ -56,7 +56,7 @@ class Scales {
         return bytes == 2 ? widen_half(((const uint16_t*)values)[n]) : ((const float*)values)[n];
     }
 
-    // Returns the factors of the sum of inputs.
+    // Returns, for the same outputs, the factors of the sum of inputs: the values of code CENTER.
     Vec offsets(int64_t n) const { return fused(load_from(values, n), splat(center), load_from(minima, n)); }
 
   private:

@@ -181,6 +181,7 @@ HALVES = ["int8 in groups of 64", "int4 in groups of 32", "int4 in groups of 32,
 def with_halves(weight: QuantizedWeight) -> QuantizedWeight:
     """Return the weight with float16 numbers as scales, and as values of code 0 if it has zero points."""
     scales = weight.scales.half().float()
+    scales[::3] = 3 * 2.0**-24  # a subnormal number
     zeros = None if weight.zeros is None else (scales * weight.zeros).half().float() / scales
     return replace(weight, scales=scales, zeros=zeros)
 
@@ -188,15 +189,29 @@ def with_halves(weight: QuantizedWeight) -> QuantizedWeight:
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("kind", [*HALVES, *(f"{kind}, rounding" for kind in HALVES)])
 def test_scales_stored_as_float16_give_the_same_bits(kind: str) -> None:
-    linear, _ = layer(kind, 192, 130, bias=True)
+    linear, _ = layer(kind, 192, 130, bias=False)
     stored = PackedWeight.of(with_halves(linear.quantized))
     minima = stored.minima
     assert stored.scales.dtype is torch.float16 and (minima is None or minima.dtype is torch.float16)
     wide = replace(stored, scales=stored.scales.float(), minima=None if minima is None else minima.float())
     for rows in (1, 7, 40):
         x = torch.randn(rows, 192).bfloat16()
-        products = [PackedQuantizedLinear(each, linear.bias)(x) for each in (stored, wide)]
+        products = [PackedQuantizedLinear(each, None)(x) for each in (stored, wide)]
         assert torch.equal(*products), rows
+
+
+@pytest.mark.parametrize("scale", [2.0**-25, 2.0**16])
+def test_scales_beyond_float16_stay_float32(scale: float) -> None:
+    weight = replace(make_weight(CodeFormat.INT8, 64, 70, 32), scales=torch.ones(70, 2))
+    extreme = torch.ones(70, 2)
+    extreme[3, 1] = scale
+    stored = PackedWeight.of(replace(weight, scales=extreme))
+    assert stored.scales.dtype is torch.float32 and PackedWeight.of(weight).scales.dtype is torch.float16
+    x = torch.zeros(2, 64).bfloat16()
+    x[:, 40] = 1
+    exact = PackedQuantizedLinear(PackedWeight.of(weight), None)(x)
+    exact[:, 3] *= scale
+    assert torch.equal(PackedQuantizedLinear(stored, None)(x), exact)
 
 
 @pytest.mark.parametrize("outputs", [64, 70])
