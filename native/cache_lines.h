@@ -5,9 +5,8 @@
 #include <cstddef>
 #include <new>
 #include <vector>
-#if defined(__linux__)
+
 #include <sys/mman.h>
-#endif
 
 namespace {
 
@@ -25,18 +24,17 @@ template <class T> struct AtCacheLines {
 
 template <class T> using AlignedVector = std::vector<T, AtCacheLines<T>>;
 
-// For vectors that are kept: large ones get huge pages from Linux, since the rows of one tile lie on many small pages.
+// For vectors that are kept, since large ones take whole huge pages: the rows of one tile lie on many small pages,
+// whose addresses the CPU would translate one by one.
 template <class T> struct InHugePages : AtCacheLines<T> {
     using AtCacheLines<T>::AtCacheLines;
     static constexpr size_t LARGE = 256 << 10, PAGE = 2 << 20;  // bytes
 
     T* allocate(size_t count) {
-        const size_t pages = (count * sizeof(T) + PAGE - 1) / PAGE;
         if (count * sizeof(T) < LARGE) return AtCacheLines<T>::allocate(count);
-        void* const memory = ::operator new(pages * PAGE, std::align_val_t(PAGE));
-#if defined(MADV_HUGEPAGE)
-        madvise(memory, pages * PAGE, MADV_HUGEPAGE);
-#endif
+        const size_t size = (count * sizeof(T) + PAGE - 1) / PAGE * PAGE;
+        void* const memory = ::operator new(size, std::align_val_t(PAGE));
+        madvise(memory, size, MADV_HUGEPAGE);  // without huge pages the memory is only slower
         return static_cast<T*>(memory);
     }
     void deallocate(T* memory, size_t count) {
