@@ -46,8 +46,8 @@ class PoolMemory:
 
     Pages are allocated at first touch, or ahead of it (`stay_ahead`). The file has no name, so a SIGKILL
     leaves nothing. Its size is sealed: no truncation can crash a peer that maps it. Only `buffer` and the
-    processes that it was lent to can write to it (from Linux 5.1 on). The memory and
-    `fd` are freed with the last view of `buffer`.
+    processes that it was lent to can write to it (from Linux 5.1 on). The memory and `fd` are freed with the
+    last view of `buffer`.
     """
 
     def __init__(
