@@ -82,8 +82,8 @@ class Worker:
         """Requests that decode here now or will, with `outstanding_context` tokens."""
         self.outstanding_context = 0
         self.outstanding_computed = 0
-        """Requests whose prompt, `outstanding_computed_tokens` without cached ones, is or was computed here,
-        until they end, wherever they decode.
+        """Live requests whose prompts are or were computed here, `outstanding_computed_tokens` tokens without
+        cached ones. They count wherever they decode.
         """
         self.outstanding_computed_tokens = 0
         self.num_decoding = 0
