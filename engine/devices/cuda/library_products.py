@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
+from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 import torch
@@ -51,11 +52,11 @@ class LibraryProduct:
 
     def is_like(self, other: LibraryProduct) -> bool:
         """Return whether both can be joined into one product of the same inputs."""
-        return type(self) is type(other) and self._kind == other._kind
+        return self._kind == other._kind
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        return self.inputs, len(self.scales), self.zeros is None, self.bias is None
+        return type(self), self.inputs, len(self.scales), self.zeros is None, self.bias is None
 
     @classmethod
     def joined(cls, products: Sequence[LibraryProduct]) -> Self:
@@ -92,21 +93,19 @@ def join_library(linears: Sequence[LibraryLinear]) -> LibraryLinear | None:
     """Join layers of one input into one product, of which they become parts; None if they are not alike.
     Joining the same layers again returns the same product.
     """
-    first = linears[0]
     if len(linears) == 1:
-        return first
-    if not all(each.product.is_like(first.product) for each in linears):
+        return linears[0]
+    products, first = [each.product for each in linears], linears[0].product
+    *begins, end = accumulate((each.out_features for each in linears), initial=0)
+    if all(each is first for each in products):
+        are_all = [each.begin for each in linears] == begins and end == first.outputs
+        return LibraryLinear(first) if are_all else None
+    are_whole = end == sum(each.outputs for each in products)
+    if not (are_whole and all(each.is_like(first) for each in products)):
         return None
-    ends = [sum(each.out_features for each in linears[:count]) for count in range(len(linears) + 1)]
-    begins, whole = ends[:-1], first.product
-    if any(each.product is not whole for each in linears):
-        if any(each.out_features != each.product.outputs for each in linears):
-            return None
-        whole = whole.joined([each.product for each in linears])
-        for each, begin in zip(linears, begins, strict=True):
-            each.product, each.begin = whole, begin
-    elif [each.begin for each in linears] != begins or ends[-1] != whole.outputs:
-        return None
+    whole = first.joined(products)
+    for each, begin in zip(linears, begins, strict=True):
+        each.product, each.begin = whole, begin
     return LibraryLinear(whole)
 
 
@@ -119,34 +118,33 @@ def by_library(
         if library is None or library_fault(library, device, dtype) is not None:
             continue
         group = weight.group_size if weight.scales.shape[1] > 1 else 0
-        like = device, dtype, weight.format, group, weight.zeros is not None
-        if (kind, *like) not in _TRIED:
-            _TRIED[kind, *like] = passes(library, partial(_trial, kind, *like))
-        if _TRIED[kind, *like]:
+        if _passes(kind.of, library, device, dtype, weight.format, group, weight.zeros is not None):
             return LibraryLinear(kind.of(weight, bias, dtype))
     return None
 
 
-_TRIED: dict[tuple[object, ...], bool] = {}
-"""Whether a library passed the trial of a kind of weights."""
-
-
-def _trial(
-    kind: type[LibraryProduct],
+@cache
+def _passes(
+    pack: Callable[[QuantizedWeight, Tensor | None, torch.dtype], LibraryProduct],
+    library: Library,
     device: torch.device,
     dtype: torch.dtype,
     format: CodeFormat,
     group: int,
     has_zeros: bool,
-) -> tuple[Tensor, Tensor]:
-    """Multiply by a small weight, by the library and by torch; `group` is 0 for one scale an output."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_TRIAL_ROWS, _TRIAL_INPUTS, generator=generator).to(device, dtype)
-    bias = torch.randn(_TRIAL_OUTPUTS, generator=generator).to(device, dtype)
-    plain = torch.randn(_TRIAL_OUTPUTS, _TRIAL_INPUTS, generator=generator).to(device)
-    weight = round_to_nearest(plain, format, group or _TRIAL_INPUTS)
-    if has_zeros:
-        zeros = torch.randint(16, weight.scales.shape, generator=generator)
-        weight = replace(weight, zeros=zeros.float().to(device))
-    expected = rows.float() @ weight.dequantized().T + bias.float()
-    return kind.of(weight, bias, dtype)(rows), expected
+) -> bool:
+    """Try the library with a small weight; `group` is 0 for one scale an output."""
+
+    def trial() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(_TRIAL_ROWS, _TRIAL_INPUTS, generator=generator).to(device, dtype)
+        bias = torch.randn(_TRIAL_OUTPUTS, generator=generator).to(device, dtype)
+        plain = torch.randn(_TRIAL_OUTPUTS, _TRIAL_INPUTS, generator=generator).to(device)
+        weight = round_to_nearest(plain, format, group or _TRIAL_INPUTS)
+        if has_zeros:
+            zeros = torch.randint(16, weight.scales.shape, generator=generator)
+            weight = replace(weight, zeros=zeros.float().to(device))
+        expected = rows.float() @ weight.dequantized().T + bias.float()
+        return pack(weight, bias, dtype)(rows), expected
+
+    return passes(library, trial)

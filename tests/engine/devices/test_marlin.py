@@ -123,7 +123,7 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     types = SimpleNamespace(uint4=SimpleNamespace(id=UINT4), uint4b8=SimpleNamespace(id=UINT4B8))
     sys.modules["vllm.scalar_type"].scalar_types = types  # type: ignore[attr-defined]
     monkeypatch.setattr(libraries, "capability_of", lambda device: (8, 0))
-    monkeypatch.setattr(library_products, "_TRIED", {})
+    library_products._passes.cache_clear()
     with torch.library._scoped_library("_C", "FRAGMENT") as library:
         for schema in (of_gemm, of_repack):
             library.define(schema)
@@ -131,7 +131,7 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         library.impl("marlin_gemm", lambda *args: gemm(dict(zip(names, args, strict=True))), "CPU")
         library.impl("gptq_marlin_repack", lambda words, *args: repack(words, *args[-4:-1]), "CPU")
         yield
-        for found in (marlin._operator, marlin._names, marlin._type_id):
+        for found in (marlin._operator, marlin._names, marlin._type_id, library_products._passes):
             found.cache_clear()
     for name in ("marlin_gemm", "gptq_marlin_repack"):
         vars(torch.ops._C).pop(name, None)

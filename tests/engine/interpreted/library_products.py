@@ -7,6 +7,7 @@ with torch's checks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,10 +39,11 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let CPU tensors lie on a device of capability 9.0."""
     monkeypatch.setattr(libraries, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(library_products, "_TRIED", {})
+    yield
+    library_products._passes.cache_clear()
 
 
 def quantized(outputs: int, inputs: int, group: int, *, bias: bool = False) -> QuantizedLinear:
