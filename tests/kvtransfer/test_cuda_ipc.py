@@ -222,6 +222,20 @@ def test_blocks_that_were_given_up_during_their_copy_never_count(
     assert [event.lease_id for event in events if isinstance(event, Progress)] == ["next"]
 
 
+def test_a_copy_from_a_sender_that_has_begun_to_end_never_counts(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is still open, and another one copies the blocks again."""
+    has_memory, copies, copy = iter([False, True]), [], Driver.copy
+    monkeypatch.setattr(cuda_ipc, "has_memory", lambda process: next(has_memory))
+    monkeypatch.setattr(Driver, "copy", lambda *given: (copies.append(given), copy(*given)))
+    sender, receiver = pair(closing)
+    receiver.open("lease", [1])
+    sender.push(receiver.peer, "lease", [1])
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert len(copies) == 4  # each connection begins with a probe
+
+
 def test_a_process_that_ends_has_no_memory() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
