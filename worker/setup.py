@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from engine.devices.attention import select_backend
+from engine.devices.attention import backend_for
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.kv.pool import Allocate
@@ -199,7 +199,7 @@ def _load(config: ServeConfig) -> LoadedModel:
     for parameter in loaded.model.parameters():
         # Transformers may leave the parameter in the mapped file, which another process could overwrite.
         parameter.data = parameter.data.clone()
-    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    backend, _ = backend_for(config, loaded.device, loaded.dtype)
     return pack_model(loaded, config.compile, backend)
 
 

@@ -67,7 +67,7 @@ def select_backend(
     name = kernel_of(device)
     # A CPU's server does not ask: the import of the backend's module, and so of Triton, takes 67 MB.
     if name == "triton" and not deterministic and backend_fault("flash", device, dtype) is None:
-        return backend_of("flash"), "chunks of prompts by FlashAttention-3, other rows by our kernel"
+        return backend_of("flash"), "FlashAttention-3 for chunks of prompts that it fits, else our kernel"
     if fault := backend_fault(name, device, dtype):
         return backend_of("torch"), fault
     return backend_of(name), "reads the KV blocks in place"

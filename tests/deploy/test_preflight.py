@@ -81,6 +81,7 @@ def test_fitting_options_are_accepted(model: str, tmp_path: Path) -> None:
         ({"lora_modules": ["sql=/nope"]}, "--lora-modules: sql: adapter_config.json: cannot be read: "),
         ({"decode_tensor_parallel_size": 3}, "--decode-.*: 3 does not divide num_attention_heads of .*, 8$"),
         ({"attention_backend": "triton"}, "--attention-backend: triton is for --device cuda, not cpu$"),
+        ({"attention_backend": "flash"}, "--attention-backend: flash is for --device cuda, not cpu$"),
         ({"generation_config": "/nope"}, "--generation-config: must be auto, vllm or a folder, got /nope$"),
         (
             {"kv_disk_path": "/proc/x", "kv_disk_size": 1, "kv_offloading_size": 1},
@@ -194,8 +195,9 @@ def test_cuda_without_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cpu")
     with pytest.raises(ConfigError, match=r"--device: cuda was asked for, but PyTorch 2.13.0\+cpu is built"):
         check(model, device="cuda")
-    with pytest.raises(ConfigError, match="--attention-backend: triton is for GPUs, but PyTorch"):
-        check(model, device="auto", attention_backend="triton")
+    for name in ("triton", "flash"):
+        with pytest.raises(ConfigError, match=f"--attention-backend: {name} is for GPUs, but PyTorch"):
+            check(model, device="auto", attention_backend=name)
     monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cu128")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(
