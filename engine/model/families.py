@@ -303,11 +303,11 @@ FAMILIES = {
 _ROUTERS = {
     family.routing.router.partition(".")[0] for family in FAMILIES.values() if family.routing is not None
 }
-"""The names of modules that choose experts, in any family."""
+"""The names that modules which choose experts have in any family."""
 
 
 def is_never_rounded(path: str) -> bool:
-    """Return whether a linear layer stays as it is when a model is quantized: a router's, whose rounding
-    would choose other experts. So do those of models that the table lacks but that use its names.
+    """Return whether the linear layer at this path belongs to a router, whose rounding would choose other
+    experts. Its name tells, in models that the table lacks, too.
     """
     return not _ROUTERS.isdisjoint(path.split("."))
