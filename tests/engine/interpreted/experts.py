@@ -87,15 +87,15 @@ def test_gpt_oss_experts_are_packed_as_they_are_loaded(tmp_path: Path) -> None:
 def test_an_mlp_like_the_experts_is_one_more_of_them(format: CodeFormat | None) -> None:
     """Its layers stay what they were, as views."""
     _, ours = packed("qwen3_moe", format, torch.float32)
-    mlp = nn.ModuleDict({name: nn.Linear(64, 96, bias=False) for name in ("gate", "up")})
-    mlp["down"] = nn.Linear(96, 64, bias=False)
+    mlp = nn.ModuleDict({name: nn.Linear(64, 96, bias=False) for name in ("gate_proj", "up_proj")})
+    mlp["down_proj"] = nn.Linear(96, 64, bias=False)
     mlp.requires_grad_(False)
     if format is not None:
         round_layers(mlp, format)
         tile_linears(mlp, torch.float32, plain=False)
     hidden, chosen, _ = routing(20, torch.float32)
-    expected = mlp["down"](nn.functional.silu(mlp["gate"](hidden)) * mlp["up"](hidden))
-    products = Product((mlp["gate"], mlp["up"])), Product((mlp["down"],))
+    expected = mlp["down_proj"](nn.functional.silu(mlp["gate_proj"](hidden)) * mlp["up_proj"](hidden))
+    products = Product((mlp["gate_proj"], mlp["up_proj"])), Product((mlp["down_proj"],))
     whole = ours.and_shared(Mlp(*products, Activation.SILU, is_gated=True))
     assert whole is not None and whole.num_experts == 7
     chosen = torch.cat([chosen, torch.full((20, 1), 6)], dim=1)
@@ -103,6 +103,6 @@ def test_an_mlp_like_the_experts_is_one_more_of_them(format: CodeFormat | None) 
     torch.testing.assert_close(results[:, 3], expected, atol=1e-5, rtol=1e-5)
     alone = ours.results(hidden, lists.routes_of(chosen[:, :3], 6)).view(20, 3, 64)
     torch.testing.assert_close(results[:, :3], alone, atol=0, rtol=0)
-    again = mlp["down"](nn.functional.silu(mlp["gate"](hidden)) * mlp["up"](hidden))
+    again = mlp["down_proj"](nn.functional.silu(mlp["gate_proj"](hidden)) * mlp["up_proj"](hidden))
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
     assert ours.and_shared(Mlp(*products, Activation.GELU_TANH, is_gated=True)) is None
