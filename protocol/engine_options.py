@@ -183,8 +183,8 @@ class BatchOptions:
     compile: Literal["auto", "on", "off"] = "auto"
     """`on`: torch.compile; `auto`: the native decoder for models that it supports, else torch.compile."""
     deterministic: bool = False
-    """On a GPU, multiply in tiles of a fixed size, so that a row has the same bits in every batch (except
-    with experts or adapters). On a CPU in bfloat16 it always has.
+    """On a GPU, multiply in tiles of a fixed size, so that a row has the same bits in every batch. Models and
+    options that prevent this are refused. On a CPU in bfloat16 a row always has the same bits.
     """
     enforce_eager: bool = False
     """Launch each step's kernels on a GPU one by one, without CUDA graphs."""
