@@ -176,12 +176,14 @@ def _mains(axis: Axes, figure: str, findings: dict[str, dict[str, Any]]) -> None
 
 
 def _matrix(axis: Axes, figure: str, finding: dict[str, Any]) -> None:
-    """Write the main effects on the diagonal and the interactions above it. Grey: the interval contains 1."""
+    """Write the main effects on the diagonal and the interactions above it: green if they make the figure
+    better, orange if worse, grey if the interval contains 1.
+    """
     names = finding["factors"]
     for each in _found(finding, figure):
         row, column = (names.index(each["factors"][place]) for place in (0, -1))
-        sure = not each["low"] <= 1 <= each["high"]
-        colour = (COLOURS[2] if each["ratio"] > 1 else COLOURS[1]) if sure else INK
+        sure, better = not each["low"] <= 1 <= each["high"], (each["ratio"] > 1) == (figure == "goodput")
+        colour = (COLOURS[2] if better else COLOURS[1]) if sure else INK
         weight = "bold" if row == column else "normal"
         axis.text(column, row, f"{each['ratio']:.2f}", color=colour, weight=weight, ha="center", va="center")
     labels, edges = [SHORT[name] for name in names], [place - 0.5 for place in range(len(names) + 1)]

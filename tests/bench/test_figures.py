@@ -1,6 +1,10 @@
 """The figures of LLM_SERVING.md can be drawn from the committed results, and are the committed ones."""
 
-from bench.figures import FIGURES, figures
+import pytest
+from matplotlib.figure import Figure
+
+import bench.figures
+from bench.figures import COLOURS, FIGURES, INK, figures
 from bench.report import REPO
 
 
@@ -10,3 +14,20 @@ def test_every_figure_is_drawn_and_shown(tmp_path):
     for name in FIGURES:
         drawn = (tmp_path / f"{name}.svg").read_text()
         assert drawn.count("<path") > 20 and f"(docs/images/{name}.svg)" in text
+
+
+def test_what_makes_a_figure_better_is_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less time per token is better, less goodput worse; an interval around 1 is grey."""
+    effects = [
+        {"factors": ["speculation"], "ratio": 0.5, "low": 0.4, "high": 0.6},
+        {"factors": ["sharing"], "ratio": 2.0, "low": 1.5, "high": 2.5},
+        {"factors": ["speculation", "sharing"], "ratio": 1.1, "low": 0.9, "high": 1.3},
+    ]
+    named = [{"name": name, "effects": effects} for name in ("goodput", "TPOT")]
+    found = {"workload": "chat", "factors": ["speculation", "sharing"], "figures": named}
+    monkeypatch.setattr(bench.figures, "_results", lambda name: {"findings": [found]})
+    panels = Figure().subplots(1, 2)
+    FIGURES["interactions"][1](panels)
+    colours = [{text.get_text(): text.get_color() for text in panel.texts} for panel in panels]
+    assert [colours[0][ratio] for ratio in ("0.50", "2.00", "1.10")] == [COLOURS[1], COLOURS[2], INK]
+    assert [colours[1][ratio] for ratio in ("0.50", "2.00", "1.10")] == [COLOURS[2], COLOURS[1], INK]
