@@ -228,9 +228,7 @@ class CellServers:
             process = self._serving(cell, repeat)
             url, fields = process.command.base_url, request_fields(cell)
             server = MeasuredServer(url, self._setting, workload, prompts, fields)
-            if self._process is None:
-                server.warm_up(workload.first_rate)
-                self._process = process
+            server.warm_up(workload.first_rate)
             outcome = outcome_of(
                 server,
                 workload,
@@ -259,9 +257,9 @@ class CellServers:
             *serve_options(cell, setting.speculative_config),
         )
         logs = self._logs / f"{name_of(served(cell))}, repeat {repeat}"
-        [process] = self._running.enter_context(running([command], logs))
+        [self._process] = self._running.enter_context(running([command], logs))
         self._serves = served(cell), repeat
-        return process
+        return self._process
 
     def close(self) -> None:
         """End the server."""
