@@ -6,11 +6,15 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from bench.five import measure
+from bench.five.command import five
 from bench.five.experiment import Experiment, PlannedRun, runs_of
 from bench.five.factors import FACTORS, cells_of, request_fields, serve_options, served
 from bench.five.figures import finding
@@ -19,6 +23,7 @@ from bench.five.report import as_markdown
 from bench.five.search import NoRateError, highest
 from bench.five.workloads import LEAST_REQUESTS, WORKLOADS, Prompts, Traffic
 from bench.report import write_results
+from bench.servers import Command, ServerProcess, running
 from deploy.config import load_config
 from protocol.speculation import parse_request_speculation
 from tests.bench.test_bench_client import DONE, stream, token
@@ -123,6 +128,23 @@ async def test_a_rate_that_cannot_be_met_is_abandoned_early(start_server) -> Non
 
 
 # --- cells --------------------------------------------------------------------------------------------
+
+
+def test_cells_that_differ_in_their_requests_share_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = []
+
+    def counted(commands: Sequence[Command], logs: Path) -> AbstractContextManager[list[ServerProcess]]:
+        starts.append(logs.name)
+        return running(commands, logs)
+
+    monkeypatch.setattr(measure, "running", counted)
+    five(workload="chat", factors="sharing", seconds=0.5, probes=0, output=tmp_path)
+    assert starts == ["none, repeat 0"]
+    outcomes = json.loads((tmp_path / "results.json").read_bytes())["outcomes"]
+    ttft_s = {len(each["cell"]): each["light"]["ttft_s"] for each in outcomes}
+    assert ttft_s[1] < 0.6 * ttft_s[0], "512 of 576 tokens are shared"
 
 
 def test_each_technique_is_an_option_of_the_server_or_a_field_of_a_request() -> None:
