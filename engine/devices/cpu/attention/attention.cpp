@@ -61,7 +61,7 @@ class Attention {
         const int layer_width = int(layer->value_dim + LANES - 1) / LANES * LANES;
         if (plan.group != group || plan.kv_heads != layer->num_kv_heads || width != layer_width) {
             width = layer_width;
-            plan.build(step, int(layer->num_kv_heads), group);
+            plan.build(step, int(layer->num_kv_heads), group, width);
             partials.reserve(plan.partial_rows * RowState::stride(width));
             first_partial = partials.take(0);
             if (scratch.size() < size_t(step.threads)) scratch.resize(step.threads);

@@ -18,6 +18,7 @@ constexpr int MOST_TASK_ROWS = 1024, LEAST_TASK_ROWS = 48, PACK_COST = 30;
 #else
 constexpr int MOST_TASK_ROWS = 72, LEAST_TASK_ROWS = 72, PACK_COST = 10;
 #endif
+constexpr int MOST_SUMS = 1 << 18;  // of all rows of a task: 1 MiB, which stays in the L2 cache
 constexpr int TASKS_EACH = 4;   // target number of tasks per thread, so that no thread waits long for another
 
 // Query rows [first_query, first_query + queries) of a sequence, for a range of KV heads and a range of splits.
@@ -47,11 +48,13 @@ class Plan {
 
     int max_rows() const { return tile_queries() * group; }
 
-    void build(const Step& step, int num_kv_heads, int query_heads_per_kv_head) {
+    // `width` is the number of a row's sums.
+    void build(const Step& step, int num_kv_heads, int query_heads_per_kv_head, int width) {
         group = query_heads_per_kv_head;
         kv_heads = num_kv_heads;
         const int64_t rows = step.total_tokens * group * kv_heads, tasks_wanted = step.threads * TASKS_EACH;
-        for (task_rows = MOST_TASK_ROWS; task_rows > LEAST_TASK_ROWS && rows < task_rows * tasks_wanted;)
+        task_rows = std::clamp(MOST_SUMS / width, LEAST_TASK_ROWS, MOST_TASK_ROWS);
+        while (task_rows > LEAST_TASK_ROWS && rows < task_rows * tasks_wanted)
             task_rows = std::max(task_rows / 2, LEAST_TASK_ROWS);
         cost = partial_rows = 0;
         tasks.clear();
