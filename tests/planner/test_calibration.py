@@ -80,7 +80,7 @@ def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(calibration, "ROUNDS", 2)
     monkeypatch.setattr(calibration, "LONE_REQUESTS", 2)
     monkeypatch.setattr(calibration, "LONE_PAUSE_S", 0.0)
-    monkeypatch.setattr(calibration, "PACED_REQUESTS", 3)
+    monkeypatch.setattr(calibration, "PACED_REQUESTS", 5)
     monkeypatch.setattr(calibration, "DRAFT_BURSTS", (2,))
     monkeypatch.setattr(calibration, "DRAFT_ROUNDS", 2)
     path = tmp_path / "mine.json"

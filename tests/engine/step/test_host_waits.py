@@ -114,7 +114,7 @@ class CountedGraphs:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbsentGpu]:
     """Simulate a GPU that counts graphs. No real GPU is used."""
-    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
+    monkeypatch.setattr(select_forward, "backend_for", lambda *_: (TritonBackend, ""))
     with absent_gpu() as gpu:
         monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
         yield gpu
