@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +20,7 @@ _TRIAL_ROWS, _TRIAL_OUTPUTS, _TRIAL_INPUTS = 5, 128, 512
 
 
 @dataclass(frozen=True, eq=False)
-class LibraryProduct:
+class LibraryProduct(ABC):
     """A weight in a library's layout, with scales [groups, outputs]."""
 
     inputs: int
@@ -33,18 +34,18 @@ class LibraryProduct:
     """The dimension of each tensor that outputs are in."""
 
     @classmethod
+    @abstractmethod
     def library_of(cls, weight: QuantizedWeight) -> Library | None:
         """Return the library that multiplies by weights of this kind; None if there is none."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def of(cls, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Self:
         """Pack a weight for a model of this dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply rows [rows, inputs]; return new rows [rows, outputs]."""
-        raise NotImplementedError
 
     @property
     def outputs(self) -> int:

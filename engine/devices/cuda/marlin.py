@@ -16,11 +16,12 @@ from torch import Tensor
 from engine.devices.cuda.libraries import MARLIN, Library
 from engine.devices.cuda.library_products import LibraryProduct
 from engine.quantization.weight import CodeFormat, QuantizedWeight
+from engine.quantization.words import pack
 
 _GROUPS = (32, 64, 128)
 _INPUTS, _OUTPUTS = 128, 64
 """The numbers of which a weight's inputs and outputs are multiples."""
-_BITS, _PER_WORD = 4, 8
+_BITS = 4
 
 
 class MarlinProduct(LibraryProduct):
@@ -42,7 +43,7 @@ class MarlinProduct(LibraryProduct):
     @classmethod
     def of(cls, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Self:
         outputs, inputs = weight.codes.shape
-        codes = _packed(weight.codes.t().unflatten(0, (-1, _PER_WORD)).transpose(0, 1))
+        codes = pack(weight.codes, _BITS).t().contiguous()
         sizes = {"size_k": inputs, "size_n": outputs, "num_bits": _BITS, "is_a_8bit": False}
         no_order = codes.new_empty(0)
         repacked: Tensor = _call("gptq_marlin_repack", b_q_weight=codes, perm=no_order, **sizes)
@@ -85,14 +86,6 @@ def _are_codes(zeros: Tensor) -> bool:
     return bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < 1 << _BITS)).all())
 
 
-def _packed(codes: Tensor) -> Tensor:
-    """Pack codes [8, ...] into int32 [...], the first in the lowest bits."""
-    words = torch.zeros(codes.shape[1:], dtype=torch.int32, device=codes.device)
-    for number, part in enumerate(codes):
-        words |= part.int() << _BITS * number
-    return words
-
-
 def _as_weights(rows: Tensor) -> Tensor:
     """Reorder outputs [..., outputs], 64 at a time, as threads hold them with weights."""
     return rows.unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3).contiguous()
@@ -105,8 +98,8 @@ def _as_sums(rows: Tensor) -> Tensor:
 
 def _packed_zeros(zeros: Tensor) -> Tensor:
     """Reorder zero points [groups, outputs]; a word has four of even numbers, then four of odd ones."""
-    words = _as_weights(zeros).unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-2)
-    return _packed(words.movedim(-1, 0))
+    words = _as_weights(zeros).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)
+    return pack(words.flatten(1).to(torch.uint8), _BITS)
 
 
 @cache
