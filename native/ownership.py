@@ -4,6 +4,8 @@ Each file that is trusted, or that holds secrets or requests, is opened or check
 file, owned by this user or root, with a mode that keeps others out. A file to read may be reached by a
 symbolic link, as Kubernetes mounts secrets and certbot keeps certificates: the check is on the opened file. A
 file to write may not.
+
+`peer_of` names the process, and its user, at the other end of a connection on this host.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ import errno
 import grp
 import os
 import pwd
+import socket
 import stat
+import struct
 from pathlib import Path
+from typing import NamedTuple
 
 _WRITE_BY_GROUP, _WRITE_BY_ALL = 0o020, 0o002
 _OTHERS, _OTHERS_OF_ROOTS = 0o077, 0o037
@@ -104,3 +109,16 @@ def own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_own(folder)
     return folder
+
+
+class Peer(NamedTuple):
+    """The process at the other end of a connection. Each side sends secrets only to its own user."""
+
+    pid: int
+    user: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the process that connected to, or listens at, a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return Peer(*struct.unpack("3i", credentials)[:2])

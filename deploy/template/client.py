@@ -9,20 +9,20 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import psutil
 from msgspec import Meta
 
 from deploy.processes import ProcessWatch
+from native.ownership import peer_of
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from protocol.errors import ProtocolError, TandemError
@@ -78,18 +78,6 @@ TemplateReply = Spawned | SpawnFailed | Ended
 
 template_request: BoundedDecoder[Spawn | Adopt | Preload] = BoundedDecoder(Spawn | Adopt | Preload)
 template_reply: BoundedDecoder[TemplateReply] = BoundedDecoder(TemplateReply)
-
-
-class Peer(NamedTuple):
-    """The process at the other end of a connection. Each side sends secrets only to its own user."""
-
-    pid: int
-    user: int
-
-
-def peer_of(connection: socket.socket) -> Peer:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return Peer(*struct.unpack("3i", credentials)[:2])
 
 
 _STATUS_TIMEOUT_S = 10.0

@@ -40,11 +40,11 @@ from deploy.template.client import (
     Spawned,
     SpawnFailed,
     TemplateError,
-    peer_of,
     template_request,
 )
 from engine.light_imports import delay_kernels
 from native.heap import freeze_heap
+from native.ownership import peer_of
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
