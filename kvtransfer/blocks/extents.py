@@ -60,12 +60,17 @@ def cut(source: Sequence[int], first_position: int, source_blocks: int, max_bloc
     return [blocks[:, start : start + max_blocks] for start in range(0, len(indices), max_blocks)]
 
 
-def to_wire(blocks: Blocks) -> bytes:
-    """Encode as runs, as few as the order allows."""
+def runs(blocks: Blocks) -> BlockIndices:
+    """Return as few runs as the order allows, int64 [runs, 3]: first value of each row, number of blocks."""
     breaks = np.flatnonzero((np.diff(blocks) != 1).any(axis=0)) + 1
     starts = np.concatenate((np.zeros(min(1, blocks.shape[1]), dtype=np.int64), breaks))
     lengths = np.diff(starts, append=blocks.shape[1])
-    return np.column_stack((*blocks[:, starts], lengths)).astype(_WIRE_TYPE).tobytes()
+    return np.column_stack((*blocks[:, starts], lengths))
+
+
+def to_wire(blocks: Blocks) -> bytes:
+    """Encode as runs."""
+    return runs(blocks).astype(_WIRE_TYPE).tobytes()
 
 
 def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:

@@ -23,8 +23,8 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-class Span(NamedTuple):
-    """Memory of a device: `nbytes` bytes from `address` on."""
+class Allocation(NamedTuple):
+    """Allocated memory of a device: `nbytes` bytes from `address` on."""
 
     address: int
     nbytes: int
@@ -43,12 +43,12 @@ class Driver:
         self._call("cuDeviceGet", byref(number), ctypes.c_int(device.index or 0))
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), number)  # torch keeps it, too
 
-    def allocation(self, address: int) -> Span:
+    def allocation(self, address: int) -> Allocation:
         """Return the allocation, or the mapping of a peer's, that holds this address."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         with self._current():
             self._call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), ctypes.c_uint64(address))
-        return Span(base.value, nbytes.value)
+        return Allocation(base.value, nbytes.value)
 
     def export(self, allocation: int) -> bytes:
         """Return the handle with which other processes map the allocation of this address."""
@@ -101,7 +101,7 @@ class Driver:
 
 @dataclass
 class _Mapped:
-    span: Span
+    allocation: Allocation
     users: int = 0
 
 
@@ -113,7 +113,7 @@ class Mappings:
         self._lock = threading.Lock()
         self._mapped: dict[bytes, _Mapped] = {}
 
-    def open(self, handle: bytes) -> Span:
+    def open(self, handle: bytes) -> Allocation:
         """Map an allocation until as many calls of `close`. Raises OSError."""
         with self._lock:
             if handle not in self._mapped:
@@ -125,7 +125,7 @@ class Mappings:
                     raise
             mapped = self._mapped[handle]
             mapped.users += 1
-            return mapped.span
+            return mapped.allocation
 
     def close(self, handle: bytes) -> None:
         with self._lock:
@@ -133,4 +133,4 @@ class Mappings:
             mapped.users -= 1
             if not mapped.users:
                 del self._mapped[handle]
-                self._driver.unmap(mapped.span.address)
+                self._driver.unmap(mapped.allocation.address)

@@ -12,8 +12,6 @@ files, among them the GPU's and the connection. So a copy counts only if the pro
 from __future__ import annotations
 
 import os
-import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -23,17 +21,16 @@ import numpy as np
 from msgspec import Meta
 from torch import Tensor
 
-from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices, address
+from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices, address, runs
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import Channel, Hello, Reason
 from kvtransfer.transports.cuda_driver import HANDLE_BYTES, Driver, Mappings
 from kvtransfer.transports.transport import LocalTransport, PieceReader, PieceWriter
+from native.ownership import peer_of
 from protocol.errors import ProtocolError
 
 _PROBED_BYTES = 4096
-_CREDENTIALS = struct.Struct("iII")
-"""Linux's `ucred`: process, user and group."""
 
 
 class Export(msgspec.Struct, frozen=True, tag="cuda-ipc"):
@@ -74,16 +71,16 @@ class CudaIpcReader(PieceReader):
         self._driver, self._mappings, self._handle = driver, mappings, export.handle
         self._copies, self._block_bytes = pool.queue.copies(), target.block_bytes
         self._target = address(target.buffer) if target.device is None else _blocks(target).data_ptr()
-        self._span = mappings.open(export.handle)
-        self._source = self._span.address + export.offset
+        self._allocation = mappings.open(export.handle)
+        self._source = self._allocation.address + export.offset
 
     def check(self, hello: Hello, offset: int, scratch: Tensor) -> None:
         """Read into `scratch`, on our GPU. Raises ProtocolError if the sender's blocks are not all in its
         allocation, OSError if they can't be read.
         """
         end = offset + hello.num_blocks * hello.block_bytes
-        if end > self._span.nbytes:
-            raise ProtocolError(f"the pool ends at byte {end} of an allocation of {self._span.nbytes}")
+        if end > self._allocation.nbytes:
+            raise ProtocolError(f"the pool ends at byte {end} of an allocation of {self._allocation.nbytes}")
         with self._copies.within():
             self._driver.copy([(scratch.data_ptr(), self._source, scratch.nbytes)], self._copies.stream)
 
@@ -101,12 +98,8 @@ class CudaIpcReader(PieceReader):
 
     def _runs(self, sources: BlockIndices, targets: BlockIndices) -> Iterator[tuple[int, int, int]]:
         """Yield target, source and length of blocks that are consecutive on both sides."""
-        breaks = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-        firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        lengths = np.diff(firsts, append=len(sources))
-        for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True):
-            source, target = int(sources[first]), int(targets[first])
-            nbytes = self._block_bytes
+        nbytes = self._block_bytes
+        for source, target, length in runs(np.stack((sources, targets))).tolist():
             yield self._target + target * nbytes, self._source + source * nbytes, length * nbytes
 
 
@@ -150,7 +143,7 @@ class CudaIpcTransport(LocalTransport):
         """
         export = channel.recv(Export, deadline)
         try:
-            reader = self._opened(export, process_of_peer(channel.socket), target, hello)
+            reader = self._opened(export, peer_of(channel.socket).pid, target, hello)
         except (OSError, ProtocolError) as error:
             channel.send(CudaIpcWelcome(str(error)[:512]), deadline)
             raise
@@ -186,14 +179,6 @@ def has_memory(process: int) -> bool:
         return Path(f"/proc/{process}/statm").read_bytes().split()[0] != b"0"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def process_of_peer(sock: socket.socket) -> int:
-    """Return the process that connected to a Unix socket."""
-    process, _, _ = _CREDENTIALS.unpack(
-        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return int(process)
 
 
 def _pid_namespace() -> int:

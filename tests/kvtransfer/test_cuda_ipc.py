@@ -26,6 +26,7 @@ from kvtransfer.interface import Closed, Completed, Failed, Progress, Registered
 from kvtransfer.transports import cuda_driver, cuda_ipc
 from kvtransfer.transports.cuda_driver import Driver
 from kvtransfer.transports.registry import TransportOptions, open_transports
+from native.ownership import peer_of
 from protocol.ids import PeerAddress
 from tests.kvtransfer.ordered_device import SEGMENT
 from tests.kvtransfer.transfer_sides import WAIT_S, ReceiverEnd, SenderEnd, cut, make_pool, moved
@@ -80,6 +81,16 @@ class HeldCopies:
             self.begun.set()
             assert self._free.wait(WAIT_S)
         self._copy(driver, runs, stream)
+
+    def hold_one(self, sender: SenderEnd, receiver: ReceiverEnd) -> None:
+        """Connect by a first lease, then hold the copy of block 1 for a second one, "lease"."""
+        receiver.open("first", [0])
+        sender.push(receiver.peer, "first", [0])
+        receiver.wait_lease("first")
+        self.hold = True
+        receiver.open("lease", [1])
+        sender.push(receiver.peer, "lease", [1])
+        assert self.begun.wait(WAIT_S)
 
     def let_go(self) -> None:
         self._free.set()
@@ -187,13 +198,7 @@ def test_a_lease_that_ends_during_a_copy_waits_for_it(
 ) -> None:
     copies = HeldCopies(monkeypatch)
     sender, receiver = pair(closing)
-    receiver.open("first", [0])
-    sender.push(receiver.peer, "first", [0])
-    receiver.wait_lease("first")
-    copies.hold = True
-    receiver.open("lease", [1])
-    sender.push(receiver.peer, "lease", [1])
-    assert copies.begun.wait(WAIT_S)
+    copies.hold_one(sender, receiver)
     assert not receiver.receiver.close_lease("lease")
     copies.let_go()
     assert Closed("lease") in receiver.wait_for(lambda event: isinstance(event, Closed))
@@ -205,13 +210,7 @@ def test_blocks_that_were_given_up_during_their_copy_never_count(
     """The sender reuses them at once."""
     copies = HeldCopies(monkeypatch)
     sender, receiver = pair(closing, abort_timeout_s=0.1)
-    receiver.open("first", [0])
-    sender.push(receiver.peer, "first", [0])
-    receiver.wait_lease("first")
-    copies.hold = True
-    receiver.open("lease", [1])
-    sender.push(receiver.peer, "lease", [1])
-    assert copies.begun.wait(WAIT_S)
+    copies.hold_one(sender, receiver)
     sender.sender.abort("lease")
     blocks_of(sender)[1] = 0
     copies.let_go()
@@ -239,7 +238,7 @@ def test_a_copy_from_a_sender_that_has_begun_to_end_never_counts(
 def test_a_process_that_ends_has_no_memory() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert cuda_ipc.process_of_peer(ours) == os.getpid()
+        assert peer_of(ours) == (os.getpid(), os.getuid())
     with subprocess.Popen(["sleep", "60"]) as process:
         assert cuda_ipc.has_memory(process.pid)
         process.kill()
