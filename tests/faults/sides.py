@@ -45,9 +45,16 @@ LOG_LINES = 200
 Outcome = tuple[Literal["completed", "failed", "expired", "corrupt"], str]
 
 
+HASTY: dict[str, float] = {"progress_timeout_s": 1.0, "connect_timeout_s": 1.0}
+
+
 @dataclass(frozen=True)
 class Options:
-    """Options for one end. `listen_at` has addresses by transport; otherwise the transport chooses."""
+    """Options for one end. `listen_at` has addresses by transport; otherwise the transport chooses.
+
+    The time-outs are so long that a busy machine never reaches them. `HASTY` is for faults that only a
+    time-out can find.
+    """
 
     worker_id: str
     transports: tuple[str, ...]
@@ -57,8 +64,8 @@ class Options:
     their_layout: Layout = "bytes"
     host: str = "127.0.0.1"
     listen_at: dict[str, str] = field(default_factory=dict)
-    progress_timeout_s: float = 1.0
-    connect_timeout_s: float = 1.0
+    progress_timeout_s: float = 20.0
+    connect_timeout_s: float = 20.0
     abort_timeout_s: float = 1.0
     reconnect_grace_s: float = 0.3
     retry_interval_s: float = 2.0

@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.arena import ORPHAN_S, Arena
 from tests.faults.points import Action
+from tests.faults.sides import HASTY
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_the_sender_is_killed(arena: Arena, point: str) -> None:
     ],
 )
 def test_the_receiver_is_killed_or_frozen(arena: Arena, point: str, action: Action) -> None:
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**HASTY if action == "STOP" else {}), arena.receiver()
     receiver.arm(point, action, 2)
     request = arena.begin(sender, receiver)
     receiver.wait_at(point)

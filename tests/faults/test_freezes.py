@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.transfer.certificates import Authority
-from tests.faults.arena import ORPHAN_S, SERVED_S, Arena, cases, needs_nixl
+from tests.faults.arena import ORPHAN_S, Arena, cases, needs_nixl
 from tests.faults.points import CONNECTING, RECEIVER_POINTS, SENDER_POINTS, Point, points_over
 from tests.faults.processes import LARGE, Child, Stock
+from tests.faults.sides import HASTY
 
 SENDER_FROZEN = ["hello sent", "verdict received", "piece begins", "mid payload", "ack arrives", "ack read"]
 RECEIVER_FROZEN = ["accepted", "reader ready", "piece admitted", "mid copy", "mid receive", "ack due", "told"]
@@ -32,13 +32,8 @@ def pair(stock: Stock, wire: str, checksum: str, tmp_path: Path) -> Iterator[tup
     """Start a sender, which hardly waits to abort, and a receiver, which may be late, over a wire."""
     arena = Arena(stock, ("tcp" if wire == "tls" else wire,))
     certificates = Authority(tmp_path / "authority").issue("worker") if wire == "tls" else None
-    options: dict[str, Any] = {
-        "certificates": certificates,
-        "progress_timeout_s": SERVED_S,
-        "connect_timeout_s": SERVED_S,
-    }
-    sender = arena.sender(checksum=checksum, abort_timeout_s=0.1, **options)
-    yield arena, sender, arena.receiver(**options)
+    sender = arena.sender(checksum=checksum, abort_timeout_s=0.1, certificates=certificates)
+    yield arena, sender, arena.receiver(certificates=certificates)
     arena.close()
 
 
@@ -123,7 +118,7 @@ def test_the_sender_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
 )
 def test_the_receiver_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
     """By then the sender has reused its blocks, and the receiver must not believe their bytes."""
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**HASTY), arena.receiver()
     receiver.arm(point, "STOP")
     request = arena.begin(sender, receiver)
     receiver.wait_at(point)
@@ -137,7 +132,7 @@ def test_the_receiver_freezes_and_wakes_up_late(arena: Arena, point: str) -> Non
 
 def test_a_full_socket_to_a_frozen_receiver_blocks_nobody_else(arena: Arena) -> None:
     """The unsent bytes exceed the sockets' buffers, and the sender serves another receiver meanwhile."""
-    sender = arena.sender(size=LARGE)
+    sender = arena.sender(size=LARGE, **HASTY)
     frozen, other = arena.receiver("decode-0", size=LARGE), arena.receiver("decode-1", size=LARGE)
     frozen.arm("mid receive", "STOP")
     stuck = arena.begin(sender, frozen, 48, chunk=24)
@@ -153,8 +148,7 @@ def test_a_full_socket_to_a_frozen_receiver_blocks_nobody_else(arena: Arena) -> 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_short_freeze_only_delays(arena: Arena) -> None:
-    sender = arena.sender(progress_timeout_s=20.0, connect_timeout_s=20.0)
-    receiver = arena.receiver(progress_timeout_s=20.0, connect_timeout_s=20.0)
+    sender, receiver = arena.sender(), arena.receiver()
     for child, point in ((sender, "piece begins"), (receiver, "piece admitted")):
         child.arm(point, "STOP", 2)
         request = arena.reserve(sender, receiver)

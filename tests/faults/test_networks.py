@@ -58,9 +58,8 @@ def test_the_link_is_cut(
 
 def test_the_link_comes_back_in_time(arena: Arena, network: Network) -> None:
     """TCP sends the packets again, so the request only takes longer."""
-    patient = {"progress_timeout_s": 20.0, "connect_timeout_s": 20.0}
-    sender = arena.sender(network=network.left, host=network.hosts[network.left], **patient)
-    receiver = arena.receiver(network=network.right, host=network.hosts[network.right], **patient)
+    sender = arena.sender(network=network.left, host=network.hosts[network.left])
+    receiver = arena.receiver(network=network.right, host=network.hosts[network.right])
     sender.arm("piece begins", "HOLD", 2)
     request = arena.begin(sender, receiver)
     sender.wait_at("piece begins")

@@ -92,9 +92,7 @@ def test_a_lease_expires_as_its_sender_pauses(arena: Arena) -> None:
 @at(ABORTED_AT)
 def test_a_request_is_aborted_at(arena: Arena, point: str) -> None:
     """The sender reuses its blocks at once. Over `tcp` all bytes may have been sent before."""
-    # A shorter time-out might send everything again before the abort.
-    sender = arena.sender(progress_timeout_s=20.0)
-    receiver = arena.receiver()
+    sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, "HOLD", 2)
     request = arena.begin(sender, receiver)
     receiver.wait_at(point)

@@ -15,6 +15,7 @@ from tests.faults.arena import Arena, Request
 from tests.faults.points import CONVERTING, ONLY_OVER, RECEIVER_POINTS, SENDER_POINTS, Action, Fault, Point
 from tests.faults.processes import SMALL, Child, DiedError, Keeper, Stock
 from tests.faults.proxy import Damage, Kind
+from tests.faults.sides import HASTY
 from tests.tiers.seeds import seeds
 
 SCHEDULES = 40
@@ -122,8 +123,8 @@ def _run(stock: Stock, schedule: Schedule) -> None:
 
 
 def _follow(arena: Arena, schedule: Schedule) -> None:
-    sender = arena.sender(checksum=schedule.checksum, streams=schedule.streams)
-    receiver = arena.receiver(streams=schedule.streams)
+    sender = arena.sender(checksum=schedule.checksum, streams=schedule.streams, **HASTY)
+    receiver = arena.receiver(streams=schedule.streams, **HASTY)
     peer, proxy = receiver.peer, None
     if schedule.damages:
         proxy, peer = arena.proxy(receiver, *schedule.damages)

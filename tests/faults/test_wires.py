@@ -26,8 +26,8 @@ UPSTREAM = [
 HANDSHAKE = {"hello", "proof", "challenge", "verdict"}
 KINDS: dict[Kind, int] = {"drop": 1, "hang": 1, "corrupt": 1, "truncate": 5, "swap": 7, "repeat": 5}
 """Kinds of damage, with the number of bytes."""
-PATIENT: dict[str, Any] = {"connect_timeout_s": 2.0, "reconnect_grace_s": 2.0}
-"""Time-outs long enough for good connections on a busy machine, since nobody dies here."""
+PATIENT: dict[str, Any] = {"progress_timeout_s": 1.0, "connect_timeout_s": 2.0, "reconnect_grace_s": 2.0}
+"""A wire that hangs is found soon, and good connections on a busy machine last, since nobody dies here."""
 
 
 @pytest.fixture(scope="module")
