@@ -1,8 +1,9 @@
 """Turns of systems, round by round. Ratios are taken within rounds, since changes of the machine's speed
 affect all systems alike.
 
-In its turn a system starts, is measured, and stops before the next one starts: an idle server that polls
-would take cores from the server under measurement.
+Either a system starts in its turn, is measured, and stops before the next one starts, since an idle server
+that polls would take cores from the server under measurement; or all run side by side, which none that polls
+may, and take short turns.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -42,7 +44,7 @@ def take_turns(
     """Measure all systems, round by round. A system that fails is reported and left out of its round. Keep
     the servers' logs. Exit if nothing could be measured.
     """
-    logs = RESULTS / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    logs = _new_log_folder()
     measurements: list[T] = []
     for number in range(rounds):
         for spec in in_round(specs, number):
@@ -58,6 +60,20 @@ def take_turns(
     if not measurements:
         raise typer.Exit(1)
     return measurements
+
+
+def start_all(
+    specs: Sequence[str], setting: SystemSettings, stack: ExitStack, start_timeout: float = 600.0
+) -> list[System]:
+    """Start all systems, which run side by side until `stack` closes. None may poll while it idles."""
+    systems, logs = [parse_system(spec, setting) for spec in specs], _new_log_folder()
+    for system in systems:
+        stack.enter_context(running(system.commands, logs / file_name(system.label), start_timeout))
+    return systems
+
+
+def _new_log_folder() -> Path:
+    return RESULTS / "logs" / time.strftime("%Y%m%d-%H%M%S")
 
 
 def file_name(label: str) -> str:

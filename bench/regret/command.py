@@ -1,18 +1,21 @@
 """`tandem bench regret`: the first system's loss against the best other one, for each workload.
 
-A system's turn runs all workloads. A request is good if it meets its TTFT objective, a multiple of the time
-of a lone request, and takes at most `TPOT_FACTOR` times the lone request's time per token. The regret is the
-ratio of the first system to the best other one on each figure, within rounds; below 1 the first system is
-worse.
+The systems run side by side and take turns at each workload, so that changes of the machine's speed affect
+all of them alike. A request is good if it meets its TTFT objective, a multiple of the time of a lone request,
+and takes at most `TPOT_FACTOR` times the lone request's time per token. The regret is the lowest ratio of the
+first system to any other one on each figure, each ratio a median over the rounds; below 1 the first is worse.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +29,7 @@ from bench.options import chosen
 from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
 from bench.regret.workloads import ALONE_INPUT_LEN, ALONE_OUTPUT_LEN, WORKLOADS, Chain, Draw
-from bench.report import RESULTS, publish, terminal_table
+from bench.report import RESULTS, publish, show, terminal_table
 from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import run_on_fast_loop
 from bench.serve.statistics import latencies, meets
@@ -53,10 +56,9 @@ FIGURES = ("goodput", "ttft_p50", "ttft_p99", "gap_p99")
 
 
 @dataclass
-class Turn:
-    """A turn: the workloads on one system. The unit of time is measured once, on the first system."""
+class Measurement:
+    """Measures one workload after the other. The unit of time is measured once, on the first system."""
 
-    workloads: Sequence[str]
     seconds: float
     load: float
     vocab_size: int
@@ -64,22 +66,23 @@ class Turn:
     alone: tuple[float, float] | None = None
     """Seconds of a lone request, and seconds of each of its tokens after the first."""
 
-    def measure(self, system: System, number: int) -> Iterator[TurnFigures]:
-        client = Client(ServerTarget(system.base_url, system.model, ignore_eos=True))
-        alone = run_on_fast_loop(self._alone(client))
+    def warm_up(self, system: System) -> None:
+        alone = run_on_fast_loop(self._alone(_client(system)))
         self.alone = self.alone or alone
+
+    def measure(self, system: System, workload: str, number: int) -> TurnFigures:
+        assert self.alone, "warm up first"
         unit, tpot_s = self.alone
-        for name in self.workloads:
-            rng = np.random.default_rng([self.seed, number, list(WORKLOADS).index(name)])
-            chains = WORKLOADS[name](Draw(rng, self.vocab_size, self.seconds, unit / self.load))
-            began = time.perf_counter()
-            answers = run_on_fast_loop(_run(client, chains, self.seconds))
-            seconds = max(self.seconds, time.perf_counter() - began)
-            figures = judged(answers, seconds, unit, tpot_s * TPOT_FACTOR)
-            yield TurnFigures(system.label, name, number, **figures)
+        rng = np.random.default_rng([self.seed, number, list(WORKLOADS).index(workload)])
+        chains = WORKLOADS[workload](Draw(rng, self.vocab_size, self.seconds, unit / self.load))
+        began = time.perf_counter()
+        answers = run_on_fast_loop(_run(_client(system), chains, self.seconds))
+        seconds = max(self.seconds, time.perf_counter() - began)
+        figures = judged(answers, seconds, unit, tpot_s * TPOT_FACTOR)
+        return TurnFigures(system.label, workload, number, **figures)
 
     async def _alone(self, client: Client) -> tuple[float, float]:
-        """Warm the system up. Return the medians of lone requests."""
+        """Return the medians of lone requests."""
         draw = Draw(np.random.default_rng(self.seed), self.vocab_size, 0.0, 1.0)
         taken = []
         for _ in range(ALONE_REQUESTS):
@@ -87,6 +90,10 @@ class Turn:
             taken.append(latencies(record))
         whole_s, token_s = (statistics.median(each[name] for each in taken) for name in ("e2el", "tpot"))
         return whole_s, token_s
+
+
+def _client(system: System) -> Client:
+    return Client(ServerTarget(system.base_url, system.model, ignore_eos=True))
 
 
 def _checked(record: Record) -> Record:
@@ -130,24 +137,20 @@ def judged(answers: Answers, seconds: float, unit: float, slo_tpot: float) -> di
 
 
 def regrets(found: Sequence[TurnFigures], first: str, workload: str) -> dict[str, float | None]:
-    """Return the ratio of the first system to the best other one by figure, as medians over the rounds."""
-    rounds: dict[int, list[TurnFigures]] = {}
+    """Return the lowest ratio of the first system to any other one by figure. A ratio is a median over the
+    rounds: the best of several systems that are equal but for noise would always seem better.
+    """
+    by_system: dict[str, dict[int, TurnFigures]] = {}
     for each in found:
         if each.workload == workload:
-            rounds.setdefault(each.round, []).append(each)
-    ratios: dict[str, list[float | None]] = {name: [] for name in FIGURES}
-    for outcomes in rounds.values():
-        ours = next((each for each in outcomes if each.system == first), None)
-        others = [each for each in outcomes if each.system != first]
-        for name in FIGURES if ours and others else ():
-            ratios[name].append(_ratio(name, getattr(ours, name), [getattr(each, name) for each in others]))
-    return {name: turns.known_median(values) for name, values in ratios.items()}
-
-
-def _ratio(name: str, ours: float, others: Sequence[float]) -> float | None:
-    if name == "goodput":
-        return ours / max(others) if max(others) else None
-    return min(others) / ours if ours else None
+            by_system.setdefault(each.system, {})[each.round] = each
+    ours = by_system.pop(first, {})
+    lowest: dict[str, float | None] = {}
+    for name in FIGURES:
+        pairs = [(other, ours) if name == "goodput" else (ours, other) for other in by_system.values()]
+        ratios = [turns.ratio_to(base, better, attrgetter(name)) for base, better in pairs]
+        lowest[name] = min((ratio for ratio in ratios if ratio is not None), default=None)
+    return lowest
 
 
 def as_table(found: Sequence[TurnFigures], first: str) -> Table:
@@ -164,7 +167,7 @@ def as_table(found: Sequence[TurnFigures], first: str) -> Table:
                 row.append(shown if system != first or ratio is None else f"{shown} ({ratio:.2f})")
             rows.append(row)
     head = ("workload", "system", "goodput, 1/s", "TTFT p50, ms", "TTFT p99, ms", "gap p99, ms")
-    title = "medians over the rounds; in brackets the ratio to the best other system, below 1 is worse"
+    title = "medians over the rounds; in brackets the lowest ratio to another system, below 1 is worse"
     return terminal_table(title, head, rows)
 
 
@@ -179,11 +182,19 @@ def regret(
     env_dir: turns.EnvDirOption = DEFAULT_ENV_DIR,
     output: Annotated[Path, typer.Option(help="folder for the figures")] = RESULTS / "regret",
 ) -> None:
-    """Measure what the first system loses to the best of the others on twelve workloads, in turns."""
+    """Measure what the first system loses to each of the others on twelve workloads, in turns."""
     names = chosen("--workload", workload, list(WORKLOADS))
     setting = SystemSettings(model.resolve(), env_dir.expanduser().resolve(), max_model_len=4096)
     labels = labels_of(system, setting)
-    turn = Turn(names, seconds, load, vocab_size_of(model), seed)
-    found = turns.take_turns(system, setting, rounds, turn.measure)
-    content = {"alone": turn.alone, "measurements": msgspec.to_builtins(found)}
+    measurement = Measurement(seconds, load, vocab_size_of(model), seed)
+    found = []
+    with ExitStack() as stack:
+        systems = turns.start_all(system, setting, stack)
+        for each in systems:
+            measurement.warm_up(each)
+        for number, name in itertools.product(range(rounds), names):
+            for each in turns.in_round(systems, number):
+                found.append(measurement.measure(each, name, number))
+                show(f"round {number}, {found[-1]}")
+    content = {"alone": measurement.alone, "measurements": msgspec.to_builtins(found)}
     publish(output, content, as_table(found, labels[0]))

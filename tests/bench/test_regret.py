@@ -9,15 +9,17 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.peers.systems import System
-from bench.regret.command import Turn, TurnFigures, regrets
+from bench.regret.command import Measurement, TurnFigures, regrets
 from bench.regret.workloads import WORKLOADS, Draw
 from tests.bench.test_bench_client import DONE, stream, token
 
 STALL_S = 0.03
 
 
-def turn(*workloads: str) -> Turn:
-    return Turn(workloads, seconds=0.5, load=1.0, vocab_size=4096, seed=1)
+def measured(system: System, workload: str) -> TurnFigures:
+    measurement = Measurement(seconds=0.5, load=1.0, vocab_size=4096, seed=1)
+    measurement.warm_up(system)
+    return measurement.measure(system, workload, 0)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -39,7 +41,7 @@ async def test_streams_and_long_prompts_are_judged_apart(start_server):
         await stream(writer, [token("a"), token("b"), token("c", "length"), DONE], STALL_S)
 
     system = System("x", await start_server(serve), "m")
-    [found] = await asyncio.to_thread(lambda: list(turn("streams").measure(system, 0)))
+    found = await asyncio.to_thread(measured, system, "streams")
     assert STALL_S <= found.gap_p99 < 30 * STALL_S <= found.ttft_p50
     assert found.goodput > 0 and lengths.count(1500) >= 1 and lengths.count(64) >= 8
 
@@ -50,21 +52,24 @@ async def test_a_request_that_fails_ends_the_measurement(start_server):
 
     system = System("x", await start_server(serve), "m")
     with pytest.raises(RuntimeError, match="503"):
-        await asyncio.to_thread(lambda: list(turn("chat").measure(system, 0)))
+        await asyncio.to_thread(measured, system, "chat")
 
 
-def test_regret_is_the_ratio_to_the_best_other_system_within_rounds():
+def test_regret_is_the_lowest_median_ratio_to_another_system():
     found = [
         TurnFigures("cost", "chat", 0, 4.0, 0.2, 0.4, 0.02),
         TurnFigures("whole", "chat", 0, 5.0, 0.1, 0.8, 0.02),
         TurnFigures("split", "chat", 0, 2.0, 0.4, 0.2, 0.01),
         TurnFigures("cost", "chat", 1, 5.0, 0.2, 0.4, 0.02),
         TurnFigures("whole", "chat", 1, 5.0, 0.2, 0.4, 0.02),
-        TurnFigures("cost", "bursts", 0, 1.0, 9.0, 9.0, 9.0),
+        TurnFigures("cost", "bursts", 0, 0.0, 9.0, 9.0, 9.0),
+        TurnFigures("whole", "bursts", 0, 1.0, 9.0, 9.0, 9.0),
+        TurnFigures("cost", "giant", 0, 1.0, 9.0, 9.0, 9.0),
     ]
-    expected = {"goodput": 0.9, "ttft_p50": 0.75, "ttft_p99": 0.75, "gap_p99": 0.75}
+    expected = {"goodput": 0.9, "ttft_p50": 0.75, "ttft_p99": 0.5, "gap_p99": 0.5}
     assert regrets(found, "cost", "chat") == pytest.approx(expected)
-    assert set(regrets(found, "cost", "bursts").values()) == {None}
+    assert regrets(found, "cost", "bursts")["goodput"] == 0.0
+    assert set(regrets(found, "cost", "giant").values()) == {None}
 
 
 def test_an_unknown_workload_is_refused(tmp_path):
