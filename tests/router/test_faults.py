@@ -7,7 +7,6 @@ import time
 
 import msgspec
 import pytest
-from fake_worker import echo_script
 from router_clients import (
     BODY,
     answer,
@@ -94,20 +93,6 @@ def test_death_of_the_only_worker_is_an_error_status(make_router, pool, how):
     assert known == (["silent"] if how == "silently" else [])
 
 
-def test_prefill_death_after_the_hand_off_is_harmless(make_router):
-    router = make_router()
-    prefill, decode = make_pair(router, step_s=0.01)
-
-    def die() -> None:
-        eventually(lambda: any(at.prefill is None for _, at in router.server.state.journal.assigned()))
-        lose(router, prefill)
-
-    events = events_of(router, on_first=die, max_tokens=60)
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert not decode.aborted
-    assert post(router, max_tokens=3).status_code == 200, "the decode worker serves alone"
-
-
 @pytest.mark.parametrize("before", [0, 3], ids=["at first", "after a failover"])
 def test_tokens_that_overtake_earlier_ones_wait(make_router, pool, before):
     router = make_router()
@@ -187,24 +172,6 @@ def test_tokens_that_do_not_follow_are_computed_again(make_router, shift):
     assert router.metric("tandem_messages_dropped_total", reason="tokens_missing") == 1
     assert router.metric("tandem_requests_placed_again_total", reason="worker_lost") == 1
     eventually(lambda: is_idle(router) and not worker.jobs)
-
-
-def test_a_lost_first_token_is_not_waited_for(make_router, pool, monkeypatch):
-    """Its decode worker continues, but its tokens cannot be used."""
-    monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.2)
-    router = make_router()
-    prefill, decode = make_pair(router)
-    decode.stall_after = 5
-    usual = prefill._step
-    prefill._step = lambda: usual() and []
-    answer = pool.submit(post, router, max_tokens=9, return_token_ids=True)
-    eventually(lambda: decode.jobs)
-    prefill._step = usual
-    eventually(lambda: len(prefill.generated) == 2 and prefill.generated[0].request_id in decode.aborted)
-    decode.stall_after = 2**31
-    assert answer.result(20).json()["choices"][0]["token_ids"] == echo_script(prefill.generated[0])[:9]
-    assert router.metric("tandem_requests_lost_total") == 1
-    eventually(lambda: is_idle(router))
 
 
 def test_a_request_that_waits_at_its_worker_is_not_lost(make_router, pool, monkeypatch):

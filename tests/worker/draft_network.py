@@ -137,7 +137,7 @@ class DraftSide:
 
 
 class Network:
-    """Carries encoded messages in order, or as `rng` has them: late, twice, or (a share of `loss`) never."""
+    """Carries encoded messages in order, or as `rng` has them: late or twice."""
 
     def __init__(
         self,
@@ -145,10 +145,9 @@ class Network:
         drafts: Sequence[DraftSide],
         rng: random.Random | None = None,
         delay: int = 0,
-        loss: float = 0.0,
     ) -> None:
         self.decodes, self.drafts = decodes, list(drafts)
-        self._rng, self._delay, self._loss = rng, delay, loss
+        self._rng, self._delay = rng, delay
         self._queue: list[tuple[int, Any, bytes]] = []
         self._now = 0
         self.frozen: set[str] = set()
@@ -157,8 +156,6 @@ class Network:
         copies = 1
         wait = self._delay
         if self._rng is not None:
-            if self._rng.random() < self._loss:
-                return
             copies += self._rng.random() < 0.2
             wait = self._rng.randrange(2 * self._delay + 1)
         self._queue += [(self._now + wait, to, raw)] * copies
@@ -209,12 +206,12 @@ class Network:
         self._collect()
         self._deliver()
 
-    def run(self, drafts_per_step: int = 2, most: int = 2000) -> None:
+    def run(self) -> None:
         """Run until all requests have their tokens."""
-        for _ in range(most):
+        for _ in range(2000):
             if not any(decode.engine.has_work() for decode in self.decodes):
                 return
-            self.turn(drafts_per_step)
+            self.turn()
         raise AssertionError("it does not end")
 
     def settle(self, turns: int = 20) -> None:

@@ -34,7 +34,8 @@ REQUESTS = {
     "long": ask("long", prompt_of(60, 1), 12, temperature=0.8, seed=3, ignore_eos=True),
     "edited": ask("edited", prompt_of(20, 2), 16, repetition_penalty=1.3, ignore_eos=True),
 }
-PLANS = st.sampled_from([remote_plan(), remote_plan(), remote_plan(max_tokens=1), DraftPlan()])
+LOCAL = DraftPlan(method="draft_model", max_tokens=4)
+PLANS = st.sampled_from([remote_plan(), remote_plan(), remote_plan(max_tokens=1), LOCAL, DraftPlan()])
 AT_ONCE = 3
 """The number of the decode worker's requests."""
 

@@ -354,37 +354,3 @@ def test_a_decode_worker_drops_impossible_messages_of_draft_workers(begin: Calla
     assert decode.counter("remote_drafts_stale_total") == stale + 4
     assert decode.counter("remote_drafts_late_total") == late + 1
     one.finish()
-
-
-NOBODY = DraftPlan()
-HERE = DraftPlan(method="draft_model", max_tokens=4)
-PLANS = [None, NOBODY, HERE, remote_plan(), remote_plan(max_tokens=1), remote_plan(OTHER)]
-
-
-def test_tokens_are_the_same_through_any_change_of_plan(pair: Pair) -> None:
-    """Nothing stays at a draft worker, even if messages come late, twice or never."""
-    target, draft = pair
-    rng = random.Random(11)
-    decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
-    drafters = [DraftSide(draft), DraftSide(draft, OTHER)]
-    network = Network([decode], drafters, random.Random(2), delay=1, loss=0.3)
-    requests = [
-        ask(f"r{i}", prompt_of(15 + 9 * i, i), 40, temperature=0.9 * (i % 2), seed=i) for i in range(3)
-    ]
-    for request in requests:
-        decode.generate(request, rng.choice(PLANS))
-    changes = 0
-    while decode.engine.has_work():
-        network.turn()
-        for request in requests:
-            if rng.random() < 0.25:
-                decode.loop.replan(request.request_id, rng.choice(PLANS))
-                changes += 1
-        assert changes < 1000, "it does not end"
-    assert decode.tokens() == plain_tokens(target, requests)
-    assert changes > 20
-    assert decode.accepted("remote") > 0 and decode.accepted("draft_model") > 0
-    network.settle()
-    for drafter in drafters:
-        assert len(drafter.loop.requests) == 0
-        assert is_empty(drafter)
