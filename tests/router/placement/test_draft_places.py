@@ -231,90 +231,63 @@ def test_no_flapping_between_drafts_and_none_under_noise():
 
 
 NUMBERS = st.sampled_from([0.0, 1e-9, 1e-3, 0.5, 1.0, 3.0, 1e9, 1e300, inf, nan, -1.0])
+
+
+def numbers(*names: str) -> dict[str, st.SearchStrategy[float]]:
+    return dict.fromkeys(names, NUMBERS)
+
+
 RATES = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=9)
 STATES = st.builds(
     MethodState,
     method=st.sampled_from([*METHODS, REMOTE]),
     acceptance=RATES,
     by_class=st.dictionaries(st.sampled_from(["greedy", "sampled"]), RATES),
-    start_s=NUMBERS,
-    level_s=NUMBERS,
-    token_s=NUMBERS,
-    read_s=NUMBERS,
     found=st.sampled_from([0.0, 0.5, 1.0]),
+    **numbers("start_s", "level_s", "token_s", "read_s"),
 )
 COUNTS = st.lists(st.integers(0, 100), max_size=4)
-TABLES = st.builds(
-    StepTimeState,
-    sequences=COUNTS,
-    drafted=COUNTS,
-    seconds=st.lists(st.lists(NUMBERS, max_size=4), max_size=4),
-)
+SECONDS = st.lists(st.lists(NUMBERS, max_size=4), max_size=4)
+TABLES = st.builds(StepTimeState, sequences=COUNTS, drafted=COUNTS, seconds=SECONDS)
 COSTS = st.builds(
-    StepCosts,
-    step_s=NUMBERS,
-    row_s=NUMBERS,
-    context_s=NUMBERS,
-    token_s=NUMBERS,
-    chunk_tokens=st.integers(0, 99),
+    StepCosts, chunk_tokens=st.integers(0, 99), **numbers("step_s", "row_s", "context_s", "token_s")
 )
-PLACES = st.builds(
-    DraftPlace,
-    method=st.sampled_from([None, *METHODS]),
-    at=st.sampled_from([None, "a", "b", "gone"]),
+ANY_METHOD = st.sampled_from([None, *METHODS])
+PLACES = st.builds(DraftPlace, method=ANY_METHOD, at=st.sampled_from([None, "a", "b", "gone"]))
+SPECULATION = st.builds(
+    SpeculationState, max_tokens=st.integers(0, 63), methods=st.lists(STATES, max_size=7), step_time=TABLES
 )
 TARGETS = st.builds(
     DraftTarget,
-    rows=NUMBERS,
-    context_tokens=NUMBERS,
     costs=COSTS,
-    speculation=st.one_of(
-        st.none(),
-        st.builds(
-            SpeculationState,
-            max_tokens=st.integers(0, 63),
-            methods=st.lists(STATES, max_size=7),
-            step_time=TABLES,
-        ),
-    ),
-    method=st.sampled_from([None, *METHODS]),
+    speculation=st.none() | SPECULATION,
+    method=ANY_METHOD,
     fixed_tokens=st.sampled_from([None, 0, 1, 8, 32]),
     drafts_itself=st.booleans(),
+    **numbers("rows", "context_tokens"),
 )
-DRAFTERS = st.lists(
-    st.builds(
-        SharedDrafter,
-        worker_id=st.sampled_from(["a", "b"]),
-        method=st.sampled_from(METHODS),
-        costs=COSTS,
-        others=NUMBERS,
-        context_tokens=NUMBERS,
-        waiting_tokens=NUMBERS,
-        answer_s=NUMBERS,
-    ),
-    max_size=3,
+DRAFTER = st.builds(
+    SharedDrafter,
+    worker_id=st.sampled_from(["a", "b"]),
+    method=st.sampled_from(METHODS),
+    costs=COSTS,
+    **numbers("others", "context_tokens", "waiting_tokens", "answer_s"),
 )
-WISHES = st.one_of(
-    st.none(),
-    st.builds(
-        RequestSpeculation,
-        enabled=st.booleans(),
-        method=st.sampled_from([None, *METHODS]),
-        num_speculative_tokens=st.sampled_from([None, 0, 1, 32]),
-    ),
+WISHES = st.none() | st.builds(
+    RequestSpeculation,
+    enabled=st.booleans(),
+    method=ANY_METHOD,
+    num_speculative_tokens=st.sampled_from([None, 0, 1, 32]),
 )
 
 
 @settings(deadline=None, max_examples=120)
 @given(
     at=TARGETS,
-    drafters=DRAFTERS,
+    drafters=st.lists(DRAFTER, max_size=3),
     asked=WISHES,
     request=st.builds(
-        DraftFacts,
-        num_tokens=st.integers(0, 10**6),
-        tokens_left=NUMBERS,
-        current=st.one_of(st.none(), PLACES),
+        DraftFacts, num_tokens=st.integers(0, 10**6), tokens_left=NUMBERS, current=st.none() | PLACES
     ),
 )
 def test_no_snapshot_raises_or_yields_an_impossible_plan(at, drafters, asked, request):

@@ -519,28 +519,14 @@ NAMES = st.sampled_from(["a", "b", "c", "d", "gone", ""])
 
 @st.composite
 def snapshots(draw):
-    fields = StepCosts.__struct_fields__
+    costs = {name: draw(NUMBERS) for name in StepCosts.__struct_fields__}
+    loads = ("requests", "rows", "context_tokens", "prefill_tokens", "prompts", "kv_usage", "kv_tokens")
     return WorkerSnapshot(
         worker_id=draw(NAMES.filter(lambda name: name != "gone")),
         tasks=draw(st.sampled_from([("prefill", "decode"), ("decode",)])),
-        costs=StepCosts(
-            **{name: draw(NUMBERS) for name in fields} | {"kv_windows": (draw(NUMBERS), draw(NUMBERS))}
-        ),
+        costs=StepCosts(**costs | {"kv_windows": (draw(NUMBERS), draw(NUMBERS))}),
         links={draw(NAMES): LinkSpeed(draw(NUMBERS), draw(NUMBERS))},
-        **{
-            name: draw(NUMBERS)
-            for name in (
-                "requests",
-                "rows",
-                "context_tokens",
-                "computed_prompts",
-                "computed_tokens",
-                "prefill_tokens",
-                "prompts",
-                "kv_usage",
-                "kv_tokens",
-            )
-        },
+        **{name: draw(NUMBERS) for name in (*loads, "computed_prompts", "computed_tokens")},
     )
 
 
