@@ -13,7 +13,7 @@ from scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
 from router.parsing.formats import tool_format
 from router.parsing.reasoning import THINK
 from tests.router.parsing.test_parsing import in_form
-from tests.router.templates.test_chat_templates import FOLDER
+from tests.router.templates.test_chat_templates import source_of
 
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}<|start|>assistant"
@@ -405,7 +405,7 @@ def test_a_template_for_single_calls_gets_one_call(make_scripted):
     ["tags-qwen3_coder", "tags-glm47", "tags-deepseek_v4", "calls-kimi_k2", "calls-gemma4", "calls-pythonic"],
 )
 def test_calls_that_are_not_in_hermes_form(make_scripted, name):
-    source = (FOLDER / f"{name}.jinja").read_text()
+    source = source_of(name)
     tagged = make_scripted(name, source)
     calls = [("get_weather", '{"city": "Paris 🙂 </b>"}'), ("now", "{}")]
     text = in_form(tool_format("auto", source).form(source), *calls)

@@ -511,38 +511,16 @@ ENDLESS = {"anyOf": [{"$ref": "#/$defs/A"}] * 9 + [{"type": "null"}]}
 def test_types_of_parameters(schema, types):
     defs = {"A": ENDLESS, "B/": {"type": "boolean"}}
     assert [*parameters_of({"properties": {"p": schema}, "$defs": defs}).of("p")] == types
-    assert [
-        *parameters_of({"$ref": "#/$defs/f", "$defs": {**defs, "f": {"additionalProperties": schema}}}).of(
-            "p"
-        )
-    ] == (["string"] if schema is True else types)
+    others = {"$ref": "#/$defs/f", "$defs": {**defs, "f": {"additionalProperties": schema}}}
+    assert [*parameters_of(others).of("p")] == (["string"] if schema is True else types)
 
 
 FRAGMENTS = [
     *[tag for tags in TAGS.values() for tag in (tags.call, f"{tags.key}a{tags.key_end}", tags.value_end)],
     *[word for each in TOOL_FORMATS.values() for word in each.markers],
     *["<think>", "</think>", "</tool_call>", '{"name": "add"', ', "arguments": ', ADD, PARIS, " ", "\n"],
-    *[
-        "}",
-        "]",
-        "[",
-        ";",
-        ")",
-        "<",
-        "'",
-        '"',
-        "\\",
-        "é",
-        "🙂",
-        "a=",
-        "a:",
-        "True",
-        "add",
-        "function",
-        "```json",
-        "analysis",
-        "final",
-    ],
+    *"}][;)<'\"\\é🙂",
+    *["a=", "a:", "True", "add", "function", "```json", "analysis", "final"],
     *["to=functions.add", "functions.add:0", "call:add{", "[add("],
 ]
 TEXT = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=12).map("".join)

@@ -88,8 +88,14 @@ TAGGED = [name for name in MODELS if name.startswith("tags-")]
 OUR_OWN = [*TAGGED, *(name for name in MODELS if name.startswith("calls-"))]
 
 
+def source_of(name: str) -> str:
+    if name == "tags-deepseek_v4":
+        return source_of("tags-deepseek_v32").replace("function_calls", "tool_calls")
+    return (FOLDER / f"{name}.jinja").read_text()
+
+
 def template(name: str) -> ChatTemplate:
-    return ChatTemplate((FOLDER / f"{name}.jinja").read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
+    return ChatTemplate(source_of(name), {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def messages(num_calls: int, content: str | None, thought: str | None = None) -> list[dict]:
@@ -115,7 +121,7 @@ def parsing(source: str, prompt: str = "") -> Parsing:
 
 
 def test_each_template_is_listed():
-    assert {path.stem for path in FOLDER.glob("*.jinja")} == set(MODELS)
+    assert {path.stem for path in FOLDER.glob("*.jinja")} == MODELS.keys() - {"tags-deepseek_v4"}
 
 
 @pytest.mark.parametrize("name", MODELS)
