@@ -43,13 +43,8 @@ def source_of(name: str) -> dict[str, Any]:
     if name == "gpt2":
         source["pre_tokenizer"] = {**BYTE_LEVEL, "use_regex": True}
     else:
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": PATTERNS[name]},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        split_first = [split, {**BYTE_LEVEL, "use_regex": False}]
+        split = {"type": "Split", "pattern": {"Regex": PATTERNS[name]}, "behavior": "Isolated"}
+        split_first = [{**split, "invert": False}, {**BYTE_LEVEL, "use_regex": False}]
         source["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": split_first}
     if name == "qwen2":
         source["normalizer"] = {"type": "NFC"}
@@ -78,24 +73,8 @@ def test_patterns_split_equally_at_every_character(name):
 
 PIECES = st.sampled_from(
     [
-        *(
-            "'s",
-            "'LL",
-            "'ve",
-            "0",
-            "1234",
-            "a",
-            "Ab",
-            "the",
-            "!",
-            "//",
-            "é",
-            "e\u0301",
-            "İ",
-            "ſ",
-            "日本",
-            "🙂",
-        ),
+        *("'s", "'LL", "'ve", "0", "1234", "a", "Ab", "the", "!", "//"),
+        *("é", "e\u0301", "İ", "ſ", "日本", "🙂"),
         *(" ", "  ", "\t", "\n", "\r\n", "def f(x):", "<|a|>", "<|endoftext|>", "<|end", "keep"),
         *("\u200d", "\u3000", "\x85", "\xa0", UNSURE, "\u0300", "\0"),
     ]
