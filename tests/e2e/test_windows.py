@@ -40,8 +40,7 @@ def test_a_conversation_moves_to_another_worker(tmp_path: Path, model: str, tran
         prefill, decode = cluster.start_pair(config)
         fresh = cluster.start("prefill", "prefill-1", config)
         [first, added] = prompts([130, 11], seed=3)
-        cluster.generate(prefill, request("turn 1", first, NUM_TOKENS), decode.address)
-        cluster.run("turn 1")
+        cluster.serve(prefill, request("turn 1", first, NUM_TOKENS), decode=decode.address)
         assert prefill.counter("kv_blocks_pushed_total") == num_moved(model, 130)
         second = first + cluster.tokens("turn 1") + added
         cluster.generate(fresh, request("turn 2", second, NUM_TOKENS), decode.address, prefix=decode.address)
@@ -64,12 +63,10 @@ def test_a_conversation_moves_to_another_worker_with_its_state(tmp_path: Path) -
         prefill, decode = cluster.start_pair(config)
         fresh = cluster.start("prefill", "prefill-1", config)
         [first, added] = prompts([70, 11], seed=3)
-        cluster.generate(prefill, request("turn 1", first, 30), decode.address)
-        cluster.run("turn 1")
+        cluster.serve(prefill, request("turn 1", first, 30), decode=decode.address)
         second = first + cluster.tokens("turn 1") + added
         for number, prefix in enumerate([decode.address, None, prefill.address]):
-            cluster.generate(fresh, request(f"{number}", second, 20), decode.address, prefix=prefix)
-            cluster.run(f"{number}")
+            cluster.serve(fresh, request(f"{number}", second, 20), decode=decode.address, prefix=prefix)
             assert_greedy(reference, second, cluster.tokens(f"{number}"), 20)
         cluster.wait_empty(prefill, decode, fresh)
         # An answer's last token has no KV, and a prompt's last token is always computed.

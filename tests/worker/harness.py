@@ -227,6 +227,12 @@ class Cluster:
         )
         self.send(worker.worker_id, message)
 
+    def serve(self, worker: RunningWorker, request: EngineRequest, **by: PeerAddress | None) -> list[int]:
+        """Run a request to its end, with another worker's help or without. Return its tokens."""
+        self.generate(worker, request, **by)
+        self.run(request.request_id)
+        return self.tokens(request.request_id)
+
     def redirect(self, worker: RunningWorker, request_id: str, decode: PeerAddress | None) -> None:
         """Name another decode worker for the request that `worker` has computed."""
         if decode is None:

@@ -27,8 +27,7 @@ LENGTH = 16 * BLOCKS
 
 def whole(cluster: Cluster, worker: RunningWorker, name: str) -> int | None:
     """Run the prompt on one worker. Return how many of its tokens were cached."""
-    cluster.generate(worker, request(name, prompt(LENGTH)))
-    cluster.run(name)
+    cluster.serve(worker, request(name, prompt(LENGTH)))
     return cluster.outputs[name][0][1].cached_tokens
 
 
@@ -40,8 +39,7 @@ def test_a_whole_request_never_uses_changed_blocks(
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder, **options, **of_prefill))
     decode = cluster.start("decode", "decode-0", tiny_config(model_folder, **options))
     for name in ("first", "again"):
-        cluster.generate(prefill, request(name, prompt(LENGTH)), decode.address)
-        cluster.run(name)
+        cluster.serve(prefill, request(name, prompt(LENGTH)), decode=decode.address)
     assert whole(cluster, decode, "alone") == 0
     assert cluster.tokens("alone") == greedy(reference, prompt(LENGTH), 12)
     cluster.wait_empty(prefill, decode)
@@ -110,13 +108,10 @@ def test_a_prefix_is_fetched_only_from_a_pool_of_the_same_format(
 ) -> None:
     holder = cluster.start("prefill", "prefill-1", coded_config(model_folder, theirs))
     asking = cluster.start("decode", "decode-0", coded_config(model_folder))
-    cluster.generate(holder, asked("before", 200))
-    cluster.run("before")
-    cluster.generate(asking, asked("r", 200), prefix=holder.address)
-    cluster.run("r")
+    cluster.serve(holder, asked("before", 200))
+    cluster.serve(asking, asked("r", 200), prefix=holder.address)
     cached = cluster.outputs["r"][0][1].cached_tokens
-    cluster.generate(asking, asked("again", 200))
-    cluster.run("again")
+    cluster.serve(asking, asked("again", 200))
     assert cluster.tokens("r") == cluster.tokens("again")
     assert (cluster.tokens("r") == cluster.tokens("before")) == (theirs == "int8")
     assert cached == (192 if theirs == "int8" else 0)

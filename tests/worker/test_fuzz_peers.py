@@ -25,14 +25,11 @@ def worker(cluster: Cluster, model_folder: Path) -> Iterator[RunningWorker]:
     """Start a worker. Check afterwards that it lives, has not grown, answers as before, holds nothing."""
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
     process = psutil.Process(worker.process.pid)
-    cluster.generate(worker, request("before", PROMPT))
-    cluster.run("before")
+    cluster.serve(worker, request("before", PROMPT))
     rss = process.memory_info().rss
     yield worker
     cluster.wait_empty(worker)
-    cluster.generate(worker, request("after", PROMPT))
-    cluster.run("after")
-    assert cluster.tokens("after") == cluster.tokens("before")
+    assert cluster.serve(worker, request("after", PROMPT)) == cluster.tokens("before")
     assert not SECONDS or process.memory_info().rss - rss < GROWTH_BYTES
 
 

@@ -70,8 +70,7 @@ def test_a_pair_that_was_idle_for_long_serves_the_next_request(
     port = int(decode.address.control.rsplit(":", 1)[1])
     process = psutil.Process(prefill.process.pid)
     for name in ("before", "after"):
-        cluster.generate(prefill, request(name, prompt(40)), decode.address)
-        cluster.run(name)
+        cluster.serve(prefill, request(name, prompt(40)), decode=decode.address)
         assert cluster.tokens(name) == greedy(reference, prompt(40), 12)
         cluster.wait(lambda: all(each.raddr[1:] != (port,) for each in process.net_connections("tcp")))
 

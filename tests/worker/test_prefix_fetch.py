@@ -20,8 +20,7 @@ PATIENT = "fetch:25"
 def holder(cluster: Cluster, model_folder: Path) -> RunningWorker:
     """Start a prefill worker that has computed a prompt of 200 tokens."""
     worker = cluster.start("prefill", "prefill-1", tiny_config(model_folder))
-    cluster.generate(worker, request("before", prompt(200), max_tokens=1))
-    cluster.run("before")
+    cluster.serve(worker, request("before", prompt(200), max_tokens=1))
     return worker
 
 
@@ -37,11 +36,9 @@ def test_only_missing_blocks_are_computed(
     holder = cluster.start("prefill", "prefill-1", config)
     decode = cluster.start("decode", "decode-0", config)
     asking = cluster.start("prefill", "prefill-0", config, PATIENT)
-    cluster.generate(holder, request("before", prompt(200), max_tokens=1))
-    cluster.run("before")
+    cluster.serve(holder, request("before", prompt(200), max_tokens=1))
     longer = prompt(200) + prompt(50, seed=7)
-    cluster.generate(asking, request("r", longer), decode.address, prefix=holder.address)
-    cluster.run("r")
+    cluster.serve(asking, request("r", longer), decode=decode.address, prefix=holder.address)
     assert cluster.tokens("r") == greedy(reference, longer, 12)
     assert cluster.outputs["r"][0][1].cached_tokens == 192
     cluster.wait_empty(holder, asking, decode)
@@ -54,12 +51,9 @@ def test_local_blocks_are_not_fetched(
     cluster: Cluster, model_folder: Path, holder: RunningWorker, reference: PreTrainedModel
 ) -> None:
     asking = cluster.start("prefill", "prefill-0", tiny_config(model_folder), PATIENT)
-    cluster.generate(asking, request("half", prompt(200)[:100], max_tokens=1))
-    cluster.run("half")
-    cluster.generate(asking, request("r", prompt(200)), prefix=holder.address)
-    cluster.run("r")
-    cluster.generate(asking, request("again", prompt(200)), prefix=holder.address)
-    cluster.run("again")
+    cluster.serve(asking, request("half", prompt(200)[:100], max_tokens=1))
+    cluster.serve(asking, request("r", prompt(200)), prefix=holder.address)
+    cluster.serve(asking, request("again", prompt(200)), prefix=holder.address)
     for name in ("r", "again"):
         assert cluster.tokens(name) == greedy(reference, prompt(200), 12)
     cluster.wait_empty(holder, asking)
@@ -79,6 +73,5 @@ def test_a_frozen_holder_that_wakes_up_late_changes_nothing(
     assert cluster.tokens("r") == greedy(reference, prompt(200), 12)
     cluster.wait(lambda: holder.state.counters.get("kv_leases_failed_total") == 1)
     cluster.wait_empty(holder, asking)
-    cluster.generate(asking, request("next", prompt(200)[:150] + prompt(40, seed=9)))
-    cluster.run("next")
+    cluster.serve(asking, request("next", prompt(200)[:150] + prompt(40, seed=9)))
     assert cluster.tokens("next") == greedy(reference, prompt(200)[:150] + prompt(40, seed=9), 12)

@@ -65,8 +65,7 @@ def test_whole_requests_run_on_either_worker(
 def test_cached_blocks_do_not_move(cluster: Cluster, pair: Pair, reference: PreTrainedModel) -> None:
     prefill, decode = pair
     for name in ("first", "again"):
-        cluster.generate(prefill, request(name, prompt(96)), decode.address)
-        cluster.run(name)
+        cluster.serve(prefill, request(name, prompt(96)), decode=decode.address)
         assert cluster.tokens(name) == greedy(reference, prompt(96), 12)
     cluster.wait_empty(prefill, decode)
     assert prefill.counter("kv_blocks_pushed_total") == 6
@@ -145,8 +144,7 @@ def test_a_transfer_behind_slow_chunks(cluster: Cluster, model_folder: Path) -> 
     cluster.generate(prefill, request("first", prompt(3)), decode.address)
     cluster.run("first")  # the first connection is not to be measured
     for index in range(3):
-        cluster.generate(prefill, request(f"r{index}", prompt(4 * CHUNK, index + 1)), decode.address)
-        cluster.run(f"r{index}")
+        cluster.serve(prefill, request(f"r{index}", prompt(4 * CHUNK, index + 1)), decode=decode.address)
     # On a busy machine one grant may have been late.
     timing = min((transfer(cluster, f"r{index}") for index in range(3)), key=lambda each: each.reserve_s)
     block_bytes = 4 * 1024 * 1024 // decode.state.total_blocks

@@ -35,12 +35,10 @@ def test_a_failed_step_or_a_garbled_message_costs_only_its_requests(
     cluster: Cluster, model_folder: Path
 ) -> None:
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder), fault="fail:1")
-    cluster.generate(worker, request("first", PROMPT))
-    cluster.run("first")
+    cluster.serve(worker, request("first", PROMPT))
     assert cluster.error("first").error_kind == "internal"
     cluster._socket.send_multipart([b"decode-0", b"\xc1 not msgpack"])
-    cluster.generate(worker, request("second", PROMPT))
-    cluster.run("second")
+    cluster.serve(worker, request("second", PROMPT))
     assert len(cluster.tokens("second")) == 12
     cluster.wait_empty(worker)
     assert worker.counter("dropped_messages_total") == 1
@@ -51,8 +49,7 @@ def test_an_engine_that_keeps_failing_ends_the_worker(cluster: Cluster, model_fo
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder), fault="fail:100")
     names = ["a", "b", "c"]
     for name in names:
-        cluster.generate(worker, request(name, PROMPT))
-        cluster.run(name)
+        cluster.serve(worker, request(name, PROMPT))
         assert cluster.error(name).error_kind == "internal"
     assert "BrokenEngineError" in worker.ended_with()
 
@@ -133,8 +130,7 @@ def test_after_a_role_change_a_worker_reports_its_cache_again(cluster: Cluster, 
     """As a new incarnation: with numbers from 0 on, before its first request."""
     worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
     for index, name in enumerate("abc"):
-        cluster.generate(worker, request(name, [index] * 40))
-        cluster.run(name)
+        cluster.serve(worker, request(name, [index] * 40))
     before = worker.address.incarnation
     cluster.wait(lambda: len(cluster.kv_events[before]) > 1)
     cluster.send("decode-0", PrepareToLeave(incarnation=before, role="prefill", next_incarnation="f" * 16))
