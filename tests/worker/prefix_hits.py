@@ -81,9 +81,11 @@ def write_family(name: str, folder: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def workers(family: dict[str, Path], method: str) -> Iterator[tuple[Cluster, list[RunningWorker]]]:
+def workers(
+    family: dict[str, Path], method: str, **options: Any
+) -> Iterator[tuple[Cluster, list[RunningWorker]]]:
     """Start a prefill worker and a decode worker that draft by a method."""
-    options: dict[str, Any] = {"model": str(family[method])} if method in family else {"skip_layers": [1]}
+    options |= {"model": str(family[method])} if method in family else {"skip_layers": [1]}
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=NUM_DRAFTED, **options)  # type: ignore[arg-type]
     compile = "off" if method in ("eagle", "dflash") else "auto"  # these heads would be compiled for Gemma
     limits = {"block_size": 16, "max_num_seqs": 4, "compile": compile}
@@ -125,10 +127,12 @@ def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str
     return found
 
 
-def chats(family: dict[str, Path], method: str, turns: int = TURNS) -> dict[str, dict[str, Chat]]:
+def chats(
+    family: dict[str, Path], method: str, turns: int = TURNS, **options: Any
+) -> dict[str, dict[str, Chat]]:
     """Return chats without drafts, by the method and (the last one) by those without weights."""
     methods = ["none", method, *(WEIGHTLESS if method == DRAFTERS[-1] else ())]
-    with workers(family, method) as (cluster, running):
+    with workers(family, method, **options) as (cluster, running):
         return {
             name: {place: chat(cluster, running, name, place, turns) for place in PLACES} for name in methods
         }

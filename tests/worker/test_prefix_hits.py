@@ -10,14 +10,17 @@ import pytest
 
 from tests.worker.prefix_hits import chats, write_family
 
-PAIRS = [
-    ("Llama", "self_speculative"),  # and the methods without weights
-    ("Llama", "medusa"),
-    ("hybrid (Qwen3.5)", "draft_model"),
-    ("hybrid (Qwen3.5)", "mtp"),
-    ("windows (Gemma 3)", "eagle"),
-    ("windows (Gemma 3)", "dflash"),
+CASES = [
+    ("Llama", "self_speculative", "auto"),  # and the methods without weights
+    ("Llama", "medusa", "auto"),
+    ("Llama", "draft_model", "carry"),
+    ("Llama", "draft_model", "rebuild"),
+    ("hybrid (Qwen3.5)", "draft_model", "auto"),
+    ("hybrid (Qwen3.5)", "mtp", "auto"),
+    ("windows (Gemma 3)", "eagle", "auto"),
+    ("windows (Gemma 3)", "dflash", "auto"),
 ]
+"""The model, the method, and the worker that computes a prompt's draft KV."""
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +28,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     return cache(lambda name: write_family(name, tmp_path_factory.mktemp("family")))
 
 
-@pytest.mark.parametrize(("family", "method"), PAIRS)
-def test_drafts_cost_no_hits(family: str, method: str, families: Callable[[str], dict[str, Path]]) -> None:
-    found = chats(families(family), method, turns=3)
+@pytest.mark.parametrize(("family", "method", "prefill"), CASES)
+def test_drafts_cost_no_hits(
+    family: str, method: str, prefill: str, families: Callable[[str], dict[str, Path]]
+) -> None:
+    found = chats(families(family), method, turns=3, prefill=prefill)
     plain = found.pop("none")
     for drafter, by_place in found.items():
         for place, chat in by_place.items():
