@@ -146,8 +146,6 @@ class DraftClient:
         """Return the incarnations of the draft workers from which an answer or drafts may come."""
         return self._connections.keys()
 
-    # --- out ----------------------------------------------------------------------------------------
-
     def send(self) -> None:
         """Send each draft worker its updates. The loop calls this after each step."""
         now = time.monotonic()
@@ -193,8 +191,6 @@ class DraftClient:
             self._lose(connection, now, "it takes no more messages")
         elif connection.awaited_since is None:
             connection.awaited_since = now
-
-    # --- in -----------------------------------------------------------------------------------------
 
     def on_drafts(self, peer: PeerAddress, message: Drafts) -> None:
         connection = self._connections.get(peer.incarnation)
@@ -254,8 +250,6 @@ class DraftClient:
             log.info("draft worker %s refuses request %s", peer.worker_id, key.request_id, extra=about)
             until = time.monotonic() + REFUSAL_STANDS_S
             self._orders[key.request_id] = DraftOrder(order.remote, next(self._epochs), refused_until=until)
-
-    # --- silence ------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
         """Give up draft workers that do not answer, and retry those that were given up earlier."""

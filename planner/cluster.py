@@ -206,8 +206,6 @@ class SimulatedCluster:
         engine.on_room = lambda: self._serve(worker)
         return worker
 
-    # --- the router -----------------------------------------------------------------------------------
-
     def _place(self, request: SimulatedRequest) -> None:
         self._report()
         asked = request.engine_request()
@@ -262,8 +260,6 @@ class SimulatedCluster:
 
     def _named(self, worker: Worker) -> SimulatedWorker:
         return self.workers[worker.key.worker_id]
-
-    # --- a request's way ------------------------------------------------------------------------------
 
     def _fetch(self, asked: EngineRequest, first: SimulatedWorker, holder: SimulatedWorker) -> float:
         """Send the blocks that `first` lacks, after the holder's current step. Return the time of arrival."""

@@ -119,8 +119,6 @@ class TimedEngine:
         self.decode_s = self.row_seconds = 0.0
         """Seconds during which something was decoded, and the same seconds times the rows."""
 
-    # --- arrivals and departures ----------------------------------------------------------------------
-
     @property
     def is_busy(self) -> bool:
         return self._step is not None
@@ -163,8 +161,6 @@ class TimedEngine:
     def _begin_if_idle(self) -> None:
         if self._step is None:
             self._begin()
-
-    # --- steps ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         step = self.scheduler.schedule()

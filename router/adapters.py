@@ -57,8 +57,6 @@ class AdapterTable:
             raise unknown_model(name, self.names)
         return adapter
 
-    # --- workers ----------------------------------------------------------------------------------
-
     def synchronize(self, worker: Worker) -> None:
         if worker.role.holds_draft:
             return
@@ -96,8 +94,6 @@ class AdapterTable:
             if key[0] is worker:
                 del self._waiting[key]
                 waiting.cancel()
-
-    # --- operators' requests ----------------------------------------------------------------------
 
     def apply(self, name: str, adapter: Adapter | None) -> None:
         """Apply a change of the adapter that a name means, made here or reported by another router."""

@@ -95,8 +95,6 @@ class KvPublisher:
             raise ConfigError(f"--kv-events-config: {field}: cannot bind {address}: {error}") from error
         return socket
 
-    # --- its thread ---------------------------------------------------------------------------------
-
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake.fileno(), zmq.POLLIN)

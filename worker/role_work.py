@@ -112,8 +112,6 @@ class RoleWork(ABC):
     def expire(self, now: float) -> None:
         """Give up everything whose deadline has passed. `now` is `time.monotonic()`."""
 
-    # --- answers ---------------------------------------------------------------------------------
-
     def fail(self, request_id: str, kind: ErrorKind, reason: str) -> None:
         """Free the request's resources and tell the router why it ends."""
         self.abort(request_id)

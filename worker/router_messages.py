@@ -91,8 +91,6 @@ class RouterMessages:
             self._fetcher.abort(request_id)
             self._role.abort(request_id)
 
-    # --- new requests -----------------------------------------------------------------------------
-
     def _on_generate(self, message: messages.Generate) -> None:
         request = message.request
         if message.incarnation != self._parts.incarnation:
@@ -159,8 +157,6 @@ class RouterMessages:
         )
         self._links.send(request.request_id, message)
 
-    # --- requests on this worker ------------------------------------------------------------------
-
     def _on_roll_call(self, message: messages.CallRoll, link: RouterLink) -> None:
         absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
         if not absent:
@@ -179,8 +175,6 @@ class RouterMessages:
             fetch.replan(message.plan)
         else:
             self._role.replan(message.request_id, message.plan)
-
-    # --- the router, and other workers ------------------------------------------------------------
 
     def _on_registered(self, message: messages.Registered, link: RouterLink) -> None:
         if message.router == link.router:

@@ -289,8 +289,6 @@ class Dispatcher:
                 request.times.taken_over_at = now
                 self._placer.loads.taken_over(at)
 
-    # --- failover ---------------------------------------------------------------------------------
-
     def _place_again_or_fail(
         self, request: LiveRequest, kind: ErrorKind, reason: str, *, counts: bool = True
     ) -> None:
@@ -391,8 +389,6 @@ class Dispatcher:
             self._metrics.count("handoff_takeovers_total", kind)
         else:
             self._metrics.count("handoff_redirects_total", kind)
-
-    # --- the end ----------------------------------------------------------------------------------
 
     def _timed_out(self, generation: Generation) -> None:
         limit = self._config.request_timeout

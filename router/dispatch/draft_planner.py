@@ -98,8 +98,6 @@ class DraftPlanner:
                 at = drafter.key.incarnation
                 self._send(drafter, PeerGone(incarnation=at, worker_id=name, gone=gone))
 
-    # --- inside -------------------------------------------------------------------------------------
-
     def _reconsider(self, request: LiveRequest, at: Assignment) -> None:
         period = request.drafts.current
         if period is None or at.stage is not Stage.DECODE:
@@ -210,8 +208,6 @@ class DraftPlanner:
             drafter.outstanding_rows += sign
             drafter.outstanding_context += sign * period.num_tokens
             self._registry.changed(drafter)
-
-    # --- estimates --------------------------------------------------------------------------------
 
     def _prospects_of(self, request: LiveRequest, at: Assignment, kind: DraftKind) -> Prospects:
         """Return the prospects of requests like this one, computed once per sweep and load."""

@@ -93,8 +93,6 @@ class Drainer:
         self.let_go: Callable[[str, bool], Awaitable[str]] = _spare_any
         self.renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
 
-    # --- requests of operators and workers --------------------------------------------------------
-
     async def drain(self, worker_id: str) -> asyncio.Future[DrainReport]:
         """Drain a worker that leaves for good. Raises `ApiError`, with nothing changed."""
         if (drain := self._drains.get(self._to_be_drained(worker_id))) is not None:
@@ -189,8 +187,6 @@ class Drainer:
             drain = self._drains[worker] = Drain(worker, time.monotonic(), life, done)
             self._advance(drain)
         return drain
-
-    # --- progress ---------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Advance all drains. To be called a few times a second."""

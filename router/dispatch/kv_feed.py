@@ -58,8 +58,6 @@ class KvFeed:
             found |= self.index.cached_tokens(request.block_keys(cache), len(request.token_ids), cache)
         return found
 
-    # --- events -------------------------------------------------------------------------------------
-
     def register(self, worker: Worker) -> None:
         """Track a worker that has registered, perhaps again. A new incarnation starts without blocks."""
         known = self._sources.get(worker.key.worker_id)

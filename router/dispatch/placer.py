@@ -56,8 +56,6 @@ class Placer:
         self.decisions = DecisionLog(core.metrics)
         self.drafts = DraftPlanner(core, self._tokens_left)
 
-    # --- requests ---------------------------------------------------------------------------------
-
     def place(self, request: LiveRequest, *, checks_slo: bool = False) -> Refusal | None:
         """Add the request to the journal and send or park it. Return a refusal if no worker will serve it.
 
@@ -165,8 +163,6 @@ class Placer:
         self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
         self._release(request)
 
-    # --- parking ----------------------------------------------------------------------------------
-
     @property
     def num_parked(self) -> int:
         return len(self._parked)
@@ -190,8 +186,6 @@ class Placer:
     def _has_room(self) -> bool:
         limit = self._config.max_num_seqs
         return any(worker.outstanding_requests < limit for worker in self._registry.live())
-
-    # --- placement --------------------------------------------------------------------------------
 
     def _offer(self, request: LiveRequest, checks_slo: bool = False) -> Refusal | None:
         """Send the request to the workers that the policy names, or to others if these are unreachable."""

@@ -122,8 +122,6 @@ class SendAhead:
         count = queue.waiting.overtaken(generation.key, generation.priority, request.cost)
         return min(count / first.outstanding_prompts, 1.0)
 
-    # --- a worker's queue -------------------------------------------------------------------------
-
     def _send_queue(self, worker: Worker) -> Iterator[LiveRequest]:
         queue = self._queues.get(worker)
         while queue is not None and queue.waiting:
@@ -165,8 +163,6 @@ class SendAhead:
         if request.owner is None:
             self._metrics.count("api_key_tokens_total", request.generation.key, by=request.cost)
         return True
-
-    # --- how much is sent ahead -------------------------------------------------------------------
 
     def _has_room(self, at: Assignment, queue: _WorkerQueue) -> bool:
         """Return whether the assignment's workers would soon be idle without the request."""

@@ -70,8 +70,6 @@ class _Rules:
         self._made: dict[str, str] = {}
         """Names of rules and grammars by content, so that equal ones are made once."""
 
-    # --- objects ------------------------------------------------------------------------------------------
-
     def members(self, node: Mapping[str, Any], path: str, *, is_call: bool = False) -> str:
         """Return a rule for the members of an object, or for the arguments of a call."""
         node = self._checked(node, path, ("type", *_KEYWORDS["object"]))
@@ -114,8 +112,6 @@ class _Rules:
             first = f"{member} {after}" if is_required else f"{member} {after} | {self._rule(first)}"
             rest = f"{self._comma} {member} {after}" if is_required else f"({self._comma} {member})? {after}"
         return self._rule(first)
-
-    # --- values -------------------------------------------------------------------------------------------
 
     def value(self, node: Any, path: str) -> str:
         """Return a rule for the values that satisfy a schema."""
@@ -232,8 +228,6 @@ class _Rules:
             case bool() | None:
                 return quoted(self._constants[2 if value is None else not value])
         return quoted(json.dumps(value, ensure_ascii=False))
-
-    # --- rules --------------------------------------------------------------------------------------------
 
     def _rule(self, body: str, *, is_terminal: bool = False) -> str:
         """Return the name of a rule with this body, made once."""

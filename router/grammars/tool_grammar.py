@@ -127,8 +127,6 @@ class TaggedArguments:
             raise InvalidRequestError("tools", f"{path}{error.message}") from error
         self.others += named(f"{rule}_json", text)
 
-    # --- strings ------------------------------------------------------------------------------------------
-
     def _texts(self, rule: str, schema: Any, path: str) -> Iterator[str]:
         """Yield rules for the strings that a parameter may be, each with its end tag."""
         tags, types = self._tags, types_of(schema, self._root)

@@ -104,8 +104,6 @@ class AnswerText:
         if self._begun is not None:
             self._begun = 0
 
-    # --- reading --------------------------------------------------------------------------------------
-
     def peek(self) -> Parse[str]:
         """Return the next character without reading it; "" at the end."""
         while self._at == len(self._text) and not self.is_over:
@@ -180,8 +178,6 @@ class AnswerText:
         is_long = len(rest) > 1 and not rest[0].isalnum()
         may_be = self.is_cut and bool(rest) and (is_long or self._has_called or self._must_call)
         return may_be and any(mark.startswith(rest) for mark in marks)
-
-    # --- writing --------------------------------------------------------------------------------------
 
     def begin_part(self, marker: str = "", *, may_be_text: bool = False) -> None:
         """Begin a part that may become a call, with the `marker` just read.

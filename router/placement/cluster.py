@@ -41,8 +41,6 @@ class Cluster:
         for worker in workers:
             self.put(worker)
 
-    # --- changes ------------------------------------------------------------------------------------
-
     def put(self, worker: WorkerSnapshot) -> None:
         """Add a worker, or note that its load has changed."""
         key = load_key(worker)
@@ -75,8 +73,6 @@ class Cluster:
         del group.names[bisect.bisect_left(group.names, worker_id)]
         group.hashes = None
         group.requests -= known[2]
-
-    # --- what policies ask --------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[WorkerSnapshot]:
         return iter(self._workers.values())

@@ -169,8 +169,6 @@ class RequestReader:
         model.check_token_ids("tokens", body.tokens)
         return msgspec.json.encode({"prompt": self._tokenizer.decode(body.tokens, False)})
 
-    # --- prompts ------------------------------------------------------------------------------------
-
     def _token_ids(
         self, source: str | list[int], special: bool, field: str, kept: int | None, model: ServedModel
     ) -> list[int]:
@@ -207,8 +205,6 @@ class RequestReader:
             raise InvalidRequestError("prediction.type", f"must be 'content', got {asked.type!r}")
         text = text_of(plain_content(asked.content, "prediction."))
         return self._tokenizer.encode_prompt(text, False, model.max_model_len, "prediction.content")
-
-    # --- parameters ---------------------------------------------------------------------------------
 
     def _check_number(self, body: GenerationBody, num_prompts: int) -> None:
         n, config = body.n or 1, self._config

@@ -68,8 +68,6 @@ class KvIndex(Generic[Name]):
         """Return the number of blocks, including those of removed holders that are not swept yet."""
         return sum(map(len, self._shards))
 
-    # --- holders ------------------------------------------------------------------------------------
-
     def add_holder(self, name: Name) -> int:
         """Return a slot for a holder that has no blocks yet."""
         if self._free:
@@ -85,8 +83,6 @@ class KvIndex(Generic[Name]):
         """Remove a holder. Its blocks are no longer found; `sweep` frees their memory."""
         self._live ^= 1 << slot
         self._dead |= 1 << slot
-
-    # --- blocks -------------------------------------------------------------------------------------
 
     def store(self, slot: int, keys: Sequence[int]) -> None:
         shards, bit = self._shards, self._share(1 << slot)
@@ -183,8 +179,6 @@ class KvIndex(Generic[Name]):
         if len(self._shared) > MAX_SHARED_SETS:
             self._shared.clear()
         return self._shared.setdefault(holders, holders)
-
-    # --- removed holders ----------------------------------------------------------------------------
 
     def sweep(self, seconds: float) -> bool:
         """Remove blocks of removed holders for about `seconds`. Return whether any may remain.

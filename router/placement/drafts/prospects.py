@@ -167,8 +167,6 @@ class Prospects:
         """Return one option for each draft worker."""
         return [self._option(request, DraftPlace(self._method, at)) for at in self._drafters]
 
-    # --- inside -------------------------------------------------------------------------------------
-
     def _option(self, request: DraftFacts, place: DraftPlace) -> DraftOption:
         rate, most = self._rate(place), self._count or self._most_tokens or MAX_TREE_NODES
         return DraftOption(
