@@ -15,9 +15,8 @@ from msgspec import Meta, Raw
 
 from protocol.errors import InvalidRequestError
 from protocol.fields import doc
-from router.answers.formats import AnswerWriter, usage
+from router.answers.formats import AnswerWriter, Fields, usage
 from router.decoding import decode_body, decode_prompts, refuse_unsupported
-from router.observe.timing import ResponseTiming
 from router.openai_types import PROMPTS, PoolingBody, Unsupported, absent
 from router.reading.prepared import Prepared, PreparedRanking, ServedModel
 from router.reading.request_reader import RequestReader
@@ -32,7 +31,7 @@ class PoolingAnswer(AnswerWriter, ABC):
         self._prepared = prepared
         self._head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+    def response(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         data = self._data([choice.embedding or b"" for choice in choices])
         return json_pieces({**self._head, "data": data, **_about(choices, timing)})
 
@@ -67,7 +66,7 @@ class RankingAnswer(AnswerWriter):
         self._ranking = prepared.ranking
         self._head = {"id": request_id, "model": model}
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+    def response(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         scores: list[float] = []
         for score in _scores([choice.embedding or b"" for choice in choices], 1):
             scores.append(score)
@@ -130,10 +129,9 @@ def _scores(vectors: Sequence[bytes], num_first: int) -> Iterator[float]:
         yield sum(a * b for a, b in zip(*pair, strict=True))
 
 
-def _about(choices: Sequence[Choice], timing: ResponseTiming | None) -> dict[str, Any]:
+def _about(choices: Sequence[Choice], timing: Fields) -> Fields:
     used = usage(choices, only_prompt=True)
-    fields: dict[str, Any] = {"usage": {name: used[name] for name in ("prompt_tokens", "total_tokens")}}
-    return fields if timing is None else {**fields, "timing": timing}
+    return {"usage": {name: used[name] for name in ("prompt_tokens", "total_tokens")}, **timing}
 
 
 def _values(vector: bytes) -> list[float]:

@@ -16,7 +16,6 @@ from msgspec import Raw
 
 from protocol.outputs import TokenLogprobs, paged_logprobs
 from router.errors import ApiError
-from router.observe.timing import ResponseTiming
 from router.parsing.formats import Parsing
 from router.requests.slices import json_members, json_pieces
 from router.text.choice import Choice, ChoiceDelta, Prompt
@@ -180,8 +179,8 @@ class AnswerWriter(abc.ABC):
     """The writer of one request's answer."""
 
     @abc.abstractmethod
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
-        """Generate the whole answer."""
+    def response(self, choices: Sequence[Choice], timing: Fields) -> Iterable[bytes]:
+        """Generate the whole answer. `timing`: a field to add to it, if any."""
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterable[bytes]:
         """Generate the body of an answer that failed."""
@@ -199,7 +198,7 @@ class StreamedAnswer(AnswerWriter):
         """Generate the events for a choice's new output."""
 
     @abc.abstractmethod
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
+    def last_chunk(self, choices: Sequence[Choice], timing: Fields) -> Iterable[bytes]:
         """Generate the last events, after all choices are complete."""
 
     def failure(self, error: ApiError) -> Iterable[bytes]:
@@ -246,21 +245,17 @@ class AnswerFormat(StreamedAnswer):
     def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
         """Yield a chunk with all current fields of the choice."""
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
-        return self._whole(self._head, choices, {} if timing is None else {"timing": timing})
+    def response(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
+        return self._whole(self._head, choices, timing)
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterator[bytes]:
         """Yield the error with the incomplete answer, whose `finish_reason` is "error"."""
         head = {**self._head, "object": self.whole_object}
         return self._whole(head, choices, {"error": error.detail})
 
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
-        fields: Fields = {}
-        if self._options.include_usage:
-            fields["usage"] = usage(choices, self._options.only_prompt)
-        if timing is not None:
-            fields["timing"] = timing
-        if fields:
+    def last_chunk(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
+        used = {"usage": usage(choices, self._options.only_prompt)} if self._options.include_usage else {}
+        if fields := {**used, **timing}:
             yield self._chunk_start + b"]," + _json(fields)[1:] + b"\n\n"
         yield DONE
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
-from router.answers.formats import OutputOptions, StreamedAnswer
+from router.answers.formats import Fields, OutputOptions, StreamedAnswer
 from router.answers.parsed_chat import AnswerParts
 from router.errors import ApiError, anthropic_body
-from router.observe.timing import ResponseTiming
 from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.requests.slices import json_pieces
 from router.text.chat_template import parsed_arguments
 from router.text.choice import Choice
 from router.text.tokenizer import Tokenizer
 
-Fields = dict[str, Any]
 _json = msgspec.json.Encoder().encode
 
 
@@ -49,18 +46,18 @@ class MessageAnswer(StreamedAnswer):
         for event in self._parts.events(choice, self._content.push):
             yield b"" if event is None else _event(event)
 
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+    def last_chunk(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         yield from map(_event, self._content.close())
         ended = {"delta": self._ending(choices[0]), "usage": _usage(choices[0])}
-        yield _event({"type": "message_delta", **ended, **_timed(timing)})
+        yield _event({"type": "message_delta", **ended, **timing})
         yield _event({"type": "message_stop"})
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+    def response(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         for _ in self._parts.events(choices[0], self._content.push):
             yield b""
         for _ in self._content.close():
             yield b""
-        about = {**self._ending(choices[0]), "usage": _usage(choices[0]), **_timed(timing)}
+        about = {**self._ending(choices[0]), "usage": _usage(choices[0]), **timing}
         yield from json_pieces({**self._message, "content": iter(self._content.blocks), **about})
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> list[bytes]:
@@ -86,10 +83,6 @@ def _usage(choice: Choice) -> Fields:
         "cache_read_input_tokens": choice.cached_tokens,
         "output_tokens": choice.num_tokens,
     }
-
-
-def _timed(timing: ResponseTiming | None) -> Fields:
-    return {} if timing is None else {"timing": timing}
 
 
 def _event(fields: Fields) -> bytes:

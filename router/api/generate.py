@@ -272,7 +272,7 @@ class AnswerSender:
             await self._put(answer.failed(generation.choices, error), is_last=True)
             return
         self._start = _start(200, headers)
-        timing = response_timing(generation) if self._with_timing else None
+        timing = response_timing(generation) if self._with_timing else {}
         await self._put(answer.response(generation.choices, timing), is_last=True, keep=answer.keep)
 
     async def stream(
@@ -287,7 +287,7 @@ class AnswerSender:
         if generation.error is not None:
             last, keep = answer.failure(generation.error), None
         else:
-            timing = response_timing(generation) if self._with_timing else None
+            timing = response_timing(generation) if self._with_timing else {}
             last, keep = answer.last_chunk(generation.choices, timing), answer.keep
         await self._put(chain(_news(generation, answer), last), is_last=True, keep=keep)
 

@@ -4,55 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from protocol.roles import Task
 from router.errors import ApiError
 from router.requests.journal import Generation, LiveRequest
-
-
-class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """The timing of one sequence. With the answer's `prepare_s` its stages add up to `total_s`.
-
-    queue_s: parked until a worker had room; placement_s: choice of the workers; earlier_s: earlier
-    placements. At the final workers: worker_queue_s and prefill_s until the first token, takeover_s from then
-    to the decode worker's first output, decode_s until the last token. In addition, ttft_s is the time to the
-    client's first token, and decode_queue_s the part of the hand-off in which the decode worker ended its
-    current step. `drafts`: the draft plans with their results.
-    """
-
-    index: int
-    mode: Literal["whole", "split"]
-    workers: dict[Task, str]
-    queue_s: float
-    placement_s: float
-    earlier_s: float
-    worker_queue_s: float
-    prefill_s: float
-    takeover_s: float
-    decode_s: float
-    ttft_s: float
-    total_s: float
-    decode_queue_s: float
-    transfer: dict[str, Any] | None
-    tokens: int
-    decode_steps: int
-    drafted_tokens: int
-    accepted_tokens: int
-    drafts: list[dict[str, Any]]
-    placed_again: int
-    migrated: int
-    redirected: int
-
-
-class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """The timing of an answer, in seconds from its arrival. prepare_s: reading and tokenizing the request."""
-
-    prepare_s: float
-    total_s: float
-    choices: list[ChoiceTiming]
 
 
 class TimedStage(NamedTuple):
@@ -128,48 +85,56 @@ def _stages(request: LiveRequest) -> list[TimedStage]:
     return found
 
 
-def response_timing(generation: Generation) -> ResponseTiming:
-    """Return the timing of a complete answer."""
+def response_timing(generation: Generation) -> dict[str, Any]:
+    """Return the field `timing` of a complete answer. prepare_s: reading and tokenizing the request."""
     choices = [choice_timing(request) for request in generation.requests]
-    return ResponseTiming(
-        prepare_s=generation.started - generation.arrival,
-        total_s=max(choice.total_s for choice in choices),
-        choices=choices,
-    )
+    stages_s = {
+        "prepare_s": generation.started - generation.arrival,
+        "total_s": max(choice["total_s"] for choice in choices),
+    }
+    return {"timing": {**stages_s, "choices": choices}}
 
 
-def _mode(request: LiveRequest) -> Literal["whole", "split"]:
-    return "split" if "prefill" in request.worker_ids else "whole"
+def choice_timing(request: LiveRequest) -> dict[str, Any]:
+    """Return the timing of one sequence. With the answer's `prepare_s` its stages add up to `total_s`.
 
-
-def choice_timing(request: LiveRequest) -> ChoiceTiming:
+    queue_s: parked until a worker had room; placement_s: choice of the workers; earlier_s: earlier
+    placements. At the final workers: worker_queue_s and prefill_s until the first token, takeover_s from then
+    to the decode worker's first output, decode_s until the last token. In addition, ttft_s is the time to the
+    client's first token, and decode_queue_s the part of the hand-off in which the decode worker ended its
+    current step. `drafts`: the draft plans with their results.
+    """
     times, timing, choice = request.times, request.timing, request.choice
     arrival = request.generation.arrival
     decoding_since = times.taken_over_at or times.answered_at
-    return ChoiceTiming(
-        index=choice.index,
-        mode=_mode(request),
-        workers=request.worker_ids,
-        queue_s=times.queue_s,
-        placement_s=times.placement_s,
-        earlier_s=times.earlier_s,
-        worker_queue_s=timing.queue_s,
-        prefill_s=timing.prefill_s,
-        takeover_s=decoding_since - times.answered_at,
-        decode_s=times.ended_at - decoding_since if decoding_since else 0.0,
-        ttft_s=request.first_token_time - arrival,
-        total_s=times.ended_at - arrival,
-        decode_queue_s=timing.decode_queue_s,
-        transfer=None if timing.transfer is None else msgspec.structs.asdict(timing.transfer),
-        tokens=choice.num_tokens,
-        decode_steps=times.num_steps,
-        drafted_tokens=choice.drafted_tokens,
-        accepted_tokens=choice.accepted_tokens,
-        drafts=request.drafts.periods_as_json(),
-        placed_again=times.num_placed_again,
-        migrated=times.num_migrated,
-        redirected=request.redirects,
-    )
+    return {
+        "index": choice.index,
+        "mode": _mode(request),
+        "workers": request.worker_ids,
+        "queue_s": times.queue_s,
+        "placement_s": times.placement_s,
+        "earlier_s": times.earlier_s,
+        "worker_queue_s": timing.queue_s,
+        "prefill_s": timing.prefill_s,
+        "takeover_s": decoding_since - times.answered_at,
+        "decode_s": times.ended_at - decoding_since if decoding_since else 0.0,
+        "ttft_s": request.first_token_time - arrival,
+        "total_s": times.ended_at - arrival,
+        "decode_queue_s": timing.decode_queue_s,
+        "transfer": None if timing.transfer is None else msgspec.structs.asdict(timing.transfer),
+        "tokens": choice.num_tokens,
+        "decode_steps": times.num_steps,
+        "drafted_tokens": choice.drafted_tokens,
+        "accepted_tokens": choice.accepted_tokens,
+        "drafts": request.drafts.periods_as_json(),
+        "placed_again": times.num_placed_again,
+        "migrated": times.num_migrated,
+        "redirected": request.redirects,
+    }
+
+
+def _mode(request: LiveRequest) -> str:
+    return "split" if "prefill" in request.worker_ids else "whole"
 
 
 logger = logging.getLogger(__name__)
@@ -184,7 +149,7 @@ class RequestLog:
     def finished(self, request: LiveRequest) -> None:
         if not logger.isEnabledFor(self._level):
             return
-        timing = msgspec.structs.asdict(choice_timing(request))
+        timing = choice_timing(request)
         about = {
             "finish_reason": request.choice.finish_reason,
             "prompt_tokens": len(request.choice.prompt.token_ids),

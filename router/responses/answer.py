@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from router.answers.formats import OutputOptions, StreamedAnswer, usage
+from router.answers.formats import Fields, OutputOptions, StreamedAnswer, usage
 from router.answers.parsed_chat import AnswerParts
 from router.errors import ApiError
-from router.observe.timing import ResponseTiming
 from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.requests.slices import json_pieces
 from router.text.choice import Choice
@@ -59,12 +58,12 @@ class ResponseAnswer(StreamedAnswer):
             yield self._status_event("in_progress")
         yield from self._encode(self._parts.events(choice, self._output.push))
 
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+    def last_chunk(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         yield from self._encode(self._output.close(_status(choices)))
         yield from self._end(choices, timing)
         yield self._status_event(self._response["status"])
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+    def response(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         for _ in chain(
             self._parts.events(choices[0], self._output.push), self._output.close(_status(choices))
         ):
@@ -87,17 +86,15 @@ class ResponseAnswer(StreamedAnswer):
         if self._store is not None:
             await asyncio.to_thread(self._store, self._response)
 
-    def _end(self, choices: Sequence[Choice], timing: ResponseTiming | None) -> Iterator[bytes]:
+    def _end(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         """Complete the response's fields. Yields b"" after each piece of a long text."""
         status, num_reasoning = _status(choices), 0
         for piece in self._reasoning():
             num_reasoning += len(self._tokenizer.encode(piece, add_special_tokens=False))
             yield b""
-        self._response |= {"status": status, "usage": _usage(choices, num_reasoning)}
+        self._response |= {"status": status, "usage": _usage(choices, num_reasoning), **timing}
         if status == "incomplete":
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        if timing is not None:
-            self._response["timing"] = timing
 
     def _reasoning(self) -> Iterator[str]:
         """Yield the reasoning in pieces that end with a word, so that their token counts add up."""
@@ -137,7 +134,6 @@ def _usage(choices: Sequence[Choice], num_reasoning: int) -> dict[str, Any]:
     }
 
 
-Fields = dict[str, Any]
 _TEXT_KINDS = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 

@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SAMPLING_FIELDS, SamplingParams
-from router.answers.formats import OutputOptions
+from router.answers.formats import Fields, OutputOptions
 from router.decoding import decode_body, refuse_unsupported
 from router.errors import ApiError
 from router.openai_types import (
@@ -31,7 +31,7 @@ from router.openai_types import (
 from router.reading.converted_chat import ConvertedChat, ConvertedMessages, renamer
 from router.reading.prepared import EarlierResponse, Prepared, PreparedResponse, ServedModel
 from router.reading.request_reader import RequestReader
-from router.responses.answer import Fields, ResponseAnswer
+from router.responses.answer import ResponseAnswer
 from router.responses.body import Item, ItemPart, ResponseBody, ResponseTool, TextFormat
 from router.responses.store import ResponseStore, StoredResponse
 from router.text.tokenizer import Tokenizer
