@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from costs.drafting import MIN_GAIN, StepCurve, local_rate, plain_rate
-from planner.profile import DEFAULT_PROFILE, read_profile
+from planner.profile import read_profile
 from planner.scenarios import PlanOutcome, Scenario, Slo, Study, best, scenarios
 from planner.trace import TraceFit, fitted, read_trace
 from protocol.config import flag_name
@@ -39,21 +39,19 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft: _Seconds
     slo_tpot: _Seconds
     workers: Annotated[int, Meta(ge=2, le=1024)]
-    profile: str = DEFAULT_PROFILE
-    trace_scale_lengths: _Factor = 1.0
-    trace_speedup: _Factor = 1.0
+    profile: str
+    trace_scale_lengths: _Factor
+    trace_speedup: _Factor
     max_input_len: _Count | None = None
     max_output_len: _Count | None = None
     num_prompts: _Count | None = None
-    output: str = "plan"
+    output: str
 
 
-def parse(flags: Mapping[str, str | None]) -> PlanOptions:
-    """Parse the command line's text. Raises `ConfigError` that names the flag and its limits."""
-    text = ("trace", "profile", "output")
-    fields = {name: value if name in text else _number(value) for name, value in flags.items()}
+def parse(flags: Mapping[str, object]) -> PlanOptions:
+    """Check the command line's values. Raises `ConfigError` that names the flag and its limits."""
     try:
-        return to_struct(fields, PlanOptions)
+        return to_struct(flags, PlanOptions)
     except FieldError as error:
         raise ConfigError(f"{flag_name(error.field)}: {error.message}") from error
 
@@ -102,16 +100,6 @@ def _write(document: Mapping[str, object], outcomes: list[PlanOutcome], slo: Slo
         (folder / "plan.json").write_bytes(content + b"\n")
     except OSError as error:
         raise ConfigError(f"--output: cannot write to {folder}: {error.strerror}") from error
-
-
-def _number(text: str | None) -> object:
-    """Return the number, or other text unchanged, which the type check then refuses."""
-    for kind in (int, float):
-        try:
-            return kind(text)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            continue
-    return text
 
 
 def _print_plan(console: Console, outcomes: Sequence[PlanOutcome], slo: Slo) -> None:

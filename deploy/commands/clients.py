@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 import typer
 
 from deploy.commands import DEFAULT_URL, ApiKey, Url
+from protocol.errors import ConfigError
 
 Worker = Annotated[str, typer.Argument(help="A worker's id, as `tandem status` shows it.")]
 
@@ -40,9 +44,7 @@ def top(
 
 def drain(worker: Worker, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Move a worker's requests to others, with their KV, and then end the worker."""
-    from deploy.client import operate
-
-    operate(url, api_key, f"/workers/{worker}/drain", {})
+    _empty(url, api_key, f"/workers/{worker}/drain", {})
 
 
 def role(
@@ -52,29 +54,49 @@ def role(
     api_key: ApiKey = None,
 ) -> None:
     """Move a worker's requests to others, and switch the worker to another role without a restart."""
-    from deploy.client import operate
+    _empty(url, api_key, f"/workers/{worker}/role", {"role": new_role})
 
-    operate(url, api_key, f"/workers/{worker}/role", {"role": new_role})
+
+def _empty(url: str, api_key: str | None, path: str, body: dict[str, str]) -> None:
+    report, counts = _operate(url, api_key, path, body)
+    print(f"{report['id']} is empty after {report['seconds']:.2f} s; requests: {counts}")
+
+
+def _operate(
+    url: str, api_key: str | None, path: str, body: Mapping[str, object]
+) -> tuple[dict[str, Any], str]:
+    """Return the operation's report once it is over, and the numbers of requests that it moved, in words."""
+    from deploy.client import checked, client
+
+    with client(url, api_key) as http:
+        report = checked(http.post(quote(path), json=body)).json()
+    names = ("moved", "redirected", "placed_again")
+    return report, ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in names)
 
 
 def restart(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Restart all workers, one after the other. Their requests move to other workers, with their KV."""
-    from deploy.client import restart as run
-
-    run(url, api_key)
+    report, counts = _operate(url, api_key, "/restart", {})
+    workers = ", ".join(report["restarted"]) or "none"
+    print(f"restarted after {report['seconds']:.2f} s: {workers}; requests: {counts}")
 
 
 def scale(
-    prefill: Annotated[str | None, typer.Option(metavar="N", help="Prefill workers.")] = None,
-    decode: Annotated[str | None, typer.Option(metavar="N", help="Decode workers.")] = None,
-    draft: Annotated[str | None, typer.Option(metavar="N", help="Draft workers.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    draft: Annotated[int | None, typer.Option(help="Draft workers.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
     """Set the number of workers of each role. Requests of removed workers move to others, with their KV."""
-    from deploy.client import scale as run
-
-    run(url, api_key, {"prefill": prefill, "decode": decode, "draft": draft})
+    targets = {"prefill": prefill, "decode": decode, "draft": draft}
+    body = {name: number for name, number in targets.items() if number is not None}
+    if not body:
+        raise ConfigError(f"name a role at least: {', '.join(f'--{name} N' for name in targets)}")
+    report, counts = _operate(url, api_key, "/scale", body)
+    changes = [f"{what}: {', '.join(report[what])}" for what in ("started", "drained") if report[what]]
+    what = "; ".join(changes) or "nothing to change"
+    print(f"{what} after {report['seconds']:.2f} s; requests: {counts}")
 
 
 def doctor(
@@ -84,9 +106,22 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
 ) -> None:
     """Find what keeps requests waiting now, and say what to change, with figures."""
-    from deploy.client import show_findings
+    from deploy.client import checked, client
 
-    show_findings(url, api_key, seconds=seconds, as_json=as_json)
+    with client(url, api_key) as http:
+        report = checked(http.get("/doctor", params={"seconds": seconds})).json()
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    for finding in report["findings"]:
+        if finding["name"] == "nothing":
+            typer.secho("nothing is wrong", bold=True)
+            print(f"  {finding['summary']}")
+            continue
+        where = f" at {finding['worker']}" if finding["worker"] else ""
+        typer.secho(f"{finding['name']}{where}: costs {finding['cost']:.1f} requests their time", bold=True)
+        print(f"  {finding['summary']}\n  change: {finding['change']}")
+        print("  " + ", ".join(f"{name} {value:.4g}" for name, value in finding["figures"].items()))
 
 
 def complete(
@@ -100,11 +135,16 @@ def complete(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
 ) -> None:
     """Complete a prompt and print the text as it comes."""
-    from deploy.client import stream_completion
+    from deploy.client import checked, client, completion_texts
 
-    body = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
-    text = sys.stdin.read() if prompt == "-" else prompt
-    stream_completion(url, api_key, model, text, body)
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
+    body |= {"prompt": sys.stdin.read() if prompt == "-" else prompt}
+    body |= {name: value for name, value in {"seed": seed, "stop": stop or None}.items() if value is not None}
+    with client(url, api_key) as http:
+        body["model"] = model or checked(http.get("/v1/models")).json()["data"][0]["id"]
+        for text in completion_texts(http, body):
+            print(text, end="", flush=True)
+    print()
 
 
 def batch(

@@ -24,33 +24,20 @@ def bench(context: typer.Context) -> None:
 
 def plan(
     trace: Annotated[str, typer.Option(metavar="FILE", help="JSONL trace in Mooncake's form.")],
-    slo_ttft: Annotated[str, typer.Option(metavar="SECONDS", help="Limit of the time to the first token.")],
-    slo_tpot: Annotated[str, typer.Option(metavar="SECONDS", help="Limit of the time between two tokens.")],
-    workers: Annotated[
-        str, typer.Option(metavar="N", help="Prefill and decode workers together, at least 2.")
-    ],
+    slo_ttft: Annotated[float, typer.Option(help="Limit of the time to the first token, in seconds.")],
+    slo_tpot: Annotated[float, typer.Option(help="Limit of the time between two tokens, in seconds.")],
+    workers: Annotated[int, typer.Option(help="Prefill and decode workers together, at least 2.")],
     profile: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Profile from `tandem profile`. (default: h100-llama-3.1-8b)"),
-    ] = None,
-    trace_scale_lengths: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Factor on the trace's lengths. (default: 1)")
-    ] = None,
-    trace_speedup: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Factor on the rate of requests. (default: 1)")
-    ] = None,
-    max_input_len: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Longest prompt; longer ones are cut.")
-    ] = None,
-    max_output_len: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Longest output; longer ones are cut.")
-    ] = None,
-    num_prompts: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Only the first requests of the trace.")
-    ] = None,
+        str, typer.Option(metavar="FILE", help="Profile from `tandem profile`.")
+    ] = "h100-llama-3.1-8b",
+    trace_scale_lengths: Annotated[float, typer.Option(help="Factor on the trace's lengths.")] = 1,
+    trace_speedup: Annotated[float, typer.Option(help="Factor on the rate of requests.")] = 1,
+    max_input_len: Annotated[int | None, typer.Option(help="Longest prompt; longer ones are cut.")] = None,
+    max_output_len: Annotated[int | None, typer.Option(help="Longest output; longer ones are cut.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Only the first requests of the trace.")] = None,
     output: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.svg. (default: plan)")
-    ] = None,
+        str, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")
+    ] = "plan",
 ) -> None:
     """Simulate a trace on a number of workers with every split into roles, and recommend a split."""
     options = dict(locals())
