@@ -14,16 +14,17 @@ from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.dispatch import Core
 from router.placement.decision import DraftPeriod
-from router.placement.drafts.kinds import DraftKind, expect
-from router.placement.drafts.prospects import (
+from router.placement.drafts import (
     DraftDecision,
     DraftFacts,
+    DraftKind,
     DraftOption,
     DraftPlace,
     DraftSite,
     DraftTarget,
     Prospects,
     decide,
+    expect,
 )
 from router.requests.journal import LiveRequest
 from router.workers.assignment import Assignment, Stage

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from protocol.ids import PeerAddress
 from protocol.requests import DraftPlan
-from router.placement.drafts.kinds import ExpectedTokens
-from router.placement.drafts.prospects import DraftDecision, DraftOption
+from router.placement.drafts import DraftDecision, DraftOption, ExpectedTokens
 from router.placement.interface import Option, Placement, RequestFacts
 
 

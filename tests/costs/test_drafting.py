@@ -9,7 +9,7 @@ import pytest
 
 from costs.drafting import StepCurve, local_rate, plain_rate, remote_rate
 from protocol.speculation import MethodState, RequestSpeculation, StepTimeState
-from router.placement.drafts.prospects import DraftFacts, DraftPlace, Prospects
+from router.placement.drafts import DraftFacts, DraftPlace, Prospects
 from tests.router.drafted import GPU_LIKE, drafter, speculation, target
 
 CHANCES = [0.5, 0.25]

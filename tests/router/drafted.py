@@ -14,7 +14,7 @@ from protocol.speculation import (
     SpeculationState,
     StepTimeState,
 )
-from router.placement.drafts.prospects import (
+from router.placement.drafts import (
     DraftDecision,
     DraftFacts,
     DraftPlace,

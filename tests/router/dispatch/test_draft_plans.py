@@ -16,7 +16,7 @@ from protocol.speculation import SpeculativeConfig
 from router.dispatch import Core, draft_planner
 from router.dispatch.draft_planner import DraftPlanner
 from router.observe.metrics import Metrics
-from router.placement.drafts import prospects
+from router.placement import drafts
 from router.placement.interface import WorkerSnapshot
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
 
@@ -28,7 +28,7 @@ LONG = 300
 @pytest.fixture
 def predictions_stand(monkeypatch):
     """Disable learning: these workers' speed does not depend on where drafts are made."""
-    monkeypatch.setattr(prospects, "LEAST_S", inf)
+    monkeypatch.setattr(drafts, "LEAST_S", inf)
 
 
 @pytest.fixture

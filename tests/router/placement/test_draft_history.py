@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.placement.decision import DraftCounts, DraftHistory, DraftPeriod
-from router.placement.drafts.prospects import NOWHERE, DraftDecision, DraftOption, DraftPlace
+from router.placement.drafts import NOWHERE, DraftDecision, DraftOption, DraftPlace
 
 PLAIN = DraftOption(NOWHERE, rate=100.0, worth=100.0, tokens_per_step=1.0)
 REMOTE = DraftOption(

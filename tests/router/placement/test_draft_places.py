@@ -22,11 +22,11 @@ from protocol.speculation import (
     SpeculationState,
     StepTimeState,
 )
-from router.placement.drafts.kinds import DraftKind
-from router.placement.drafts.prospects import (
+from router.placement.drafts import (
     NOWHERE,
     DraftDecision,
     DraftFacts,
+    DraftKind,
     DraftPlace,
     DraftTarget,
     Prospects,

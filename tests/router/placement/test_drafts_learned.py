@@ -8,16 +8,18 @@ from math import exp, inf, nan
 
 import pytest
 
-from router.placement.drafts.kinds import DraftKind, ExpectedTokens, expect
-from router.placement.drafts.prospects import (
+from router.placement.drafts import (
     NOWHERE,
     DraftDecision,
     DraftFacts,
+    DraftKind,
     DraftOption,
     DraftPlace,
     DraftSite,
+    ExpectedTokens,
     Prospects,
     SeenRates,
+    expect,
 )
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
 

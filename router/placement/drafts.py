@@ -1,4 +1,4 @@
-"""Predictions of the tokens a second that a decode worker's batch gains with each place for drafts.
+"""Decisions where a request's drafts are made, by the tokens a second that a decode worker's batch gains.
 
 In each step the decode worker chooses how many tokens each request's draft has. `costs.drafting` predicts the
 rate from step times, acceptance and load; the latest observations correct the prediction. For a single
@@ -8,7 +8,7 @@ request, the time that its drafter needs to read the request's text is subtracte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, isfinite, log2
 from operator import mul
@@ -318,3 +318,44 @@ class SeenRates:
 def load_of(rows: float) -> int:
     """Return the class of a load. Loads within a factor of about the square root of two share a class."""
     return round(2 * log2(min(max(1.0, rows), MOST_ROWS)))
+
+
+class ExpectedTokens(NamedTuple):
+    """Expected output of one of `rows` requests: `per_s` tokens a second after `num_tokens` at `since`."""
+
+    place: DraftPlace
+    rows: float
+    per_s: float
+    since: float
+    num_tokens: int
+
+
+class DraftKind:
+    """The requests of one decode worker and class with equal settings. All use one `place` if that pays."""
+
+    def __init__(self) -> None:
+        self.seen = SeenRates()
+        self.place: DraftPlace | None = None
+
+    def decide(self, facts: DraftFacts, prospects: Prospects) -> DraftDecision:
+        decision = decide(replace(facts, others=self.place), prospects)
+        self.place = decision.place
+        return decision
+
+    def note(
+        self, expected: ExpectedTokens, answered_at: float, num_tokens: int, rows: float, now: float
+    ) -> None:
+        """Learn from a request, first answered at `answered_at`, with `num_tokens` now in a batch of `rows`.
+
+        The rate is ignored if the batch has changed: one planned as the only request gains less among 16.
+        """
+        seconds = now - max(expected.since, answered_at)
+        if seconds > 0 and load_of(rows) == load_of(expected.rows):
+            tokens = num_tokens - expected.num_tokens
+            self.seen.note(expected.place, expected.rows, seconds, tokens, expected.per_s * seconds)
+
+
+def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:
+    """Return the output expected of one of `rows` requests that all draft at the option's place."""
+    rows = max(rows, 1.0)
+    return ExpectedTokens(option.place, rows, option.rate / (option.correction * rows), since, num_tokens)
