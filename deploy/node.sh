@@ -75,7 +75,7 @@ start_ray() {
 case ${1:-} in
 head)
     own_options head
-    [ ! -f ~/ray_bootstrap_config.yaml ] || (cd "$here" && "$python" -m deploy.cluster_file ~/ray_bootstrap_config.yaml)
+    [ ! -f ~/ray_bootstrap_config.yaml ] || (cd "$here" && "$python" -m deploy.node check ~/ray_bootstrap_config.yaml)
     mkdir -p -m 700 ~/.ray ~/.tandem ~/.local/bin
     [ -s "$token" ] || (umask 077; secret >"$token")
     ln -sf "$here/deploy/ray" ~/.local/bin/ray # since `ray down` runs a bare `ray stop`
@@ -110,7 +110,7 @@ stop)
     fi
     rm -f "$serve_pid"
     pgrep -u "$user" -x 'raylet|gcs_server' >/dev/null || exit 0
-    ! pgrep -u "$user" -x gcs_server >/dev/null || (cd "$here" && "$python" -m deploy.end_nodes "$port")
+    ! pgrep -u "$user" -x gcs_server >/dev/null || (cd "$here" && "$python" -m deploy.node end "$port")
     "$ray" stop >/dev/null
     ;;
 *) die "give head, worker, serve or stop" ;;

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.cluster_file import check_cluster_file
 from deploy.config import ENV_PREFIX, load_config
+from deploy.node import check_cluster_file
 from protocol.config import field_docs
 from protocol.roles import ROLES
 
