@@ -1,17 +1,21 @@
-"""Runs the routers in the main thread, Ray and its workers in another, and ends all."""
+"""Runs the routers in the main thread, Ray and its workers in another, announces them, and ends all."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
 
 from deploy.processes import end_descendants, kill_descendants
 from deploy.ray_cluster import HeadWatch, RayCluster
-from deploy.reports import announcement, reachable_url, warn_of_exposure
+from deploy.resources import choose_threads
 from deploy.routers.pool import RouterPool, Routers
 from deploy.signals import Patience, complain, leave_unready
 from deploy.template.client import TemplateClient
@@ -20,7 +24,10 @@ from native.heap import freeze_heap
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.logs import say
+from protocol.ports import http_url, is_loopback, is_wildcard
+from protocol.version import version
 from router.server import RouterServer
+from worker.cores import host_cores
 
 if TYPE_CHECKING:
     from router.reading.prepared import GenerationDefaults
@@ -187,3 +194,58 @@ def _end(launcher: Launcher, patience: Patience, was_ready: bool) -> None:
             launcher.join(DESCENDANTS_GRACE_S)
     end_descendants(DESCENDANTS_GRACE_S)
     launcher.cluster.remove_files()
+
+
+def announcement(config: ServeConfig, server: Routers, url: str, defaults: GenerationDefaults) -> str:
+    """Return the start message: a line for each worker, a command to try, and the address."""
+    lines = [f"Tandem {version()} serves {config.model_name}"]
+    if config.ray_address is None:
+        threads, why = choose_threads(config, host_cores())
+        lines[0] += f", threads per worker: {threads} ({why})"
+    for worker_id, start_up in server.start_ups().items():
+        where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
+        lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
+    if sampling := defaults.shown():
+        listed = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
+    lines.append(f"Try:  {curl_line(config, url)}")
+    lines.append(f"Listening on {url}  (a playground at {url}/, API below /v1, its documentation at /docs)")
+    return "\n".join(lines)
+
+
+def reachable_url(config: ServeConfig, url: str, link_host: str) -> str:
+    """Return the URL at which other hosts of the cluster reach a server that listens on all addresses."""
+    if config.ray_address is None or not is_wildcard(config.host):
+        return url
+    return http_url(config, link_host, urlsplit(url).port or config.port)
+
+
+def _summary(start_up: Mapping[str, str]) -> str:
+    chosen = [start_up[name] for name in ("device", "forward", "kv_pool") if name in start_up]
+    speculation = start_up.get("speculation", "none").partition(" (")[0]
+    if speculation != "none":
+        chosen.append(f"speculates by {speculation}")
+    return "; ".join(chosen)
+
+
+def curl_line(config: ServeConfig, url: str) -> str:
+    body = {
+        "model": config.model_name,
+        "prompt": "def read_file(path):\n",
+        "max_tokens": 64,
+        "temperature": 0,
+    }
+    parts = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
+    if config.needs_api_key:
+        parts += ["-H", "Authorization: Bearer <API key>"]
+    return shlex.join([*parts, "-d", msgspec.json.encode(body).decode()])
+
+
+def warn_of_exposure(config: ServeConfig) -> None:
+    if is_loopback(config.host):
+        return
+    where = f"HTTP on {config.host}"
+    if not config.needs_api_key:
+        log.warning("%s takes requests of everybody: set TANDEM_API_KEY or --api-key-file", where)
+    elif config.tls_cert is None:
+        log.warning("%s is not encrypted, and API keys can be read on the way: see --tls-cert", where)

@@ -19,9 +19,8 @@ from deploy.ray_cluster import RayCluster
 from deploy.resources import plan_workers
 from deploy.routers.pool import Routers
 from deploy.scaling import rescale, room, wanted_bundles
-from deploy.slot_actors import STOP_GRACE_S, Actors
+from deploy.slot_actors import REMIND_S, STOP_GRACE_S, Actors, StartFault, StartWatch
 from deploy.slots import Slot, let_go, make_slots, slot_of
-from deploy.starts import REMIND_S, StartFault, StartWatch
 from deploy.template.client import WorkerExit
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig

@@ -34,7 +34,7 @@ from router.openai_types import (
     Word,
     absent,
 )
-from router.reading.converted_chat import ConvertedChat, ConvertedMessages, renamer
+from router.reading.chats import ConvertedChat, ConvertedMessages, renamer
 from router.reading.prepared import Prepared, ServedModel
 from router.reading.request_reader import RequestReader
 

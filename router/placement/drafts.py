@@ -14,8 +14,8 @@ from math import exp, isfinite, log2
 from operator import mul
 from typing import Literal, NamedTuple
 
-from costs.acceptance import FIRST_RATE
 from costs.drafting import (
+    FIRST_RATE,
     Rate,
     SharedDrafter,
     StepCurve,

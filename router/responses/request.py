@@ -28,7 +28,7 @@ from router.openai_types import (
     Tool,
     ToolCall,
 )
-from router.reading.converted_chat import ConvertedChat, ConvertedMessages, renamer
+from router.reading.chats import ConvertedChat, ConvertedMessages, renamer
 from router.reading.prepared import EarlierResponse, Prepared, PreparedResponse, ServedModel
 from router.reading.request_reader import RequestReader
 from router.responses.answer import ResponseAnswer

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from costs.acceptance import MethodAcceptance, RequestAcceptance
+from costs.drafting import MethodAcceptance, RequestAcceptance
 from costs.widths import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
 from engine.step.draft import Draft, Verdict
 from engine.step.profiling import ProfilingRun

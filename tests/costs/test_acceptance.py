@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 
-from costs.acceptance import FIRST_RATE, TEXT_MEMORY, MethodAcceptance, RequestAcceptance
+from costs.drafting import FIRST_RATE, TEXT_MEMORY, MethodAcceptance, RequestAcceptance
 
 DEPTH = 4
 

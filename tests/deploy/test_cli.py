@@ -12,8 +12,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from deploy.launcher import warn_of_exposure
 from deploy.preflight import check_start
-from deploy.reports import warn_of_exposure
 from protocol.config import ServeConfig, field_docs, flag_name
 from router.api_keys import hash_of, read_key_file
 from tests.deploy.server_process import ROOT, tandem_command

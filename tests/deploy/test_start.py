@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import deploy.launcher
-from deploy.reports import announcement
+from deploy.launcher import announcement
 from deploy.signals import Patience
 from protocol.config import ServeConfig
 from router.reading.prepared import GenerationDefaults

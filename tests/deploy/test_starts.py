@@ -13,8 +13,8 @@ import ray
 
 from deploy import starts
 from deploy.actors import ActorState, WorkerActor
+from deploy.slot_actors import ANSWER_S, FIRST_ANSWER_S, REMIND_S, StartFault, StartWatch
 from deploy.slots import Slot
-from deploy.starts import ANSWER_S, FIRST_ANSWER_S, REMIND_S, StartFault, StartWatch
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import ROLES

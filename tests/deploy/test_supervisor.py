@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from deploy.slot_actors import StartFault, StartWatch
 from deploy.slots import LONGEST_BACKOFF_S, STABLE_S, UNTOLD_S, Slot, let_go, make_slots
-from deploy.starts import StartFault, StartWatch
 from deploy.supervisor import StartUpError, Supervisor
 from protocol.config import ServeConfig
 from protocol.roles import ROLES

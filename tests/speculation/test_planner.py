@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costs.acceptance import MethodAcceptance, RequestAcceptance
+from costs.drafting import MethodAcceptance, RequestAcceptance
 from costs.widths import DraftTime, MeasuredCurve, TargetTime
 from speculation.control.controller import Plan, PlannedStep, plain_and_best
 from speculation.control.estimator import Estimator, Shape, SpeculatingRequest

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from costs.acceptance import FIRST_RATE
+from costs.drafting import FIRST_RATE
 from engine.engine import Engine
 from protocol.requests import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation
