@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from deploy.commands import Commands, clients, offline
-from deploy.commands.options import ConfigCommand
-from deploy.commands.serve import keys, profile, serve
+from deploy.commands.serve import ConfigCommand, keys, profile, serve
 
 app = typer.Typer(
     cls=Commands,
