@@ -41,7 +41,7 @@ from worker.adapter_loads import Problem
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
-from worker.role_work import RequestTable
+from worker.requests import RequestTable
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from protocol.ids import token_ids_digest
 from protocol.outputs import RequestTiming, TransferTiming
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.worker_to_worker import Reserve
-from worker.role_work import StagedRequest
+from worker.requests import StagedRequest
 
 
 class DecodeStage(enum.Enum):

@@ -34,7 +34,7 @@ from protocol.worker_to_worker import (
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
-from worker.role_work import RequestTable
+from worker.requests import RequestTable
 
 log = logging.getLogger(__name__)
 

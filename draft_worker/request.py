@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import DRAFT_LEASE_S, DraftKey, DraftOpening, DraftUpdate
-from worker.role_work import StagedRequest
+from worker.requests import StagedRequest
 
 ENGINE_TIMEOUT_S = 1e9
 

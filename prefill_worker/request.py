@@ -11,7 +11,7 @@ from protocol.handoff import DraftState, HandoffManifest, SamplingState, Segment
 from protocol.ids import PeerAddress, token_ids_digest
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Reserved
-from worker.role_work import StagedRequest
+from worker.requests import StagedRequest
 
 
 class PrefillStage(enum.Enum):

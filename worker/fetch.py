@@ -30,7 +30,7 @@ from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Fetch, FetchGranted, FetchRefused
 from worker.parts import Counters
 from worker.peers import PeerLinks
-from worker.role_work import RequestTable, StagedRequest
+from worker.requests import RequestTable, StagedRequest
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from worker.link import RouterLeases, RouterLinks
 from worker.parts import WorkerParts, open_transfers
 from worker.peers import PeerLinks, PeerSocket
 from worker.role_work import RoleWork
-from worker.router_messages import RouterMessages
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class WorkerLoop(RoleWork):
         )
         self._fetcher = PrefixFetcher(self.address, engine, self.receiver, self.peers, self.counters)
         self._holder = PrefixHolder(engine, self.sender, self.counters)
-        self._kv_events: KvEventSender | None = None
+        self._kv_events = None
         if parts.reports_cache:
             self._kv_events = KvEventSender(parts, engine.blocks, links, parts.kv_publisher)
         self._stop = threading.Event()
@@ -73,9 +72,6 @@ class WorkerLoop(RoleWork):
         self.adapter_loads = AdapterLoads(engine.adapters, self.counters, parts.wake.set)
         if engine.adapters is not None:
             engine.adapters.is_awaited = self._awaits_adapter
-        self.router_messages = RouterMessages(
-            self, self.sender, self._fetcher, self._kv_events, self.departure, self.adapter_loads
-        )
         self._advancing = True
         """Whether the last step ran something. If not, the loop's poll waits for a message."""
         self._failed_steps = 0
@@ -97,7 +93,7 @@ class WorkerLoop(RoleWork):
                 self._turn()
             if self.departure.next_role is not None:
                 # The remaining requests belong to routers that are gone.
-                self.router_messages.abort_all(self.under_way())
+                self.abort_all(self.under_way())
         finally:
             progress.end()
             self.close()
@@ -133,7 +129,7 @@ class WorkerLoop(RoleWork):
         for link in self.links:
             if link.socket in events:
                 for message in link.receive():
-                    self.router_messages.take(message, link)
+                    self.take(message, link)
         if self.parts.wake.fileno() in events:
             self.parts.wake.clear()
             self._handle_transfers()

@@ -1,33 +1,46 @@
-"""The interface of a role's work, and the requests of a worker."""
+"""The work that a role adds to the loop, and the handling of a router's messages to a worker."""
 
 from __future__ import annotations
 
-import enum
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from kvtransfer.interface import ReceiveEvent, SendEvent
-from protocol.ids import PeerAddress
+from kvtransfer.sender import Sender
+from protocol import router_to_worker as messages
+from protocol.errors import InvalidRequestError, TandemError
+from protocol.ids import PeerAddress, peer_identity
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import Generate
+from protocol.worker_to_router import AbsentRequests, AdapterLoaded, Prefetched
 from protocol.worker_to_worker import PeerReply, PeerRequest
-from worker.link import RouterLinks
+from worker.adapter_loads import AdapterLoads, Problem
+from worker.departure import Departure
+from worker.fetch import PrefixFetcher
+from worker.kv_events import KvEventSender
+from worker.link import RouterLink, RouterLinks
 from worker.parts import WorkerParts
+from worker.requests import RequestTable
 
 log = logging.getLogger(__name__)
 
 
 class RoleWork(ABC):
-    """The base class of all roles' loops. Belongs to the loop's thread. `requests` holds the requests on this
-    worker, `outbox` the outputs not yet sent to the routers.
+    """The base of all roles' loops, with the handling of routers' messages. Belongs to the loop's thread.
+    `requests` holds the requests on this worker, `outbox` the outputs not yet sent to the routers.
     """
 
     requests: RequestTable[Any]
+    sender: Sender
+    departure: Departure
+    adapter_loads: AdapterLoads
+    _fetcher: PrefixFetcher
+    _kv_events: KvEventSender | None
 
     def __init__(self, parts: WorkerParts, links: RouterLinks) -> None:
         self.parts = parts
@@ -133,106 +146,163 @@ class RoleWork(ABC):
         self.links.send_outputs(self.outbox)
         self.outbox = []
 
+    def take(self, message: messages.RouterToWorker, link: RouterLink) -> None:
+        """Handle a message that arrived on `link`."""
+        match message:
+            case messages.Abort():
+                self.abort_all(message.request_ids)
+            case messages.Peers():
+                self._warm_up(message.peers)
+            case messages.Unregistered():
+                self.links.register_again(link)
+            case messages.Refused():
+                pass  # a refusal only answers a registration, which is over
+            case messages.Generate():
+                self._on_generate(message)
+            case _ if message.incarnation != self.parts.incarnation:
+                self.counters.add("stale_messages_total")
+            case messages.Registered():
+                self._on_registered(message, link)
+            case messages.CallRoll():
+                self._on_roll_call(message, link)
+            case messages.Redirect():
+                self.redirect(message.request_id, message.decode)
+            case messages.Replan():
+                self._on_replan(message)
+            case messages.PeerGone():
+                self.peer_gone(peer_identity(message.worker_id, message.gone).encode())
+            case messages.ReplayKvEvents():
+                if self._kv_events is not None:
+                    self._kv_events.replay(message.first, link)
+            case messages.Prefetch():
+                self._on_prefetch(message)
+            case messages.PrepareToLeave():
+                self.departure.prepare(message)
+            case messages.Leave():
+                self.departure.let_go(link)
+            case messages.LoadAdapter():
+                self._load_adapter(message, link)
+            case messages.UnloadAdapter():
+                self.adapter_loads.unload(message.name)
 
-StageT = TypeVar("StageT", bound=enum.Enum)
+    def abort_all(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests and stop their fetches and adapter loads. Ignore unknown ids."""
+        for request_id in request_ids:
+            self.adapter_loads.abort(request_id)
+            self._fetcher.abort(request_id)
+            self.abort(request_id)
 
+    def _on_generate(self, message: messages.Generate) -> None:
+        request = message.request
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            reason = f"{self.parts.worker_id} was restarted after the request was placed"
+            self.answer_error(request.request_id, "worker_lost", reason)
+        elif self._has(request.request_id):
+            self.counters.add("duplicate_messages_total")
+        else:
+            self.adapter_loads.require(request, lambda problem: self._start_or_fetch(message, problem))
 
-class IllegalTransitionError(Exception):
-    """A request was moved to a stage that cannot follow its current one: a bug of this worker."""
+    def _has(self, request_id: str) -> bool:
+        waits = request_id in self.adapter_loads or request_id in self._fetcher.fetches
+        return waits or self.knows(request_id)
 
+    def _start_or_fetch(self, message: messages.Generate, problem: Problem | None) -> None:
+        """Start the request, or fetch its prefix first. `problem` is its adapter's, None if loaded."""
+        if problem is not None:
+            self.answer_error(message.request.request_id, *problem)
+            return
 
-class StagedRequest(Generic[StageT]):
-    """A request in one of the stages of its class. `next_stages` maps a stage to the stages that may follow
-    it; ENDED may follow every other stage.
+        def start(request: EngineRequest, complete: bool) -> None:
+            self._start(msgspec.structs.replace(message, request=request))
 
-    `deadline` is in monotonic seconds, or None while nothing is awaited from another worker.
-    """
+        try:
+            if message.prefix is not None and self._fetcher.start(message.request, message.prefix, start):
+                return
+        except InvalidRequestError as error:
+            self.answer_error(message.request.request_id, "invalid", str(error))
+            return
+        self._start(message)
 
-    next_stages: ClassVar[Mapping[Any, Collection[Any]]]
-    request: EngineRequest
-    stage: StageT
-    lease_id: str | None = None
-    deadline: float | None = None
+    def _start(self, message: messages.Generate) -> None:
+        try:
+            self.start_request(message)
+        except InvalidRequestError as error:
+            self.answer_error(message.request.request_id, "invalid", str(error))
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def _on_prefetch(self, message: messages.Prefetch) -> None:
+        request = message.request
+        if request.request_id in self._fetcher.fetches:
+            self.counters.add("duplicate_messages_total")
+        else:
+            self.adapter_loads.require(request, lambda problem: self._prefetch(message, problem))
 
-    @property
-    def held_lease(self) -> str:
-        """The id of the request's lease; the request must have one."""
-        assert self.lease_id is not None
-        return self.lease_id
+    def _prefetch(self, message: messages.Prefetch, problem: Problem | None) -> None:
+        request, reason = message.request, problem[1] if problem is not None else ""
+        try:
+            if not reason and self._fetcher.start(request, message.prefix, self._answer_prefetch):
+                return
+        except InvalidRequestError as error:
+            reason = str(error)
+        if reason:
+            about = {"request_id": request.request_id}
+            log.warning("no prefetch of %s: %s", request.request_id, reason, extra=about)
+        self._answer_prefetch(request, False)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens whose KV is handed over: the prompt, and the tokens emitted before a failover."""
-        return self.request.prompt_token_ids + self.request.output_token_ids
+    def _answer_prefetch(self, request: EngineRequest, complete: bool) -> None:
+        message = Prefetched(
+            worker_id=self.parts.worker_id,
+            incarnation=self.parts.incarnation,
+            request_id=request.request_id,
+            complete=complete,
+        )
+        self.links.send(request.request_id, message)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+    def _on_roll_call(self, message: messages.CallRoll, link: RouterLink) -> None:
+        absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
+        if not absent:
+            return
+        if self.outbox:  # the ends of the absent requests go first
+            self.flush()
+        link.send(
+            AbsentRequests(
+                worker_id=self.parts.worker_id, incarnation=self.parts.incarnation, request_ids=absent
+            )
+        )
 
-    def enter(self, stage: StageT) -> None:
-        """Move to a stage. Raises `IllegalTransitionError` and changes nothing if it cannot follow."""
-        ends = stage.name == "ENDED" and stage is not self.stage
-        if not ends and stage not in self.next_stages.get(self.stage, ()):
-            raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
-        self.stage = stage
+    def _on_replan(self, message: messages.Replan) -> None:
+        fetch = self._fetcher.fetches.get(message.request_id)
+        if fetch is not None:
+            fetch.replan(message.plan)
+        else:
+            self.replan(message.request_id, message.plan)
 
-    def replan(self, plan: DraftPlan | None) -> None:
-        """Set the place where the request's drafts are made."""
-        self.request = msgspec.structs.replace(self.request, draft_plan=plan)
+    def _on_registered(self, message: messages.Registered, link: RouterLink) -> None:
+        if message.router == link.router:
+            self.counters.add("duplicate_messages_total")
+        else:
+            link.confirmed(message.router)
 
-    def is_overdue(self, now: float) -> bool:
-        return self.deadline is not None and now >= self.deadline
+    def _load_adapter(self, message: messages.LoadAdapter, link: RouterLink) -> None:
+        def answer(digest: str, problem: Problem | None) -> None:
+            kind, error = problem or ("invalid", "")
+            link.send(
+                AdapterLoaded(
+                    worker_id=self.parts.worker_id,
+                    incarnation=self.parts.incarnation,
+                    name=message.name,
+                    digest=digest,
+                    error=error[:4096],
+                    error_kind=kind,
+                )
+            )
 
+        self.adapter_loads.load(message.name, message.path, message.digest, answer)
 
-RequestT = TypeVar("RequestT", bound=StagedRequest[Any])
-
-
-class RequestTable(Generic[RequestT]):
-    """Requests by id and by lease.
-
-    An abandoned request may keep its lease longer than its id, until no transfer writes to its blocks.
-    Meanwhile a newer request may have the id.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, RequestT] = {}
-        self._by_lease: dict[str, RequestT] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id.keys() | {request.request_id for request in self._by_lease.values()})
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._by_id
-
-    def __iter__(self) -> Iterator[RequestT]:
-        """Iterate over the requests that own their ids, oldest first. The table may change meanwhile."""
-        return iter(list(self._by_id.values()))
-
-    def get(self, request_id: str) -> RequestT | None:
-        return self._by_id.get(request_id)
-
-    def with_lease(self, lease_id: str) -> RequestT | None:
-        return self._by_lease.get(lease_id)
-
-    def insert(self, request: RequestT) -> None:
-        assert request.request_id not in self._by_id
-        self._by_id[request.request_id] = request
-
-    def release_id(self, request: RequestT) -> None:
-        """Free the request's id for another request. Idempotent."""
-        if self._by_id.get(request.request_id) is request:
-            del self._by_id[request.request_id]
-
-    def grant_lease(self, request: RequestT, lease_id: str) -> None:
-        request.lease_id = lease_id
-        self._by_lease[lease_id] = request
-
-    def drop_lease(self, request: RequestT) -> None:
-        """Remove the request's lease. Idempotent."""
-        if request.lease_id is not None:
-            del self._by_lease[request.lease_id]
-            request.lease_id = None
+    def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
+        """Connect to the peers in advance, so that no request waits for the first contact."""
+        for peer in peers:
+            try:
+                self.sender.connect(peer)
+            except TandemError as error:
+                log.warning("no transfer to %s: %s", peer.worker_id, error)

@@ -193,7 +193,7 @@ def test_the_new_worker_dies_during_the_fetch(
     # Round robin: measured costs on a busy machine might leave one of the new workers idle.
     with HttpServing(folder, workers, decode_placement="round_robin") as serving:
         answers = ask_all(serving, pool)
-        serving.add("decode-1", "KILL:before:router_messages._on_prefetch:1")
+        serving.add("decode-1", "KILL:before:_on_prefetch:1")
         serving.add("decode-2")
         drained = ThreadPoolExecutor(1).submit(operate, serving, "decode-0", "drain")
         serving.bury("decode-1")

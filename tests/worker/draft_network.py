@@ -72,7 +72,7 @@ class DecodeSide:
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
         message = Replan(incarnation=self.incarnation, request_id=request_id, plan=plan)
-        self.light.loop.router_messages.take(message, self.light.router)
+        self.light.loop.take(message, self.light.router)
 
     def step(self) -> None:
         self.light.step()
@@ -129,7 +129,7 @@ class DraftSide:
     def tell_gone(self, peer: PeerAddress) -> None:
         """Report a lost worker, as the router does."""
         message = PeerGone(incarnation=self.at.incarnation, worker_id=peer.worker_id, gone=peer.incarnation)
-        self.loop.router_messages.take(message, self.light.router)
+        self.loop.take(message, self.light.router)
 
     def step(self) -> None:
         if self.engine.has_work():

@@ -277,7 +277,7 @@ class LightLoop:
         self.flush()
 
     def hear(self, message: RouterToWorker) -> None:
-        self.loop.router_messages.take(message, self.router)
+        self.loop.take(message, self.router)
 
     def deliver(self) -> None:
         """Let the loop see the transfers' events."""

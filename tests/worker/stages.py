@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from worker.role_work import IllegalTransitionError, StagedRequest
+from worker.requests import IllegalTransitionError, StagedRequest
 
 
 def walk(machine: type[RuleBasedStateMachine]) -> None:

@@ -127,7 +127,7 @@ def test_others_run_while_a_request_waits_for_its_adapter(
     until(light, lambda: light.loop.knows("another"))
     assert len(tokens(light, "another")) == 4
     assert light.num_ends("waits") == 0 and not light.loop.knows("waits")
-    assert light.loop.router_messages._has("waits"), "a roll call finds it"
+    assert light.loop._has("waits"), "a roll call finds it"
     disk.go_on()
     until(light, lambda: light.loop.knows("waits"))
     with_it = tokens(light, "waits")
@@ -247,7 +247,7 @@ def load(light: LightLoop, name: str, adapter: Adapter) -> list[AdapterLoaded]:
     """Return the answers, once there is one."""
     answers: list[AdapterLoaded] = []
     message = LoadAdapter(incarnation=OURS, name=name, path=adapter.path)
-    light.loop.router_messages.take(message, SimpleNamespace(send=answers.append))
+    light.loop.take(message, SimpleNamespace(send=answers.append))
     until(light, lambda: bool(answers))
     return answers
 
@@ -264,7 +264,7 @@ def test_the_router_is_told_the_result_of_a_load(
     disk.stop(adapters["other"].path)
     answers: list[AdapterLoaded] = []
     message = LoadAdapter(incarnation=OURS, name="late", path=adapters["other"].path)
-    light.loop.router_messages.take(message, SimpleNamespace(send=answers.append))
+    light.loop.take(message, SimpleNamespace(send=answers.append))
     poll(light, STALL_S + 1)
     assert [answer.error_kind for answer in answers] == ["timeout"]
     light.hear(UnloadAdapter(incarnation=OURS, name="sql"))
