@@ -9,22 +9,25 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import zmq
 
 from messaging.sockets import connect_dealer
-from protocol.codec import encode, router_to_worker
+from protocol.codec import BoundedDecoder, encode, router_to_worker
 from protocol.errors import ProtocolError, TandemError
 from protocol.ids import router_of
 from protocol.outputs import TokenOutput
 from protocol.router_to_worker import Refused, Registered, RouterToWorker
 from protocol.version import protocol_problem
 from protocol.worker_to_router import Register, StepOutput, WorkerToRouter
-from worker.parts import WorkerParts
+from worker.parts import Counters, WorkerParts
 
 log = logging.getLogger(__name__)
 
 _REGISTER_RETRY_S = 1.0
+
+T = TypeVar("T")
 
 
 class RouterUnreachableError(TandemError):
@@ -52,23 +55,10 @@ class RouterLink:
         """Whether the router has no more requests on this worker, which is leaving."""
         self._counters = parts.counters
 
-    def receive(self) -> list[RouterToWorker]:
-        """Return all messages that have arrived, without waiting."""
-        messages = []
-        while self.socket.poll(0):
-            message = self.receive_one()
-            if message is not None:
-                messages.append(message)
-        return messages
-
-    def receive_one(self) -> RouterToWorker | None:
-        """Return one message that has arrived, or None if it cannot be decoded."""
-        try:
-            return router_to_worker.decode(self.socket.recv(zmq.NOBLOCK))
-        except ProtocolError as error:
-            self._counters.add("dropped_messages_total")
-            log.warning("dropped a message of the router: %s", error)
-            return None
+    def receive(self) -> Iterator[RouterToWorker]:
+        """Yield the messages that have arrived, without waiting."""
+        for _, message in arrived(self.socket, router_to_worker, self._counters, "the router"):
+            yield message
 
     def confirmed(self, router: str | None) -> None:
         """Note the incarnation of the router that knows the worker's current incarnation, or None."""
@@ -156,7 +146,7 @@ class RouterLinks:
         while (left := retry_at - time.monotonic()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             for link in self._links:
-                answer = link.receive_one() if link.socket in ready else None
+                answer = next(link.receive(), None) if link.socket in ready else None
                 if isinstance(answer, Refused) and answer.incarnation == incarnation:
                     raise RegistrationRefusedError(f"the router refuses this worker: {answer.reason}")
                 if isinstance(answer, Registered) and answer.incarnation == incarnation:
@@ -208,3 +198,19 @@ class RouterLeases:
         seen = {router: self._last_seen.get(router, now) for router in owners.values()}
         self._last_seen = seen | dict.fromkeys(present, now)
         return [id for id, router in owners.items() if now - self._last_seen[router] > self._ttl_s]
+
+
+def arrived(
+    socket: zmq.Socket[bytes], decoder: BoundedDecoder[T], counters: Counters, sender: str = ""
+) -> Iterator[tuple[bytes, T]]:
+    """Yield the messages that have arrived, each with its first frame: its sender's identity at a ROUTER."""
+    while True:
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        try:
+            yield frames[0], decoder.decode(frames[-1])
+        except ProtocolError as error:
+            counters.add("dropped_messages_total")
+            log.warning("dropped a message of %r: %s", sender or frames[0], error)

@@ -128,7 +128,7 @@ class WorkerLoop(RoleWork):
         """Handle all messages that have arrived. `events` is the result of the poll."""
         for link in self.links:
             if link.socket in events:
-                for message in link.receive():
+                for message in list(link.receive()):
                     self.take(message, link)
         if self.parts.wake.fileno() in events:
             self.parts.wake.clear()

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import zmq
 
 from messaging.sockets import bind_router, connect_dealer, give_way, start_authenticator
-from protocol.codec import BoundedDecoder, encode, peer_reply, peer_request
-from protocol.errors import ProtocolError
+from protocol.codec import encode, peer_reply, peer_request
 from protocol.ids import PeerAddress, peer_identity
 from protocol.ports import worker_ports
 from protocol.worker_to_worker import PeerReply, PeerRequest
-from worker.parts import Counters, WorkerParts
-
-log = logging.getLogger(__name__)
+from worker.link import arrived
+from worker.parts import WorkerParts
 
 IDLE_LINK_S = 60.0
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -60,7 +53,7 @@ class PeerLinks:
             (link.address, reply)
             for link in self._links.values()
             if link.socket in events
-            for _, reply in _arrived(link.socket, peer_reply, self._parts.counters, link.address.worker_id)
+            for _, reply in arrived(link.socket, peer_reply, self._parts.counters, link.address.worker_id)
         ]
 
     def close_idle(self, now: float, in_use: set[str]) -> None:
@@ -98,7 +91,7 @@ class PeerSocket:
 
     def receive(self) -> list[tuple[bytes, PeerRequest]]:
         """Return all requests that have arrived, without waiting."""
-        return list(_arrived(self.socket, peer_request, self._counters))
+        return list(arrived(self.socket, peer_request, self._counters))
 
     def reply(self, identity: bytes, message: PeerReply) -> None:
         self.socket.send_multipart([identity, encode(message)])
@@ -107,19 +100,3 @@ class PeerSocket:
     def close(self) -> None:
         self.socket.close(linger=500)
         self._authenticator.stop()
-
-
-def _arrived(
-    socket: zmq.Socket[bytes], decoder: BoundedDecoder[T], counters: Counters, sender: str = ""
-) -> Iterator[tuple[bytes, T]]:
-    """Yield the messages that have arrived, each with its first frame: its sender's identity at a ROUTER."""
-    while True:
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        try:
-            yield frames[0], decoder.decode(frames[-1])
-        except ProtocolError as error:
-            counters.add("dropped_messages_total")
-            log.warning("dropped a message of %r: %s", sender or frames[0], error)
