@@ -124,34 +124,3 @@ class Window:
     def span(self, num_rows: int = 0) -> int:
         """Return the tokens read for a window and `num_rows` more rows, rounded up to whole blocks."""
         return (-(-(self.size + TILE + num_rows) // self.block_size) + 1) * self.block_size
-
-
-class BlockStored(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-
-class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
-    block_hashes: list[int]
-    medium: str | None
-
-
-class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
-    pass
-
-
-class BlockStoredMap(BlockStored, frozen=True, array_like=False, omit_defaults=False, tag="BlockStored"):
-    pass
-
-
-class BlockRemovedMap(BlockRemoved, frozen=True, array_like=False, omit_defaults=False, tag="BlockRemoved"):
-    pass
-
-
-class AllBlocksClearedMap(AllBlocksCleared, frozen=True, array_like=False, tag="AllBlocksCleared"):
-    pass

@@ -20,17 +20,7 @@ from messaging.wake import Wake
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ids import BlockIdentity
-from protocol.kv_events import (
-    AllBlocksCleared,
-    AllBlocksClearedMap,
-    BlockRemoved,
-    BlockRemovedMap,
-    BlockStored,
-    BlockStoredMap,
-    CacheFormat,
-    KvEventsConfig,
-    endpoint_at,
-)
+from protocol.kv_events import CacheFormat, KvEventsConfig, endpoint_at
 from protocol.logs import RareLog
 from protocol.roles import ROLES
 
@@ -140,34 +130,33 @@ class Encoding:
     """
 
     def __init__(self, name: str, cache: CacheFormat) -> None:
-        as_map = name == "map"
-        self._stored = BlockStoredMap if as_map else BlockStored
-        self._removed = BlockRemovedMap if as_map else BlockRemoved
-        self._cleared = AllBlocksClearedMap if as_map else AllBlocksCleared
+        self._as_map = name == "map"
         self._block_size = cache.block_size
         self._root = cache.root()
 
-    def events(self, events: Sequence[CacheEvent]) -> list[msgspec.Struct]:
+    def events(self, events: Sequence[CacheEvent]) -> list[object]:
         shown = [event for event in events if event.root in (b"", self._root)]
-        return [self._event(run) for run in _runs(shown)]
+        fields = map(self._fields, _runs(shown))
+        return [each if self._as_map else list(each.values()) for each in fields]
 
-    def _event(self, run: list[CacheEvent]) -> msgspec.Struct:
-        """Return one event for a run of events that follow one another."""
+    def _fields(self, run: list[CacheEvent]) -> dict[str, object]:
+        """Return the fields of one event for a run of events that follow one another."""
         first = run[0]
         if first.kind == "cleared":
-            return self._cleared()
-        hashes = [_hash(event.identity) for event in run]
+            return {"type": "AllBlocksCleared"}
+        hashes, medium = [_hash(event.identity) for event in run], first.medium.name
         if first.kind == "removed":
-            return self._removed(hashes, first.medium.name)
-        return self._stored(
-            block_hashes=hashes,
-            parent_block_hash=None if first.parent in (b"", self._root) else _hash(first.parent),
-            token_ids=[token for event in run for token in event.token_ids],
-            block_size=self._block_size,
-            lora_id=None,
-            medium=first.medium.name,
-            lora_name=None,
-        )
+            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+        return {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": None if first.parent in (b"", self._root) else _hash(first.parent),
+            "token_ids": [token for event in run for token in event.token_ids],
+            "block_size": self._block_size,
+            "lora_id": None,
+            "medium": medium,
+            "lora_name": None,
+        }
 
 
 def _runs(events: Sequence[CacheEvent]) -> Iterator[list[CacheEvent]]:
