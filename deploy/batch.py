@@ -30,8 +30,6 @@ _PASSING = (408, 429, 500, 502, 503, 504)
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
-    """A line of the input."""
-
     custom_id: Annotated[str, Meta(min_length=1)]
     url: Annotated[str, Meta(pattern="^/v1/")]
     body: dict[str, Any]

@@ -187,7 +187,6 @@ class SimulatedCluster:
                 engine.neighbours = [other for other in engines if other is not engine]
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Simulate all requests to their ends."""
         for number, request in enumerate(requests):
             request.number = number
             self.clock.at(request.trace.arrival, lambda request=request: self._place(request))  # type: ignore[misc]

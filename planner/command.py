@@ -212,7 +212,6 @@ class DraftChoice(msgspec.Struct, frozen=True):
 
 
 def draft_choices(known: SpeculationState, rows: Sequence[int]) -> list[DraftChoice]:
-    """Return the choices for the first method."""
     return [_choice(known, known.methods[0], each) for each in rows]
 
 

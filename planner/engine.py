@@ -39,7 +39,6 @@ class Clock:
         heapq.heappush(self._planned, (max(time, self.now), next(self._order), happen))
 
     def run(self) -> None:
-        """Run until no event is left."""
         while self._planned:
             self.now, _, happen = heapq.heappop(self._planned)
             happen()
@@ -62,7 +61,6 @@ class _NoBytes:
 
 
 def block_manager(profile: Profile) -> BlockManager:
-    """Return the block manager of a worker with this profile."""
     size, costs = profile.block_size, profile.costs
     windows = [Window(window, size) if window else None for window in costs.kv_windows]
     pool = _NoBytes(size, profile.num_blocks)

@@ -23,8 +23,6 @@ _Length = Annotated[int, Meta(ge=1, le=2**31)]
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One request of a trace."""
-
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: _Length
     output_length: _Length

@@ -28,7 +28,6 @@ def flag_name(field: str) -> str:
 
 
 def field_types(*, limits: bool = False) -> dict[str, Any]:
-    """Return each field's type."""
     return get_type_hints(ServeConfig, include_extras=limits)
 
 

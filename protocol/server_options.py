@@ -84,7 +84,6 @@ class ApiOptions:
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """Return the origins whose pages may use the API."""
         return listed(self.allowed_origins)
 
     @property
@@ -134,23 +133,19 @@ class WorkerOptions(RoleOptions):
     """CPU threads per worker; default: its share of the host's cores, plus cores of idle workers."""
 
     def num_replicas(self, role: RoleSpec) -> int:
-        """Return the number of deployed workers of a role."""
         if role.needs_disaggregation and not self.disaggregation:
             return 0
         return int(getattr(self, role.replicas))
 
     def num_ranks(self, role: RoleSpec) -> int:
-        """Return the number of processes of each worker of a role."""
         return int(getattr(self, role.ranks)) if role.ranks else 1
 
     @property
     def num_workers(self) -> int:
-        """Return the number of deployed workers, of all roles."""
         return sum(self.num_replicas(role) for role in ROLES.values())
 
     @property
     def total_ranks(self) -> int:
-        """Return the number of processes of all deployed workers."""
         return sum(self.num_replicas(role) * self.num_ranks(role) for role in ROLES.values())
 
     @property
@@ -186,7 +181,6 @@ class TransferOptions:
 
     @property
     def transport_names(self) -> list[str]:
-        """The transports to offer, best first."""
         return list(listed(self.kv_transports))
 
     @property

@@ -45,7 +45,6 @@ class AdapterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the model names that requests may use."""
         return (*self._config.model_names, *self.named)
 
     def find(self, name: str | None) -> Adapter | None:

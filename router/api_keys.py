@@ -191,7 +191,6 @@ class ApiKeys:
             self._check.start()
 
     def check_file(self) -> None:
-        """Read the file now if it has changed."""
         version = self._file_version()
         if self._path is None or version == self._version:
             return

@@ -272,7 +272,6 @@ class PendingBodies:
             raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s, {rate}") from None
 
     async def _read(self, request: Request, parts: list[bytes], most: int, limit: asyncio.Timeout) -> None:
-        """Append the received chunks to `parts`."""
         if int(request.headers.get("content-length", 0)) > most:
             raise self._too_large(most)
         received = 0

@@ -136,7 +136,6 @@ class RouterState:
         self._sweep_due = 0.0
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to read workers' messages."""
         self._loop, self._sweep_due = loop, time.monotonic()
         self.link.attach(loop, self._on_message)
         self._sweep()

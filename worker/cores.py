@@ -63,7 +63,6 @@ class CorePlaces:
 
 
 def host_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

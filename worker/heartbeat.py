@@ -127,7 +127,6 @@ class _RouterConnection:
         self.lost_since: float | None = None
 
     def follow(self) -> None:
-        """Read the connection's events."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == _CONNECTED:

@@ -76,7 +76,6 @@ class RoleWork(ABC):
         self.counters.add("dropped_messages_total")
 
     def knows(self, request_id: str) -> bool:
-        """Return whether the request is on this worker."""
         return request_id in self.requests
 
     def under_way(self) -> list[str]:
@@ -113,7 +112,6 @@ class RoleWork(ABC):
         return outputs
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
-        """Send a step's outputs to the router."""
         self.outbox += outputs
         self.flush()
 
@@ -142,7 +140,6 @@ class RoleWork(ABC):
         )
 
     def flush(self) -> None:
-        """Send the outputs in the outbox."""
         self.links.send_outputs(self.outbox)
         self.outbox = []
 

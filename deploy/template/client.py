@@ -306,7 +306,6 @@ class WorkerProcess:
         self._ended = False
 
     def stop(self) -> None:
-        """Ask the worker to end."""
         with contextlib.suppress(OSError):
             self._control.send(b"stop")
 
@@ -316,7 +315,6 @@ class WorkerProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> WorkerExit:
-        """Wait until the worker has ended."""
         report = bytearray()
         with contextlib.suppress(OSError):
             while data := self._control.recv(4096):

@@ -75,7 +75,6 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice."""
 
     def describe(token_id: int, entry: TokenLogprobs | None) -> dict[str, Any]:
         assert entry is not None
@@ -148,7 +147,6 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_text(self) -> bool:
-        """Whether most chunks of a stream contain only text."""
         return not (self.keep_details or self.return_timing or self.continuous_usage)
 
 
@@ -273,7 +271,6 @@ class AnswerFormat(StreamedAnswer):
         """Yield one choice of the whole answer."""
 
     def _about_prompt(self, choices: Sequence[Choice]) -> Fields:
-        """Return the whole answer's top-level fields about the prompt."""
         return {}
 
     def _event(
@@ -377,7 +374,6 @@ class ChatFormat(AnswerFormat):
         yield from self._event(choice, body, is_short=delta.is_short)
 
     def _role(self, choice: Choice) -> Iterator[bytes]:
-        """Yield a choice's first event."""
         role = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

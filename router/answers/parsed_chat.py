@@ -17,7 +17,6 @@ from router.text.tokenizer import Tokenizer
 
 
 def chat_format(tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> AnswerFormat:
-    """Return the writer of a chat's answer."""
     if options.parsing is None:
         return ChatFormat(tokenizer, model, request_id, options)
     return ParsedChatFormat(tokenizer, model, request_id, options, options.parsing)

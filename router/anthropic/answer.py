@@ -101,7 +101,6 @@ class ContentBlocks:
         """Text or arguments of the open block, in pieces."""
 
     def push(self, part: Part) -> Iterator[Fields]:
-        """Add a part of the answer and yield its events."""
         match part:
             case Content(text):
                 yield from self._text({"type": "text", "text": ""}, text)

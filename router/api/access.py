@@ -81,7 +81,6 @@ def _key(state: RouterState, scope: Scope, is_operator: bool) -> ApiKey:
 
 
 def _token(headers: Headers) -> str:
-    """Return the API key that the client gave."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 

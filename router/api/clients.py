@@ -86,7 +86,6 @@ async def delete_response(state: State, admission: Admitted, response_id: str) -
 
 
 async def _convert(request: Request, state: RouterState, task: str) -> Response:
-    """Answer with the task's result."""
     async with state.bodies.read(request) as raw:
         answer = await state.requests.read(task, raw, state.require_served())
     assert isinstance(answer, bytes)

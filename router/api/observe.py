@@ -186,7 +186,6 @@ def _drafts(requests: Iterable[LiveRequest]) -> list[dict[str, Any]]:
 
 
 def _links(worker: Worker) -> list[dict[str, Any]]:
-    """Return the worker's connections that are in use."""
     return [
         {
             "from": worker.key.worker_id,

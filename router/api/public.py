@@ -127,7 +127,6 @@ def _templates() -> jinja2.Environment:
 
 
 def _code(text: str) -> Markup:
-    """Convert text in backticks to HTML code elements."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
@@ -145,7 +144,6 @@ def _kind(schema: dict[str, Any]) -> Markup:
 
 
 def _limits(schema: dict[str, Any]) -> str:
-    """Return a field's bounds in words."""
     found = {}
     for part in (schema, *schema.get("anyOf", ())):
         found.update({name: part[name] for name in part if name.startswith(("min", "max", "exclusive"))})

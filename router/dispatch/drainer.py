@@ -51,7 +51,6 @@ class DrainReport:
         return f"requests {counts}, in {self.seconds:.2f} s"
 
     def add(self, drained: DrainReport) -> None:
-        """Add the counts of one more worker."""
         self.moved += drained.moved
         self.redirected += drained.redirected
         self.placed_again += drained.placed_again
@@ -236,7 +235,6 @@ class Drainer:
             self._finish(drain)
 
     def _held(self, worker: Worker) -> list[tuple[LiveRequest, Assignment]]:
-        """Return the requests assigned to the worker."""
         return [(request, at) for request, at in self._journal.assigned() if worker in at.holders]
 
     def _take_away(self, drain: Drain, request: LiveRequest, at: Assignment, is_late: bool) -> None:

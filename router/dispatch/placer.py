@@ -248,7 +248,6 @@ class Placer:
         return min(request.sampling.max_tokens - len(request.output_token_ids), self._mean_output)
 
     def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Assignment:
-        """Assign the request to the placement's workers."""
         workers = [self._registry.named(name) for name in placement.workers.values()]
         request.prefix = placement.prefix
         at = request.assignment = self.loads.assign(

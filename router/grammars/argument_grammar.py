@@ -207,7 +207,6 @@ class _Rules:
         return name
 
     def _literal(self, value: Any, path: str) -> str:
-        """Return a value in the notation."""
         match value:
             case str() if not self._is_python:
                 if self._mark in value:

@@ -131,7 +131,6 @@ def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
 
 
 def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
-    """Write a string unchanged."""
     write((yield from answer.read(1)))
     while True:
         yield from answer.run(_IN_STRING, write)
@@ -223,7 +222,6 @@ class NamedCalls(msgspec.Struct, frozen=True):
         return bool(marker)
 
     def _call(self, answer: AnswerText) -> Parse[bool]:
-        """Parse a call after its mark."""
         yield from answer.skip_space()
         lead = yield from answer.accept(self.lead)
         name = yield from answer.word()

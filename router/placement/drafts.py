@@ -164,7 +164,6 @@ class Prospects:
         return self._option(request, DraftPlace(self._method))
 
     def elsewhere(self, request: DraftFacts) -> list[DraftOption]:
-        """Return one option for each draft worker."""
         return [self._option(request, DraftPlace(self._method, at)) for at in self._drafters]
 
     def _option(self, request: DraftFacts, place: DraftPlace) -> DraftOption:

@@ -149,7 +149,6 @@ class OutputItems:
         """Text or arguments of the open item, in pieces."""
 
     def push(self, part: Part) -> Iterator[Fields]:
-        """Add a part of the answer and yield its events."""
         match part:
             case Content(text):
                 yield from self._text("message", text)
