@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -144,43 +144,18 @@ def _is_whole(field: str) -> bool:
 
 
 def _check_together(config: ServeConfig) -> None:
-    for name in config.transport_names:
-        if name not in KV_TRANSPORTS:
-            raise ConfigError(
-                f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
-            )
-    if config.api_key is not None and not config.api_keys:
-        raise ConfigError("--api-key: names no key")
-    if len(config.api_keys) > MAX_API_KEYS:
-        raise ConfigError(f"--api-key: at most {MAX_API_KEYS} keys, got {len(config.api_keys)}")
-    if not config.transport_names:
-        raise ConfigError("--kv-transports: name at least one transport")
+    has_tls = _are_given(config, "tls_cert", "tls_key")
+    _are_given(config, "kv_tls_cert", "kv_tls_key", "kv_tls_ca")
+    worker_ports(config)
+    for problem in (*_problems(config), *_kv_events_problems(config), *_autoscale_problems(config)):
+        raise ConfigError(problem)
+    check_ranks(config)
+    if has_tls:
+        http_tls(config)
+    if (files := tls_files(config)) is not None:
+        files.check()
     if config.api_key_file is not None and not read_key_file(config.api_key_file):
         raise ConfigError(f"--api-key-file: {config.api_key_file} has no key: `tandem key add` makes one")
-    worker_ports(config)
-    if _are_given(config, "tls_cert", "tls_key"):
-        http_tls(config)
-    _check_tls(config)
-    _check_tiers(config)
-    if config.kv_cache_dtype != "auto" and config.kv_wire_dtype != "auto":
-        raise ConfigError(
-            f"--kv-wire-dtype: {config.kv_wire_dtype} is not for --kv-cache-dtype {config.kv_cache_dtype}, "
-            "whose KV is packed already and travels as it is; leave it at auto"
-        )
-    _check_kv_events(config)
-    _check_draft_workers(config)
-    check_ranks(config)
-    for name in config.model_names:
-        if name in (config.lora_modules or {}):
-            raise ConfigError(f"--lora-modules: {name}: is the model's own name")
-    if config.enable_embeddings and config.speculative_config is not None:
-        raise ConfigError("--enable-embeddings: not together with --speculative-config")
-    _check_autoscale(config)
-    if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
-            f"got {config.max_num_batched_tokens}"
-        )
 
 
 def _are_given(config: ServeConfig, *fields: str) -> bool:
@@ -192,77 +167,77 @@ def _are_given(config: ServeConfig, *fields: str) -> bool:
     return not missing
 
 
-def _check_tls(config: ServeConfig) -> None:
-    if not _are_given(config, "kv_tls_cert", "kv_tls_key", "kv_tls_ca"):
-        return
-    if "ucx" in config.transport_names:
-        raise ConfigError(
-            "--kv-transports: ucx does not encrypt; with --kv-tls-cert name others, as in shm,tcp"
-        )
-    if "tcp" not in config.transport_names:
-        raise ConfigError("--kv-tls-cert: is for tcp, which --kv-transports does not name")
-    files = tls_files(config)
-    assert files is not None
-    files.check()
-
-
-def _check_tiers(config: ServeConfig) -> None:
-    if config.kv_offloading_size > 0 and not config.enable_prefix_caching:
-        raise ConfigError("--kv-offloading-size: needs --enable-prefix-caching, which finds the blocks again")
-    if config.kv_disk_path is not None and config.kv_offloading_size == 0:
-        raise ConfigError("--kv-disk-path: needs --kv-offloading-size, since blocks pass through host memory")
+def _problems(config: ServeConfig) -> Iterator[str]:
+    """Yield what is wrong with the options together."""
+    encrypts, tiers = config.kv_tls_cert is not None, config.kv_offloading_size > 0
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    speculative = config.speculative_config
+    for name in config.transport_names:
+        if name not in KV_TRANSPORTS:
+            yield f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
+    if config.api_key is not None and not config.api_keys:
+        yield "--api-key: names no key"
+    if len(config.api_keys) > MAX_API_KEYS:
+        yield f"--api-key: at most {MAX_API_KEYS} keys, got {len(config.api_keys)}"
+    if not config.transport_names:
+        yield "--kv-transports: name at least one transport"
+    if encrypts and "ucx" in config.transport_names:
+        yield "--kv-transports: ucx does not encrypt; with --kv-tls-cert name others, as in shm,tcp"
+    if encrypts and "tcp" not in config.transport_names:
+        yield "--kv-tls-cert: is for tcp, which --kv-transports does not name"
+    if tiers and not config.enable_prefix_caching:
+        yield "--kv-offloading-size: needs --enable-prefix-caching, which finds the blocks again"
+    if config.kv_disk_path is not None and not tiers:
+        yield "--kv-disk-path: needs --kv-offloading-size, since blocks pass through host memory"
     if (config.kv_disk_path is not None) != (config.kv_disk_size > 0):
-        raise ConfigError("--kv-disk-size: must be given together with --kv-disk-path, and above 0")
+        yield "--kv-disk-size: must be given together with --kv-disk-path, and above 0"
+    if config.kv_cache_dtype != "auto" and config.kv_wire_dtype != "auto":
+        yield (
+            f"--kv-wire-dtype: {config.kv_wire_dtype} is not for --kv-cache-dtype {config.kv_cache_dtype}, "
+            "whose KV is packed already and travels as it is; leave it at auto"
+        )
+    if config.draft_replicas > 0 and (refusal := draft_workers_refusal(config)):
+        yield f"--draft-replicas: {refusal}"
+    if not config.draft_replicas and speculative is not None and not speculative.decode_workers_draft:
+        needed = "needs --draft-replicas above 0, else no worker drafts"
+        yield f"--speculative-config: decode_workers_draft: false {needed}"
+    for name in config.model_names:
+        if name in (config.lora_modules or {}):
+            yield f"--lora-modules: {name}: is the model's own name"
+    if config.enable_embeddings and speculative is not None:
+        yield "--enable-embeddings: not together with --speculative-config"
+    if tokens is not None and tokens < rows:
+        yield f"--max-num-batched-tokens: must be at least --max-num-seqs ({rows}), got {tokens}"
 
 
-def _check_kv_events(config: ServeConfig) -> None:
+def _kv_events_problems(config: ServeConfig) -> Iterator[str]:
     events = config.kv_events_config
     if events is None:
         return
     if not config.enable_prefix_caching:
-        raise ConfigError(
-            "--kv-events-config: needs --enable-prefix-caching, whose blocks the events tell of"
-        )
+        yield "--kv-events-config: needs --enable-prefix-caching, whose blocks the events tell of"
     endpoints = {"endpoint": events.endpoint, "replay_endpoint": events.replay_endpoint}
     ports = {field: port_of(endpoint) for field, endpoint in endpoints.items() if endpoint is not None}
     taken = f"{config.num_workers} workers take as many ports"
     for field, port in ports.items():
         if port + config.num_workers > 65536:
-            raise ConfigError(f"--kv-events-config: {field}: {taken} from {port} on")
-    if len(ports) == 2 and all(ports.values()):
-        distance = abs(ports["endpoint"] - ports["replay_endpoint"])
-        if distance < config.num_workers:
-            raise ConfigError(
-                f"--kv-events-config: replay_endpoint: {taken} from each of {ports['endpoint']} and "
-                f"{ports['replay_endpoint']} on"
-            )
+            yield f"--kv-events-config: {field}: {taken} from {port} on"
+    first, *second = ports.values()
+    if second and first and second[0] and abs(first - second[0]) < config.num_workers:
+        each = f"{taken} from each of {first} and {second[0]} on"
+        yield f"--kv-events-config: replay_endpoint: {each}"
 
 
-def _check_autoscale(config: ServeConfig) -> None:
+def _autoscale_problems(config: ServeConfig) -> Iterator[str]:
     for name, bounds in (config.autoscale or {}).items():
         role = ROLES[name]
         replicas, flag = config.num_replicas(role), flag_name(role.replicas)
         if role.needs_disaggregation and not config.disaggregation:
-            raise ConfigError(f"--autoscale: {name}: there are none with --no-disaggregation")
+            yield f"--autoscale: {name}: there are none with --no-disaggregation"
         if not bounds.least <= replicas <= bounds.most:
-            raise ConfigError(f"--autoscale: {name}: {flag} {replicas} is not within {bounds}")
+            yield f"--autoscale: {name}: {flag} {replicas} is not within {bounds}"
         if config.kv_events_config is not None and bounds.most > replicas:
-            raise ConfigError(
-                f"--autoscale: {name}: --kv-events-config has ports for {flag} {replicas} alone"
-            )
-
-
-def _check_draft_workers(config: ServeConfig) -> None:
-    speculative = config.speculative_config
-    if config.draft_replicas > 0:
-        refusal = draft_workers_refusal(config)
-        if refusal:
-            raise ConfigError(f"--draft-replicas: {refusal}")
-    elif speculative is not None and not speculative.decode_workers_draft:
-        raise ConfigError(
-            "--speculative-config: decode_workers_draft: false needs --draft-replicas above 0, "
-            "else no worker drafts"
-        )
+            yield f"--autoscale: {name}: --kv-events-config has ports for {flag} {replicas} alone"
 
 
 def draft_workers_refusal(config: ServeConfig) -> str:
