@@ -38,6 +38,24 @@ def listed(text: str | None) -> tuple[str, ...]:
     return tuple(each.strip() for each in (text or "").split(",") if each.strip())
 
 
+def named_texts(value: object, flag: str, example: str) -> dict[str, str]:
+    """Return the texts by name in a mapping, in `name=text,...` or a list of such. Raises `ConfigError`."""
+    if isinstance(value, Mapping):
+        pairs = [(str(name), str(text)) for name, text in value.items()]
+    else:
+        parts = value if isinstance(value, list | tuple) else str(value).split(",")
+        pairs = [
+            (name.strip(), text.strip()) for name, _, text in (str(each).partition("=") for each in parts)
+        ]
+        if not all(map(all, pairs)):
+            raise ConfigError(f"{flag}: must be {example}, got {value!r}")
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{flag}: {name}: is given twice")
+    return dict(pairs)
+
+
 class FieldError(InvalidRequestError):
     """`field` is invalid, for the reason in `message`."""
 

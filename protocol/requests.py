@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from protocol.fields import named_texts
 from protocol.ids import Id, PeerAddress, Seconds, TokenIds
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation
@@ -36,28 +36,13 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_lora_modules(value: object, flag: str) -> dict[str, str]:
     """Return absolute folders by name, from `sql=/adapters/sql,...`, a list of such texts, or a mapping."""
-    if isinstance(value, Mapping):
-        pairs = [(str(name), str(path)) for name, path in value.items()]
-    else:
-        texts = value if isinstance(value, list | tuple) else str(value).split(",")
-        pairs = [_pair(str(text), flag) for text in texts]
-    found: dict[str, str] = {}
-    for name, path in pairs:
+    found = named_texts(value, flag, "names with folders, as in sql=/adapters/sql")
+    for name in found:
         if not 1 <= len(name) <= 256:
             raise ConfigError(f"{flag}: a name must have 1 to 256 characters, got {name[:300]!r}")
-        if name in found:
-            raise ConfigError(f"{flag}: {name}: is given twice")
-        found[name] = str(Path(path).expanduser().absolute())
     if not 1 <= len(found) <= MAX_ADAPTERS:
         raise ConfigError(f"{flag}: must be from 1 to {MAX_ADAPTERS} adapters, got {len(found)}")
-    return found
-
-
-def _pair(text: str, flag: str) -> tuple[str, str]:
-    name, _, path = text.strip().partition("=")
-    if not name or not path:
-        raise ConfigError(f"{flag}: must be names with folders, as in sql=/adapters/sql, got {text!r}")
-    return name, path
+    return {name: str(Path(path).expanduser().absolute()) for name, path in found.items()}
 
 
 class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

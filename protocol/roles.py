@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from protocol.fields import named_texts
 
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 """A role's name in `ROLES`."""
@@ -109,23 +109,11 @@ class WorkerRange(msgspec.Struct, frozen=True):
 
 def parse_autoscale(value: object, flag: str) -> dict[str, WorkerRange]:
     """Parse `prefill=1:4,decode=1:8`, or a mapping of roles to `1:4`. Raises `ConfigError`."""
-    if isinstance(value, str):
-        pairs = [part.partition("=")[::2] for part in value.split(",") if part.strip()]
-    elif isinstance(value, Mapping):
-        pairs = [(str(role), str(text)) for role, text in value.items()]
-    else:
-        pairs = []
-    if not pairs:
-        raise ConfigError(f"{flag}: must be roles with ranges, as in prefill=1:4,decode=1:8, got {value!r}")
-    found: dict[str, WorkerRange] = {}
-    for name, text in pairs:
-        role = name.strip()
+    found = named_texts(value, flag, "roles with ranges, as in prefill=1:4,decode=1:8")
+    for role in found:
         if role not in ROLES:
             raise ConfigError(f"{flag}: there is no role {role!r}; there are {', '.join(ROLES)}")
-        if role in found:
-            raise ConfigError(f"{flag}: {role}: is given twice")
-        found[role] = _range(text, f"{flag}: {role}")
-    return found
+    return {role: _range(text, f"{flag}: {role}") for role, text in found.items()}
 
 
 def _range(text: str, what: str) -> WorkerRange:
