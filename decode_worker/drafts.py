@@ -28,8 +28,8 @@ from protocol.worker_to_worker import (
     MissingTokens,
 )
 from speculation.remote import RemoteDrafter, RemoteRequest
+from worker.link import PeerLinks
 from worker.parts import Counters
-from worker.peers import PeerLinks
 
 log = logging.getLogger(__name__)
 

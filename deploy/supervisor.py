@@ -14,13 +14,11 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from deploy.placing import Placing
 from deploy.ray_cluster import RayCluster
 from deploy.resources import plan_workers
 from deploy.routers.pool import Routers
-from deploy.scaling import rescale, room, wanted_bundles
-from deploy.slot_actors import REMIND_S, STOP_GRACE_S, Actors, StartFault, StartWatch
-from deploy.slots import Slot, let_go, make_slots, slot_of
+from deploy.slot_actors import REMIND_S, STOP_GRACE_S, Actors, Placing, StartFault, StartWatch
+from deploy.slots import Slot, let_go, make_slots, rescale, room, slot_of, wanted_bundles
 from deploy.template.client import WorkerExit
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig

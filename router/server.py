@@ -28,7 +28,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ports import http_url, router_ports
 from protocol.version import version
-from router.api import clients, generate, observe, operate, public
+from router.api import clients, generate, operate, public
 from router.api.access import BEARER, add_schemas, admitted, error_answers, guarded, operator
 from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, raise_file_limit
 from router.errors import ApiError
@@ -357,7 +357,6 @@ def build_app(state: RouterState) -> FastAPI:
     key = [Security(BEARER)] if state.keys.are_needed else []
     generate.add_routes(app, state, key)
     app.include_router(clients.router, dependencies=[*key, Depends(admitted)])
-    for router in (observe.router, operate.router):
-        app.include_router(router, dependencies=[*key, Depends(operator)])
+    app.include_router(operate.router, dependencies=[*key, Depends(operator)])
     app.include_router(public.router, dependencies=[Depends(guarded)])
     return app

@@ -28,8 +28,8 @@ from kvtransfer.sender import Sender
 from protocol.ids import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Fetch, FetchGranted, FetchRefused
+from worker.link import PeerLinks
 from worker.parts import Counters
-from worker.peers import PeerLinks
 from worker.requests import RequestTable, StagedRequest
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""A worker's connections to its routers: they send requests, and get one message of tokens per step.
+"""A worker's sockets to its routers, which send requests and get one message of tokens per step, and to other
+workers: a DEALER to each for its own requests, a ROUTER for other workers'.
 
 A request belongs to the router whose incarnation is the start of the request's id.
 """
@@ -9,18 +10,21 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import zmq
 
-from messaging.sockets import connect_dealer
-from protocol.codec import BoundedDecoder, encode, router_to_worker
+from messaging.sockets import bind_router, connect_dealer, give_way, start_authenticator
+from protocol.codec import BoundedDecoder, encode, peer_reply, peer_request, router_to_worker
 from protocol.errors import ProtocolError, TandemError
-from protocol.ids import router_of
+from protocol.ids import PeerAddress, peer_identity, router_of
 from protocol.outputs import TokenOutput
+from protocol.ports import worker_ports
 from protocol.router_to_worker import Refused, Registered, RouterToWorker
 from protocol.version import protocol_problem
 from protocol.worker_to_router import Register, StepOutput, WorkerToRouter
+from protocol.worker_to_worker import PeerReply, PeerRequest
 from worker.parts import Counters, WorkerParts
 
 log = logging.getLogger(__name__)
@@ -214,3 +218,90 @@ def arrived(
         except ProtocolError as error:
             counters.add("dropped_messages_total")
             log.warning("dropped a message of %r: %s", sender or frames[0], error)
+
+
+IDLE_LINK_S = 60.0
+
+
+@dataclass(eq=False)
+class _Link:
+    address: PeerAddress
+    socket: zmq.Socket[bytes]
+    last_used: float
+
+
+class PeerLinks:
+    """The DEALER sockets: opened at first use, closed after long disuse, also those to dead incarnations."""
+
+    def __init__(self, parts: WorkerParts, poller: zmq.Poller) -> None:
+        self._parts = parts
+        self._poller = poller
+        self._links: dict[str, _Link] = {}
+
+    def send(self, peer: PeerAddress, message: PeerRequest, flags: int = 0) -> None:
+        link = self._links.get(peer.incarnation) or self._open(peer)
+        link.last_used = time.monotonic()
+        link.socket.send(encode(message), flags)
+        give_way()
+
+    def offer(self, peer: PeerAddress, message: PeerRequest) -> bool:
+        """Send a message that may be lost; return False if the queue to the peer is full."""
+        try:
+            self.send(peer, message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, events: dict[object, int]) -> list[tuple[PeerAddress, PeerReply]]:
+        """Return all replies that have arrived, each with the worker that sent it."""
+        return [
+            (link.address, reply)
+            for link in self._links.values()
+            if link.socket in events
+            for _, reply in arrived(link.socket, peer_reply, self._parts.counters, link.address.worker_id)
+        ]
+
+    def close_idle(self, now: float, in_use: set[str]) -> None:
+        """Close connections to incarnations that are not `in_use` and have not been for a while."""
+        for incarnation, link in list(self._links.items()):
+            if incarnation not in in_use and now - link.last_used > IDLE_LINK_S:
+                self._close(incarnation)
+
+    def close(self) -> None:
+        for incarnation in list(self._links):
+            self._close(incarnation)
+
+    def _open(self, peer: PeerAddress) -> _Link:
+        identity = peer_identity(self._parts.worker_id, self._parts.incarnation)
+        socket = connect_dealer(self._parts.context, self._parts.keys, peer.control, identity)
+        self._poller.register(socket, zmq.POLLIN)
+        link = _Link(peer, socket, time.monotonic())
+        self._links[peer.incarnation] = link
+        return link
+
+    def _close(self, incarnation: str) -> None:
+        link = self._links.pop(incarnation)
+        self._poller.unregister(link.socket)
+        link.socket.close(linger=500)
+
+
+class PeerSocket:
+    """The ROUTER socket: requests come with their sender's identity. Replies to lost peers are dropped."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._counters = parts.counters
+        self._authenticator = start_authenticator(parts.context, parts.keys)
+        ports = worker_ports(parts.config)
+        self.socket, self.endpoint = bind_router(parts.context, parts.keys, parts.host, ports)
+
+    def receive(self) -> list[tuple[bytes, PeerRequest]]:
+        """Return all requests that have arrived, without waiting."""
+        return list(arrived(self.socket, peer_request, self._counters))
+
+    def reply(self, identity: bytes, message: PeerReply) -> None:
+        self.socket.send_multipart([identity, encode(message)])
+        give_way()
+
+    def close(self) -> None:
+        self.socket.close(linger=500)
+        self._authenticator.stop()

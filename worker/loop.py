@@ -21,9 +21,8 @@ from worker.adapter_loads import AdapterLoads
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, fetch_refused
 from worker.kv_events import KvEventSender
-from worker.link import RouterLeases, RouterLinks
+from worker.link import PeerLinks, PeerSocket, RouterLeases, RouterLinks
 from worker.parts import WorkerParts, open_transfers
-from worker.peers import PeerLinks, PeerSocket
 from worker.role_work import RoleWork
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deploy.placing import NODES_S, SET_UP_S, Placing
 from deploy.ray_cluster import RayCluster, RayStartError
+from deploy.slot_actors import NODES_S, SET_UP_S, Placing
 from deploy.slots import Node, choose, make_slots
 from protocol.config import ServeConfig
 

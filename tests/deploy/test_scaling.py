@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.config import speculative_config
-from deploy.scaling import rescale, room, wanted_bundles
-from deploy.slots import Node, Slot, make_slots
+from deploy.slots import Node, Slot, make_slots, rescale, room, wanted_bundles
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.kv_events import KvEventsConfig

@@ -20,7 +20,7 @@ import msgspec
 import engine.step.profiling
 import worker.fetch
 import worker.heartbeat
-import worker.peers
+import worker.link
 import worker.setup
 from engine.step.live_sequences import StepResult
 from engine.step.scheduler import ScheduledStep
@@ -108,7 +108,7 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
         case "gloo":
             pass
         case "idle":
-            worker.peers.IDLE_LINK_S = float(values[0])
+            worker.link.IDLE_LINK_S = float(values[0])
         case "fetch":
             worker.fetch.FETCH_TIMEOUT_S = float(values[0])
         case _:
