@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from deploy.launch import run_launch
 from deploy.processes import ProcessWatch
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
 from protocol.errors import ConfigError
@@ -130,4 +129,6 @@ class WorkerActor:
         os.environ.update(self._environment)  # torch is not imported yet
         if "object_store" in launch.config.transport_names:
             self._carrier = RayCarrier()
+        from worker.process import run_launch
+
         return WorkerExit(run_launch(launch, self._stop, self._carrier))

@@ -99,6 +99,24 @@ def run_worker(
         _die_by_sigterm()
 
 
+def run_launch(
+    launch: Launch,
+    stop: StopHandle,
+    carrier: Carrier | None = None,
+    place: CorePlace | None = None,
+    leader: Leader | None = None,
+) -> str:
+    """Call `run_worker`. Return "" if the worker ended on request, else the reason why it failed."""
+    try:
+        run_worker(launch, stop, carrier, place, leader)
+    except TandemError as error:
+        return str(error)
+    except Exception as error:
+        log.exception("the worker failed")
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return "" if stop.requested else "the router was lost"
+
+
 def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: Leader | None) -> Engine:
     """Load the engine and create the parts that depend on it."""
     config = launch.config

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from deploy.launch import run_launch
 from deploy.processes import adopt_orphans
 from deploy.template.client import (
     MAX_MESSAGE_BYTES,
@@ -302,6 +301,8 @@ def _run_worker(
         os._exit(1)  # the launcher has ended, or both the actor and the template have
 
     threading.Thread(target=listen, name="control", daemon=True).start()
+    from worker.process import run_launch
+
     control.sendall((run_launch(launch, stop, place=place, leader=leader) + REPORT_END).encode())
 
 
