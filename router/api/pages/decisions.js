@@ -38,9 +38,8 @@ export function showDecisions(decisions) {
 function newItem(decision, list) {
   if (!items.size) list.replaceChildren();
   const result = html("span");
-  const time = new Date(decision.at * 1000);
   const element = html("li", {},
-    html("p", {}, html("time", { class: "quiet", datetime: time.toISOString() }, time.toLocaleTimeString()), " ",
+    html("p", {}, clock(decision.at), " ",
       html("b", {}, where(decision.chosen.workers)), ` for ${plural(decision.num_tokens, "token")}. `,
       why(decision), " ", result),
     comparison(decision));
@@ -48,6 +47,11 @@ function newItem(decision, list) {
   items.set(decision.request_id, item);
   list.prepend(element);
   return item;
+}
+
+function clock(at) {
+  const time = new Date(at * 1000);
+  return html("time", { class: "quiet", datetime: time.toISOString() }, time.toLocaleTimeString());
 }
 
 const where = (workers) => (workers.prefill ? `Split: ${route(workers)}` : `Whole: ${workers.decode}`);
@@ -120,12 +124,10 @@ export function showScaling(events) {
 }
 
 function item({ at, targets, had, reasons, changes_role: change, failure }) {
-  const time = new Date(at * 1000);
   const changed = change
     ? [`One ${change.from} worker becomes a ${change.to} worker: ${reasons[change.to]}.`]
     : Object.entries(targets).map(([role, count]) =>
       `${plural(count, `${role} worker`)} instead of ${had[role]}: ${reasons[role]}.`);
   if (failure) changed.push(`That failed: ${failure}.`);
-  return html("li", {}, html("time", { class: "quiet", datetime: time.toISOString() }, time.toLocaleTimeString()), " ",
-    changed.join(" "));
+  return html("li", {}, clock(at), " ", changed.join(" "));
 }

@@ -22,31 +22,17 @@ const LONG = FIELDS.map((name) => `class ${name[0].toUpperCase()}${name.slice(1)
 const OPTIONS = ["width", "height", "depth"].map((name) => `    parser.add_argument('--${name}', type=int, default=0,
                         help='the ${name} of the window')
 `).join("");
-const SETTINGS = {
-  type: "object",
-  properties: {
-    host: { enum: ["localhost", "0.0.0.0"] },
-    port: { type: "integer", minimum: 1024, maximum: 9999 },
-    log_level: { enum: ["debug", "info", "warning"] },
-    workers: {
-      type: "array",
-      items: {
-        type: "object",
-        properties: {
-          role: { enum: ["prefill", "decode"] },
-          threads: { type: "integer", minimum: 1, maximum: 8 },
-        },
-        required: ["role", "threads"],
-        additionalProperties: false,
-      },
-      minItems: 2,
-      maxItems: 3,
-    },
-    timeout_seconds: { type: "integer", minimum: 1, maximum: 600 },
-  },
-  required: ["host", "port", "log_level", "workers", "timeout_seconds"],
-  additionalProperties: false,
-};
+const integer = (minimum, maximum) => ({ type: "integer", minimum, maximum });
+const object = (properties) =>
+  ({ type: "object", properties, required: Object.keys(properties), additionalProperties: false });
+const WORKER = object({ role: { enum: ["prefill", "decode"] }, threads: integer(1, 8) });
+const SETTINGS = object({
+  host: { enum: ["localhost", "0.0.0.0"] },
+  port: integer(1024, 9999),
+  log_level: { enum: ["debug", "info", "warning"] },
+  workers: { type: "array", items: WORKER, minItems: 2, maxItems: 3 },
+  timeout_seconds: integer(1, 600),
+});
 
 /** `about` explains the sample; `fields` returns additional fields of the request. */
 export const SAMPLES = {
