@@ -14,19 +14,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from protocol import worker_to_worker as messages
 from protocol.ids import PeerAddress
-from protocol.worker_to_worker import (
-    DRAFT_LEASE_S,
-    MAX_DRAFT_REQUESTS,
-    MAX_UPDATE_TOKENS,
-    DraftedChain,
-    DraftFor,
-    DraftKey,
-    DraftOpening,
-    Drafts,
-    DraftUpdate,
-    MissingTokens,
-)
 from speculation.remote import RemoteDrafter, RemoteRequest
 from worker.link import PeerLinks
 from worker.parts import Counters
@@ -58,16 +47,16 @@ class DraftOrder:
     refused_until: float = 0.0
 
     @property
-    def key(self) -> DraftKey:
-        return DraftKey(self.remote.request_id, self.epoch)
+    def key(self) -> messages.DraftKey:
+        return messages.DraftKey(self.remote.request_id, self.epoch)
 
-    def update(self, now: float) -> DraftUpdate | None:
+    def update(self, now: float) -> messages.DraftUpdate | None:
         """Return the next update for the draft worker, or None. A returned update counts as sent."""
         sequence, wanted = self.remote.sequence, self.remote.num_wanted
         if now < self.refused_until or not (wanted or self.num_wanted):
             return None  # the next update, once drafts are wanted again, has the missed tokens
         start = self.num_sent
-        end = min(len(sequence.token_ids), start + MAX_UPDATE_TOKENS)
+        end = min(len(sequence.token_ids), start + messages.MAX_UPDATE_TOKENS)
         if end < len(sequence.token_ids):
             wanted = 0  # until the draft worker has all tokens
         if end == start and wanted == self.num_wanted:
@@ -76,12 +65,12 @@ class DraftOrder:
         opening = None
         if start == 0:
             request = sequence.request
-            opening = DraftOpening(
+            opening = messages.DraftOpening(
                 sampling=request.sampling,
                 num_prompt=len(request.prompt_token_ids),
                 cache_salt=request.cache_salt,
             )
-        return DraftUpdate(
+        return messages.DraftUpdate(
             request_id=self.remote.request_id,
             epoch=self.epoch,
             start=start,
@@ -104,20 +93,22 @@ class _DraftConnection:
     awaited_since: float | None = None
     is_lost: bool = False
     ask_at: float = 0.0
-    updates: list[DraftUpdate] = field(default_factory=list)
-    ended: dict[DraftKey, int] = field(default_factory=dict)
+    updates: list[messages.DraftUpdate] = field(default_factory=list)
+    ended: dict[messages.DraftKey, int] = field(default_factory=dict)
     num_tokens: int = 0
 
     @property
     def has_updates(self) -> bool:
         return bool(self.updates) or 0 in self.ended.values()
 
-    def message(self, number: int) -> DraftFor:
+    def message(self, number: int) -> messages.DraftFor:
         """Return a message with all pending updates and the unconfirmed ends."""
-        ended = list(self.ended)[:MAX_DRAFT_REQUESTS]
+        ended = list(self.ended)[: messages.MAX_DRAFT_REQUESTS]
         self.ended.update((key, self.ended[key] or number) for key in ended)
         updates, self.updates, self.num_tokens = self.updates, [], 0
-        return DraftFor(incarnation=self.address.incarnation, number=number, given=updates, ended=ended)
+        return messages.DraftFor(
+            incarnation=self.address.incarnation, number=number, given=updates, ended=ended
+        )
 
     def confirm(self, number: int) -> None:
         """Forget the ended requests that were reported up to message `number`."""
@@ -168,9 +159,8 @@ class DraftClient:
     def _collect(self, remote: RemoteRequest, now: float) -> None:
         connection = self._connections.get(remote.at.incarnation)
         if connection is None:
-            connection = self._connections[remote.at.incarnation] = _DraftConnection(
-                remote.at, last_message_at=now
-            )
+            connection = _DraftConnection(remote.at, last_message_at=now)
+            self._connections[remote.at.incarnation] = connection
         if connection.is_lost or connection.num_tokens > MAX_TOKENS_AT_ONCE:
             return
         order = self._orders.get(remote.request_id)
@@ -192,7 +182,7 @@ class DraftClient:
         elif connection.awaited_since is None:
             connection.awaited_since = now
 
-    def on_drafts(self, peer: PeerAddress, message: Drafts) -> None:
+    def on_drafts(self, peer: PeerAddress, message: messages.Drafts) -> None:
         connection = self._connections.get(peer.incarnation)
         if connection is None or message.incarnation != peer.incarnation:
             self._counters.add("stale_messages_total")
@@ -226,7 +216,7 @@ class DraftClient:
             return None
         return order
 
-    def _on_chain(self, peer: PeerAddress, chain: DraftedChain) -> None:
+    def _on_chain(self, peer: PeerAddress, chain: messages.DraftedChain) -> None:
         self._counters.add("remote_drafts_total")
         order = self._order(peer, chain.request_id, chain.epoch)
         if max(chain.token_ids, default=0) >= self._vocab_size:
@@ -236,13 +226,13 @@ class DraftClient:
         if use != "usable":
             self._counters.add(f"remote_drafts_{use}_total")
 
-    def _on_missing(self, peer: PeerAddress, missing: MissingTokens) -> None:
+    def _on_missing(self, peer: PeerAddress, missing: messages.MissingTokens) -> None:
         """Send the request's tokens again from the first one that the draft worker lacks."""
         order = self._order(peer, missing.request_id, missing.epoch)
         if order is not None:
             order.num_sent = min(order.num_sent, missing.num_tokens)
 
-    def _on_refused(self, peer: PeerAddress, key: DraftKey) -> None:
+    def _on_refused(self, peer: PeerAddress, key: messages.DraftKey) -> None:
         order = self._order(peer, key.request_id, key.epoch)
         if order is not None:
             self._counters.add("remote_drafts_refused_total")
@@ -259,7 +249,9 @@ class DraftClient:
         used = {remote.at.incarnation for remote in self._remote.requests.values()}
         for incarnation, connection in list(self._connections.items()):
             is_used, since = incarnation in used, connection.awaited_since
-            if not is_used and (not connection.ended or now - connection.last_message_at > DRAFT_LEASE_S):
+            if not is_used and (
+                not connection.ended or now - connection.last_message_at > messages.DRAFT_LEASE_S
+            ):
                 del self._connections[incarnation]
             elif is_used and since is not None and now - since > self._silence_s:
                 self._lose(connection, now, f"it sent nothing for {now - since:.1f} s")

@@ -18,25 +18,13 @@ from decode_worker.request import DecodeRequest, DecodeStage
 from engine.engine import Engine
 from kvtransfer.blocks.layout import LayoutError, conversion_problem, foreign_format, wire_segments
 from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEvent
+from protocol import worker_to_worker as messages
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
 from protocol.ids import PeerAddress
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.requests import DraftPlan
 from protocol.router_to_worker import Generate
-from protocol.worker_to_worker import (
-    ANY_LEASE,
-    Drafts,
-    Handoff,
-    HandoffAck,
-    PeerReply,
-    PeerRequest,
-    Release,
-    Reserve,
-    Reserved,
-    ReserveRefused,
-    Stale,
-)
 from worker.adapter_loads import Problem
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
@@ -83,8 +71,8 @@ class DecodeLoop(WorkerLoop):
         if request.stage is DecodeStage.RUNNING:
             self.engine.replan(request_id, plan)
 
-    def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
-        if isinstance(reply, Drafts) and self._drafts is not None:
+    def on_peer_reply(self, peer: PeerAddress, reply: messages.PeerReply) -> None:
+        if isinstance(reply, messages.Drafts) and self._drafts is not None:
             self._drafts.on_drafts(peer, reply)
         else:
             super().on_peer_reply(peer, reply)
@@ -99,13 +87,13 @@ class DecodeLoop(WorkerLoop):
 
     # --- requests of prefill workers --------------------------------------------------------------
 
-    def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
+    def on_peer_request(self, identity: bytes, request: messages.PeerRequest) -> None:
         match request:
-            case Reserve():
+            case messages.Reserve():
                 self._on_reserve(identity, request)
-            case Handoff():
+            case messages.Handoff():
                 self._on_handoff(identity, request.manifest)
-            case Release():
+            case messages.Release():
                 self._on_release(identity, request)
 
     def handle(self, events: dict[object, int]) -> None:
@@ -116,18 +104,17 @@ class DecodeLoop(WorkerLoop):
         if incarnation == self.parts.incarnation:
             return False
         self.counters.add("stale_messages_total")
-        self.inbox.reply(identity, Stale(request_id=request_id, incarnation=self.parts.incarnation))
+        self.inbox.reply(identity, messages.Stale(request_id=request_id, incarnation=self.parts.incarnation))
         return True
 
     # --- QUEUED -> RESERVED -----------------------------------------------------------------------
 
-    def _on_reserve(self, identity: bytes, message: Reserve) -> None:
+    def _on_reserve(self, identity: bytes, message: messages.Reserve) -> None:
         if not self._is_stale(identity, message.incarnation, message.request.request_id):
-            self.adapter_loads.require(
-                message.request, lambda problem: self._enqueue(identity, message, problem)
-            )
+            message_of = message.request
+            self.adapter_loads.require(message_of, lambda problem: self._enqueue(identity, message, problem))
 
-    def _enqueue(self, identity: bytes, message: Reserve, adapter_problem: Problem | None) -> None:
+    def _enqueue(self, identity: bytes, message: messages.Reserve, adapter_problem: Problem | None) -> None:
         request_id = message.request.request_id
         if adapter_problem is not None:
             self._refuse(identity, request_id, *adapter_problem)
@@ -173,14 +160,16 @@ class DecodeLoop(WorkerLoop):
         request.renew(time.monotonic())
         self._reply(request, self._grant(request))
 
-    def _on_reserve_of_running(self, identity: bytes, running: DecodeRequest, message: Reserve) -> None:
+    def _on_reserve_of_running(
+        self, identity: bytes, running: DecodeRequest, message: messages.Reserve
+    ) -> None:
         request_id = running.request_id
         if running.reserve is None or running.message.prefill_incarnation != message.prefill_incarnation:
             self._refuse(identity, request_id, "transfer", "the request runs here already")
         else:  # the message crossed our acknowledgement
             self.counters.add("duplicate_messages_total")
 
-    def _foreign_format(self, message: Reserve) -> str:
+    def _foreign_format(self, message: messages.Reserve) -> str:
         """Return the format of the blocks' values after the wire's conversion. Raises `LayoutError` if they
         cannot come here.
         """
@@ -223,8 +212,8 @@ class DecodeLoop(WorkerLoop):
         self.counters.add("reservation_wait_seconds_total", now - request.asked_at)
         self._reply(request, self._grant(request))
 
-    def _grant(self, request: DecodeRequest) -> Reserved:
-        return Reserved(
+    def _grant(self, request: DecodeRequest) -> messages.Reserved:
+        return messages.Reserved(
             request_id=request.request_id,
             lease_id=request.held_lease,
             incarnation=self.parts.incarnation,
@@ -234,12 +223,14 @@ class DecodeLoop(WorkerLoop):
             num_running=len(self.engine.scheduler.running),
         )
 
-    def _reply(self, request: DecodeRequest, message: PeerReply) -> None:
+    def _reply(self, request: DecodeRequest, message: messages.PeerReply) -> None:
         self.inbox.reply(request.identity, message)
 
     def _refuse(self, identity: bytes, request_id: str, kind: ErrorKind, reason: str) -> None:
         self.counters.add("reservations_refused_total")
-        self.inbox.reply(identity, ReserveRefused(request_id=request_id, error_kind=kind, reason=reason))
+        self.inbox.reply(
+            identity, messages.ReserveRefused(request_id=request_id, error_kind=kind, reason=reason)
+        )
 
     # --- RESERVED: blocks and the manifest arrive -------------------------------------------------
 
@@ -267,14 +258,14 @@ class DecodeLoop(WorkerLoop):
         request = self.requests.get(request_id)
         if request is None or request.lease_id != lease_id:
             error = "the lease is unknown here, or was given up"
-            ack = HandoffAck(request_id=request_id, lease_id=lease_id, error=error, field="lease_id")
+            ack = messages.HandoffAck(request_id=request_id, lease_id=lease_id, error=error, field="lease_id")
             self.inbox.reply(identity, ack)
         elif request.stage is DecodeStage.RESERVED:
             self._on_manifest(request, manifest)
         else:
             self.counters.add("duplicate_messages_total")
             if request.stage is DecodeStage.RUNNING:
-                self._reply(request, HandoffAck(request_id=request_id, lease_id=lease_id))
+                self._reply(request, messages.HandoffAck(request_id=request_id, lease_id=lease_id))
 
     def _on_manifest(self, request: DecodeRequest, manifest: HandoffManifest) -> None:
         expected = request.expected_manifest(manifest, self.parts.incarnation)
@@ -312,7 +303,7 @@ class DecodeLoop(WorkerLoop):
         )
         self._unstepped[request.request_id] = request
         self.counters.add("handoffs_total")
-        self._reply(request, HandoffAck(request_id=request.request_id, lease_id=request.held_lease))
+        self._reply(request, messages.HandoffAck(request_id=request.request_id, lease_id=request.held_lease))
 
     # --- RUNNING ----------------------------------------------------------------------------------
 
@@ -368,10 +359,12 @@ class DecodeLoop(WorkerLoop):
         log.warning("hand-off of %s failed: %s", request.request_id, reason, extra=about)
         lease_id = request.held_lease
         self._end(request)
-        ack = HandoffAck(request_id=request.request_id, lease_id=lease_id, error=reason[:4096], field=field)
+        ack = messages.HandoffAck(
+            request_id=request.request_id, lease_id=lease_id, error=reason[:4096], field=field
+        )
         self._reply(request, ack)
 
-    def _on_release(self, identity: bytes, message: Release) -> None:
+    def _on_release(self, identity: bytes, message: messages.Release) -> None:
         """End the request that the prefill worker takes back, in any stage."""
         if message.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")
@@ -379,7 +372,7 @@ class DecodeLoop(WorkerLoop):
         request = self.requests.get(message.request_id)
         if request is None:
             return
-        if message.lease_id == ANY_LEASE:
+        if message.lease_id == messages.ANY_LEASE:
             is_theirs = request.stage is not DecodeStage.RUNNING and request.identity == identity
         else:
             is_theirs = request.lease_id == message.lease_id

@@ -154,10 +154,8 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     def timing(self, first_step: float) -> RequestTiming:
         """Return the times of transfer and wait. The first decode step began at `first_step`."""
-        return RequestTiming(
-            transfer=self._transfer_timing(first_step),
-            decode_queue_s=max(0.0, first_step - self.running_since),
-        )
+        queue_s = max(0.0, first_step - self.running_since)
+        return RequestTiming(transfer=self._transfer_timing(first_step), decode_queue_s=queue_s)
 
     def _transfer_timing(self, first_step: float) -> TransferTiming:
         assert self.manifest is not None

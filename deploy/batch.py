@@ -132,9 +132,8 @@ def run_batch(
     if ended is not None:
         raise ended
     if batch.unanswered:
-        raise ServerError(
-            f"{left_over} of {total} requests have no answer; run it again for them. {batch.unanswered[0]}"
-        )
+        rest = f"{left_over} of {total} requests have no answer; run it again for them"
+        raise ServerError(f"{rest}. {batch.unanswered[0]}")
     if failed:
         raise ServerError(f"{len(failed)} of {total} requests failed. {failed[0]}")
 

@@ -32,9 +32,8 @@ def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
         with httpx.Client(base_url=url, headers=authorization(api_key), timeout=timeout) as http:
             yield http
     except httpx.HTTPError as error:
-        hint = (
-            ": name its authority's PEM file in SSL_CERT_FILE" if "CERTIFICATE_VERIFY" in str(error) else ""
-        )
+        is_trust = "CERTIFICATE_VERIFY" in str(error)
+        hint = ": name its authority's PEM file in SSL_CERT_FILE" if is_trust else ""
         raise ServerError(f"{url}: {error}{hint}") from error
 
 

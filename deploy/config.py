@@ -41,11 +41,8 @@ ENV_PREFIX = "TANDEM_"
 _SECRET_FIELDS = ("api_key",)
 """Fields whose values no message shows."""
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])\Z")
-_FACTORS = {
-    unit: base**power
-    for base, units in ((1000, "kmgt"), (1024, "KMGT"))
-    for power, unit in enumerate(units, 1)
-}
+_FACTORS = {unit: 1000**power for power, unit in enumerate("kmgt", 1)}
+_FACTORS |= {unit: 1024**power for power, unit in enumerate("KMGT", 1)}
 _PARSERS: Mapping[str, Callable[[object, str], object]] = {
     "kv_events_config": parse_kv_events_config,
     "autoscale": parse_autoscale,
@@ -249,10 +246,8 @@ def draft_workers_refusal(config: ServeConfig) -> str:
         can = f"a method that draft workers can draft with ({methods})"
         return f"needs --speculative-config with {can}; got {method}"
     if speculative.verification != "coupled":
-        return (
-            "needs --speculative-config with the verification coupled, since drafts "
-            f"come without probabilities; got {speculative.verification}"
-        )
+        needed = "needs --speculative-config with the verification coupled"
+        return f"{needed}, since drafts come without probabilities; got {speculative.verification}"
     return ""
 
 

@@ -103,9 +103,8 @@ class Launcher(threading.Thread):
             return
         from deploy.supervisor import Supervisor
 
-        Supervisor(
-            self._config, self._keys, self._server, self.cluster, self._stop_requested, self._on_ready
-        ).run()
+        parts = (self._config, self._keys, self._server, self.cluster)
+        Supervisor(*parts, self._stop_requested, self._on_ready).run()
 
 
 LAUNCHER_GRACE_S = 20.0
@@ -229,12 +228,8 @@ def _summary(start_up: Mapping[str, str]) -> str:
 
 
 def curl_line(config: ServeConfig, url: str) -> str:
-    body = {
-        "model": config.model_name,
-        "prompt": "def read_file(path):\n",
-        "max_tokens": 64,
-        "temperature": 0,
-    }
+    prompt = "def read_file(path):\n"
+    body = {"model": config.model_name, "prompt": prompt, "max_tokens": 64, "temperature": 0}
     parts = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
     if config.needs_api_key:
         parts += ["-H", "Authorization: Bearer <API key>"]

@@ -36,11 +36,8 @@ def end_nodes(address: str) -> list[str]:
 
     def others() -> dict[bytes, str]:
         nodes = client.get_all_node_info().items()
-        return {
-            node_id.binary(): str(node.node_manager_address)
-            for node_id, node in nodes
-            if node.state == _ALIVE and not node.is_head_node
-        }
+        rest = [(each, node) for each, node in nodes if node.state == _ALIVE and not node.is_head_node]
+        return {node_id.binary(): str(node.node_manager_address) for node_id, node in rest}
 
     client.drain_nodes(list(others()))
     deadline = time.monotonic() + GONE_S

@@ -147,9 +147,8 @@ class StartWatch:
     def judge(self, slot: Slot, now: float) -> StartFault | None:
         """Return why to give up a worker that is not ready yet, or None. Asks its actor periodically."""
         if now - slot.started > self._timeout_s:
-            return StartFault(
-                f"it was not ready within {self._timeout_s:g} s (--start-timeout)", is_over=True
-            )
+            late = f"it was not ready within {self._timeout_s:g} s (--start-timeout)"
+            return StartFault(late, is_over=True)
         if now - slot.reminded_at > REMIND_S:
             slot.reminded_at = now
             waited_s, what = now - slot.started, self._waits_for(slot, now)
@@ -231,9 +230,8 @@ class Placing:
         if not self._has_nodes(now):
             return False
         distrusted = {node_id for node_id, since in self._distrusted.items() if now - since < DISTRUST_S}
-        held = {
-            node.node_id: [other.place for other in self.on(node) if other is not slot] for node in self.nodes
-        }
+        others = {node.node_id: [each for each in self.on(node) if each is not slot] for node in self.nodes}
+        held = {node_id: [each.place for each in on] for node_id, on in others.items()}
         ranks = self._config.num_ranks(slot.role)
         gpu_nodes = [node for node in self.nodes if node.gpus] or self.nodes
         nodes = [node for node in gpu_nodes if self._has_gpus(node, slot)]

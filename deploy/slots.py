@@ -167,11 +167,8 @@ class Slot:
 
 def make_slots(config: ServeConfig) -> list[Slot]:
     """Return a slot for each worker of the deployment."""
-    return [
-        Slot(f"{role.name}-{index}", role)
-        for role in ROLES.values()
-        for index in range(config.num_replicas(role))
-    ]
+    roles = [(role, config.num_replicas(role)) for role in ROLES.values()]
+    return [Slot(f"{role.name}-{index}", role) for role, number in roles for index in range(number)]
 
 
 def let_go(slots: Sequence[Slot], worker_id: str, for_good: bool) -> str:
@@ -209,9 +206,8 @@ def rescale(
         staying = [slot for slot in slots if slot.role.name == role and not slot.leaves]
         worth = {worker_id: place for place, worker_id in enumerate(request.worth)}
         # A router may know of a ready worker before the supervisor does.
-        serve = {
-            each.worker_id for each in staying if each.ready_since is not None or each.worker_id in worth
-        }
+        ready = (each for each in staying if each.ready_since is not None or each.worker_id in worth)
+        serve = {each.worker_id for each in ready}
         staying.sort(key=lambda slot: (slot.worker_id in serve, worth.get(slot.worker_id, -1)))
         for slot in staying[: max(len(staying) - count, 0)]:
             slot.leaves, slot.let_go_at = True, time.monotonic()

@@ -57,9 +57,8 @@ class FittedTable:
             if sum(map(self._width, kept)) + _GAP * (len(kept) - 1) <= options.max_width:
                 break
             kept.remove(self._columns.index(name))
-        table = Table(
-            title=self._title, title_justify="left", box=None, pad_edge=False, padding=(0, _GAP, 0, 0)
-        )
+        table = Table(title=self._title, title_justify="left", box=None, pad_edge=False)
+        table.padding = (0, _GAP, 0, 0)
         for name in (self._columns[index] for index in kept):
             table.add_column(name, no_wrap=name != self._wrapped, overflow="fold")
         for row in self._rows:
@@ -76,11 +75,9 @@ class FittedTable:
 
 
 _COLUMNS = ("worker", "role", "state", "run", "wait", "KV used", "cached", "hits", "transports")
-_COUNTERS = {
-    metric.name: metric
-    for metric in REPORTED
-    if metric.name.startswith("spec_decode_num_") and metric.labels == ("method",)
-}
+_NUMBERS = "spec_decode_num_"
+_BY_METHOD = [metric for metric in REPORTED if metric.labels == ("method",)]
+_COUNTERS = {metric.name: metric for metric in _BY_METHOD if metric.name.startswith(_NUMBERS)}
 _SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau", "K now")
 
 
@@ -173,7 +170,7 @@ def spec_decode_totals(counters: Mapping[str, float]) -> dict[str, dict[str, flo
         found = reported(key, _COUNTERS)
         if found is not None:
             metric, (method,) = found
-            totals[method][metric.name.removeprefix("spec_decode_num_").removesuffix("_total")] = value
+            totals[method][metric.name.removeprefix(_NUMBERS).removesuffix("_total")] = value
     return totals
 
 
@@ -278,10 +275,8 @@ def _links(before: Snapshot, after: Snapshot) -> FittedTable:
     """Return a row for each link in use: its current traffic, and its measured bandwidth and latency."""
     table = FittedTable("from", "to", "over", "now", "up to", "latency", "transfers/s")
     for link in after.cluster["links"]:
-        sent, transfers = (
-            _of_pair(after, link, name) - _of_pair(before, link, name)
-            for name in ("kv_transfer_bytes_total", "kv_transfers_total")
-        )
+        names = ("kv_transfer_bytes_total", "kv_transfers_total")
+        sent, transfers = (_of_pair(after, link, name) - _of_pair(before, link, name) for name in names)
         seconds = after.at - before.at
         table.add_row(
             link["from"],

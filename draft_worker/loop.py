@@ -17,20 +17,10 @@ from typing import NamedTuple
 from draft_worker.request import DraftRequest, DraftStage, name_of
 from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
+from protocol import worker_to_worker as messages
 from protocol.errors import InvalidRequestError
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.router_to_worker import Generate
-from protocol.worker_to_worker import (
-    DRAFT_LEASE_S,
-    MAX_DRAFT_REQUESTS,
-    DraftedChain,
-    DraftFor,
-    DraftKey,
-    Drafts,
-    DraftUpdate,
-    MissingTokens,
-    PeerRequest,
-)
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
@@ -43,9 +33,9 @@ log = logging.getLogger(__name__)
 class _Answer:
     """The content of the next message to a decode worker."""
 
-    chains: list[DraftedChain] = field(default_factory=list)
-    behind: list[MissingTokens] = field(default_factory=list)
-    refused: list[DraftKey] = field(default_factory=list)
+    chains: list[messages.DraftedChain] = field(default_factory=list)
+    behind: list[messages.MissingTokens] = field(default_factory=list)
+    refused: list[messages.DraftKey] = field(default_factory=list)
 
 
 class _Newest(NamedTuple):
@@ -105,8 +95,8 @@ class DraftLoop(WorkerLoop):
         if not self.engine.has_work():
             self._send_answers()
 
-    def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
-        if not isinstance(request, DraftFor):
+    def on_peer_request(self, identity: bytes, request: messages.PeerRequest) -> None:
+        if not isinstance(request, messages.DraftFor):
             super().on_peer_request(identity, request)
             return
         if request.incarnation != self.parts.incarnation:
@@ -125,7 +115,7 @@ class DraftLoop(WorkerLoop):
         for update in request.given:
             self._on_update(identity, update)
 
-    def _on_update(self, target: bytes, update: DraftUpdate) -> None:
+    def _on_update(self, target: bytes, update: messages.DraftUpdate) -> None:
         known = self.requests.get(name_of(target, update.request_id))
         if known is not None and known.key.epoch > update.epoch:
             self.counters.add("stale_messages_total")
@@ -135,11 +125,11 @@ class DraftLoop(WorkerLoop):
             known = None
         if known is None:
             if update.opening is None or update.start != 0:
-                missing = MissingTokens(update.request_id, update.epoch, 0)
+                missing = messages.MissingTokens(update.request_id, update.epoch, 0)
                 self._answers[target].behind.append(missing)
                 return
             known = DraftRequest.open(target, update, update.opening)
-            if len(self.requests) >= MAX_DRAFT_REQUESTS:
+            if len(self.requests) >= messages.MAX_DRAFT_REQUESTS:
                 self._answers[target].refused.append(known.key)
                 self.counters.add("draft_requests_refused_total")
                 return
@@ -149,10 +139,10 @@ class DraftLoop(WorkerLoop):
         known.renew(self._newest[target].at)
         self._take(known, update)
 
-    def _take(self, request: DraftRequest, update: DraftUpdate) -> None:
+    def _take(self, request: DraftRequest, update: messages.DraftUpdate) -> None:
         num_known = len(request.committed)
         if update.start > num_known:
-            missing = MissingTokens(update.request_id, update.epoch, num_known)
+            missing = messages.MissingTokens(update.request_id, update.epoch, num_known)
             self._answers[request.target].behind.append(missing)
             return
         new = update.token_ids[num_known - update.start :]
@@ -232,7 +222,9 @@ class DraftLoop(WorkerLoop):
             drafted = self.engine.sequences[request.request_id].drafted
             self.counters.add("drafted_tokens_total", len(drafted) - request.num_drafted)
             request.num_drafted = len(drafted)
-            chain = DraftedChain(request.key.request_id, request.key.epoch, len(request.committed), drafted)
+            chain = messages.DraftedChain(
+                request.key.request_id, request.key.epoch, len(request.committed), drafted
+            )
             self._answers[request.target].chains.append(chain)
 
     def _note_read(self, request: DraftRequest) -> None:
@@ -256,7 +248,7 @@ class DraftLoop(WorkerLoop):
 
     def _send_answers(self) -> None:
         for target, answer in self._answers.items():
-            message = Drafts(
+            message = messages.Drafts(
                 incarnation=self.parts.incarnation,
                 number=self._newest[target].number,
                 chains=answer.chains,
@@ -301,7 +293,7 @@ class DraftLoop(WorkerLoop):
                 self.counters.add("draft_requests_expired_total")
                 self._end(request)
         for target, newest in list(self._newest.items()):
-            if now - newest.at > DRAFT_LEASE_S and target not in self._answers:
+            if now - newest.at > messages.DRAFT_LEASE_S and target not in self._answers:
                 del self._newest[target]
         self._choose_rows()
         if not self.engine.has_work():

@@ -152,10 +152,8 @@ class _Calibration:
 
     async def _prompts(self, ask: Callable[[int], Awaitable[Pace]], longest: int) -> dict[int, Pace]:
         """Return the pace measured by `ask` for each prompt length, for requests that run alone."""
-        return {
-            tokens: _median([await ask(tokens) for _ in range(LONE_REQUESTS)])
-            for tokens in sorted({max(int(share * longest), 1) for share in LONE_SHARES})
-        }
+        lengths = sorted({max(int(share * longest), 1) for share in LONE_SHARES})
+        return {tokens: _median([await ask(tokens) for _ in range(LONE_REQUESTS)]) for tokens in lengths}
 
     async def _alone(self, tokens: int) -> Pace:
         return await self._ask(self._tokens(tokens), 2)
@@ -247,9 +245,8 @@ def decode_costs(workers: Sequence[dict[str, Any]]) -> StepCosts:
     """Return the decoding costs from several reports of decode workers."""
     names = ("step_s", "row_s", "context_s", "tokens_per_row")
     costs = [worker["costs"] for worker in workers if worker["role"] == "decode"]
-    return msgspec.convert(
-        costs[-1] | {name: fmean(each[name] for each in costs) for name in names}, StepCosts
-    )
+    means = {name: fmean(each[name] for each in costs) for name in names}
+    return msgspec.convert(costs[-1] | means, StepCosts)
 
 
 def with_prompts(costs: StepCosts, took: Mapping[int, float]) -> tuple[StepCosts, float]:

@@ -70,11 +70,8 @@ class SimulatedRequest:
     @property
     def tpot_s(self) -> float:
         """Return the mean time of the tokens after the first; 0 without any."""
-        return (
-            (self.ended - self.first_token) / (self.trace.output_len - 1)
-            if self.trace.output_len > 1
-            else 0.0
-        )
+        further = self.trace.output_len - 1
+        return (self.ended - self.first_token) / further if further > 0 else 0.0
 
     def engine_request(self) -> EngineRequest:
         """Return the request with token ids that are equal where the trace's block ids are equal."""
@@ -83,11 +80,8 @@ class SimulatedRequest:
             token_ids += [hash(hash_id) % _PROMPT_IDS] * self.block_tokens
         del token_ids[self.trace.input_len :]
         token_ids += [_OWN_IDS + self.number] * (self.trace.input_len - len(token_ids))
-        return EngineRequest(
-            request_id=str(self.number),
-            prompt_token_ids=token_ids,
-            sampling=SamplingParams(max_tokens=self.trace.output_len),
-        )
+        sampling = SamplingParams(max_tokens=self.trace.output_len)
+        return EngineRequest(request_id=str(self.number), prompt_token_ids=token_ids, sampling=sampling)
 
 
 class SimulatedWorker:
@@ -178,9 +172,8 @@ class SimulatedCluster:
         """The running requests, by id."""
         self._handoffs: dict[str, SimulatedHandoff] = {}
         names = [f"{role}-{number}" for number, role in enumerate(layout.roles)]
-        self.workers = {
-            name: self._start(name, role, names) for name, role in zip(names, layout.roles, strict=True)
-        }
+        named = zip(names, layout.roles, strict=True)
+        self.workers = {name: self._start(name, role, names) for name, role in named}
         if max(profile.decode_beside, profile.prefill_beside) > 1:
             engines = [worker.engine for worker in self.workers.values()]
             for engine in engines:

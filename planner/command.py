@@ -68,12 +68,8 @@ def plan(options: PlanOptions, console: Console) -> None:
     outcomes = _simulate(Study(profile, requests, fit.block_tokens, slo), options.workers, console)
     _print_plan(console, outcomes, slo)
     chosen = best(outcomes)
-    document: dict[str, object] = {
-        "options": options,
-        "profile": profile,
-        "outcomes": outcomes,
-        "recommended": chosen.scenario,
-    }
+    document: dict[str, object] = {"options": options, "profile": profile, "outcomes": outcomes}
+    document["recommended"] = chosen.scenario
     if profile.speculation is not None and profile.speculation.methods:
         choices = draft_choices(profile.speculation, BATCHES)
         _print_drafts(console, choices, profile.speculation.methods[0].method, chosen)
@@ -174,9 +170,8 @@ def _plot(outcomes: Sequence[PlanOutcome], slo: Slo, path: Path) -> None:
 
     figure, (goodput, ttft, tpot) = pyplot.subplots(1, 3, figsize=(13, 3.8))
     for mode in ("disaggregated", "conditional"):
-        line = sorted(
-            (each for each in outcomes if each.scenario.mode == mode), key=lambda each: each.scenario.prefill
-        )
+        of_mode = [each for each in outcomes if each.scenario.mode == mode]
+        line = sorted(of_mode, key=lambda each: each.scenario.prefill)
         prefill = [each.scenario.prefill for each in line]
         goodput.plot(prefill, [each.goodput for each in line], "-o", label=mode)
         ttft.plot(prefill, [each.ttft.p90 for each in line], "-o", label=mode)
@@ -224,9 +219,8 @@ def _choice(known: SpeculationState, method: MethodState, rows: int) -> DraftCho
     curve = StepCurve(rows, known.step_time)
     chances = list(accumulate(method.acceptance, mul))
     plain = plain_rate(rows, curve).tokens_per_s
-    speedups = {
-        count: local_rate(rows, curve, method, chances[:count], count, levels=count).tokens_per_s / plain
-        for count in range(1, min(known.max_tokens, len(chances)) + 1)
-    }
+    counts = range(1, min(known.max_tokens, len(chances)) + 1)
+    rates = {each: local_rate(rows, curve, method, chances[:each], each, levels=each) for each in counts}
+    speedups = {count: rate.tokens_per_s / plain for count, rate in rates.items()}
     best = max(speedups, key=speedups.__getitem__)
     return DraftChoice(rows, best if speedups[best] >= 1 + MIN_GAIN else 0, speedups[best])

@@ -98,10 +98,10 @@ class PlanOutcome(msgspec.Struct, frozen=True):
 
 def scenarios(workers: int) -> list[Scenario]:
     splits = [(prefill, workers - prefill) for prefill in range(1, workers)]
+    modes: tuple[Mode, ...] = ("disaggregated", "conditional")
     return [
         Scenario("colocated", 0, workers),
-        *(Scenario("disaggregated", *split) for split in splits),
-        *(Scenario("conditional", *split) for split in splits),
+        *(Scenario(mode, *split) for mode in modes for split in splits),
     ]
 
 

@@ -16,24 +16,13 @@ import time
 from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
 from prefill_worker.request import PrefillRequest, PrefillStage
+from protocol import worker_to_worker as messages
 from protocol.errors import TandemError
 from protocol.ids import PeerAddress
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Generate
 from protocol.worker_to_router import HandoverFailed
-from protocol.worker_to_worker import (
-    ANY_LEASE,
-    Drafts,
-    Handoff,
-    HandoffAck,
-    PeerReply,
-    Release,
-    Reserve,
-    Reserved,
-    ReserveRefused,
-    Stale,
-)
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
@@ -67,11 +56,8 @@ class PrefillLoop(WorkerLoop):
         return request is not None and request.stage is not PrefillStage.SETTLING
 
     def computing(self) -> list[str]:
-        return [
-            request.request_id
-            for request in self.requests
-            if request.stage is PrefillStage.WHOLE or request.first_token is None
-        ]
+        own = (each for each in self.requests if each.stage is PrefillStage.WHOLE or each.first_token is None)
+        return [request.request_id for request in own]
 
     def peers_in_use(self) -> set[str]:
         return {request.peer.incarnation for request in self.requests if request.peer is not None}
@@ -123,7 +109,7 @@ class PrefillLoop(WorkerLoop):
     def _reserve(self, request: PrefillRequest, now: float) -> None:
         """Ask the decode worker for blocks; the same message renews the lease later."""
         ttl = self.config.handoff_timeout * LEASE_SHARE
-        message = Reserve(
+        message = messages.Reserve(
             incarnation=request.decode.incarnation,
             request=request.request,
             prefill_worker=self.parts.worker_id,
@@ -142,30 +128,30 @@ class PrefillLoop(WorkerLoop):
     def _extend_deadline(self, request: PrefillRequest, now: float) -> None:
         request.deadline = now + self.config.handoff_timeout
 
-    def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
-        if isinstance(reply, Drafts):
+    def on_peer_reply(self, peer: PeerAddress, reply: messages.PeerReply) -> None:
+        if isinstance(reply, messages.Drafts):
             super().on_peer_reply(peer, reply)
             return
         request = self.requests.get(reply.request_id)
         if request is not None and request.has_asked and request.decode.incarnation == peer.incarnation:
             self._on_reply(request, reply)
-        elif isinstance(reply, Reserved) and self.requests.with_lease(reply.lease_id) is None:
+        elif isinstance(reply, messages.Reserved) and self.requests.with_lease(reply.lease_id) is None:
             self._send_release(peer, reply.lease_id, reply.request_id)
 
-    def _on_reply(self, request: PrefillRequest, reply: PeerReply) -> None:
+    def _on_reply(self, request: PrefillRequest, reply: messages.PeerReply) -> None:
         match reply:
-            case Reserved():
+            case messages.Reserved():
                 self._on_reserved(request, reply)
-            case ReserveRefused():
+            case messages.ReserveRefused():
                 self.counters.add("reservations_refused_total")
                 self._fail_handover(request, reply.error_kind, reply.reason)
-            case HandoffAck():
+            case messages.HandoffAck():
                 self._on_ack(request, reply)
-            case Stale():
+            case messages.Stale():
                 self.counters.add("stale_messages_total")
                 self._fail_handover(request, "worker_lost", "it was restarted")
 
-    def _on_reserved(self, request: PrefillRequest, grant: Reserved) -> None:
+    def _on_reserved(self, request: PrefillRequest, grant: messages.Reserved) -> None:
         if grant.lease_id in request.left_leases:
             self.counters.add("stale_messages_total")
             return
@@ -241,7 +227,7 @@ class PrefillLoop(WorkerLoop):
             self.engine.handoff.state_position(request.num_tokens),
             self.engine.draft_state(request.request_id),
         )
-        self.peers.send(request.decode, Handoff(manifest=manifest))
+        self.peers.send(request.decode, messages.Handoff(manifest=manifest))
 
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
         if isinstance(event, Failed):
@@ -260,7 +246,7 @@ class PrefillLoop(WorkerLoop):
 
     # --- SENT -> SETTLING -> ENDED ----------------------------------------------------------------
 
-    def _on_ack(self, request: PrefillRequest, ack: HandoffAck) -> None:
+    def _on_ack(self, request: PrefillRequest, ack: messages.HandoffAck) -> None:
         if ack.lease_id != request.lease_id or (ack.error is None and request.stage is not PrefillStage.SENT):
             self.counters.add("stale_messages_total")
         elif ack.error is not None:
@@ -290,10 +276,10 @@ class PrefillLoop(WorkerLoop):
             self.requests.drop_lease(request)
             request.left_leases.add(lease_id)
         if request.has_asked:
-            self._send_release(request.decode, lease_id or ANY_LEASE, request.request_id)
+            self._send_release(request.decode, lease_id or messages.ANY_LEASE, request.request_id)
 
     def _send_release(self, peer: PeerAddress, lease_id: str, request_id: str) -> None:
-        message = Release(incarnation=peer.incarnation, lease_id=lease_id, request_id=request_id)
+        message = messages.Release(incarnation=peer.incarnation, lease_id=lease_id, request_id=request_id)
         self.peers.send(peer, message)
 
     # --- -> REDIRECTING -> ASSIGNED or WHOLE ------------------------------------------------------
@@ -303,9 +289,8 @@ class PrefillLoop(WorkerLoop):
         peer = request.decode
         self.counters.add("handoff_failures_total")
         about = {"request_id": request.request_id}
-        log.warning(
-            "hand-off of %s to %s failed: %s", request.request_id, peer.worker_id, reason, extra=about
-        )
+        ids = (request.request_id, peer.worker_id)
+        log.warning("hand-off of %s to %s failed: %s", *ids, reason, extra=about)
         reason = f"hand-off to {peer.worker_id}: {reason}"[:4096]
         if kind not in REDIRECTABLE:
             self.fail(request.request_id, kind, reason)

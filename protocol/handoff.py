@@ -120,9 +120,8 @@ class ManifestMismatchError(Exception):
     """A manifest differs from what the decode worker reserved; `field` names the difference."""
 
     def __init__(self, field: str, expected: object, got: object) -> None:
-        super().__init__(
-            f"hand-off manifest: {field} is {reprlib.repr(got)}, expected {reprlib.repr(expected)}"
-        )
+        what = f"{field} is {reprlib.repr(got)}, expected {reprlib.repr(expected)}"
+        super().__init__(f"hand-off manifest: {what}")
         self.field = field
 
 

@@ -77,9 +77,7 @@ ROUTER = (
     _counter("draft_plans_total", "Plans of new requests, by where their drafts are made.", "place"),
     _counter("draft_replans_total", "Plans changed during a request.", "reason"),
     _counter("draft_plan_steps_total", "Steps of requests, by where their drafts were made.", "place"),
-    _counter(
-        "draft_plan_predicted_tokens_total", "Tokens that the plans predicted for these steps.", "place"
-    ),
+    _counter("draft_plan_predicted_tokens_total", "Tokens that plans predicted for these steps.", "place"),
     _counter("draft_plan_observed_tokens_total", "Tokens that these steps generated.", "place"),
     _counter("placement_predicted_seconds_total", "Sum of the times that placements predicted.", "quantity"),
     _counter("placement_observed_seconds_total", "Sum of the same times as measured.", "quantity"),
@@ -87,14 +85,8 @@ ROUTER = (
     _gauge("ready", "1 while /ready answers 200, else 0."),
     _gauge("num_workers_awaited", "Workers that should serve but are not ready."),
     _counter("workers_lost_total", "Workers that ended, fell silent or got stuck.", "reason"),
-    _counter(
-        "processes_replaced_total", "Restarts of workers, their actors, hosts' templates and Ray.", "process"
-    ),
-    _counter(
-        "requests_placed_again_total",
-        "Requests moved to other workers with their tokens, without KV.",
-        "reason",
-    ),
+    _counter("processes_replaced_total", "Restarts of workers, actors, templates and Ray.", "process"),
+    _counter("requests_placed_again_total", "Requests moved to other workers without their KV.", "reason"),
     _counter("requests_tools_unseen_total", "Requests whose tools the chat template does not show."),
     _counter("requests_fields_ignored_total", "Requests with fields that the server does not know."),
     _counter("requests_lost_total", "Requests that their worker did not know because a message was lost."),
@@ -103,45 +95,29 @@ ROUTER = (
     _counter("raced_tokens_total", "Tokens that copies had to compute."),
     _counter("raced_seconds_total", "Predicted time of these tokens on their workers."),
     _counter("requests_migrated_total", "Running requests moved to another worker with their KV."),
-    _counter(
-        "scaling_decisions_total", "Changes of the number of workers by --autoscale.", "role", "direction"
-    ),
+    _counter("scaling_decisions_total", "Changes of workers' number by --autoscale.", "role", "direction"),
     _counter("scaling_failures_total", "Of these, the ones that were refused or found no node."),
     _gauge("workers_wanted", "Workers that --autoscale wants now.", "role"),
     _counter("handoff_redirects_total", "Hand-offs sent on to another decode worker.", "reason"),
     _counter("handoff_takeovers_total", "Requests that their prefill worker decodes itself.", "reason"),
-    _counter(
-        "role_fallbacks_total", "Requests served by one worker because the other role has none.", "missing"
-    ),
+    _counter("role_fallbacks_total", "Requests served by one worker for lack of the other role.", "missing"),
     _counter("requests_parked_total", "Requests that had to wait for a worker to start."),
     _gauge("num_requests_parked", "Requests that wait for a worker to start."),
     _gauge("num_requests_held", "Requests that wait in the router because their worker is busy.", "api_key"),
     _counter("request_held_seconds_total", "Time that these requests waited.", "api_key"),
-    _counter(
-        "api_key_tokens_total", "Uncached prompt tokens and expected output sent to workers.", "api_key"
-    ),
+    _counter("api_key_tokens_total", "Uncached prompt and expected output tokens sent.", "api_key"),
     _counter("router_cpu_seconds_total", "CPU time of the router's event loop."),
     _counter("router_core_wait_seconds_total", "Time for which the router's event loop waited for a core."),
-    _histogram(
-        "router_loop_lag_seconds", "Delay of the event loop's timer, measured four times a second.", _TOKEN
-    ),
+    _histogram("router_loop_lag_seconds", "Delay of the event loop's timer, four times a second.", _TOKEN),
     _counter("http_responses_total", "HTTP responses.", "status"),
-    _counter(
-        "http_connections_ended_total",
-        "HTTP connections that the router closed because of the client.",
-        "reason",
-    ),
+    _counter("http_connections_ended_total", "HTTP connections closed because of the client.", "reason"),
     _counter(
         "preprocessing_failures_total",
         "Tasks that the preprocessor did not finish: it reached a limit, ended or got stuck.",
         "reason",
     ),
     _counter("api_key_reloads_total", "Times that --api-key-file changed and was read.", "outcome"),
-    _counter(
-        "stored_responses_dropped_total",
-        "Responses deleted for newer ones, or not stored because of an error.",
-        "reason",
-    ),
+    _counter("stored_responses_dropped_total", "Responses deleted for newer ones, or not stored.", "reason"),
     _counter("trace_spans_dropped_total", "Spans that did not reach --otlp-traces-endpoint.", "reason"),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
     _histogram("inter_token_latency_seconds", "Between a sequence's outputs.", _TOKEN),
@@ -155,9 +131,7 @@ ROUTER = (
     _histogram("request_max_num_generation_tokens", "Tokens of a request's longest sequence.", _COUNT),
     _histogram("request_kv_reserve_time_seconds", "Asking the decode worker for blocks.", _TRANSFER),
     _histogram("request_kv_transfer_time_seconds", "From the first push to the last block.", _TRANSFER),
-    _histogram(
-        "request_kv_transfer_exposed_time_seconds", "The transfer's part after the prefill.", _TRANSFER
-    ),
+    _histogram("request_kv_transfer_exposed_time_seconds", "Its part after the prefill.", _TRANSFER),
     _histogram("request_kv_transfer_wait_time_seconds", "Time that pieces waited for their turn.", _TRANSFER),
     _histogram("request_kv_handoff_time_seconds", "From the last block to the first decode step.", _TRANSFER),
     _histogram("request_kv_transfer_bytes", "Bytes sent for a prompt.", _BYTES),
@@ -276,17 +250,11 @@ REPORTED = (
         "method",
         "position",
     ),
-    _counter(
-        "spec_decode_cut_tokens_total",
-        "Drafted tokens that a grammar forbids, so they are not verified.",
-        "method",
-    ),
+    _counter("spec_decode_cut_tokens_total", "Drafted tokens that a grammar forbids, unverified.", "method"),
     _counter("spec_decode_draft_seconds_total", "Time spent on drafting.", "method"),
     _counter("spec_decode_choices_total", "Decisions to draft k tokens for up to 64 steps.", "method", "k"),
     _counter("spec_decode_steps_total", "Steps with drafts to verify (`yes`) and without (`no`).", "drafts"),
-    _counter(
-        "spec_decode_verify_seconds_total", "Time of forwards that verified drafts, including sampling."
-    ),
+    _counter("spec_decode_verify_seconds_total", "Time of forwards that verified drafts, with sampling."),
     _counter("spec_decode_lost_drafts_total", "Requests that lost the drafter's state in their hand-off."),
     _counter("spec_decode_refused_drafts_total", "Invalid drafts of a custom drafter."),
     _counter(

@@ -263,9 +263,8 @@ def read_key_file(path: str) -> list[KeyEntry]:
         lines = read_private(path, FLAG).decode().splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{FLAG}: {path} is no UTF-8 text") from error
-    entries = [
-        _entry(line, f"{FLAG}: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
-    ]
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    entries = [_entry(line, f"{FLAG}: {path}, line {number}") for number, line in numbered]
     if len(entries) > MAX_API_KEYS:
         raise ConfigError(f"{FLAG}: at most {MAX_API_KEYS} keys, {path} has {len(entries)}")
     for field in ("name", "sha256"):

@@ -45,9 +45,8 @@ class Connections:
     def close_oldest_idle(self) -> bool:
         """Make room for another connection. Return False if all connections have requests."""
         if time.monotonic() >= self._next_log:
-            logger.warning(
-                "%d HTTP connections are open, the limit: the one idle longest is closed", self.limit
-            )
+            text = "%d HTTP connections are open, the limit: the one idle longest is closed"
+            logger.warning(text, self.limit)
             self._next_log = time.monotonic() + LOG_INTERVAL_S
         self.on_end("too_many")
         oldest = next(iter(self.idle), None)

@@ -209,9 +209,8 @@ def _syntax_error(raw: bytes, error: Exception, field: str) -> ApiError:
     non_finite = _non_finite_field(raw)
     if non_finite is not None:
         return ApiError(400, f"{non_finite}: must be a finite number", param=non_finite, code="invalid_value")
-    return ApiError(
-        400, f"{field or 'the body'} is not valid JSON: {error}", param=field or None, code="invalid_json"
-    )
+    message = f"{field or 'the body'} is not valid JSON: {error}"
+    return ApiError(400, message, param=field or None, code="invalid_json")
 
 
 def _non_finite_field(raw: bytes) -> str | None:

@@ -247,9 +247,8 @@ def transfer(interval: Interval) -> Iterator[Finding]:
 
 def router(interval: Interval) -> Iterator[Finding]:
     """Find a router whose event loop delays messages."""
-    busy = (
-        interval.total("router_cpu_seconds_total") + interval.total("router_core_wait_seconds_total")
-    ) / interval.seconds
+    names = ("router_cpu_seconds_total", "router_core_wait_seconds_total")
+    busy = sum(map(interval.total, names)) / interval.seconds
     lag_s = interval.mean_s("router_loop_lag_seconds")
     if busy < ROUTER_BUSY and (lag_s < ROUTER_LAG_S or busy < ROUTER_BUSY / 2):
         return

@@ -71,9 +71,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Return the answer to a failed request in the format of its API."""
     api_error = _as_api_error(error, request.scope)
     is_anthropic = speaks_anthropic(request.scope["path"])
-    return api_error.response(
-        anthropic_body(api_error, request.scope[REQUEST_ID_KEY]) if is_anthropic else None
-    )
+    body = anthropic_body(api_error, request.scope[REQUEST_ID_KEY]) if is_anthropic else None
+    return api_error.response(body)
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:
@@ -101,9 +100,8 @@ def _as_api_error(error: Exception, scope: Scope) -> ApiError:
 
 def _request_id(scope: Scope) -> str:
     """Return the client's request id if it is short and printable, else a new one."""
-    request_id = next(
-        (value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), ""
-    )
+    found = (value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id")
+    request_id = next(found, "")
     return request_id if _REQUEST_ID.match(request_id) else secrets.token_hex(16)
 
 

@@ -53,9 +53,7 @@ ThinkingTokens = Annotated[
     Annotated[int, Meta(ge=1)] | None,
     doc("Most tokens of reasoning; after that many, the reasoning is ended."),
 ]
-ParallelCalls = Annotated[
-    bool | None, doc("Allow several calls in an answer; default: true unless a call is required.")
-]
+ParallelCalls = Annotated[bool | None, doc("Allow several calls; default: true unless one is required.")]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=MAX_METADATA),
@@ -106,9 +104,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Raw,
         _json("`structures` of `begin`, `schema` and `end`, and `triggers`.", anyOf=_OBJECT_OR_TEXT),
     ] = absent()
-    whitespace_pattern: Annotated[
-        str | None, doc("A regular expression of the space between JSON's tokens.")
-    ] = None
+    whitespace_pattern: Annotated[str | None, doc("A regular expression of JSON's white space.")] = None
     disable_any_whitespace: Annotated[bool | None, doc("Accepted and ignored.")] = None
 
 
@@ -134,9 +130,7 @@ class SamplingBody(_SamplingFields, kw_only=True):
     allowed_token_ids: Annotated[
         Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None, doc("Generate only these.")
     ] = None
-    skip_special_tokens: Annotated[
-        bool | None, doc("Leave special tokens out of the text; default: true.")
-    ] = None
+    skip_special_tokens: Annotated[bool | None, doc("Leave special tokens out; default: true.")] = None
     priority: Annotated[Priority, doc("Lower values are scheduled first, and shed last; default: 0.")] = None
     truncate_prompt_tokens: Annotated[
         int | None,
@@ -154,15 +148,11 @@ class SamplingBody(_SamplingFields, kw_only=True):
     metadata: Annotated[Object, doc("Accepted and ignored.")] = absent()
     store: Annotated[bool | None, doc("Accepted and ignored: only responses are stored.")] = None
     service_tier: Annotated[str | None, doc("Accepted and ignored: the API key has a priority.")] = None
-    prompt_cache_key: Annotated[
-        str | None, doc("Accepted and ignored: cached prefixes are found without it.")
-    ] = None
+    prompt_cache_key: Annotated[str | None, doc("Accepted and ignored: caching needs no key.")] = None
     speculative: Annotated[
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
     ] = absent()
-    structured_outputs: Annotated[
-        StructuredOutputs | None, doc("The constraint on the answer, in vLLM's form.")
-    ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, doc("The constraint, in vLLM's form.")] = None
 
     length_penalty: Unsupported = absent()
     early_stopping: Unsupported = absent()
@@ -175,18 +165,12 @@ class SamplingBody(_SamplingFields, kw_only=True):
 class GenerationBody(SamplingBody, kw_only=True):
     """The fields that completions and chat share."""
 
-    max_tokens: Annotated[
-        int | None, doc("Most tokens to generate; default: 16, in a chat all that fit.")
-    ] = None
+    max_tokens: Annotated[int | None, doc("Most tokens to generate; default: 16, in a chat what fits")] = None
     n: Annotated[Annotated[int, Meta(ge=1)] | None, doc("Choices for each prompt.")] = None
     stream_options: Annotated[StreamOptions | None, doc("Only with `stream`.")] = None
-    prompt_logprobs: Annotated[int | None, doc("Likeliest alternatives to return for each prompt token.")] = (
-        None
-    )
+    prompt_logprobs: Annotated[int | None, doc("Likeliest alternatives to return for prompt tokens.")] = None
     spaces_between_special_tokens: Annotated[bool | None, doc("Accepted and ignored.")] = None
-    add_special_tokens: Annotated[
-        bool | None, doc("Let the tokenizer add special tokens; default: true, in a chat false.")
-    ] = None
+    add_special_tokens: Annotated[bool | None, doc("Add special tokens; default: not in a chat.")] = None
     return_token_ids: Annotated[bool | None, doc("Return the token ids of the prompt and the answer.")] = None
     return_timing: Annotated[
         bool | None,
@@ -196,9 +180,7 @@ class GenerationBody(SamplingBody, kw_only=True):
             "the same."
         ),
     ] = None
-    response_format: Annotated[
-        ResponseFormat | None, doc("The answer's format, such as JSON or JSON of a schema.")
-    ] = None
+    response_format: Annotated[ResponseFormat | None, doc("The answer's format, such as JSON.")] = None
 
     best_of: Unsupported = absent()
     use_beam_search: Unsupported = absent()
@@ -214,9 +196,7 @@ class GenerationBody(SamplingBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     """Continue a text."""
 
-    prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of either.", anyOf=PROMPTS)] = (
-        absent()
-    )
+    prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of them.", anyOf=PROMPTS)] = absent()
     echo: Annotated[bool | None, doc("Begin the answer with the prompt.")] = None
     logprobs: Annotated[int | None, doc("Likeliest alternatives to return for each token.")] = None
 
@@ -232,9 +212,7 @@ class PoolingBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Annotated[
         int | None, doc("Keep only this many tokens at each text's end; -1: as many as the model allows.")
     ] = None
-    add_special_tokens: Annotated[
-        bool | None, doc("Let the tokenizer add special tokens; default: true.")
-    ] = None
+    add_special_tokens: Annotated[bool | None, doc("Add special tokens; default: true.")] = None
     priority: Annotated[Priority, doc("Lower values are scheduled first.")] = None
     cache_salt: CacheSalt = None
 
@@ -304,20 +282,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a chat."""
 
     role: Annotated[str, doc("`system`, `developer`, `user`, `assistant` or `tool`.")]
-    content: Annotated[
-        str | list[ContentPart] | None, doc("The message's text; may be null with `tool_calls`.")
-    ] = None
+    content: Annotated[str | list[ContentPart] | None, doc("The text; null with `tool_calls`.")] = None
     name: Annotated[str | None, doc("Passed to the chat template.")] = None
     tool_calls: Annotated[
         Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None,
         doc("Functions that the assistant called."),
     ] = None
-    tool_call_id: Annotated[str | None, doc("In a `tool` message: the id of the call that it answers.")] = (
-        None
-    )
-    reasoning_content: Annotated[
-        str | None, doc("The assistant's reasoning; the chat template decides whether to show it.")
-    ] = None
+    tool_call_id: Annotated[str | None, doc("In a `tool` message: the id of the call it answers.")] = None
+    reasoning_content: Annotated[str | None, doc("The reasoning; the chat template may show it.")] = None
     function_call: Unsupported = absent()
     audio: Unsupported = absent()
 
@@ -330,9 +302,7 @@ class ChatBody(GenerationBody, kw_only=True):
     """Answer messages."""
 
     messages: Annotated[Messages, doc("The chat so far.")]
-    max_completion_tokens: Annotated[int | None, doc("The same as `max_tokens`, but takes precedence.")] = (
-        None
-    )
+    max_completion_tokens: Annotated[int | None, doc("Like `max_tokens`, but takes precedence.")] = None
     logprobs: Annotated[bool | None, doc("Return each token's log-probability.")] = None
     top_logprobs: Annotated[int | None, doc("Likeliest alternatives to return for each token.")] = None
     add_generation_prompt: Annotated[bool | None, doc("Begin the assistant's turn; default: true.")] = None
@@ -347,9 +317,7 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: ParallelCalls = None
     thinking_token_budget: ThinkingTokens = None
     reasoning_effort: Annotated[str | None, doc("Passed to the chat template.")] = None
-    prediction: Annotated[
-        PredictedContent | None, doc("A text to draft from; it changes no token of the answer.")
-    ] = None
+    prediction: Annotated[PredictedContent | None, doc("A text to draft from; changes no token.")] = None
 
     functions: Unsupported = absent()
     function_call: Unsupported = absent()
@@ -369,9 +337,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: ModelName = None
     prompt: Annotated[str | None, doc("A text; either this or `messages` is required.")] = None
     messages: Annotated[Messages | None, doc("A chat.")] = None
-    add_special_tokens: Annotated[
-        bool | None, doc("Let the tokenizer add special tokens; default: true for a prompt.")
-    ] = None
+    add_special_tokens: Annotated[bool | None, doc("Add special tokens; default: not to a chat.")] = None
     add_generation_prompt: Annotated[bool, doc("Begin the assistant's turn.")] = True
     continue_final_message: Annotated[bool, doc("Leave the last message open.")] = False
     return_token_strs: Annotated[bool | None, doc("Return each token as the vocabulary spells it.")] = None

@@ -162,9 +162,8 @@ class RouterServer:
 
         With `prepares`, common grammars are compiled in the preprocessor once workers serve.
         """
-        connections = Connections(
-            raise_file_limit(), partial(self.state.metrics.count, "http_connections_ended_total")
-        )
+        on_end = partial(self.state.metrics.count, "http_connections_ended_total")
+        connections = Connections(raise_file_limit(), on_end)
         server_config = uvicorn.Config(
             build_app(self.state),
             loop="uvloop",
@@ -276,12 +275,9 @@ class _Uvicorn(uvicorn.Server):
             return config.http_protocol_class(config=config, server_state=self.server_state, app_state=state)  # type: ignore[call-arg, no-any-return]
 
         loop = asyncio.get_running_loop()
+        limit = HEAD_TIMEOUT_S if self._tls is not None else None
         server = await loop.create_server(
-            protocol,
-            sock=listener,
-            backlog=config.backlog,
-            ssl=self._tls,
-            ssl_handshake_timeout=HEAD_TIMEOUT_S if self._tls is not None else None,
+            protocol, sock=listener, backlog=config.backlog, ssl=self._tls, ssl_handshake_timeout=limit
         )
         self.servers.append(server)
 

@@ -11,25 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from messaging.sockets import ClusterKeys
+from protocol import worker_to_router as messages
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ids import new_incarnation
 from protocol.ports import ANY_PORT
 from protocol.router_to_worker import Peers, Refused, Registered, Unregistered
 from protocol.version import protocol_problem
-from protocol.worker_to_router import (
-    AbsentRequests,
-    AdapterLoaded,
-    HandoverFailed,
-    KvEvents,
-    Leaving,
-    Prefetched,
-    Register,
-    RegisterHeader,
-    StepOutput,
-    WorkerState,
-    WorkerToRouter,
-)
 from router.adapters import AdapterTable
 from router.api_keys import ApiKeys
 from router.decoding import PendingBodies
@@ -91,15 +79,13 @@ class RouterState:
         is_shared = config.router_replicas > 1
         self.registry = Registry(config.worker_timeout, config.block_size, is_shared, config.max_num_seqs)
         self.metrics = Metrics(config.model_name, self.registry, config.metric_names == "vllm")
-        self.preprocessor = Preprocessor(
-            config, self.tokenizer, partial(self.metrics.count, "preprocessing_failures_total")
-        )
+        failed = partial(self.metrics.count, "preprocessing_failures_total")
+        self.preprocessor = Preprocessor(config, self.tokenizer, failed)
         self.grammars = GrammarCompiler(self.preprocessor)
         self.keys = ApiKeys(config, self.metrics)
         self.tracing = _tracing(config, self.metrics)
-        self.responses: ResponseStore | None = response_store(
-            config, partial(self.metrics.count, "stored_responses_dropped_total")
-        )
+        dropped = partial(self.metrics.count, "stored_responses_dropped_total")
+        self.responses: ResponseStore | None = response_store(config, dropped)
         self.link = WorkerLink(keys, link_host, self.metrics, link_ports)
         core = Core(config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(core)
@@ -115,14 +101,8 @@ class RouterState:
         if config.metric_names == "vllm":
             parked, named = (lambda: self.placer.num_parked), (lambda: self.adapters.named)
             self.metrics.registry.register(ServerTotals(config, self.registry, parked, named))
-        self.requests = RequestPreparer(
-            config,
-            self.tokenizer,
-            self.chats,
-            self.preprocessor,
-            self.adapters.find,
-            lambda: self.kv_feed.formats,
-        )
+        parts = (config, self.tokenizer, self.chats, self.preprocessor)
+        self.requests = RequestPreparer(*parts, self.adapters.find, lambda: self.kv_feed.formats)
         self.scaler = Scaler(core, self.drainer, self.turns)
         self.restarter = Restarter(core, self.drainer, self.scaler, self.turns)
         self.autoscaler = Autoscaler(core, self.scaler, self.drainer, self.placer.meter)
@@ -179,34 +159,34 @@ class RouterState:
         facts = self.require_ready()
         return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names, self.defaults)
 
-    def _on_message(self, message: WorkerToRouter | RegisterHeader) -> None:
+    def _on_message(self, message: messages.WorkerToRouter | messages.RegisterHeader) -> None:
         match message:
-            case StepOutput():
+            case messages.StepOutput():
                 self.dispatcher.step(message)
-            case HandoverFailed():
+            case messages.HandoverFailed():
                 self.dispatcher.handover_failed(message)
-            case AbsentRequests():
+            case messages.AbsentRequests():
                 self.roll_call.absent(message)
-            case Prefetched():
+            case messages.Prefetched():
                 self.drainer.prefetched(message)
-            case AdapterLoaded():
+            case messages.AdapterLoaded():
                 self.adapters.answered(message)
-            case Leaving():
+            case messages.Leaving():
                 self.drainer.leaving(message)
-            case WorkerState():
+            case messages.WorkerState():
                 if not self.registry.update(message):
                     self._on_unknown(message)
                 self.kv_feed.check(message, time.monotonic())
-            case KvEvents():
+            case messages.KvEvents():
                 self.kv_feed.receive(message)
-            case RegisterHeader():  # its remaining fields are unknown here
+            case messages.RegisterHeader():  # its remaining fields are unknown here
                 problem = protocol_problem(message.protocol, message.release, "the router", "the worker")
                 key = WorkerKey(message.address.worker_id, message.address.incarnation)
                 self.registry.refuse(key, problem)
-            case Register():
+            case messages.Register():
                 self.registry.register(message)
 
-    def _on_unknown(self, state: WorkerState) -> None:
+    def _on_unknown(self, state: messages.WorkerState) -> None:
         """Ask a worker that started before this router to register."""
         if self.registry.is_retired(state.worker_id, state.incarnation):
             self.metrics.count("messages_dropped_total", "stale_incarnation")
@@ -274,9 +254,8 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
     except ImportError as error:
         needed = "needs OpenTelemetry: pip install 'tandem-serve[otel]'"
         raise ConfigError(f"--otlp-traces-endpoint: {needed} ({error})") from error
-    return Tracing(
-        config.otlp_traces_endpoint, config.model_name, partial(metrics.count, "trace_spans_dropped_total")
-    )
+    dropped = partial(metrics.count, "trace_spans_dropped_total")
+    return Tracing(config.otlp_traces_endpoint, config.model_name, dropped)
 
 
 def _core_wait_s() -> float:

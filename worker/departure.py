@@ -49,12 +49,8 @@ class Departure:
 
     def prepare(self, message: PrepareToLeave) -> None:
         """Tell all routers that the worker leaves, because a router was asked to drain it."""
-        self._leaving = Leaving(
-            worker_id=self._parts.worker_id,
-            incarnation=self._parts.incarnation,
-            role=message.role,
-            next_incarnation=message.next_incarnation,
-        )
+        role, incarnation = message.role, message.next_incarnation
+        self._leaving = Leaving(**self._parts.ids, role=role, next_incarnation=incarnation)
         self._announce(self._leaving)
 
     def advance(self, now: float) -> None:
@@ -63,7 +59,7 @@ class Departure:
             if not self._asked.is_set():
                 return
             log.info("told to end: the router takes the requests elsewhere")
-            self._leaving = Leaving(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation)
+            self._leaving = Leaving(**self._parts.ids)
         self._announce(self._leaving)
         self._end_if_free(self._leaving)
         if self._end_by is None:

@@ -195,13 +195,9 @@ class PrefixFetcher:
 
     def _give_up(self, fetch: PrefixFetch, reason: str) -> None:
         self._counters.add("prefix_fetch_failures_total")
-        log.warning(
-            "the prefix of %s, held by %s, is computed here: %s",
-            fetch.request_id,
-            fetch.holder.worker_id,
-            reason,
-            extra={"request_id": fetch.request_id},
-        )
+        request_id, holder = fetch.request_id, fetch.holder.worker_id
+        text = "the prefix of %s, held by %s, is computed here: %s"
+        log.warning(text, request_id, holder, reason, extra={"request_id": request_id})
         self._end(fetch, 0)
         fetch.on_end(fetch.request, False)
 

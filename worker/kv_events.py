@@ -60,9 +60,7 @@ class KvEventSender:
         parts = self._parts
         for changes in _batches(events):
             sequence = parts.num_kv_events
-            message = KvEvents(
-                worker_id=parts.worker_id, incarnation=parts.incarnation, sequence=sequence, changes=changes
-            )
+            message = KvEvents(**parts.ids, sequence=sequence, changes=changes)
             raw = encode(message)
             self._sent.append((sequence, raw))
             parts.num_kv_events = sequence + 1
@@ -72,7 +70,5 @@ class KvEventSender:
 def _batches(events: Sequence[CacheEvent]) -> Iterator[list[KvChange]]:
     for start in range(0, len(events), MAX_BLOCKS_PER_BATCH):
         runs = groupby(events[start : start + MAX_BLOCKS_PER_BATCH], key=lambda event: event[:2])
-        yield [
-            KvChange(kind, medium, b"".join([event.identity for event in run]))
-            for (kind, medium), run in runs
-        ]
+        found = ((key, b"".join([event.identity for event in run])) for key, run in runs)
+        yield [KvChange(kind, medium, identities) for (kind, medium), identities in found]

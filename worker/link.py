@@ -179,7 +179,7 @@ class RouterLinks:
         others = [output for output in outputs if not output.prompt_logprobs] if long else outputs
         for group in (others, *long):
             if group:
-                link.send(StepOutput(worker_id=parts.worker_id, incarnation=parts.incarnation, outputs=group))
+                link.send(StepOutput(**parts.ids, outputs=group))
 
 
 class RouterLeases:

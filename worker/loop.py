@@ -185,9 +185,8 @@ class WorkerLoop(RoleWork):
     def _awaits_adapter(self, digest: str) -> bool:
         """Return whether a request on this worker, in any stage, needs the adapter."""
         held = (each.request.adapter for each in (*self.requests, *self._fetcher.fetches))
-        return self.adapter_loads.awaits(digest) or any(
-            adapter is not None and adapter.digest == digest for adapter in held
-        )
+        digests = {adapter.digest for adapter in held if adapter is not None}
+        return digest in digests or self.adapter_loads.awaits(digest)
 
     def _end_orphans(self, now: float) -> None:
         """End the requests whose router is gone. If the router returns, it gets the error."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import zmq
 
@@ -113,6 +114,11 @@ class WorkerParts:
         self.role, self.incarnation = role, incarnation
 
     @property
+    def ids(self) -> dict[str, Any]:
+        """The fields that name the sender of a message to the router."""
+        return {"worker_id": self.worker_id, "incarnation": self.incarnation}
+
+    @property
     def reports_cache(self) -> bool:
         """Whether others learn the prefix cache's contents; False on a worker that holds the draft model."""
         return self.config.enable_prefix_caching and not self.role.holds_draft
@@ -123,8 +129,7 @@ class WorkerParts:
         transfers = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
         transports = self.transports()
         return WorkerState(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
+            **self.ids,
             role=self.role.name,
             num_kv_events=self.num_kv_events,
             counters=self.counters.snapshot() | transfers | self.engine.counters(),

@@ -129,15 +129,10 @@ class RoleWork(ABC):
         self.answer_error(request_id, kind, reason)
 
     def answer_error(self, request_id: str, kind: ErrorKind, reason: str) -> None:
-        self.outbox.append(
-            TokenOutput(
-                request_id=request_id,
-                token_ids=[],
-                finish_reason="error",
-                error_kind=kind,
-                error=reason[:4096],
-            )
+        output = TokenOutput(
+            request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind, error=reason[:4096]
         )
+        self.outbox.append(output)
 
     def flush(self) -> None:
         self.links.send_outputs(self.outbox)
@@ -247,12 +242,8 @@ class RoleWork(ABC):
         self._answer_prefetch(request, False)
 
     def _answer_prefetch(self, request: EngineRequest, complete: bool) -> None:
-        message = Prefetched(
-            worker_id=self.parts.worker_id,
-            incarnation=self.parts.incarnation,
-            request_id=request.request_id,
-            complete=complete,
-        )
+        request_id = request.request_id
+        message = Prefetched(**self.parts.ids, request_id=request_id, complete=complete)
         self.links.send(request.request_id, message)
 
     def _on_roll_call(self, message: messages.CallRoll, link: RouterLink) -> None:
@@ -261,11 +252,7 @@ class RoleWork(ABC):
             return
         if self.outbox:  # the ends of the absent requests go first
             self.flush()
-        link.send(
-            AbsentRequests(
-                worker_id=self.parts.worker_id, incarnation=self.parts.incarnation, request_ids=absent
-            )
-        )
+        link.send(AbsentRequests(**self.parts.ids, request_ids=absent))
 
     def _on_replan(self, message: messages.Replan) -> None:
         fetch = self._fetcher.fetches.get(message.request_id)
@@ -283,16 +270,8 @@ class RoleWork(ABC):
     def _load_adapter(self, message: messages.LoadAdapter, link: RouterLink) -> None:
         def answer(digest: str, problem: Problem | None) -> None:
             kind, error = problem or ("invalid", "")
-            link.send(
-                AdapterLoaded(
-                    worker_id=self.parts.worker_id,
-                    incarnation=self.parts.incarnation,
-                    name=message.name,
-                    digest=digest,
-                    error=error[:4096],
-                    error_kind=kind,
-                )
-            )
+            about = {**self.parts.ids, "name": message.name, "digest": digest}
+            link.send(AdapterLoaded(**about, error=error[:4096], error_kind=kind))
 
         self.adapter_loads.load(message.name, message.path, message.digest, answer)
 

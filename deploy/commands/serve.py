@@ -67,11 +67,8 @@ def with_config_options(function: Callable[..., None]) -> Callable[..., None]:
     checks them for all sources alike, and names the flag.
     """
     hints = get_type_hints(function, include_extras=True)
-    own = [
-        parameter.replace(annotation=hints[parameter.name])
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    given = inspect.signature(function).parameters.values()
+    own = [each.replace(annotation=hints[each.name]) for each in given if each.kind is not each.VAR_KEYWORD]
     docs = field_docs()
     parameters = own + [_parameter(field, kind, *docs[field]) for field, kind in field_types().items()]
 

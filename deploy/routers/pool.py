@@ -265,9 +265,8 @@ class RouterPool:
     ) -> None:
         """Keep the routers running until `stop`. Raises `ConfigError` if a first start fails."""
         handle = on_signal or self.stop
-        before = {
-            number: signal.signal(number, lambda *_: handle()) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, lambda *_: handle()) for number in numbers}
         try:
             for router in self._routers:
                 self._start(router)

@@ -28,19 +28,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from deploy.processes import adopt_orphans
-from deploy.template.client import (
-    MAX_MESSAGE_BYTES,
-    MAX_REASON_CHARS,
-    REPORT_END,
-    Adopt,
-    Ended,
-    Preload,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    TemplateError,
-    template_request,
-)
+from deploy.template import client as messages
 from engine.light_imports import delay_kernels
 from native.heap import freeze_heap
 from native.ownership import peer_of
@@ -145,13 +133,13 @@ class Template:
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 1)
+            data, fds, _, _ = socket.recv_fds(client, messages.MAX_MESSAGE_BYTES, 1)
         except ConnectionError:
             data, fds = b"", []
         try:
             if data:
                 answer = self._answer(client, data, fds)
-                if isinstance(answer, Spawned):
+                if isinstance(answer, messages.Spawned):
                     _send(client, answer, self._workers[answer.pid].control.fileno())
                 elif answer is not None:
                     _send(client, answer)
@@ -161,19 +149,21 @@ class Template:
             for fd in fds:
                 os.close(fd)
 
-    def _answer(self, client: socket.socket, data: bytes, fds: list[int]) -> Spawned | SpawnFailed | None:
+    def _answer(
+        self, client: socket.socket, data: bytes, fds: list[int]
+    ) -> messages.Spawned | messages.SpawnFailed | None:
         try:
-            request = template_request.decode(data)
-            if isinstance(request, Preload):
+            request = messages.template_request.decode(data)
+            if isinstance(request, messages.Preload):
                 self._preload(request.config)
                 return None
-            if isinstance(request, Adopt):
-                return Spawned(self._adopt(client, request.worker_id))
-            return Spawned(self._spawn(client, request, fds))
+            if isinstance(request, messages.Adopt):
+                return messages.Spawned(self._adopt(client, request.worker_id))
+            return messages.Spawned(self._spawn(client, request, fds))
         except Exception as error:
             if not isinstance(error, TandemError):
                 log.exception("a worker cannot be started")
-            return SpawnFailed((str(error) or type(error).__name__)[:MAX_REASON_CHARS])
+            return messages.SpawnFailed((str(error) or type(error).__name__)[: messages.MAX_REASON_CHARS])
 
     def _drop(self, client: socket.socket) -> None:
         """Remove an actor that has ended, and kill its worker unless another actor may adopt it."""
@@ -206,7 +196,7 @@ class Template:
                 if worker is not None:
                     worker.control.close()
                     if worker.client is not None:
-                        _send(worker.client, Ended(pid, status))
+                        _send(worker.client, messages.Ended(pid, status))
 
     def _preload(self, config: ServeConfig) -> None:
         from kvtransfer.transports.ucx_agent import preload_nixl
@@ -218,7 +208,7 @@ class Template:
         if preload_models(config):
             freeze_heap()
 
-    def _spawn(self, client: socket.socket, request: Spawn, fds: list[int]) -> int:
+    def _spawn(self, client: socket.socket, request: messages.Spawn, fds: list[int]) -> int:
         launch = _launch.decode(request.launch)
         self._preload(launch.config)
         for pid, worker in self._workers.items():
@@ -240,7 +230,7 @@ class Template:
             if worker.worker_id == worker_id:
                 worker.client = client
                 return pid
-        raise TemplateError("it ended while no actor watched it")
+        raise messages.TemplateError("it ended while no actor watched it")
 
     def _become(
         self,
@@ -303,10 +293,12 @@ def _run_worker(
     threading.Thread(target=listen, name="control", daemon=True).start()
     from worker.process import run_launch
 
-    control.sendall((run_launch(launch, stop, place=place, leader=leader) + REPORT_END).encode())
+    control.sendall((run_launch(launch, stop, place=place, leader=leader) + messages.REPORT_END).encode())
 
 
-def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended, *fds: int) -> None:
+def _send(
+    client: socket.socket, message: messages.Spawned | messages.SpawnFailed | messages.Ended, *fds: int
+) -> None:
     """Send a message without waiting. It is dropped if it does not fit: the client reads nothing."""
     with contextlib.suppress(OSError):  # if the client has ended, the next read shows it
         socket.send_fds(client, [msgspec.msgpack.encode(message)], list(fds), socket.MSG_DONTWAIT)

@@ -94,9 +94,8 @@ def prompt_logprobs(
             yield None
             continue
         ranked = [(token_id, entry.logprob, entry.rank)]
-        ranked += [
-            (other, logprob, rank) for rank, (other, logprob) in enumerate(_top(entry, num_top), start=1)
-        ]
+        others = enumerate(_top(entry, num_top), start=1)
+        ranked += [(other, logprob, rank) for rank, (other, logprob) in others]
         yield {
             str(other): {
                 "logprob": finite(logprob),
@@ -112,11 +111,8 @@ def _top(entry: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float]]:
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": token_name(tokenizer, token_id, prefix=""),
-        "logprob": finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+    name, raw = token_name(tokenizer, token_id, prefix=""), list(tokenizer.token_bytes(token_id))
+    return {"token": name, "logprob": finite(logprob), "bytes": raw}
 
 
 DONE = b"data: [DONE]\n\n"
@@ -374,12 +370,8 @@ class ChatFormat(AnswerFormat):
         yield from self._event(choice, body, is_short=delta.is_short)
 
     def _role(self, choice: Choice) -> Iterator[bytes]:
-        role = {
-            "index": choice.index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        delta = {"role": "assistant", "content": ""}
+        role = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._event(choice, role, is_short=True, extras=self._of_prompt(choice))
 
     def _details(self, choice: Choice, delta: ChoiceDelta) -> Fields:

@@ -10,30 +10,8 @@ from msgspec import Meta, Raw
 
 from protocol.errors import InvalidRequestError
 from protocol.fields import doc
+from router import openai_types as types
 from router.decoding import decode_body, decode_object, refuse_unsupported
-from router.openai_types import (
-    MAX_MESSAGES,
-    MAX_STOPS,
-    MAX_TOOLS,
-    CallableName,
-    CalledFunction,
-    ChatBody,
-    ChatMessage,
-    ContentPart,
-    Function,
-    FunctionName,
-    JsonSchemaFormat,
-    NamedTool,
-    Object,
-    ResponseFormat,
-    SamplingBody,
-    TemplateVariables,
-    Tool,
-    ToolCall,
-    Unsupported,
-    Word,
-    absent,
-)
 from router.reading.chats import ConvertedChat, ConvertedMessages, renamer
 from router.reading.prepared import Prepared, ServedModel
 from router.reading.request_reader import RequestReader
@@ -46,17 +24,13 @@ class ContentBlock(msgspec.Struct, kw_only=True):
         str, doc("`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`, which is ignored.")
     ]
     text: Annotated[str | None, doc("The text of a `text` block.")] = None
-    thinking: Annotated[
-        str | None, doc("The assistant's reasoning; the chat template decides whether to show it.")
-    ] = None
+    thinking: Annotated[str | None, doc("The reasoning; the chat template may show it.")] = None
     id: Annotated[str | None, doc("The id of a `tool_use`.")] = None
     name: Annotated[str | None, doc("The name of the used tool.")] = None
-    input: Annotated[Object, doc("The arguments of a `tool_use`.")] = absent()
+    input: Annotated[types.Object, doc("The arguments of a `tool_use`.")] = types.absent()
     tool_use_id: Annotated[str | None, doc("In a `tool_result`: the id of its `tool_use`.")] = None
     is_error: Annotated[bool | None, doc("The `tool_result` is an error: the model reads `Error: `.")] = None
-    content: Annotated[str | list[ContentPart] | None, doc("The text of a `tool_result`; default: none.")] = (
-        None
-    )
+    content: Annotated[str | list[types.ContentPart] | None, doc("The text of a `tool_result`.")] = None
 
 
 class SystemBlock(msgspec.Struct, kw_only=True):
@@ -77,9 +51,9 @@ class MessageTool(msgspec.Struct, kw_only=True):
     """A tool that the model may use."""
 
     type: Annotated[str | None, doc("`custom`, the default; others are not supported.")] = None
-    name: Annotated[CallableName, doc("The tool's name.")]
+    name: Annotated[types.CallableName, doc("The tool's name.")]
     description: Annotated[str | None, doc("Tells the model what it does and when to use it.")] = None
-    input_schema: Annotated[Object, doc("A JSON schema of the arguments.")] = absent()
+    input_schema: Annotated[types.Object, doc("A JSON schema of the arguments.")] = types.absent()
     strict: Annotated[bool | None, doc("The arguments always satisfy the schema; default: false.")] = None
 
 
@@ -88,9 +62,7 @@ class MessageToolChoice(msgspec.Struct, kw_only=True):
 
     type: Annotated[str, doc("`auto` (the default), `any`, `tool` or `none`.")]
     name: Annotated[str | None, doc("The tool to use, with the type `tool`.")] = None
-    disable_parallel_tool_use: Annotated[
-        bool | None, doc("Use at most one tool; default: false, unless a tool must be used.")
-    ] = None
+    disable_parallel_tool_use: Annotated[bool | None, doc("Use at most one tool; default: false.")] = None
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -113,7 +85,7 @@ class OutputFormat(msgspec.Struct, kw_only=True):
     """The required format of the answer's text."""
 
     type: Annotated[str, doc("`json_schema`.")]
-    schema: Annotated[Object, doc("The JSON schema.")] = absent()
+    schema: Annotated[types.Object, doc("The JSON schema.")] = types.absent()
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
@@ -123,40 +95,37 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: Annotated[OutputFormat | None, doc("Default: free text.")] = None
 
 
-class MessageBody(SamplingBody, kw_only=True):
+class MessageBody(types.SamplingBody, kw_only=True):
     """Answer a conversation, or count its tokens."""
 
     messages: Annotated[
-        Annotated[list[Message], Meta(max_length=MAX_MESSAGES)],
+        Annotated[list[Message], Meta(max_length=types.MAX_MESSAGES)],
         doc("The conversation so far; a last message of the assistant is continued."),
     ]
-    max_tokens: Annotated[
-        int | None, doc("Most tokens to generate; required, except for counting tokens.")
-    ] = None
+    max_tokens: Annotated[int | None, doc("Most tokens to generate; required, except for counting.")] = None
     system: Annotated[str | list[SystemBlock] | None, doc("The system prompt.")] = None
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None, doc("0 (greedy) to 1; default: the model's, else 1.")
     ] = None
-    top_k: Annotated[
-        Annotated[int, Meta(ge=0)] | None, doc("Sample from this many of the likeliest; 0: from all.")
-    ] = None
+    top_k: Annotated[Annotated[int, Meta(ge=0)] | None, doc("Sample from this many; 0: from all.")] = None
     stop_sequences: Annotated[
-        Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, doc("Strings that end the answer.")
+        Annotated[list[types.Word], Meta(max_length=types.MAX_STOPS)] | None,
+        doc("Strings that end the answer."),
     ] = None
     tools: Annotated[
-        Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[MessageTool], Meta(max_length=types.MAX_TOOLS)] | None,
         doc("Tools that the model may use."),
     ] = None
     tool_choice: Annotated[MessageToolChoice | None, doc("Whether the answer uses tools.")] = None
     thinking: Annotated[Thinking | None, doc("Options of the reasoning; default: the template's.")] = None
     output_config: Annotated[OutputConfig | None, doc("The answer's format, and its effort.")] = None
-    chat_template_kwargs: TemplateVariables = absent()
+    chat_template_kwargs: types.TemplateVariables = types.absent()
 
-    stop: Unsupported = absent()  # type: ignore[assignment]
-    container: Unsupported = absent()
-    mcp_servers: Unsupported = absent()
-    n: Unsupported = absent()
-    response_format: Unsupported = absent()
+    stop: types.Unsupported = types.absent()  # type: ignore[assignment]
+    container: types.Unsupported = types.absent()
+    mcp_servers: types.Unsupported = types.absent()
+    n: types.Unsupported = types.absent()
+    response_format: types.Unsupported = types.absent()
 
 
 own_field = renamer(
@@ -168,7 +137,7 @@ own_field = renamer(
         r"^(tools\[\d+\])\.function": r"\1",
     }
 )
-_SHARED = [name for name in SamplingBody.__struct_fields__ if name != "stop"]
+_SHARED = [name for name in types.SamplingBody.__struct_fields__ if name != "stop"]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKS = {"enabled": True, "disabled": False}
 
@@ -201,7 +170,7 @@ def _chat(body: MessageBody, has_reasoning: bool) -> ConvertedChat:
     choice, output, thinking = body.tool_choice, body.output_config, body.thinking
     wanted = None if output is None or output.format is None else _response_format(output.format)
     disabled = None if choice is None else choice.disable_parallel_tool_use
-    chat = ChatBody(
+    chat = types.ChatBody(
         **{name: getattr(body, name) for name in _SHARED},
         messages=conversation.messages,
         max_tokens=body.max_tokens,
@@ -218,23 +187,23 @@ def _chat(body: MessageBody, has_reasoning: bool) -> ConvertedChat:
     return ConvertedChat(chat, conversation, own_field)
 
 
-def _tool(tool: MessageTool, index: int) -> Tool:
+def _tool(tool: MessageTool, index: int) -> types.Tool:
     if tool.type not in (None, "custom"):
         raise InvalidRequestError(f"tools[{index}].type", f"must be 'custom', got {tool.type!r}")
-    function = Function(
+    function = types.Function(
         name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
     )
-    return Tool(type="function", function=function)
+    return types.Tool(type="function", function=function)
 
 
-def _tool_choice(body: MessageBody) -> str | NamedTool | None:
+def _tool_choice(body: MessageBody) -> str | types.NamedTool | None:
     choice = body.tool_choice
     if choice is None:
         return None
     if choice.type == "tool":
         if choice.name is None:
             raise InvalidRequestError("tool_choice.name", "is required with the type 'tool'")
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return types.NamedTool(type="function", function=types.FunctionName(name=choice.name))
     if choice.type not in _CHOICES:
         raise InvalidRequestError(
             "tool_choice.type", f"must be 'auto', 'any', 'tool' or 'none', got {choice.type!r}"
@@ -242,10 +211,10 @@ def _tool_choice(body: MessageBody) -> str | NamedTool | None:
     return _CHOICES[choice.type]
 
 
-def _response_format(wanted: OutputFormat) -> ResponseFormat:
+def _response_format(wanted: OutputFormat) -> types.ResponseFormat:
     if wanted.type != "json_schema":
         raise InvalidRequestError("output_config.format.type", f"must be 'json_schema', got {wanted.type!r}")
-    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=wanted.schema))
+    return types.ResponseFormat(type="json_schema", json_schema=types.JsonSchemaFormat(schema=wanted.schema))
 
 
 def _variables(body: MessageBody) -> Raw:
@@ -275,15 +244,15 @@ class MessageConversation(ConvertedMessages):
     def add_system(self, system: str | Sequence[SystemBlock]) -> None:
         """Append the system prompt. Raises `InvalidRequestError`."""
         if isinstance(system, str):
-            self._append(ChatMessage(role="system", content=system), "system")
+            self._append(types.ChatMessage(role="system", content=system), "system")
             return
         for index, block in enumerate(system):
             if block.type != "text":
                 raise InvalidRequestError(f"system[{index}].type", f"must be 'text', got {block.type!r}")
         seen = [block for block in system if not block.text.startswith(_UNSEEN)]
         if seen:
-            parts = [ContentPart(type="text", text=block.text) for block in seen]
-            self._append(ChatMessage(role="system", content=parts), "system")
+            parts = [types.ContentPart(type="text", text=block.text) for block in seen]
+            self._append(types.ChatMessage(role="system", content=parts), "system")
 
     def add(self, message: Message, at: str) -> None:
         """Append one message. Raises `InvalidRequestError`."""
@@ -291,7 +260,7 @@ class MessageConversation(ConvertedMessages):
             reason = f"must be one of {', '.join(_ROLES)}; got {message.role!r}"
             raise InvalidRequestError(f"{at}.role", reason)
         if isinstance(message.content, str):
-            self._append(ChatMessage(role=message.role, content=message.content), at)
+            self._append(types.ChatMessage(role=message.role, content=message.content), at)
         elif message.role == "assistant":
             self._add_answer(message.content, at)
         else:
@@ -304,7 +273,7 @@ class MessageConversation(ConvertedMessages):
         return last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
     def _add_answer(self, blocks: Sequence[ContentBlock], at: str) -> None:
-        message = self._append(ChatMessage(role="assistant", content=None), at)
+        message = self._append(types.ChatMessage(role="assistant", content=None), at)
         texts, thoughts = [], []
         for index, block in enumerate(blocks):
             place = f"{at}.content[{index}]"
@@ -326,24 +295,25 @@ class MessageConversation(ConvertedMessages):
 
     def _add_blocks(self, role: str, blocks: Sequence[ContentBlock], at: str) -> None:
         """Append the tool results, and the text before, between and after them."""
-        texts: list[ContentPart] = []
+        texts: list[types.ContentPart] = []
         for index, block in enumerate(blocks):
             place = f"{at}.content[{index}]"
             if block.type == "text":
                 texts.append(_part(block, place))
             elif block.type == "tool_result" and role == "user":
                 if texts:
-                    self._append(ChatMessage(role=role, content=texts), at)
+                    self._append(types.ChatMessage(role=role, content=texts), at)
                     texts = []
-                result = ChatMessage(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
+                answer = _result(block)
+                result = types.ChatMessage(role="tool", content=answer, tool_call_id=block.tool_use_id)
                 self._append(result, place)
             else:
                 raise _unknown(place, "text or tool_result", block.type)
         if texts or not blocks:
-            self._append(ChatMessage(role=role, content=texts), at)
+            self._append(types.ChatMessage(role=role, content=texts), at)
 
 
-def _result(block: ContentBlock) -> str | list[ContentPart]:
+def _result(block: ContentBlock) -> str | list[types.ContentPart]:
     """Return the content of a tool result, with its error: chat templates have no other place for it."""
     content = block.content or ""
     if not block.is_error:
@@ -354,15 +324,15 @@ def _result(block: ContentBlock) -> str | list[ContentPart]:
     return [msgspec.structs.replace(first, text=f"Error: {first.text or ''}"), *others]
 
 
-def _part(block: ContentBlock, at: str) -> ContentPart:
-    return ContentPart(type="text", text=_required(block.text, f"{at}.text"))
+def _part(block: ContentBlock, at: str) -> types.ContentPart:
+    return types.ContentPart(type="text", text=_required(block.text, f"{at}.text"))
 
 
-def _call(block: ContentBlock, at: str) -> ToolCall:
-    function = CalledFunction(
+def _call(block: ContentBlock, at: str) -> types.ToolCall:
+    function = types.CalledFunction(
         name=_required(block.name, f"{at}.name"), arguments=bytes(block.input or b"{}").decode()
     )
-    return ToolCall(id=_required(block.id, f"{at}.id"), function=function)
+    return types.ToolCall(id=_required(block.id, f"{at}.id"), function=function)
 
 
 def _required(value: str | None, field: str) -> str:

@@ -30,20 +30,15 @@ from router.state import RouterState
 from router.workers.assignment import LiveStage
 from router.workers.registry import Worker
 
-DRAINED = (
-    "`id`, `moved`, `redirected` and `placed_again` requests, `seconds`, once nothing runs there any more"
-)
+_MOVED = "`moved`, `redirected` and `placed_again` requests, `seconds`"
+DRAINED = f"`id`, {_MOVED}, once nothing runs there any more"
 
 SCALED = (
-    "ids of the workers `started` and `drained`, `moved`, `redirected` and `placed_again` requests, `seconds`"
-    ", once the new ones serve and nothing runs on the others"
+    f"ids of the workers `started` and `drained`, {_MOVED}, once the new ones serve and the others are empty"
 )
 
 
-RESTARTED = (
-    "ids of the workers `restarted` and of `successors`, `moved`, `redirected` and `placed_again` requests"
-    ", `seconds`"
-)
+RESTARTED = f"ids of the workers `restarted` and of `successors`, {_MOVED}"
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -303,10 +298,8 @@ def _request(request: LiveRequest, now: float) -> dict[str, Any]:
 def _drafts(requests: Iterable[LiveRequest]) -> list[dict[str, Any]]:
     periods = [request.drafts.current for request in requests]
     counts = Counter((period.worker_id, period.made_by) for period in periods if period is not None)
-    return [
-        {"decode": decode, "at": at, "requests": count}
-        for (decode, at), count in sorted(counts.items(), key=str)
-    ]
+    found = sorted(counts.items(), key=str)
+    return [{"decode": decode, "at": at, "requests": count} for (decode, at), count in found]
 
 
 def _links(worker: Worker) -> list[dict[str, Any]]:

@@ -119,9 +119,8 @@ def _parts() -> dict[str, bytes]:
 
 @cache
 def _templates() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    loader = jinja2.FileSystemLoader(_FOLDER)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(code=_code, kind=_kind, limits=_limits)
     return environment
 

@@ -367,11 +367,8 @@ class Dispatcher:
         may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
         request.failed.add(failed.key.incarnation)
         target = self._placer.next_decode(request, prefill, failed if may_ask_again else None)
-        message = Redirect(
-            incarnation=prefill.key.incarnation,
-            request_id=request.request_id,
-            decode=None if target is prefill else target.address,
-        )
+        to, key = None if target is prefill else target.address, prefill.key
+        message = Redirect(incarnation=key.incarnation, request_id=request.request_id, decode=to)
         if not self._send(prefill, message):
             reason = f"{reason}; worker {prefill.key.worker_id} cannot be reached"
             self._place_again_or_fail(request, "worker_lost", reason, counts=False)

@@ -143,11 +143,8 @@ class DraftPlanner:
 
     def _decide(self, request: LiveRequest, at: Assignment, current: DraftPlace | None) -> DraftDecision:
         kind, asked = self._kinds[_key(request, at)], request.generation.speculation
-        facts = DraftFacts(
-            num_tokens=len(request.choice.prompt.token_ids) + len(request.output_token_ids),
-            tokens_left=self._tokens_left(request),
-            current=current,
-        )
+        num_tokens = len(request.choice.prompt.token_ids) + len(request.output_token_ids)
+        facts = DraftFacts(num_tokens, self._tokens_left(request), current=current)
         prospects = self._prospects_of(request, at, kind)
         where = asked.place if asked is not None and asked.place is not None else self._where
         return kind.decide(facts, prospects) if where == "cost" else _forced(decide(facts, prospects), where)
@@ -217,10 +214,8 @@ class DraftPlanner:
         load = target.rows, [(each.worker_id, each.others) for each in drafters]
         known = self._prospects.get(key)
         if known is None or known[0] != load:
-            known = self._prospects[key] = (
-                load,
-                Prospects(target, drafters, asked, request_class, kind.seen),
-            )
+            prospects = Prospects(target, drafters, asked, request_class, kind.seen)
+            known = self._prospects[key] = load, prospects
         return known[1]
 
     def _target(self, decode: Worker) -> DraftTarget:

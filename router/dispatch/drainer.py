@@ -136,9 +136,8 @@ class Drainer:
         if worker.role == role:
             raise ApiError(409, f"worker {worker_id} is a {role.name} worker already")
         if worker.role.holds_draft or role.holds_draft:
-            raise ApiError(
-                409, f"worker {worker_id} cannot be a {role.name} worker: that needs another model"
-            )
+            reason = f"worker {worker_id} cannot be a {role.name} worker: that needs another model"
+            raise ApiError(409, reason)
         return worker
 
     def leaving(self, message: Leaving) -> None:
@@ -255,11 +254,8 @@ class Drainer:
         if target is None:
             return
         left = max(request.generation.deadline - time.monotonic(), 0.0)
-        message = Prefetch(
-            incarnation=target.key.incarnation,
-            request=request.engine_request(left),
-            prefix=drain.worker.address,
-        )
+        asked, holder = request.engine_request(left), drain.worker.address
+        message = Prefetch(incarnation=target.key.incarnation, request=asked, prefix=holder)
         if self._send(target, message):
             drain.moves[request.request_id] = request, target
 

@@ -141,7 +141,6 @@ class KvFeed:
             return
         source.asked_at = now
         self._metrics.count("kv_event_gaps_total")
-        logger.warning(
-            "worker %s: KV events from number %d on are missing", worker.key.worker_id, source.next
-        )
+        missing = "worker %s: KV events from number %d on are missing"
+        logger.warning(missing, worker.key.worker_id, source.next)
         self._send(worker, ReplayKvEvents(incarnation=worker.key.incarnation, first=source.next))

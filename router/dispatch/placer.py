@@ -250,9 +250,9 @@ class Placer:
     def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Assignment:
         workers = [self._registry.named(name) for name in placement.workers.values()]
         request.prefix = placement.prefix
-        at = request.assignment = self.loads.assign(
-            workers[0], workers[-1], facts.num_tokens, facts.num_uncached(placement.source)
-        )
+        uncached = facts.num_uncached(placement.source)
+        at = self.loads.assign(workers[0], workers[-1], facts.num_tokens, uncached)
+        request.assignment = at
         self.meter.placed(at)
         request.cost = request.cost or at.num_uncached + facts.output_tokens
         self.drafts.plan(request, at)

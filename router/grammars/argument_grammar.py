@@ -136,9 +136,8 @@ class _Rules:
             each_type = [self.value(_for_type(node, each), path) for each in types]
             return self._rule(" | ".join(each_type))
         if types is None:
-            types = next(
-                (kind for kind, words in _KEYWORDS.items() if any(word in node for word in words)), None
-            )
+            found = (kind for kind, words in _KEYWORDS.items() if any(word in node for word in words))
+            types = next(found, None)
         return self._typed(node, types, path)
 
     def _typed(self, node: Mapping[str, Any], kind: str | None, path: str) -> str:
@@ -211,11 +210,8 @@ class _Rules:
             case str() if not self._is_python:
                 if self._mark in value:
                     raise self._error(path.rstrip("."), f"no string can contain {self._mark}")
-                return (
-                    f"{self._quote} {quoted(value)} {self._quote}"
-                    if value
-                    else f"{self._quote} {self._quote}"
-                )
+                text = f" {quoted(value)}" if value else ""
+                return f"{self._quote}{text} {self._quote}"
             case list():
                 return f'"[" {f" {self._comma} ".join(self._literal(each, path) for each in value)} "]"'
             case dict():

@@ -89,9 +89,7 @@ def _without_absent(value: Any) -> Any:
     if not isinstance(value, msgspec.Struct):
         return value
     fields = {name: getattr(value, name) for name in value.__struct_fields__}
-    return {
-        name: _without_absent(each) for name, each in fields.items() if each is not None and each != Raw()
-    }
+    return {name: _without_absent(each) for name, each in fields.items() if each not in (None, Raw())}
 
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
@@ -145,9 +143,8 @@ def _from_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[s
         raise InvalidRequestError("structured_outputs", f"one of {', '.join(_KINDS)}, got {found}")
     (kind,) = present
     field = f"structured_outputs.{kind}"
-    check_size(
-        sum(map(len, wanted.choice or ())) + len((wanted.grammar or wanted.regex or "").encode()), field
-    )
+    size = sum(map(len, wanted.choice or ())) + len((wanted.grammar or wanted.regex or "").encode())
+    check_size(size, field)
     match kind:
         case "json":
             text = _from_schema(wanted.json, field, wanted.whitespace_pattern)

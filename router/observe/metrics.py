@@ -16,18 +16,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from protocol import metrics as declared
 from protocol.config import ServeConfig
-from protocol.metrics import (
-    PAIR_COUNTERS,
-    PAIR_STATE,
-    PREFIX,
-    REPORTED,
-    ROUTER,
-    VLLM,
-    WORKER,
-    Metric,
-    reported,
-)
 from protocol.outputs import RequestTiming
 from protocol.worker_to_router import PairState, WorkerState
 from router.requests.journal import Generation, LiveRequest
@@ -43,11 +33,9 @@ _TRANSFER_STAGES = {
 }
 """Histograms by field of `TransferTiming`."""
 
-_VLLM = "|".join(name.removesuffix("_total") for name in VLLM)
-_AS_VLLM = re.compile(
-    rf"^(# (?:HELP|TYPE) )?{PREFIX}((?:{_VLLM})(?:_total|_created|_bucket|_sum|_count)?[ {{])".encode(),
-    re.MULTILINE,
-)
+_VLLM = "|".join(name.removesuffix("_total") for name in declared.VLLM)
+_SUFFIX = "(?:_total|_created|_bucket|_sum|_count)?[ {]"
+_AS_VLLM = re.compile(f"^(# (?:HELP|TYPE) )?{declared.PREFIX}((?:{_VLLM}){_SUFFIX})".encode(), re.MULTILINE)
 
 Limit = Literal["key_requests", "key_tokens", "key_concurrent"]
 """A limit of an API key."""
@@ -86,7 +74,7 @@ class Metrics:
         self.registry.register(WorkerCollector(workers, model_name))
         self._model_name = model_name
         self._families: list[Any] = []
-        self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in ROUTER}
+        self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in declared.ROUTER}
         self.inter_token_latency: LoopHistogram = self._metrics["inter_token_latency_seconds"]
         self._cpu_s = self._core_wait_s = 0.0
         self._children: dict[tuple[str, tuple[object, ...]], Any] = {}
@@ -113,7 +101,7 @@ class Metrics:
         for family in self._families:
             for sample in next(iter(family.collect())).samples:
                 if not sample.name.endswith(("_bucket", "_created")):
-                    yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
+                    yield sample.name.removeprefix(declared.PREFIX), sample.labels, sample.value
 
     def observe_loop(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
         """Record the lateness of a timer, and the event loop's total CPU time and wait for a core."""
@@ -167,9 +155,9 @@ class Metrics:
             self._children[name, labels] = known
         return known
 
-    def _create(self, metric: Metric) -> Any:
+    def _create(self, metric: declared.Metric) -> Any:
         """Create the metric. Return the family if it has labels of its own, else its only child."""
-        name = PREFIX + metric.name
+        name = declared.PREFIX + metric.name
         if metric.kind == "histogram":
             histogram = LoopHistogram(name, metric.help, metric.buckets, self._model_name)
             self.registry.register(histogram)
@@ -191,20 +179,22 @@ _FIELDS = {
     "engine_steps_total": "steps",
 }
 """Fields of `WorkerState` by metric."""
-_REPORTED = {metric.name: metric for metric in REPORTED}
-_PAIR_COUNTERS = {metric.name: metric for metric in PAIR_COUNTERS}
-_IN_USE, _REFUSED, _OVERLAP = PAIR_STATE
+_REPORTED = {metric.name: metric for metric in declared.REPORTED}
+_PAIR_COUNTERS = {metric.name: metric for metric in declared.PAIR_COUNTERS}
+_IN_USE, _REFUSED, _OVERLAP = declared.PAIR_STATE
 
 
 class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
     """Metric families by name, created on demand. `common`: labels of all metrics of a group."""
 
-    def add_sample(self, metric: Metric, common: Sequence[str], labels: Sequence[str], value: float) -> None:
+    def add_sample(
+        self, metric: declared.Metric, common: Sequence[str], labels: Sequence[str], value: float
+    ) -> None:
         family = self.get(metric.name)
         if family is None:
             kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
             names = [*common, *metric.labels]
-            family = self[metric.name] = kind(PREFIX + metric.name, metric.help, labels=names)
+            family = self[metric.name] = kind(declared.PREFIX + metric.name, metric.help, labels=names)
         family.add_metric(labels, value)
 
 
@@ -230,10 +220,10 @@ class WorkerCollector:
 
 def _add_worker(families: _Families, state: WorkerState, labels: list[str]) -> None:
     common = ("worker", "role", "model_name")
-    for metric in WORKER:
+    for metric in declared.WORKER:
         families.add_sample(metric, common, labels, getattr(state, _FIELDS[metric.name]))
     for key, value in state.counters.items():
-        if found := reported(key, _REPORTED):
+        if found := declared.reported(key, _REPORTED):
             families.add_sample(found[0], common, [*labels, *found[1]], value)
 
 
@@ -248,7 +238,7 @@ def _add_pair(families: _Families, pair: PairState, labels: list[str]) -> None:
         hidden_s = pair.counters.get("kv_transfer_hidden_seconds_total", 0.0)
         families.add_sample(_OVERLAP, common, labels, hidden_s / busy_s)
     for key, value in pair.counters.items():
-        if found := reported(key, _PAIR_COUNTERS):
+        if found := declared.reported(key, _PAIR_COUNTERS):
             families.add_sample(found[0], common, [*labels, *found[1]], value)
 
 
@@ -281,8 +271,7 @@ class ServerTotals(Collector):
 
     def _gauge(self, name: str, value: float, labels: dict[str, str] | None = None) -> GaugeMetricFamily:
         labels = {"model_name": self._config.model_name, **(labels or {})}
-        family = GaugeMetricFamily(
-            f"vllm:{name}", "For the whole server, as vLLM has it.", labels=list(labels)
-        )
+        text = "For the whole server, as vLLM has it."
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
         family.add_metric(list(labels.values()), value)
         return family

@@ -88,11 +88,9 @@ def _stages(request: LiveRequest) -> list[TimedStage]:
 def response_timing(generation: Generation) -> dict[str, Any]:
     """Return the field `timing` of a complete answer. prepare_s: reading and tokenizing the request."""
     choices = [choice_timing(request) for request in generation.requests]
-    stages_s = {
-        "prepare_s": generation.started - generation.arrival,
-        "total_s": max(choice["total_s"] for choice in choices),
-    }
-    return {"timing": {**stages_s, "choices": choices}}
+    prepare_s = generation.started - generation.arrival
+    total_s = max(choice["total_s"] for choice in choices)
+    return {"timing": {"prepare_s": prepare_s, "total_s": total_s, "choices": choices}}
 
 
 def choice_timing(request: LiveRequest) -> dict[str, Any]:
@@ -150,11 +148,8 @@ class RequestLog:
         if not logger.isEnabledFor(self._level):
             return
         timing = choice_timing(request)
-        about = {
-            "finish_reason": request.choice.finish_reason,
-            "prompt_tokens": len(request.choice.prompt.token_ids),
-            "timing": timing,
-        }
+        reason, num_prompt = request.choice.finish_reason, len(request.choice.prompt.token_ids)
+        about = {"finish_reason": reason, "prompt_tokens": num_prompt, "timing": timing}
         logger.log(
             self._level,
             "request %s (x-request-id %s): %s, prompt_tokens %d, %s",

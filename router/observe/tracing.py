@@ -76,9 +76,8 @@ class RequestTrace:
     def __init__(self, tracing: Tracing, parent: Context, arrival: float) -> None:
         self._tracing = tracing
         self._zero_ns = time.time_ns() - int(time.monotonic() * 1e9)
-        self._span = tracing.tracer.start_span(
-            "llm_request", parent, SpanKind.SERVER, start_time=self._clock_ns(arrival)
-        )
+        began = self._clock_ns(arrival)
+        self._span = tracing.tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=began)
         self._context = set_span_in_context(self._span, Context())
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, self._context)

@@ -18,14 +18,8 @@ _IN_BARE = re.compile(r"[^,()\[\]{}]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _OTHER_NUMBER = re.compile(r"[+-]?[0-9a-fA-FxXoO_.]{1,64}", re.ASCII)
 """Matches other numbers that Python can write."""
-_CONSTANTS = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "true": "true",
-    "false": "false",
-    "null": "null",
-}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_CONSTANTS |= {word: word for word in ("true", "false", "null")}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {
     **{char: f"\\{char}" for char in 'ntrbf"\\'},

@@ -123,10 +123,7 @@ def as_json(text: str, types: Sequence[str]) -> str:
 
 
 _BY_PRIORITY = ("null", "integer", "number", "boolean", "object", "array", "string")
-_WORDS = {
-    "null": {"null": "null"},
-    "boolean": {"true": "true", "1": "true", "false": "false", "0": "false"},
-}
+_WORDS = {"null": {"null": "null"}, "boolean": {"true": "true", "1": "true", "false": "false", "0": "false"}}
 
 
 def _converted(text: str, to: str) -> str | None:

@@ -89,9 +89,8 @@ class PlacementPolicy:
 def placement_policy(both: str, prefill: str | None = None, decode: str | None = None) -> PlacementPolicy:
     """Return the policy of the named rules, ours or `module:name` of your own. Raises `ConfigError`."""
     _rule("--placement", both)
-    return PlacementPolicy(
-        _rule("--prefill-placement", prefill or both), _rule("--decode-placement", decode or both)
-    )
+    first, second = prefill or both, decode or both
+    return PlacementPolicy(_rule("--prefill-placement", first), _rule("--decode-placement", second))
 
 
 def _rule(flag: str, name: str) -> Rule:

@@ -7,6 +7,7 @@ decode worker. Candidates are a few of the least loaded workers and a few with t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import inf
 from typing import TypeVar
 
@@ -53,11 +54,8 @@ def place_by_cost(request: RequestFacts, cluster: Cluster) -> Placement | Refusa
         both = [cost for cost in prefills if "decode" in cost.worker.tasks]
         options += [whole(cost, decode_cost(request, cost.worker)) for cost in both]
     if request.disaggregate:
-        options += [
-            split(request, prefill, decode)
-            for prefill in _cheapest(prefills)
-            for decode in _cheapest(decodes)
-        ]
+        pairs = product(_cheapest(prefills), _cheapest(decodes))
+        options += [split(request, prefill, decode) for prefill, decode in pairs]
     if not options:
         return Refusal("no worker is ready")
     wanted = [option for option in options if request.split in (None, "prefill" in option.workers)] or options

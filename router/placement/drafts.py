@@ -14,16 +14,7 @@ from math import exp, isfinite, log2
 from operator import mul
 from typing import Literal, NamedTuple
 
-from costs.drafting import (
-    FIRST_RATE,
-    Rate,
-    SharedDrafter,
-    StepCurve,
-    local_rate,
-    plain_rate,
-    reading_seconds,
-    remote_rate,
-)
+from costs import drafting
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.speculation import (
     MAX_TREE_NODES,
@@ -115,7 +106,7 @@ class DraftDecision:
 
 MIN_GAIN = 0.05
 """[share] Gain that justifies a change of place: about twice the uncertainty of a step's time."""
-FIRST_RATES = [FIRST_RATE] * 8
+FIRST_RATES = [drafting.FIRST_RATE] * 8
 """Acceptance rates to assume before any was measured; decode workers assume the same."""
 _UNKNOWN = MethodState(method="draft_model")
 
@@ -129,7 +120,7 @@ class Prospects:
     def __init__(
         self,
         target: DraftTarget,
-        drafters: Sequence[SharedDrafter] = (),
+        drafters: Sequence[drafting.SharedDrafter] = (),
         asked: RequestSpeculation | None = None,
         request_class: RequestClass = "greedy",
         seen: SeenRates | None = None,
@@ -137,7 +128,7 @@ class Prospects:
         asked = asked or RequestSpeculation()
         self._target, self._rows = target, max(target.rows, 1.0)
         known = target.speculation or SpeculationState()
-        self._curve = StepCurve(target.rows, known.step_time, target.costs, target.context_tokens)
+        self._curve = drafting.StepCurve(target.rows, known.step_time, target.costs, target.context_tokens)
         self._method = asked.method or target.method
         count = asked.num_speculative_tokens
         self._count = target.fixed_tokens if count is None else count
@@ -152,7 +143,7 @@ class Prospects:
         # Draft workers use the deployment's method too, so the acceptance of their drafts counts for all.
         self._chances = _survival(self._local, states.get(REMOTE) if is_deployed else None, request_class)
         self._seen = seen or SeenRates()
-        self._rates: dict[DraftPlace, Rate] = {}
+        self._rates: dict[DraftPlace, drafting.Rate] = {}
 
     def nowhere(self, request: DraftFacts) -> DraftOption:
         return self._option(request, NOWHERE)
@@ -177,35 +168,35 @@ class Prospects:
             self._seen.correction(place, self._rows),
         )
 
-    def _rate(self, place: DraftPlace) -> Rate:
+    def _rate(self, place: DraftPlace) -> drafting.Rate:
         """Return the place's corrected rate; 0 tokens a second unless the prediction is positive, finite."""
         found = self._rates.get(place)
         if found is None:
             found = self._predicted(place)
             if not (isfinite(found.tokens_per_s) and found.tokens_per_s > 0):
-                found = Rate(0.0, 1.0)
+                found = drafting.Rate(0.0, 1.0)
             correction = self._seen.correction(place, self._rows)
             found = found._replace(tokens_per_s=found.tokens_per_s * correction)
             self._rates[place] = found
         return found
 
-    def _predicted(self, place: DraftPlace) -> Rate:
+    def _predicted(self, place: DraftPlace) -> drafting.Rate:
         """Predict the rate with the requested number of draft tokens, else with the best number."""
         if place.method is None:
-            return plain_rate(self._rows, self._curve)
+            return drafting.plain_rate(self._rows, self._curve)
         counts = [self._count] if self._count else range(1, len(self._chances) + 1)
         drafter = self._drafters[place.at] if place.at is not None else None
         return max(self._drafting(count, drafter) for count in counts)
 
-    def _drafting(self, count: int, drafter: SharedDrafter | None) -> Rate:
+    def _drafting(self, count: int, drafter: drafting.SharedDrafter | None) -> drafting.Rate:
         """Predict the rate with drafts of `count` tokens. A tree is always drafted whole."""
         chances, whole = self._chances[:count], self._most_tokens
         if drafter is not None:
-            return remote_rate(self._rows, self._curve, chances, drafter)
+            return drafting.remote_rate(self._rows, self._curve, chances, drafter)
         state = self._local or _UNKNOWN
         if len(self._chances) < whole:
-            return local_rate(self._rows, self._curve, state, self._chances, whole, levels=1)
-        return local_rate(self._rows, self._curve, state, chances, count, levels=count)
+            return drafting.local_rate(self._rows, self._curve, state, self._chances, whole, levels=1)
+        return drafting.local_rate(self._rows, self._curve, state, chances, count, levels=count)
 
     def _worth(self, request: DraftFacts, place: DraftPlace, per_s: float) -> float:
         """Return the rate of the batch, less what it loses until the drafter has read the request's text."""
@@ -217,7 +208,7 @@ class Prospects:
             reading_s = request.num_tokens * self._local.read_s if self._local is not None else 0.0
             return per_s / (1 + per_s * reading_s / tokens_left)
         # Until the drafter has read its text, the request runs without drafts.
-        late_s = reading_seconds(self._drafters[place.at], request.num_tokens)
+        late_s = drafting.reading_seconds(self._drafters[place.at], request.num_tokens)
         share = min(late_s * per_s / (self._rows * tokens_left), 1.0)
         return per_s - share * (per_s - self._rate(NOWHERE).tokens_per_s)
 

@@ -23,18 +23,7 @@ from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError, TandemError
 from router.errors import ApiError, unavailable
 from router.grammars.structured_outputs import AskedGrammar
-from router.preprocessing.tasks import (
-    ACCEPTED,
-    DIED,
-    DONE,
-    GRAMMAR,
-    LENGTH,
-    REFUSED,
-    Setup,
-    TaskCall,
-    TaskError,
-    framed,
-)
+from router.preprocessing import tasks
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,7 +66,7 @@ class Preprocessor:
         if self._process is not None:
             self._process.close()
 
-    async def run(self, call: TaskCall, argument: bytes) -> bytes:
+    async def run(self, call: tasks.TaskCall, argument: bytes) -> bytes:
         """Run a task on its argument and return the result.
 
         Raises the task's own `InvalidRequestError` or `ApiError`, `CpuLimitError`, `CrashError`, and an
@@ -85,7 +74,7 @@ class Preprocessor:
         second try may meet a process that is about to end.
         """
         task, deadline_s = call.task, MIN_DEADLINE_S + 2 * call.cpu_s
-        header = framed(msgspec.msgpack.encode(call))
+        header = tasks.framed(msgspec.msgpack.encode(call))
         try:
             async with asyncio.timeout(deadline_s), self._at_once:
                 for _ in range(3):
@@ -115,7 +104,7 @@ class Preprocessor:
     def _setup(self) -> IO[bytes]:
         """A file with the `Setup`, which has megabytes."""
         tokenizer = self._tokenizer
-        setup = Setup(self._config, tokenizer.as_json(), tokenizer.settings())
+        setup = tasks.Setup(self._config, tokenizer.as_json(), tokenizer.settings())
         file = tempfile.TemporaryFile()  # noqa: SIM115
         file.write(msgspec.msgpack.encode(setup))
         file.flush()
@@ -141,11 +130,9 @@ class _Process:
         with theirs:
             command = [sys.executable, "-m", "router.preprocessing.process"]
             descriptors = [theirs.fileno(), setup]
+            command += map(str, descriptors)
             self._process = subprocess.Popen(
-                [*command, *map(str, descriptors)],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                process_group=0,
+                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0
             )
         self._accepts_until = time.monotonic() + START_TIMEOUT_S
         self._idle: list[socket.socket] = []
@@ -168,21 +155,23 @@ class _Process:
         connection = await self._accepting(header)
         loop, is_idle = asyncio.get_running_loop(), False
         try:
-            await loop.sock_sendall(connection, LENGTH.pack(len(argument)))
+            await loop.sock_sendall(connection, tasks.LENGTH.pack(len(argument)))
             await loop.sock_sendall(connection, argument)
             state, kind = await _read(connection, 1), await _read(connection, 1)
-            if state == DIED:
+            if state == tasks.DIED:
                 raise _death(kind[0])
-            content = await _read(connection, *LENGTH.unpack(await _read(connection, LENGTH.size)))
-            if is_idle := state == DONE and not self.has_ended:
+            content = await _read(
+                connection, *tasks.LENGTH.unpack(await _read(connection, tasks.LENGTH.size))
+            )
+            if is_idle := state == tasks.DONE and not self.has_ended:
                 self._idle.append(connection)
         except OSError:
             raise _NoAnswerError("ended") from None
         finally:
             if not is_idle:
                 connection.close()
-        if kind == REFUSED:
-            raise msgspec.msgpack.decode(content, type=TaskError).to_error()
+        if kind == tasks.REFUSED:
+            raise msgspec.msgpack.decode(content, type=tasks.TaskError).to_error()
         return content
 
     async def _accepting(self, header: bytes) -> socket.socket:
@@ -196,7 +185,7 @@ class _Process:
         try:
             if is_new:
                 with theirs:
-                    socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
+                    socket.send_fds(self._control, [tasks.ACCEPTED], [theirs.fileno()])
             async with asyncio.timeout(until - time.monotonic()):
                 await asyncio.get_running_loop().sock_sendall(connection, header)
                 answer = await _read(connection, 1)
@@ -213,7 +202,7 @@ class _Process:
             await asyncio.to_thread(self.close)
             raise _NoAnswerError("stuck" if is_stuck else "ended") from None
         self._accepts_until = 0.0
-        if answer == DIED:
+        if answer == tasks.DIED:
             connection.close()
             raise _NoAnswerError("ended")
         return connection
@@ -297,7 +286,7 @@ class GrammarCompiler:
 
     async def _compiled(self, asked: AskedGrammar) -> Outcome:
         try:
-            call = TaskCall(GRAMMAR, COMPILE_CPU_S)
+            call = tasks.TaskCall(tasks.GRAMMAR, COMPILE_CPU_S)
             return (await self._preprocessor.run(call, asked.request)).decode()
         except CpuLimitError:
             reason = f"it takes more than {COMPILE_CPU_S:g} s of CPU time to compile, the limit"

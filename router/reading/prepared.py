@@ -64,12 +64,8 @@ class ServedModel(msgspec.Struct, frozen=True, array_like=True):
 
 
 def unknown_model(name: str, known: Collection[str]) -> ApiError:
-    return ApiError(
-        404,
-        f"the model {name!r} does not exist; this server has {', '.join(known)}",
-        param="model",
-        code="model_not_found",
-    )
+    message = f"the model {name!r} does not exist; this server has {', '.join(known)}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def load_defaults(config: ServeConfig) -> GenerationDefaults:

@@ -101,11 +101,8 @@ class RequestReader:
         asked = getattr(body, field)
         kept = _kept(body, asked or 1, model)
         token_ids = self._token_ids(text, bool(body.add_special_tokens), "messages", kept, model)
-        prompt = PreparedPrompt(
-            token_ids,
-            _max_tokens(params, asked, None, len(token_ids), field, model),
-            prediction=self._prediction(body, model),
-        )
+        most = _max_tokens(params, asked, None, len(token_ids), field, model)
+        prompt = PreparedPrompt(token_ids, most, prediction=self._prediction(body, model))
         prepared = self._prepared(body, [prompt], params, output, grammar, warning)
         return msgspec.structs.replace(prepared, thinking_budget=body.thinking_token_budget)
 
@@ -134,10 +131,8 @@ class RequestReader:
             reason = f"{len(sources)} texts exceed the limit of {limit} sequences (--max-queued-requests)"
             raise InvalidRequestError(sources[-1][0], reason)
         params = SamplingParams(max_tokens=1, temperature=0.0, embeds=True)
-        prompts = [
-            PreparedPrompt(self._token_ids(source, special, field, kept, model), 1)
-            for field, source in sources
-        ]
+        texts = (self._token_ids(source, special, field, kept, model) for field, source in sources)
+        prompts = [PreparedPrompt(token_ids, 1) for token_ids in texts]
         return self._prepared(asked, prompts, params, OutputOptions())
 
     def tokenize(self, raw: bytes, model: ServedModel) -> bytes:

@@ -170,9 +170,8 @@ class OutputItems:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            yield self._event(
-                "response.function_call_arguments.done", {"name": item["name"], "arguments": text}
-            )
+            done = {"name": item["name"], "arguments": text}
+            yield self._event("response.function_call_arguments.done", done)
         else:
             kind = _TEXT_KINDS[item["type"]]
             item["content"] = [_text_part(kind, text)]

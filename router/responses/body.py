@@ -8,20 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.fields import doc
-from router.openai_types import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    CallableName,
-    FunctionName,
-    Metadata,
-    Object,
-    ParallelCalls,
-    SamplingBody,
-    TemplateVariables,
-    ThinkingTokens,
-    Unsupported,
-    absent,
-)
+from router import openai_types as types
 
 
 class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -40,9 +27,7 @@ ItemText = str | list[ItemPart]
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An item of a conversation: a message, reasoning, a call, or its output."""
 
-    type: Annotated[str, doc("`message`, `reasoning`, `function_call` or `function_call_output`.")] = (
-        "message"
-    )
+    type: Annotated[str, doc("`message`, `reasoning`, `function_call`, `function_call_output`.")] = "message"
     role: Annotated[str | None, doc("A message's role: `user`, `assistant`, `system` or `developer`.")] = None
     content: Annotated[ItemText | None, doc("The text of a message or of reasoning.")] = None
     summary: Annotated[list[ItemPart] | None, doc("Of reasoning; read only without `content`.")] = None
@@ -57,13 +42,13 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
 
     type: Annotated[str, doc("`function`; others are not supported.")]
-    name: Annotated[CallableName | None, doc("The function's name.")] = None
+    name: Annotated[types.CallableName | None, doc("The function's name.")] = None
     description: Annotated[str | None, doc("Tells the model what it does and when to call it.")] = None
-    parameters: Annotated[Object, doc("A JSON schema of the arguments.")] = absent()
+    parameters: Annotated[types.Object, doc("A JSON schema of the arguments.")] = types.absent()
     strict: Annotated[bool | None, doc("The arguments always satisfy the schema; default: false.")] = None
 
 
-class ToolName(FunctionName, kw_only=True):
+class ToolName(types.FunctionName, kw_only=True):
     """The function that the answer is to call."""
 
     type: Annotated[str, doc("`function`.")]
@@ -73,12 +58,10 @@ class TextFormat(msgspec.Struct, kw_only=True):
     """The required format of the answer's text."""
 
     type: Annotated[str, doc("`text`, `json_object` or `json_schema`.")]
-    schema: Annotated[Object, doc("With the type `json_schema`.")] = absent()
+    schema: Annotated[types.Object, doc("With the type `json_schema`.")] = types.absent()
     name: Annotated[str | None, doc("Repeated in the response.")] = None
     description: Annotated[str | None, doc("Repeated in the response.")] = None
-    strict: Annotated[
-        bool | None, doc("Repeated in the response: the answer always satisfies the schema.")
-    ] = None
+    strict: Annotated[bool | None, doc("Repeated in the response; arguments always satisfy it.")] = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -95,46 +78,42 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     summary: Annotated[str | None, doc("Only `auto`: reasoning items have the whole text.")] = None
 
 
-class ResponseBody(SamplingBody, kw_only=True):
+class ResponseBody(types.SamplingBody, kw_only=True):
     """Answer a conversation's items."""
 
     input: Annotated[
-        str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None,
+        str | Annotated[list[Item], Meta(max_length=types.MAX_MESSAGES)] | None,
         doc("The user's text, or items; required."),
     ] = None
     instructions: Annotated[str | None, doc("A system message for this answer alone.")] = None
     previous_response_id: Annotated[str | None, doc("The response that this one continues.")] = None
-    store: Annotated[
-        bool | None, doc("Store the response, so that others can continue it; default: true.")
-    ] = None
+    store: Annotated[bool | None, doc("Store the response, for others to continue it; default: true.")] = None
     max_output_tokens: Annotated[int | None, doc("Most tokens to generate; default: all that fit.")] = None
     tools: Annotated[
-        Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[ResponseTool], Meta(max_length=types.MAX_TOOLS)] | None,
         doc("Functions that the model may call."),
     ] = None
     tool_choice: Annotated[
-        str | ToolName | None, doc("`auto` (the default), `none`, `required`, or the function to call.")
+        str | ToolName | None, doc("`auto`, the default, `none`, `required`, or a function.")
     ] = None
-    parallel_tool_calls: ParallelCalls = None
+    parallel_tool_calls: types.ParallelCalls = None
     text: Annotated[TextOptions | None, doc("The required format of the answer's text.")] = None
     reasoning: Annotated[ReasoningOptions | None, doc("Options of the model's reasoning.")] = None
-    include: Annotated[
-        list[str] | None, doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
-    ] = None
-    metadata: Annotated[Metadata | None, doc("Repeated in the response.")] = None  # type: ignore[assignment]
+    include: Annotated[list[str] | None, doc("Only `reasoning.encrypted_content`; texts come anyway.")] = None
+    metadata: Annotated[types.Metadata | None, doc("Repeated in the response.")] = None  # type: ignore[assignment]
     user: Annotated[str | None, doc("Repeated in the response.")] = None
-    thinking_token_budget: ThinkingTokens = None
-    chat_template_kwargs: TemplateVariables = absent()
+    thinking_token_budget: types.ThinkingTokens = None
+    chat_template_kwargs: types.TemplateVariables = types.absent()
 
-    background: Unsupported = absent()
-    context_management: Unsupported = absent()
-    conversation: Unsupported = absent()
-    max_tool_calls: Unsupported = absent()
-    moderation: Unsupported = absent()
-    prompt: Unsupported = absent()
-    top_logprobs: Unsupported = absent()
-    truncation: Unsupported = absent()
-    max_tokens: Unsupported = absent()
-    messages: Unsupported = absent()
-    n: Unsupported = absent()
-    response_format: Unsupported = absent()
+    background: types.Unsupported = types.absent()
+    context_management: types.Unsupported = types.absent()
+    conversation: types.Unsupported = types.absent()
+    max_tool_calls: types.Unsupported = types.absent()
+    moderation: types.Unsupported = types.absent()
+    prompt: types.Unsupported = types.absent()
+    top_logprobs: types.Unsupported = types.absent()
+    truncation: types.Unsupported = types.absent()
+    max_tokens: types.Unsupported = types.absent()
+    messages: types.Unsupported = types.absent()
+    n: types.Unsupported = types.absent()
+    response_format: types.Unsupported = types.absent()

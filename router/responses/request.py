@@ -12,22 +12,10 @@ from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SAMPLING_FIELDS, SamplingParams
+from router import openai_types as types
 from router.answers.formats import Fields, OutputOptions
 from router.decoding import decode_body, refuse_unsupported
 from router.errors import ApiError
-from router.openai_types import (
-    CalledFunction,
-    ChatBody,
-    ChatMessage,
-    ContentPart,
-    Function,
-    JsonSchemaFormat,
-    NamedTool,
-    ResponseFormat,
-    SamplingBody,
-    Tool,
-    ToolCall,
-)
 from router.reading.chats import ConvertedChat, ConvertedMessages, renamer
 from router.reading.prepared import EarlierResponse, Prepared, PreparedResponse, ServedModel
 from router.reading.request_reader import RequestReader
@@ -62,8 +50,8 @@ def converted_chat(body: ResponseBody, earlier: Sequence[Item]) -> tuple[Convert
     conversation.add_items(earlier, "previous_response_id")
     conversation.add_items(new, "input")
     text, reasoning = body.text, body.reasoning
-    chat = ChatBody(
-        **{name: getattr(body, name) for name in SamplingBody.__struct_fields__},
+    chat = types.ChatBody(
+        **{name: getattr(body, name) for name in types.SamplingBody.__struct_fields__},
         messages=conversation.messages,
         max_completion_tokens=body.max_output_tokens,
         tools=[_tool(tool, index) for index, tool in enumerate(body.tools or ())] or None,
@@ -120,32 +108,32 @@ def _check_options(body: ResponseBody) -> None:
         raise InvalidRequestError("reasoning.summary", f"only 'auto', got {body.reasoning.summary!r}")
 
 
-def _tool(tool: ResponseTool, index: int) -> Tool:
+def _tool(tool: ResponseTool, index: int) -> types.Tool:
     if tool.type != "function":
         raise InvalidRequestError(f"tools[{index}].type", f"must be 'function', got {tool.type!r}")
     if tool.name is None:
         raise InvalidRequestError(f"tools[{index}].name", "is required")
-    function = Function(
+    function = types.Function(
         name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
-    return Tool(type="function", function=function)
+    return types.Tool(type="function", function=function)
 
 
-def _tool_choice(body: ResponseBody) -> str | NamedTool | None:
+def _tool_choice(body: ResponseBody) -> str | types.NamedTool | None:
     asked = body.tool_choice
     if asked is None or isinstance(asked, str):
         return asked
     if asked.type != "function":
         raise InvalidRequestError("tool_choice.type", f"must be 'function', got {asked.type!r}")
-    return NamedTool(type="function", function=asked)
+    return types.NamedTool(type="function", function=asked)
 
 
-def _response_format(wanted: TextFormat) -> ResponseFormat:
+def _response_format(wanted: TextFormat) -> types.ResponseFormat:
     if wanted.type not in ("text", "json_object", "json_schema"):
         kinds = "text, json_object or json_schema"
         raise InvalidRequestError("text.format.type", f"must be {kinds}, got {wanted.type!r}")
-    schema = JsonSchemaFormat(schema=wanted.schema) if wanted.type == "json_schema" else None
-    return ResponseFormat(type=wanted.type, json_schema=schema)
+    schema = types.JsonSchemaFormat(schema=wanted.schema) if wanted.type == "json_schema" else None
+    return types.ResponseFormat(type=wanted.type, json_schema=schema)
 
 
 def _echoed_format(wanted: TextFormat | None) -> dict[str, Any]:
@@ -170,7 +158,7 @@ class Conversation(ConvertedMessages):
         self._answered = answered
 
     def add_instructions(self, text: str) -> None:
-        self._append(ChatMessage(role="system", content=text), "instructions")
+        self._append(types.ChatMessage(role="system", content=text), "instructions")
 
     def add_items(self, items: Sequence[Item], field: str) -> None:
         """Append the messages of the items. Raises `InvalidRequestError`."""
@@ -185,16 +173,17 @@ class Conversation(ConvertedMessages):
                     self._add_call(item, at)
                 case "function_call_output":
                     content = _parts(item.output, f"{at}.output")
-                    self._append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id), at)
+                    result = types.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
+                    self._append(result, at)
                 case other:
                     kinds = "message, reasoning, function_call or function_call_output"
                     raise InvalidRequestError(f"{at}.type", f"must be {kinds}, got {other!r}")
 
-    def _assistant(self, at: str, is_first: bool) -> ChatMessage:
+    def _assistant(self, at: str, is_first: bool) -> types.ChatMessage:
         """Return the assistant's last message; a new one if `is_first` and it already has text or calls."""
         last = self.messages[-1] if self.messages else None
         if last is None or last.role != "assistant" or (is_first and (last.content or last.tool_calls)):
-            last = self._append(ChatMessage(role="assistant", content=""), at)
+            last = self._append(types.ChatMessage(role="assistant", content=""), at)
         return last
 
     def _add_message(self, item: Item, at: str) -> None:
@@ -204,7 +193,7 @@ class Conversation(ConvertedMessages):
         if item.role == "assistant":
             self._assistant(at, True).content = content
         else:
-            self._append(ChatMessage(role=item.role, content=content), at)
+            self._append(types.ChatMessage(role=item.role, content=content), at)
 
     def _add_reasoning(self, item: Item, at: str) -> None:
         message = self._assistant(at, True)
@@ -220,12 +209,12 @@ class Conversation(ConvertedMessages):
             if getattr(item, name) is None:
                 raise InvalidRequestError(f"{at}.{name}", "is required")
         message = self._assistant(at, False)
-        function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
-        self._append_call(ToolCall(id=item.call_id or "", function=function), at)
+        function = types.CalledFunction(name=item.name or "", arguments=item.arguments or "")
+        self._append_call(types.ToolCall(id=item.call_id or "", function=function), at)
         message.content = message.content or None
 
 
-def _parts(content: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
+def _parts(content: str | list[ItemPart] | None, field: str) -> str | list[types.ContentPart]:
     if content is None:
         raise InvalidRequestError(field, "is required")
     if isinstance(content, str):
@@ -233,12 +222,12 @@ def _parts(content: str | list[ItemPart] | None, field: str) -> str | list[Conte
     return [_part(part, f"{field}[{index}].") for index, part in enumerate(content)]
 
 
-def _part(part: ItemPart, at: str) -> ContentPart:
+def _part(part: ItemPart, at: str) -> types.ContentPart:
     if part.type == "refusal":
-        return ContentPart(type="text", text=part.refusal)
+        return types.ContentPart(type="text", text=part.refusal)
     if part.type not in _TEXT_PARTS:
         raise InvalidRequestError(f"{at}type", f"only text is supported, got {part.type!r}")
-    return ContentPart(type="text", text=part.text)
+    return types.ContentPart(type="text", text=part.text)
 
 
 _NOTHING_KEPT = (
@@ -269,12 +258,9 @@ async def earlier_items(store: ResponseStore | None, response_id: str, owner: st
         raise InvalidRequestError("previous_response_id", _NOTHING_KEPT)
     found = await asyncio.to_thread(store.get, response_id, owner)
     if found is None:
-        raise ApiError(
-            400,
-            f"previous_response_id: there is no response {response_id!r}, or no more",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
+        name = "previous_response_id"
+        message = f"{name}: there is no response {response_id!r}, or no more"
+        raise ApiError(400, message, param=name, code="previous_response_not_found")
     return found.items
 
 

@@ -76,9 +76,8 @@ class ResponseStore:
         row = (response.id, response.owner, size, response.body, response.items)
         try:
             with self._transaction():
-                self._database.execute(
-                    "insert into responses (id, owner, size, body, items) values (?, ?, ?, ?, ?)", row
-                )
+                insert = "insert into responses (id, owner, size, body, items) values (?, ?, ?, ?, ?)"
+                self._database.execute(insert, row)
                 dropped = self._database.execute(
                     f"delete from responses where number in (select number from ({_KEPT}) "
                     "where total > ? or place > ?)",
@@ -93,18 +92,15 @@ class ResponseStore:
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
         with self._transaction():
-            row = self._database.execute(
-                "select id, owner, body, items from responses where id = ? and owner = ?",
-                (response_id, owner),
-            ).fetchone()
+            select = "select id, owner, body, items from responses where id = ? and owner = ?"
+            row = self._database.execute(select, (response_id, owner)).fetchone()
         return None if row is None else StoredResponse(*row)
 
     def delete(self, response_id: str, owner: str) -> bool:
         """Delete a response. Return whether it existed."""
         with self._transaction():
-            found = self._database.execute(
-                "delete from responses where id = ? and owner = ?", (response_id, owner)
-            )
+            select = "delete from responses where id = ? and owner = ?"
+            found = self._database.execute(select, (response_id, owner))
         return found.rowcount > 0
 
     def close(self) -> None:

@@ -40,9 +40,8 @@ AskToScale = Callable[[ScaleRequest], Awaitable[ScaleAnswer]]
 
 async def refuse_to_scale(request: ScaleRequest) -> ScaleAnswer:
     """Refuse a change because no launcher manages the workers."""
-    return ScaleAnswer(
-        refusal="these workers were not started by a launcher", field=min(request.targets, default="")
-    )
+    refusal = "these workers were not started by a launcher"
+    return ScaleAnswer(refusal=refusal, field=min(request.targets, default=""))
 
 
 MAX_SHOWN = 100

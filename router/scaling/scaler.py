@@ -241,9 +241,8 @@ class Autoscaler:
         self._due = now + INTERVAL_S
         demand = sum_of((self._meter.demand, others))
         loads = {role: self._load(role, demand) for role in self._policy.ranges}
-        facts = ScalingFacts(
-            now, loads, self.room, self._config.slo_ttft or inf, self._config.slo_tpot or inf
-        )
+        ttft_s, tpot_s = self._config.slo_ttft or inf, self._config.slo_tpot or inf
+        facts = ScalingFacts(now, loads, self.room, ttft_s, tpot_s)
         decision, self._state = decide(facts, self._policy, self._state)
         for role, load in loads.items():
             wanted = load.have if decision is None else decision.targets.get(role, load.have)

@@ -59,9 +59,8 @@ def _plain(message: ChatMessage, at: str, calls: dict[str, str]) -> dict[str, An
     if has_thought:
         fields["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        fields["tool_calls"] = [
-            _plain_call(call, f"{at}tool_calls[{index}].") for index, call in enumerate(message.tool_calls)
-        ]
+        made = enumerate(message.tool_calls)
+        fields["tool_calls"] = [_plain_call(call, f"{at}tool_calls[{index}].") for index, call in made]
         calls.update((call.id, call.function.name) for call in message.tool_calls)
     if message.role == "tool":
         call_id = message.tool_call_id
@@ -76,11 +75,8 @@ def _plain_call(call: ToolCall, at: str) -> dict[str, Any]:
     if call.type != "function":
         raise InvalidRequestError(f"{at}type", f"must be 'function', got {call.type!r}")
     arguments = call_arguments(call.function.arguments, f"{at}function.arguments")
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def plain_content(content: str | list[ContentPart] | None, at: str) -> Content:
@@ -179,8 +175,9 @@ class ChatTemplate:
     """A compiled template. `special_tokens` (`bos_token`, ...) are variables in it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        extensions = [_GenerationBlocks, "jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.filters["fromjson"] = json.loads

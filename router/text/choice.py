@@ -204,7 +204,5 @@ class Choice:
 def _spans(pieces: Sequence[str], drafted: Sequence[bool]) -> list[Span]:
     """Join neighboring pieces of one kind into spans that are not empty."""
     texts = [(is_drafted, text) for is_drafted, text in zip(drafted, pieces, strict=True) if text]
-    return [
-        Span("".join(text for _, text in group), is_drafted)
-        for is_drafted, group in groupby(texts, key=itemgetter(0))
-    ]
+    groups = groupby(texts, key=itemgetter(0))
+    return [Span("".join(text for _, text in group), is_drafted) for is_drafted, group in groups]

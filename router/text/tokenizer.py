@@ -84,12 +84,8 @@ def tokenizer_flag(config: ServeConfig) -> str:
 
 def _convert(config: ServeConfig, folder: str) -> None:
     arguments = [config.tokenizer_source, config.revision or "", str(config.trust_remote_code), folder]
-    done = subprocess.run(
-        [sys.executable, "-c", _CONVERT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=CONVERT_TIMEOUT_S,
-    )
+    command = [sys.executable, "-c", _CONVERT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S)
     if done.returncode or not (Path(folder) / "tokenizer.json").is_file():
         reason = (done.stderr.strip().splitlines() or ["it has no fast tokenizer"])[-1]
         raise ConfigError(
@@ -103,11 +99,8 @@ def _read(files: dict[str, Path], flag: str) -> tuple[str, dict[str, Any]]:
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             if name in files:
                 settings.update(json.loads(files[name].read_text()))
-        templates = [
-            {"name": name, "template": files[file].read_text()}
-            for name, file in _TEMPLATES.items()
-            if file in files
-        ]
+        known = [(name, files[file]) for name, file in _TEMPLATES.items() if file in files]
+        templates = [{"name": name, "template": file.read_text()} for name, file in known]
         if templates:
             settings["chat_template"] = templates
         return files["tokenizer.json"].read_text(), settings
@@ -305,13 +298,8 @@ def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mappi
             contents.append(entry["content"])
     known = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
     missing = [content for content in dict.fromkeys(contents) if content not in known]
-    fast.add_special_tokens(
-        [
-            AddedToken(content, special=True, normalized=False)
-            for content in missing
-            if fast.token_to_id(content) is not None
-        ]
-    )
+    there = [each for each in missing if fast.token_to_id(each) is not None]
+    fast.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in there])
 
 
 def _templates_of(settings: Mapping[str, Any]) -> tuple[str | None, str | None]:

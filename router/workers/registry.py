@@ -348,9 +348,8 @@ class Registry:
             worker.is_suspect = not worker.is_suspect
             self.changed(worker)
             if worker.is_suspect:
-                logger.warning(
-                    "worker %s is suspect: silent for %.2f s", worker.key.worker_id, worker.silence_s
-                )
+                name = worker.key.worker_id
+                logger.warning("worker %s is suspect: silent for %.2f s", name, worker.silence_s)
 
     def _take_out(self, worker: Worker) -> None:
         """Remove a worker from the cluster. If its purpose has no other worker there, suspect ones return."""

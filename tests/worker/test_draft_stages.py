@@ -281,7 +281,7 @@ def stages(tmp_path: Path) -> Iterator[type[DraftStages]]:
     DraftStages.expected = plain_tokens(target, list(REQUESTS.values()))
     DraftStages.seen = Counter()
     with (
-        mock.patch.object(drafts, "MAX_UPDATE_TOKENS", PIECE),
+        mock.patch.object(drafts.messages, "MAX_UPDATE_TOKENS", PIECE),
         mock.patch.object(drafts, "time", clock),
         mock.patch.object(draft_worker.loop, "time", clock),
     ):
