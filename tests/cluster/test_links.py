@@ -18,9 +18,10 @@ import tests.e2e.serving
 import tests.worker.harness
 from protocol.config import ServeConfig
 from router.server import RouterServer
+from tests.e2e.architectures import prompt
 from tests.e2e.conftest import folder, reference
 from tests.e2e.serving import HttpServing
-from tests.e2e.test_failover import BOUND_S, NUM_TOKENS, REQUESTS, SLOW, Serving, ask, changes, prompt
+from tests.e2e.test_failover import BOUND_S, NUM_TOKENS, REQUESTS, SLOW, Serving, ask, changes
 from tests.faults import packet_relay
 from tests.faults.network import Network, why_not
 from tests.faults.test_whole_requests import run_in_network
@@ -112,7 +113,7 @@ def link(folder: Path, reference: PreTrainedModel) -> Iterator[Link]:
             # The cost policy sends no KV over a link that was bad until it knows better.
             with Serving(folder, workers, placement="least_loaded", **defaults) as serving:
                 link = Link(network, serving)
-                assert link.expected[0] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
+                assert link.expected[0] == greedy(reference, prompt(REQUESTS[0]["length"]), NUM_TOKENS)
                 yield link
                 link.close()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -104,6 +105,12 @@ class HttpServing:
         assert answer.status_code == 200, answer.text
         token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return token_ids
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Return the events of a streamed answer."""
+        with self.http.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200
+            return [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
 
     def wait(self, done: Callable[[], bool], timeout_s: float = START_S) -> None:
         pause = threading.Event()

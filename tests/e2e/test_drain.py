@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,23 @@ import pytest
 
 from models.bundled import BUNDLED_MODEL
 from router.workers.kv_index import hash_blocks
+from tests.e2e.architectures import prompt
 from tests.e2e.serving import HttpServing
-from tests.e2e.test_failover import REQUESTS, ask, prompt
+from tests.e2e.test_failover import REQUESTS, Answers, ask, pool
 from tests.e2e.test_speculation import PROMPT, options
 
+__all__ = ["pool"]
 NUM_TOKENS = 100
 SLOW = "slow:0.1"
 """Makes an answer of 100 tokens take 10 s, in which two more workers start even on a busy machine."""
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[dict[str, Any]]:
+def expected(folder: Path) -> Answers:
     """Return the answers of an undisturbed server."""
     with HttpServing(folder) as serving:
         answers = [ask(serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
     return [answer | {"logprobs": pytest.approx(answer["logprobs"], abs=1e-4)} for answer in answers]
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(len(REQUESTS)) as executor:
-        yield executor
 
 
 def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
@@ -60,7 +55,7 @@ def operate(serving: HttpServing, worker_id: str, what: str, **body: Any) -> dic
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_running_requests_move_with_their_kv(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], transport: str
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers, transport: str
 ) -> None:
     with HttpServing(folder, {"prefill-0": "", "decode-0": SLOW}, kv_transports=transport) as serving:
         answers = ask_all(serving, pool)
@@ -115,7 +110,7 @@ def test_drafts_continue_on_the_new_worker(method: str, pool: ThreadPoolExecutor
 
 
 def test_a_worker_moves_its_requests_on_sigterm(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers
 ) -> None:
     with HttpServing(folder, {"prefill-0": "", "decode-0": SLOW}) as serving:
         answers = ask_all(serving, pool)
@@ -130,7 +125,7 @@ def test_a_worker_moves_its_requests_on_sigterm(
 
 @pytest.mark.parametrize("from_role", ["decode", "prefill"])
 def test_a_worker_changes_its_role_and_serves_in_it(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], from_role: str
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers, from_role: str
 ) -> None:
     """Process, weights and pool stay, and so does the prefix cache."""
     to_role = "prefill" if from_role == "decode" else "decode"
@@ -155,7 +150,7 @@ def test_a_worker_changes_its_role_and_serves_in_it(
 
 
 def test_a_drained_decode_workers_prefills_are_redirected(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers
 ) -> None:
     workers = {"prefill-0": "slow:0.1", "decode-0": "", "decode-1": ""}
     with HttpServing(folder, workers) as serving:
@@ -168,7 +163,7 @@ def test_a_drained_decode_workers_prefills_are_redirected(
 
 
 def test_requests_that_cannot_move_finish_or_are_placed_again_at_the_deadline(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers
 ) -> None:
     """Without prefix caching no KV can be fetched."""
     workers = {"prefill-0": "", "decode-0": "slow:0.1"}
@@ -186,7 +181,7 @@ def test_requests_that_cannot_move_finish_or_are_placed_again_at_the_deadline(
 
 
 def test_the_new_worker_dies_during_the_fetch(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers
 ) -> None:
     """The old worker still runs the request, and a third worker takes it over."""
     workers = {"prefill-0": "", "decode-0": SLOW}
@@ -208,7 +203,7 @@ def kept_prefix(serving: HttpServing) -> set[str]:
     (cache,) = feed.formats
     return set().union(
         *(
-            feed.index.find(hash_blocks(cache.root(), prompt(request), cache.block_size).keys)
+            feed.index.find(hash_blocks(cache.root(), prompt(request["length"]), cache.block_size).keys)
             for request in REQUESTS
         )
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -15,10 +13,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from tests.e2e.architectures import VOCAB_SIZE
+from tests.e2e.architectures import prompt
 from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import greedy
 
+Answers = list[dict[str, Any]]
 NUM_TOKENS = 24
 BOUND_S = 40.0
 """The longest wait for an answer, which is shorter than it takes until a silent worker counts as lost."""
@@ -53,11 +52,11 @@ HANDED_OVER = "KILL:after:_send_manifest"
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, reference: PreTrainedModel) -> list[dict[str, Any]]:
+def expected(folder: Path, reference: PreTrainedModel) -> Answers:
     """Return the answers of an undisturbed server."""
     with Serving(folder) as serving:
         answers = [ask(serving, request) for request in REQUESTS]
-    assert answers[0]["token_ids"] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
+    assert answers[0]["token_ids"] == greedy(reference, prompt(REQUESTS[0]["length"]), NUM_TOKENS)
     return [answer | {"logprobs": pytest.approx(answer["logprobs"], abs=1e-4)} for answer in answers]
 
 
@@ -67,24 +66,18 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def prompt(request: dict[str, Any]) -> list[int]:
-    return random.Random(request["length"]).choices(range(3, VOCAB_SIZE), k=request["length"])
-
-
 def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """Return an answer's token ids, text, log-probabilities, usage and finish reason, streamed or not."""
     body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True, **request, **fields}
-    body |= {"model": "model", "prompt": prompt(request), "stream_options": {"include_usage": True}}
-    del body["length"]
-    if not body.get("stream"):
-        del body["stream_options"]
+    body |= {"model": "model", "prompt": prompt(body.pop("length"))}
+    if body.pop("stream", False):
+        chunks = serving.events("/v1/completions", body | {"stream_options": {"include_usage": True}})
+        usage = chunks.pop()["usage"]
+    else:
         answer = serving.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         chunks = [answer.json()]
         usage = chunks[0]["usage"]
-    else:
-        chunks = stream(serving, body)
-        usage = chunks.pop()["usage"]
     choices = [chunk["choices"][0] for chunk in chunks]
     usage.pop("prompt_tokens_details")  # cached tokens depend on earlier requests
     logprobs = choices[0]["logprobs"]
@@ -95,13 +88,6 @@ def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> dict[st
         "finish_reason": choices[-1]["finish_reason"],
         "usage": usage,
     }
-
-
-def stream(serving: HttpServing, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with serving.http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
 
 
 def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
@@ -118,7 +104,7 @@ def changes(serving: HttpServing) -> float:
     return sum(serving.metric(f"tandem_{name}_total") for name in names)
 
 
-def check_afterwards(serving: HttpServing, expected: list[dict[str, Any]]) -> None:
+def check_afterwards(serving: HttpServing, expected: Answers) -> None:
     """Check that the survivors hold nothing and serve the next request."""
     serving.wait_empty()
     assert ask(serving, REQUESTS[1]) == expected[1]
@@ -137,7 +123,7 @@ KILLED = {
 
 @pytest.mark.parametrize(("group", "point"), [(group, point) for group in KILLED for point in KILLED[group]])
 def test_a_worker_is_killed(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], group: str, point: str
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers, group: str, point: str
 ) -> None:
     """The role's other worker takes over, or else a worker of the other role. Survivors hold nothing."""
     role, *numbers = group.split("-")
@@ -155,9 +141,7 @@ def test_a_worker_is_killed(
 
 
 @pytest.mark.parametrize("point", ["at later blocks", "as it decodes"])
-def test_a_dead_decode_worker_costs_little_recomputation(
-    folder: Path, expected: list[dict[str, Any]], point: str
-) -> None:
+def test_a_dead_decode_worker_costs_little_recomputation(folder: Path, expected: Answers, point: str) -> None:
     """A death before the hand-off costs no recomputation. A later one costs the emitted tokens and the last
     block's.
     """
@@ -179,7 +163,7 @@ def test_a_dead_decode_worker_costs_little_recomputation(
         assert (point == "as it decodes") <= bool(serving.metric("tandem_requests_placed_again_total"))
 
 
-def test_a_third_worker_fetches_the_prefix_from_a_peer(folder: Path, expected: list[dict[str, Any]]) -> None:
+def test_a_third_worker_fetches_the_prefix_from_a_peer(folder: Path, expected: Answers) -> None:
     workers = {"decode-0": "", "decode-1": f"KILL:after:after_step:7+{SLOW}", "decode-2": ""}
     length = REQUESTS[0]["length"]
     with Serving(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
@@ -204,7 +188,7 @@ def test_a_third_worker_fetches_the_prefix_from_a_peer(folder: Path, expected: l
     ],
 )
 def test_a_worker_that_wakes_from_a_freeze_changes_nothing(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], frozen: str, point: str
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers, frozen: str, point: str
 ) -> None:
     """After it wakes, it works on requests that others have taken over. A worker with a stuck loop still
     sends heartbeats.
@@ -227,7 +211,7 @@ def test_a_worker_that_wakes_from_a_freeze_changes_nothing(
     ("frozen", "point"), [("decode-0", "STOP:after:after_step:7"), ("prefill-0", "STOP:after:_push:3")]
 )
 def test_requests_go_on_elsewhere_before_a_frozen_worker_counts_as_lost(
-    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], frozen: str, point: str
+    folder: Path, pool: ThreadPoolExecutor, expected: Answers, frozen: str, point: str
 ) -> None:
     """Their copies are first. After it wakes, nothing of them is left on it."""
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
@@ -245,9 +229,9 @@ def test_without_workers_each_request_gets_one_error(folder: Path) -> None:
     """The error is an event in a stream, and a status otherwise."""
     fault = f"KILL:after:after_step:15+{SLOW}"
     with Serving(folder, {"decode-0": fault}) as serving, ThreadPoolExecutor(2) as pool:
-        body = {"model": "model", "prompt": prompt(REQUESTS[0]), "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        body = {"prompt": prompt(REQUESTS[0]["length"]), "max_tokens": NUM_TOKENS, "ignore_eos": True}
         whole = pool.submit(serving.http.post, "/v1/completions", json=body)
-        events = pool.submit(stream, serving, body | {"stream": True})
+        events = pool.submit(serving.events, "/v1/completions", body)
         serving.bury("decode-0")
         assert whole.result(BOUND_S).status_code == 502
         assert events.result(BOUND_S)[-1]["error"]["code"] == "worker_lost"

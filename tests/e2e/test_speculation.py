@@ -67,7 +67,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 NOT_SPECULATING = ("logprobs", "seeded", "n", "penalties")
 
-Ask = Callable[..., list[dict[str, Any]]]
+Choices = list[dict[str, Any]]
+Ask = Callable[..., Choices]
 
 
 def options(deployment: str | None) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def body_of(request: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return defaults | request | fields
 
 
-def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> Choices:
     """Return the choices of a whole answer, without fields that depend on speculation."""
     answer = serving.http.post("/v1/completions", json=body_of(request, **fields))
     assert answer.status_code == 200, answer.text
@@ -98,9 +99,7 @@ def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[di
     return [comparable([choice]) for choice in choices]
 
 
-def ask_at_once(
-    serving: HttpServing, asked: list[tuple[str, dict[str, Any]]], how: Ask
-) -> list[list[dict[str, Any]]]:
+def ask_at_once(serving: HttpServing, asked: list[tuple[str, dict[str, Any]]], how: Ask) -> list[Choices]:
     """Return the answers to requests that are sent at once. Each is a request's name and additional
     fields.
     """
@@ -108,13 +107,11 @@ def ask_at_once(
         return list(threads.map(lambda each: how(serving, REQUESTS[each[0]], **each[1]), asked))
 
 
-def ask_streaming(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+def ask_streaming(serving: HttpServing, request: dict[str, Any], **fields: Any) -> Choices:
     """Return the choices of a streamed answer, put together from its events."""
-    body = body_of(request, stream=True, stream_options={"include_usage": True}, **fields)
+    body = body_of(request, stream_options={"include_usage": True}, **fields)
     parts: dict[int, list[dict[str, Any]]] = {}
-    with serving.http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    events = serving.events("/v1/completions", body)
     for choice in (choice for event in events for choice in event["choices"]):
         parts.setdefault(choice["index"], []).append(choice)
     choices = [comparable(parts[index]) for index in sorted(parts)]
@@ -136,7 +133,7 @@ def comparable(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def assert_same(choices: list[dict[str, Any]], expected: list[dict[str, Any]], name: str = "") -> None:
+def assert_same(choices: Choices, expected: Choices, name: str = "") -> None:
     assert len(choices) == len(expected)
     for choice, wanted in zip(choices, expected, strict=True):
         for field in ("token_ids", "text", "reasons", "tokens", "offsets"):
@@ -147,7 +144,7 @@ def assert_same(choices: list[dict[str, Any]], expected: list[dict[str, Any]], n
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[dict[str, Any]]]:
+def expected() -> dict[str, Choices]:
     """Return the answers of a server without speculation."""
     with serve(None, "colocated") as serving:
         return {name: ask(serving, request) for name, request in REQUESTS.items()}
@@ -168,7 +165,7 @@ def total(serving: HttpServing, name: str) -> float:
     return serving.metric(f"tandem_spec_decode_num_{name}_total", method=method_of(serving))
 
 
-def test_the_requests_differ_and_end_in_every_way(expected: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_requests_differ_and_end_in_every_way(expected: dict[str, Choices]) -> None:
     """Otherwise the comparisons would prove little."""
     reasons = {name: choices[0]["reasons"] for name, choices in expected.items()}
     assert reasons["greedy"] == ("length", None)
@@ -180,9 +177,7 @@ def test_the_requests_differ_and_end_in_every_way(expected: dict[str, list[dict[
         assert 3 < len(expected[name][0]["token_ids"]) < NUM_TOKENS, name
 
 
-def test_answers_equal_those_without_speculation(
-    serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_answers_equal_those_without_speculation(serving: HttpServing, expected: dict[str, Choices]) -> None:
     """Runs requests alone, then all at once beside requests without speculation. One server gives all answers
     streamed and whole; the others give some of them in the next test.
     """
@@ -196,9 +191,7 @@ def test_answers_equal_those_without_speculation(
 
 
 @on("draft_model", "medusa")
-def test_requests_choose_their_own_speculation(
-    serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_requests_choose_their_own_speculation(serving: HttpServing, expected: dict[str, Choices]) -> None:
     wishes: list[dict[str, Any]] = [
         *({"num_speculative_tokens": count} for count in (0, 1, 3, 8)),
         *({"method": method} for method in sorted({method_of(serving), *WEIGHTLESS})),
@@ -252,9 +245,7 @@ def test_answers_and_metrics_agree(serving: HttpServing) -> None:
 
 
 @on("draft_model_tree")
-def test_a_cancelled_stream_leaves_nothing(
-    serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_cancelled_stream_leaves_nothing(serving: HttpServing, expected: dict[str, Choices]) -> None:
     body = body_of(REQUESTS["n"], max_tokens=400, stream=True)
     for num_events in (0, 1, 3, 8):
         with serving.http.stream("POST", "/v1/completions", json=body) as response:
@@ -265,7 +256,7 @@ def test_a_cancelled_stream_leaves_nothing(
     assert_same(ask(serving, REQUESTS["n"]), expected["n"])
 
 
-def test_a_decode_workers_death_changes_nothing(expected: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_decode_workers_death_changes_nothing(expected: dict[str, Choices]) -> None:
     """The worker dies after steps of several tokens each. Another one continues with the request's own draft
     settings.
     """

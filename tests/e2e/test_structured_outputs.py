@@ -42,8 +42,7 @@ def ask(serving: HttpServing, seed: int, stream: bool = False) -> tuple[list[int
         assert answer.status_code == 200, answer.text
         chunks = [answer.json()]
     else:
-        with serving.http.stream("POST", "/v1/chat/completions", json=body) as response:
-            chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        chunks = serving.events("/v1/chat/completions", body)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert choices[-1]["finish_reason"] == "stop", choices[-1]
     text = "".join(choice["delta" if stream else "message"]["content"] for choice in choices)

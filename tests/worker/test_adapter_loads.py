@@ -24,6 +24,7 @@ from tests.waiting import wait_until
 from tests.worker.light_loop import OURS, LightLoop, ask, small_engine
 from worker.adapter_loads import MOST_STALLED, READS_AT_ONCE, STALL_S
 
+Adapters = dict[str, Adapter]
 PROMPT = range(1, 21)
 NAMES = ("one", "other")
 
@@ -34,7 +35,7 @@ def engine(model_folder: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def adapters(engine: Engine, model_folder: Path) -> dict[str, Adapter]:
+def adapters(engine: Engine, model_folder: Path) -> Adapters:
     """Return adapters that are not loaded."""
     assert engine.adapters is not None
     found = {}
@@ -117,7 +118,7 @@ def error(light: LightLoop, request_id: str) -> Any:
 
 
 def test_others_run_while_a_request_waits_for_its_adapter(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
+    light: LightLoop, disk: Disk, adapters: Adapters
 ) -> None:
     disk.stop(adapters["one"].path)
     generate(light, "waits", adapters["one"])
@@ -140,7 +141,7 @@ def tokens_without(light: LightLoop) -> list[int]:
 
 
 def test_a_stalled_read_fails_for_its_requests_alone(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter], caplog: pytest.LogCaptureFixture
+    light: LightLoop, disk: Disk, adapters: Adapters, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = adapters["one"]
     disk.stop(one.path)
@@ -165,9 +166,7 @@ def test_a_stalled_read_fails_for_its_requests_alone(
     assert len(tokens(light, "third")) == 4
 
 
-def test_a_slow_read_that_progresses_is_waited_for(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
-) -> None:
+def test_a_slow_read_that_progresses_is_waited_for(light: LightLoop, disk: Disk, adapters: Adapters) -> None:
     disk.stop(adapters["one"].path)
     generate(light, "slow", adapters["one"])
     (read,) = light.loop.adapter_loads._reads.values()
@@ -181,7 +180,7 @@ def test_a_slow_read_that_progresses_is_waited_for(
 
 
 def test_an_aborted_request_does_not_run_when_its_adapter_comes(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
+    light: LightLoop, disk: Disk, adapters: Adapters
 ) -> None:
     disk.stop(adapters["one"].path)
     generate(light, "gone", adapters["one"])
@@ -203,9 +202,7 @@ def reserve(light: LightLoop, name: str, adapter: Adapter) -> None:
     light.loop.on_peer_request(b"prefill-0:" + b"b" * 16, message)
 
 
-def test_a_hand_off_waits_for_the_adapter_too(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
-) -> None:
+def test_a_hand_off_waits_for_the_adapter_too(light: LightLoop, disk: Disk, adapters: Adapters) -> None:
     one = adapters["one"]
     disk.stop(one.path)
     reserve(light, "late", one)
@@ -224,7 +221,7 @@ def test_a_hand_off_waits_for_the_adapter_too(
 
 
 def test_an_adapter_stays_while_a_request_waits_for_room(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
+    light: LightLoop, disk: Disk, adapters: Adapters
 ) -> None:
     """Its name is gone by then and the disk hangs, so the loop must not read anything."""
     one = adapters["one"]
@@ -252,9 +249,7 @@ def load(light: LightLoop, name: str, adapter: Adapter) -> list[AdapterLoaded]:
     return answers
 
 
-def test_the_router_is_told_the_result_of_a_load(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
-) -> None:
+def test_the_router_is_told_the_result_of_a_load(light: LightLoop, disk: Disk, adapters: Adapters) -> None:
     one = adapters["one"]
     (answer,) = load(light, "sql", one)
     assert (answer.name, answer.digest, answer.error) == ("sql", one.digest, "")
@@ -271,7 +266,7 @@ def test_the_router_is_told_the_result_of_a_load(
 
 
 def test_an_adapter_unloaded_during_its_read_gets_no_name(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
+    light: LightLoop, disk: Disk, adapters: Adapters
 ) -> None:
     disk.stop(adapters["one"].path)
     light.hear(LoadAdapter(incarnation=OURS, name="one", path=adapters["one"].path))
@@ -281,9 +276,7 @@ def test_an_adapter_unloaded_during_its_read_gets_no_name(
     assert light.engine.adapters is not None and light.engine.adapters.listed() == []
 
 
-def test_reads_and_hanging_threads_are_limited(
-    light: LightLoop, disk: Disk, adapters: dict[str, Adapter]
-) -> None:
+def test_reads_and_hanging_threads_are_limited(light: LightLoop, disk: Disk, adapters: Adapters) -> None:
     paths = [f"/adapters/{number}" for number in range(MOST_STALLED + 2 * READS_AT_ONCE)]
     for path in paths:
         disk.stop(path)
