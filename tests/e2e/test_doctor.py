@@ -62,19 +62,18 @@ def pair(folder: Path) -> Iterator[HttpServing]:
 
 def test_an_idle_server_and_a_light_load_have_nothing(pair: HttpServing) -> None:
     assert names(findings(pair)) == ["nothing"]
-    found = diagnose(pair, "nothing", running(1, 30, max_tokens=20))
-    assert names(found) == ["nothing"]
+    assert names(diagnose(pair, "nothing", running(1, 30, max_tokens=20))) == ["nothing"]
 
 
 def test_long_prompts_wait_for_prefill(pair: HttpServing) -> None:
     found = diagnose(pair, "prefill", running(24, 400, max_tokens=2))
-    assert (found[0]["name"], found[0]["worker"]) == ("prefill", "prefill-0")
+    assert found[0]["worker"] == "prefill-0"
     assert not {"decode", "kv_room", "draft"} & set(names(found))
 
 
 def test_long_answers_wait_for_decode(pair: HttpServing) -> None:
     found = diagnose(pair, "decode", running(64, 8, max_tokens=400))
-    assert (found[0]["name"], found[0]["worker"]) == ("decode", "decode-0")
+    assert found[0]["worker"] == "decode-0"
     assert not {"prefill", "draft", "kv_room", "queue"} & set(names(found))
 
 
@@ -92,7 +91,6 @@ def test_a_slow_wire_is_named_as_the_bottleneck(folder: Path) -> None:
             found = diagnose(serving, "transfer", running(2, 300, max_tokens=4))
         finally:
             proxy.close()
-        assert found[0]["name"] == "transfer"
         assert "prefill-0 sends to decode-0 over tcp" in found[0]["summary"]
         assert "prefill" not in names(found)
 
@@ -107,13 +105,11 @@ def small(folder: Path) -> Iterator[HttpServing]:
 
 def test_long_requests_wait_for_room_in_a_small_pool(small: HttpServing) -> None:
     found = diagnose(small, "kv_room", running(8, 200, max_tokens=100))
-    assert found[0]["name"] == "kv_room"
     assert not {"transfer", "draft", "queue"} & set(names(found))
 
 
 def test_refused_requests_name_the_bound_of_the_queue(small: HttpServing) -> None:
     found = diagnose(small, "queue", running(16, 10, max_tokens=20))
-    assert found[0]["name"] == "queue"
     assert "--max-queued-requests" in found[0]["change"]
     assert not {"transfer", "kv_room"} & set(names(found))
 

@@ -126,18 +126,12 @@ async def _one_random_request(client: httpx.AsyncClient, rng: random.Random, ind
     leave_after = rng.randrange(6)
     leaves = rng.random() < 0.5
     if not body["stream"]:
-        if not leaves:
-            return (
-                "finished"
-                if (await client.post("/v1/completions", json=body)).status_code == 200
-                else "failed"
-            )
         try:
-            async with asyncio.timeout(0.05 * leave_after):
-                await client.post("/v1/completions", json=body)
+            async with asyncio.timeout(0.05 * leave_after if leaves else None):
+                answer = await client.post("/v1/completions", json=body)
         except TimeoutError:
             return "left"
-        return "finished"
+        return "finished" if answer.status_code == 200 else "failed"
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
         lines = 0

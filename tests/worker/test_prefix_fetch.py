@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import greedy, prompt
 
-BLOCK_SIZE = 16
 PATIENT = "fetch:25"
 """The worker waits this many seconds for the next block, however busy the machine is."""
 
@@ -27,24 +26,6 @@ def holder(cluster: Cluster, model_folder: Path) -> RunningWorker:
 @pytest.fixture
 def asking(cluster: Cluster, model_folder: Path) -> RunningWorker:
     return cluster.start("prefill", "prefill-0", tiny_config(model_folder))
-
-
-def test_only_missing_blocks_are_computed(
-    cluster: Cluster, model_folder: Path, reference: PreTrainedModel
-) -> None:
-    config = tiny_config(model_folder, kv_transports="tcp")
-    holder = cluster.start("prefill", "prefill-1", config)
-    decode = cluster.start("decode", "decode-0", config)
-    asking = cluster.start("prefill", "prefill-0", config, PATIENT)
-    cluster.serve(holder, request("before", prompt(200), max_tokens=1))
-    longer = prompt(200) + prompt(50, seed=7)
-    cluster.serve(asking, request("r", longer), decode=decode.address, prefix=holder.address)
-    assert cluster.tokens("r") == greedy(reference, longer, 12)
-    assert cluster.outputs["r"][0][1].cached_tokens == 192
-    cluster.wait_empty(holder, asking, decode)
-    assert asking.counter("prefix_blocks_fetched_total") == 192 // BLOCK_SIZE
-    assert holder.counter("prefix_blocks_lent_total") == 192 // BLOCK_SIZE
-    assert asking.counter("computed_tokens_total") == len(longer) - 192
 
 
 def test_local_blocks_are_not_fetched(
