@@ -68,19 +68,23 @@ struct Inputs {
         return ordered.data();
     }
 
-    // Writes `sums` [rows][runs], each over ascending inputs in 16 lanes.
-    void add_up(const uint16_t* x, const Quantized& q, int64_t rows, int64_t run, int64_t runs) {
+    // Writes `sums` [rows][runs], each over ascending inputs in LANES lanes.
+    void add_up(const uint16_t* x, const Quantized& q, int64_t rows, int64_t run, int64_t runs, int64_t threads,
+                Parallel parallel) {
         sums.resize(rows * runs);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < runs; i++) {
-                const uint16_t* from = x + r * q.in_features + i * run;
-                float lanes[16] = {}, sum = 0;
-                for (int64_t k = 0; k < std::min(run, q.in_features - i * run); k += 16)
-                    for (int lane = 0; lane < 16; lane++) lanes[lane] += bf16_to_float(from[k + lane]);
-                for (const float lane : lanes) sum += lane;
-                sums[r * runs + i] = sum;
-            }
+        share_out((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, parallel, [&](int64_t part) {
+            for (int64_t r = part * ROWS_AT_ONCE; r < std::min((part + 1) * ROWS_AT_ONCE, rows); r++)
+                for (int64_t i = 0; i < runs; i++) {
+                    const uint16_t* from = x + r * q.in_features + i * run;
+                    Vec lanes{};
+                    for (int64_t k = 0; k < std::min(run, q.in_features - i * run); k += LANES) lanes += widen(from + k);
+                    sums[r * runs + i] = sum_of_lanes(lanes);
+                }
+        });
     }
+
+  private:
+    static constexpr int64_t ROWS_AT_ONCE = 16;
 };
 
 constexpr int64_t AHEAD = 1 << 13;  // prefetch distance of codes into the L2 cache, in words: 16 KiB
@@ -160,7 +164,7 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
     const int64_t groups = K / q.group, runs = (K + run - 1) / run;
     thread_local Inputs prepared;
     x = prepared.order(x, q, rows);
-    if (q.minima && !Tiles::ROUNDS) prepared.add_up(x, q, rows, run, runs);
+    if (q.minima && !Tiles::ROUNDS) prepared.add_up(x, q, rows, run, runs, most_threads, parallel);
     const float* input_sums = prepared.sums.data();
     const Product p{x, nullptr, q.bias, out, rows, K, q.out_features, run};
     const Scales scales = scales_of<Codes>(q, Tiles::ROUNDS ? 1 : Codes::UNIT);
