@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from engine.sampler import Sampler
-from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
-from tests.engine.sampler.test_sampler_native import FILTERS
+from tests.engine.sampling_cases import EDITS, FILTERS, Case, cases
 
 CUDA = torch.device("cuda")
 

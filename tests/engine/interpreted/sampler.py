@@ -1,8 +1,5 @@
 """The sampler's kernels in Triton's interpreter choose the same tokens as torch's operators and the compiled
-choice.
-
-`test_interpreted_kernels.py` runs this module in another process.
-"""
+choice."""
 
 from __future__ import annotations
 
@@ -20,10 +17,9 @@ from torch import Tensor
 from engine.sampler import Sampler, SamplingRow, TorchSampler
 from engine.sampler.triton_kernel import chooser, scan
 from engine.sampler.triton_kernel.chooser import TritonSampler
-from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
 from tests.engine.sampler.test_grammars import Fixed, masked_rows
-from tests.engine.sampler.test_sampler_native import FILTERS, equal_scores, exact_nuclei, make_rows
 from tests.engine.sampler_reference import make_row
+from tests.engine.sampling_cases import EDITS, FILTERS, Case, cases, equal_scores, exact_nuclei, make_rows
 
 CPU = torch.device("cpu")
 few = settings(max_examples=6, deadline=None, database=None)
@@ -130,13 +126,9 @@ def test_rows_that_fail() -> None:
     logits[1, 77], logits[2, 0], logits[3, 149], logits[4, 80] = math.nan, -math.nan, math.inf, -math.inf
     logits[5] = -math.inf
     assert choose(logits, rows)[1] == [1, 2, 3, 5, 6, 7]
-
-
-def test_a_forbidden_logit_may_be_nan() -> None:
-    logits = torch.zeros(2, 100)
-    logits[:, 70] = math.nan
+    logits = torch.zeros(2, 100).index_fill(1, torch.tensor(70), math.nan)
     rows = [make_row(banned_token_sequences=[[70]]), make_row(allowed_token_ids=[5, 99])]
-    assert choose(logits, rows)[1] == []
+    assert choose(logits, rows)[1] == [], "a forbidden logit may be NaN"
 
 
 def test_among_equal_scores_the_lowest_id_wins() -> None:

@@ -24,8 +24,9 @@ from engine.sampler.edits import Penalties, TokenCounts, apply_edits, edit_lists
 from engine.sampler.noise import MAX_NOISE, MIN_NOISE, NOISE_SPAN
 from engine.sampler.rows import RequestParams
 from engine.sampler.torch_sampler import apply_filters
-from tests.engine.sampler.test_sampler import EOS, PARAMS, crowd
+from tests.engine.sampler.test_sampler import EOS, crowd
 from tests.engine.sampler_reference import distribution, make_row
+from tests.engine.sampling_cases import PARAMS
 
 VOCAB_SIZE = 300
 

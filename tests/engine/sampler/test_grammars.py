@@ -18,8 +18,9 @@ from engine.sampler.rows import TokenMasks
 from protocol.errors import InvalidRequestError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from tests.engine.sampler.test_sampler_native import FILTERS, choose_both_ways, make_rows
+from tests.engine.sampler.test_sampler_native import choose_both_ways
 from tests.engine.sampler_reference import make_row
+from tests.engine.sampling_cases import FILTERS, make_rows
 from tests.engine.test_engine import tiny_engine
 
 MODEL = Path(__file__).parents[3] / "models" / "tandem-code-10m"

@@ -8,53 +8,21 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
-from engine.sampler import Sampler, SamplingRow, TorchSampler, gumbel_noise, native, stream_keys
+from engine.sampler import Sampler, SamplingRow, TorchSampler, native
 from native.build import _cpu as cpu_of_build
 from native.build import build
 from tests.engine.sampler_reference import make_row
+from tests.engine.sampling_cases import FILTERS, Case, cases, equal_scores, exact_nuclei, make_rows
 
 needs_compiler = pytest.mark.skipif(native.compiled() is None, reason="needs a C++ compiler")
-
-FILTERS = {
-    "none": {},
-    "cold": {"temperature": 0.2},
-    "hot": {"temperature": 5.0},
-    "hottest": {"temperature": 100.0},
-    "nearly greedy": {"temperature": 1e-40},
-    "greedy": {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.3},
-    "top-k 1": {"top_k": 1},
-    "top-k": {"top_k": 7, "temperature": 2.0},
-    "top-k of many": {"top_k": 200, "temperature": 3.0},
-    "top-p tiny": {"top_p": 1e-9},
-    "top-p": {"top_p": 0.6},
-    "top-p of many": {"top_p": 0.97, "temperature": 4.0},
-    "top-p nearly 1": {"top_p": 1 - 2**-53},
-    "min-p": {"min_p": 0.02},
-    "min-p 1": {"min_p": 1.0},
-    "min-p, top-p": {"min_p": 0.001, "top_p": 0.9},
-    "min-p, top-k": {"min_p": 0.05, "top_k": 20},
-    "top-k, top-p": {"top_k": 30, "top_p": 0.8, "temperature": 1.5},
-    "all": {"min_p": 0.01, "top_k": 50, "top_p": 0.9, "temperature": 1.3},
-}
-
-
-def make_rows(count: int, generator: random.Random, names: list[str] | None = None) -> list[SamplingRow]:
-    """Return rows of several requests and positions, with these filters in turn."""
-    names = names or list(FILTERS)
-    rows = []
-    for number in range(count):
-        params = FILTERS[names[number % len(names)]]
-        rows.append(make_row(str(number), seed=generator.randint(-(2**63), 2**63 - 1), **params))
-        rows[-1].position = generator.choice([number, generator.randrange(10**6)])
-    return rows
 
 
 def plain_sampler(vocab_size: int, grammars: Any = None) -> Sampler:
@@ -91,14 +59,10 @@ def test_it_builds_if_there_is_a_compiler() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("vocab_size", [*range(1, 9), 15, 17, 127, 128, 130, 1000, 4096])
-def test_rows_of_all_filters_together(vocab_size: int, dtype: torch.dtype) -> None:
-    generator = random.Random(vocab_size)
-    torch.manual_seed(vocab_size)
-    for spread in (0.3, 4.0):
-        rows = make_rows(2 * len(FILTERS), generator)
-        choose_both_ways((spread * torch.randn(len(rows), vocab_size)).to(dtype), rows)
+@settings(max_examples=150, deadline=None, database=None)
+@given(cases([*range(1, 9), 15, 64, 127, 128, 130, 333, 1000, 4096], most_rows=8))
+def test_batches(case: Case) -> None:
+    choose_both_ways(*case.batch())
 
 
 @needs_compiler
@@ -119,59 +83,11 @@ def test_a_large_vocabulary_on_several_threads(threads_restored: None) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("vocab_size", [2, 40, 1500])
-def test_many_draws_from_flat_rows(vocab_size: int) -> None:
-    """The noise decides here."""
-    torch.manual_seed(3)
-    rows = make_rows(1500, random.Random(3), ["none", "hot", "top-p of many"])
-    choose_both_ways(torch.randn(len(rows), vocab_size).bfloat16(), rows)
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_values", [1, 2, 5])
-def test_equal_values(num_values: int, dtype: torch.dtype) -> None:
-    """Both zeros are equal, too."""
-    torch.manual_seed(4)
-    rows = make_rows(4 * len(FILTERS), random.Random(4))
-    for vocab_size in (9, 300, 2000):
-        logits = torch.randint(num_values, (len(rows), vocab_size)).to(dtype) - (num_values - 1)
-        logits[torch.rand(logits.shape) < 0.5] *= -1 if num_values == 1 else 1
-        logits[(logits == 0) & (torch.rand(logits.shape) < 0.5)] = -0.0
-        choose_both_ways(logits, rows)
-
-
-def equal_scores(one: int, other: int, temperature: float = 1.0) -> Iterator[tuple[SamplingRow, Tensor]]:
-    """Return rows in which two of 200 tokens share the highest score: `one` has the greater logit, `other`
-    correspondingly more noise.
-    """
-    for seed in range(100):
-        noise = gumbel_noise(stream_keys(torch.tensor([seed]), torch.tensor([3])), torch.arange(200))
-        logits = torch.full((1, 200), -1000.0)
-        logits[0, one] = 0.0
-        logits[0, other] = temperature * (noise[one] - noise[other])
-        if logits[0, other] <= 0 and logits[0, other] / temperature + noise[other] == noise[one]:
-            yield make_row(seed=seed, temperature=temperature), logits
-
-
-@needs_compiler
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("one", "other"), [(3, 150), (150, 3)])
 def test_among_equal_scores_the_lowest_id_wins(one: int, other: int, temperature: float) -> None:
     found = [choose_both_ways(logits, [row])[0] for row, logits in equal_scores(one, other, temperature)]
     assert found == [[3]] * len(found) and len(found) > 10
-
-
-def exact_nuclei(second: float) -> Iterator[tuple[Tensor, float, float]]:
-    """Return logits of three tokens, a `top_p` that equals the likeliest one's share after top-k 2, and one
-    just above it. The second logit is `second` and decreases.
-    """
-    for step in range(50):
-        logits = torch.tensor([[0.0, second - step / 16, -90.0]])
-        share = math.exp(float(logits[0, 1]))
-        total = 1 + share
-        if total - share == 1 and 1 / total * total == 1:  # else it is rounded
-            yield logits, 1 / total, 1 / total * (1 + 1e-14)
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("native", marks=needs_compiler)])
@@ -198,19 +114,6 @@ def test_a_nucleus_of_nearly_everything() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_forbidden_tokens(dtype: torch.dtype) -> None:
-    torch.manual_seed(5)
-    rows = make_rows(4 * len(FILTERS), random.Random(5))
-    for share in (0.1, 0.9, 0.995):
-        logits = 3 * torch.randn(len(rows), 400).to(dtype)
-        logits[:, 1:][torch.rand(len(rows), 399) < share] = -math.inf
-        found, failed_rows = choose_both_ways(logits, rows)
-        assert failed_rows == []
-        assert all(logits[row, token] > -math.inf for row, token in enumerate(found))
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("place", [0, 77, 299])
 def test_rows_that_fail(place: int, dtype: torch.dtype) -> None:
     torch.manual_seed(6)
@@ -220,8 +123,11 @@ def test_rows_that_fail(place: int, dtype: torch.dtype) -> None:
     logits[2::6, place] = -math.nan
     logits[3::6, place] = math.inf
     logits[4::6] = -math.inf
+    for number in range(5, len(rows), 6):
+        params = FILTERS[[*FILTERS][number % len(FILTERS)]]
+        rows[number] = make_row(str(number), allowed_token_ids=[7], banned_token_sequences=[[7]], **params)
     failed_rows = choose_both_ways(logits, rows)[1]
-    assert failed_rows == [row for row in range(len(rows)) if row % 6 in (1, 2, 3, 4)]
+    assert failed_rows == [row for row in range(len(rows)) if row % 6]
 
 
 @needs_compiler
@@ -232,18 +138,6 @@ def test_logits_that_are_part_of_others(dtype: torch.dtype) -> None:
     wide = 3 * torch.randn(3 * len(rows), 500).to(dtype)
     for part in (wide[::3, 100:333], wide[: len(rows), ::2], wide[:60, : len(rows)].T):
         assert choose_both_ways(part, rows) == choose_both_ways(part.contiguous(), rows)
-
-
-@needs_compiler
-def test_one_request_at_several_positions_and_one_with_edits() -> None:
-    torch.manual_seed(8)
-    chain = make_row("chain", seed=8, top_p=0.9)
-    rows = [SamplingRow(chain.params, [1], [], position, "chain") for position in range(5, 12)]
-    logits = torch.randn(8, 100)
-    choose_both_ways(logits, [*rows, make_row("other", seed=9, top_k=5)])
-    edits = {"presence_penalty": 1.0, "logit_bias": {3: 2.0}, "banned_token_sequences": [[7]]}
-    for params in ({}, {"temperature": 0.0}, {"top_p": 0.5, "top_k": 10}):
-        choose_both_ways(logits, [*rows, make_row("editing", (1, 2), (4, 5, 5), seed=10, **edits, **params)])
 
 
 @needs_compiler
