@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,24 +9,13 @@ from torch import Tensor
 from engine.sampler import Sampler
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 from speculation.verification.verify import verify
+from tests.speculation.verdicts import BY_CHANCE, RULES, VOCAB, Batch, sequence_with, told
 
 VOCAB_SIZE = 12
-RULES: list[Verification] = ["coupled", "standard", "block"]
-BY_CHANCE: list[Verification] = ["standard", "block"]
 TREE = Draft([5, 6, 7, 8, 9, 10], [-1, -1, 1, 1, 3, 0])
 """5 and 6 follow the last token; 7 and 8 follow 6, 9 follows 8, and 10 follows 5."""
-
-
-def sequence_with(draft: Draft | None, **sampling: Any) -> SequenceState:
-    params = SamplingParams(max_tokens=50, **({"seed": 4} | sampling))
-    request = EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=params)
-    sequence = SequenceState(request, 0)
-    sequence.draft = draft
-    return sequence
 
 
 def certain(*tokens: int) -> Tensor:
@@ -120,30 +107,10 @@ def test_log_probabilities_come_from_the_rows_on_the_path(rule: Verification) ->
 @pytest.mark.parametrize("rule", RULES)
 def test_a_mixed_batch_gets_the_verdicts_of_lone_requests(rule: Verification) -> None:
     """A request without a draft gets the token of a server without speculation."""
-    drawn = torch.rand(3, VOCAB_SIZE)
-    drafts: list[Draft | None] = [
-        Draft([5, 6]),
-        None,
-        Draft([1, 2, 3], distributions=drawn / drawn.sum(dim=1, keepdim=True)),
-        TREE,
-        Draft([7], probes=[]),
-        Draft([3, 4], probes=[0b01, 0b101]),
-        Draft([2, 2, 2, 2]),
-    ]
-    temperatures = [1.0, 0.8, 1.3, 0.9, 0.0, 1.0, 0.7]
-    sequences = [
-        sequence_with(draft, temperature=temperature, seed=seed)
-        for seed, (draft, temperature) in enumerate(zip(drafts, temperatures, strict=True))
-    ]
-    counts = [1 + (len(draft.token_ids) if draft else 0) for draft in drafts]
-    logits = torch.randn(sum(counts), VOCAB_SIZE).split(counts)
-    together = judge(rule, torch.cat(logits), *sequences)
-    for sequence, rows, verdict in zip(sequences, logits, together, strict=True):
-        (alone,) = judge(rule, rows, sequence)
-        assert (alone.token_ids, alone.accepted, alone.probed) == (
-            verdict.token_ids,
-            verdict.accepted,
-            verdict.probed,
-        )
+    batch = Batch.of_each_kind(0)
+    sampler = Sampler(VOCAB, "cpu", [0])
+    together = told(verify(rule, batch.sequences, batch.logits, sampler))
+    for sequence, rows, verdict in zip(batch.sequences, batch.rows, together, strict=True):
+        assert told(verify(rule, [sequence], rows, sampler)) == [verdict]
         if sequence.draft is None:
-            assert judge("coupled", rows, sequence)[0].token_ids == verdict.token_ids
+            assert told(verify("coupled", [sequence], rows, sampler)) == [verdict]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from torch import Tensor
 from engine.sampler import Sampler, TorchSampler
 from engine.step.draft import Draft, Verdict
 from engine.step.sequence import SequenceState
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 from speculation.verification import native
 from speculation.verification.verify import verify
+from tests.speculation.verdicts import Batch, sequence_with, told
 
 pytestmark = pytest.mark.skipif(native.compiled() is None, reason="needs a C++ compiler")
 
@@ -32,40 +30,19 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-def sequence_with(number: int, draft: Draft | None, **sampling: Any) -> SequenceState:
-    params = SamplingParams(max_tokens=50, **({"seed": 7 * number - 300} | sampling))
-    prompt = list(range(1, 2 + number % 5))
-    sequence = SequenceState(
-        EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=params), number
-    )
-    sequence.draft = draft
-    return sequence
-
-
 def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[SequenceState], Tensor]:
-    """Return logits, and sequences with all parameters and all kinds of drafts that resemble the model."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    pick = random.Random(vocab_size)
+    """Return sequences with all parameters and all kinds of drafts that resemble the model, and logits."""
+    batch = Batch(vocab_size, vocab_size, dtype)
     sampler = Sampler(vocab_size, "cpu", [])
-    sequences, parts = [], []
     for number in range(count):
-        length = pick.randrange(6)
-        logits = (2 * torch.randn(length + 1, vocab_size, generator=generator)).to(dtype)
-        draft = None
-        if length:
-            blurred = logits[:-1].float() + 0.5 * torch.randn(length, vocab_size, generator=generator)
-            drawn_from = blurred.softmax(dim=1)
-            tokens = torch.multinomial(drawn_from, 1, generator=generator)[:, 0]
-            is_drawn = number % 3 > 0
-            tokens = tokens if is_drawn else blurred.argmax(dim=1)
-            draft = Draft(tokens.tolist(), distributions=drawn_from if is_drawn else None)
-        sequence = sequence_with(number, draft, **PARAMS[number % len(PARAMS)])
-        if draft is not None and draft.distributions is None:
-            foreseen = pick.randrange(length + 1)
-            draft.token_ids[:foreseen] = sampler.choose(logits, sequence.step_rows())[0].tolist()[:foreseen]
-        sequences.append(sequence)
-        parts.append(logits)
-    return sequences, torch.cat(parts)
+        length = batch.random.randrange(6)
+        batch.add(PARAMS[number % len(PARAMS)], length, drawn=0.5 * (number % 3 > 0))
+        sequence = batch.sequences[-1]
+        if sequence.draft is not None and sequence.draft.distributions is None:
+            chosen = sampler.choose(batch.rows[-1], sequence.step_rows())[0].tolist()
+            foreseen = batch.random.randrange(length + 1)
+            sequence.draft.token_ids[:foreseen] = chosen[:foreseen]
+    return batch.sequences, batch.logits
 
 
 def judge(
@@ -73,10 +50,6 @@ def judge(
 ) -> list[Verdict]:
     sampler = Sampler(logits.shape[1], "cpu", [], row_sampler=None if natively else TorchSampler())
     return verify(rule, sequences, logits, sampler)
-
-
-def summary(verdicts: list[Verdict]) -> list[tuple[list[int], list[int], int, bool]]:
-    return [(v.token_ids, v.accepted, len(v.logprobs), v.failed) for v in verdicts]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "standard"])
@@ -93,9 +66,7 @@ def summary(verdicts: list[Verdict]) -> list[tuple[list[int], list[int], int, bo
 def test_verdicts_equal_torchs(vocab_size: int, dtype: torch.dtype, rule: Verification) -> None:
     """Except where a single bit decides."""
     sequences, logits = crowd(300, vocab_size, dtype)
-    found, expected = (
-        summary(judge(sequences, logits, rule, natively=natively)) for natively in (True, False)
-    )
+    found, expected = (told(judge(sequences, logits, rule, natively=each)) for each in (True, False))
     unlike = [number for number, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
     assert len(unlike) <= 1
     rejected = [len(v[1]) < s.draft.num_nodes for v, s in zip(found, sequences, strict=True) if s.draft]
@@ -109,7 +80,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            found.append(summary(judge(sequences, logits)))
+            found.append(told(judge(sequences, logits)))
     finally:
         torch.set_num_threads(num_threads)
     assert found[0] == found[1]
@@ -117,13 +88,13 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 def test_tensors_need_not_be_contiguous() -> None:
     sequences, logits = crowd(60, 200, torch.float32)
-    expected = summary(judge(sequences, logits))
+    expected = told(judge(sequences, logits))
     wider = torch.cat([logits, torch.full_like(logits, 50.0)], dim=1)[:, :200]
     for sequence in sequences:
         if sequence.draft is not None and sequence.draft.distributions is not None:
             sequence.draft.distributions = sequence.draft.distributions.T.contiguous().T
-    assert summary(judge(sequences, wider)) == expected
-    assert summary(judge(sequences, logits.T.contiguous().T)) == expected
+    assert told(judge(sequences, wider)) == expected
+    assert told(judge(sequences, logits.T.contiguous().T)) == expected
 
 
 @pytest.mark.parametrize("rule", ["coupled", "standard"])
@@ -131,9 +102,9 @@ def test_rows_after_the_first_rejection_are_not_read(rule: Verification) -> None
     logits = torch.full((4, 20), -1e4)
     logits[:, 5] = 1e4
     logits[2:] = torch.nan
-    (verdict,) = judge([sequence_with(0, Draft([5, 6, 5]))], logits, rule)
+    (verdict,) = judge([sequence_with(Draft([5, 6, 5]))], logits, rule)
     assert (verdict.token_ids, verdict.accepted, verdict.failed) == ([5, 5], [0], False)
-    (verdict,) = judge([sequence_with(0, Draft([5, 5, 5]))], logits, rule)
+    (verdict,) = judge([sequence_with(Draft([5, 5, 5]))], logits, rule)
     assert (verdict.accepted, verdict.failed) == ([0, 1], True)
 
 
@@ -141,23 +112,23 @@ def test_rows_after_the_first_rejection_are_not_read(rule: Verification) -> None
 def test_other_sequences_get_the_same_verdict_in_a_mixed_batch(rule: Verification) -> None:
     """Trees, probes, edited logits and log-probabilities are left to torch's operators."""
     others = [
-        sequence_with(0, Draft([1, 2, 3], [-1, -1, 0])),
-        sequence_with(1, Draft([1, 2, 3], probes=[0b1011])),
-        sequence_with(2, Draft([1, 2]), logit_bias={3: 2.0}),
-        sequence_with(3, Draft([1, 2]), logprobs=1),
-        sequence_with(4, Draft([1, 2]), repetition_penalty=1.5),
+        sequence_with(Draft([1, 2, 3], [-1, -1, 0]), 0),
+        sequence_with(Draft([1, 2, 3], probes=[0b1011]), 1),
+        sequence_with(Draft([1, 2]), 2, logit_bias={3: 2.0}),
+        sequence_with(Draft([1, 2]), 3, logprobs=1),
+        sequence_with(Draft([1, 2]), 4, repetition_penalty=1.5),
     ]
     assert not any(map(native.can_verify, others))
-    plain = [sequence_with(5, Draft([1, 2])), sequence_with(6, None)]
+    plain = [sequence_with(Draft([1, 2]), 5), sequence_with(None, 6)]
     assert all(map(native.can_verify, plain))
     sequences = [*others[:3], *plain, *others[3:]]
     logits = torch.randn(21, 30, generator=torch.Generator().manual_seed(0))
-    together = summary(judge(sequences, logits, rule))
-    assert together == summary(judge(sequences, logits, rule, natively=False))
+    together = told(judge(sequences, logits, rule))
+    assert together == told(judge(sequences, logits, rule, natively=False))
     row = 0
     for sequence, verdict in zip(sequences, together, strict=True):
         first, row = row, row + 1 + (len(sequence.draft.token_ids) if sequence.draft else 0)
-        assert summary(judge([sequence], logits[first:row], rule)) == [verdict]
+        assert told(judge([sequence], logits[first:row], rule)) == [verdict]
     assert row == 21
 
 
@@ -165,9 +136,9 @@ def test_other_sequences_get_the_same_verdict_in_a_mixed_batch(rule: Verificatio
 def test_distributions_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
     draft = Draft([1, 2], distributions=torch.full(shape, 0.1))
     with pytest.raises(ValueError, match="distribution"):
-        judge([sequence_with(0, draft)], torch.randn(3, 9))
+        judge([sequence_with(draft)], torch.randn(3, 9))
 
 
 def test_missing_rows_are_not_read() -> None:
     with pytest.raises(ValueError, match="rows of logits"):
-        judge([sequence_with(0, Draft([1, 2]))], torch.randn(2, 9))
+        judge([sequence_with(Draft([1, 2]))], torch.randn(2, 9))

@@ -1,13 +1,8 @@
-"""Verification's kernels in Triton's interpreter give the same verdicts as torch's operators.
-
-`test_interpreted_kernels.py` runs this module in another process.
-"""
+"""Verification's kernels in Triton's interpreter give the same verdicts as torch's operators."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -21,18 +16,13 @@ from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser, noise
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler
 from engine.sampler.triton_kernel.noise import about_gumbel, gumbel
-from engine.step.draft import Draft, LateTokens, LateTrees, Verdict
-from engine.step.sequence import SequenceState
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
+from engine.step.draft import Draft, LateTokens, LateTrees
 from protocol.speculation import Verification
 from speculation.verification import on_device
 from speculation.verification.verify import verify
+from tests.speculation.verdicts import BY_CHANCE, RULES, TREE, VOCAB, Batch, sequence_with, told
 
-VOCAB = 100
 CPU = torch.device("cpu")
-RULES: list[Verification] = ["standard", "block"]
-TREE = [-1, -1, -1, 1, 1, 2, 3]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,95 +77,27 @@ def test_noise_in_float32_finds_those_that_may_win() -> None:
     assert (exact - about).abs().max() < 1e-5 < noise.ROUNDING.value
 
 
-class Batch:
-    """Sequences of all kinds, and logits that accept some of the drafts."""
-
-    def __init__(self, seed: int) -> None:
-        self._random, self._generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.sequences: list[SequenceState] = []
-        self._logits: list[Tensor] = []
-        self.add({"temperature": 0.0}, 2)
-        self.add({}, 4, drawn=0.5)
-        self.add({"temperature": 1.5, "top_p": 0.9}, 3)
-        self.add({}, 0)
-        self.add({"top_k": 20}, 1, drawn=0.5)
-        self.add({}, len(TREE), parents=TREE, probes=[0b10000001])
-        self.add({"temperature": 0.0}, len(TREE), parents=TREE)
-
-    @classmethod
-    def of_many(cls, seed: int) -> Batch:
-        """Return chains drawn from distributions near to and far from the target's, and trees of likely
-        tokens.
-        """
-        batch = cls(seed)
-        batch.sequences, batch._logits = [], []
-        for drawn in (0.3, 0.6, 0.9, 1.2, 1.5):
-            batch.add({}, 5, drawn=drawn)
-        for _ in range(4):
-            batch.add({}, len(TREE), parents=TREE)
-        return batch
-
-    @property
-    def logits(self) -> Tensor:
-        return torch.cat(self._logits)
-
-    def add(
-        self,
-        params: dict[str, Any],
-        count: int,
-        drawn: float = 0.0,
-        parents: list[int] | None = None,
-        probes: Sequence[int] = (),
-    ) -> None:
-        number = len(self.sequences)
-        sampling = SamplingParams(max_tokens=50, seed=self._random.getrandbits(40), **params)
-        request = EngineRequest(
-            request_id=str(number), prompt_token_ids=[1] * (3 + number), sampling=sampling
-        )
-        sequence = SequenceState(request, number)
-        logits = 1.5 * torch.randn(1 + count + len(probes), VOCAB, generator=self._generator)
-        if parents:
-            logits[:, 4:] -= 20  # so that siblings take most of the probability
-        q = (logits[:count] + drawn * torch.randn(count, VOCAB, generator=self._generator)).softmax(dim=1)
-        if drawn:
-            tokens = q.multinomial(1, generator=self._generator)[:, 0].tolist()
-        else:  # the likeliest; siblings differ
-            before = parents or range(-1, count - 1)
-            ranks = [sum(each == parent for each in before[:i]) for i, parent in enumerate(before)]
-            likeliest = logits.argsort(dim=1, descending=True)
-            tokens = [int(likeliest[1 + parent, rank]) for parent, rank in zip(before, ranks, strict=True)]
-        if count:
-            tokens += [7] * len(probes)
-            sequence.draft = Draft(tokens, parents, list(probes), q if drawn else None)
-        self.sequences.append(sequence)
-        self._logits.append(logits)
-
-
-def told(verdicts: Sequence[Verdict]) -> list[Any]:
-    return [(each.token_ids, each.accepted, each.probed, each.failed) for each in verdicts]
-
-
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BY_CHANCE)
 def test_verdicts(rule: Verification) -> None:
-    batch = Batch(0)
+    batch = Batch.of_each_kind(0)
     expected = told(verify(rule, batch.sequences, batch.logits, sampler_of(Sampler)))
     assert told(verify(rule, batch.sequences, batch.logits, sampler_of(Weighed))) == expected
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BY_CHANCE)
 def test_many_verdicts(rule: Verification) -> None:
     lengths = set()
     for seed in range(3):
         batch = Batch.of_many(seed)
         expected = told(verify(rule, batch.sequences, batch.logits, sampler_of(Sampler)))
         assert told(verify(rule, batch.sequences, batch.logits, sampler_of(Weighed))) == expected
-        lengths |= {len(accepted) for _, accepted, _, _ in expected}
+        lengths |= {len(each[1]) for each in expected}
     assert len(lengths) > 3
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BY_CHANCE)
 def test_rows_that_fail(rule: Verification) -> None:
-    batch = Batch(2)
+    batch = Batch.of_each_kind(2)
     logits, starts = batch.logits, [0]
     for sequence in batch.sequences:
         starts.append(starts[-1] + 1 + (len(sequence.draft.token_ids) if sequence.draft else 0))
@@ -189,31 +111,27 @@ def test_rows_that_fail(rule: Verification) -> None:
 
 def test_a_rejection_may_leave_no_probability() -> None:
     """Except for rounding, a rejected token was drawn with a greater probability than the target's."""
-    sequence = SequenceState(
-        EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=9, seed=3)), 0
-    )
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
-    drawn = logits[:1].softmax(dim=1)
-    drawn[0, 5] = 1e9
-    sequence.draft = Draft([5], distributions=drawn.clamp_min(1e9))
-    for rule in RULES:
+    sequence = sequence_with(Draft([5], distributions=torch.full((1, VOCAB), 1e9)))
+    for rule in BY_CHANCE:
         expected = verify(rule, [sequence], logits, sampler_of(Sampler))
         found = verify(rule, [sequence], logits, sampler_of(Weighed))
         assert told(found) == told(expected) and not found[0].accepted
 
 
 def test_kernels_from_logits_to_verdicts() -> None:
-    batch = Batch(1)
+    batch = Batch.of_each_kind(1)
     kernels = sampler_of(Sampler, TritonSampler(CPU))
     expected = verify("block", batch.sequences, batch.logits, sampler_of(Sampler))
     assert told(verify("block", batch.sequences, batch.logits, kernels)) == told(expected)
 
 
-@pytest.mark.parametrize("rule", ["coupled", *RULES])
+@pytest.mark.parametrize("rule", RULES)
 def test_chains_known_only_to_the_device(rule: Verification) -> None:
     """The batch also has trees and a sequence without a draft. One copy brings verdicts and tokens."""
-    expected = told(verify(rule, Batch(3).sequences, Batch(3).logits, sampler_of(Sampler)))
-    batch, kernels = Batch(3), sampler_of(Sampler, TritonSampler(CPU))
+    batch = Batch.of_each_kind(3)
+    expected = told(verify(rule, batch.sequences, batch.logits, sampler_of(Sampler)))
+    kernels = sampler_of(Sampler, TritonSampler(CPU))
     chains = [each.draft for each in batch.sequences if each.draft and each.draft.parents is None]
     tokens = [token for draft in chains for token in draft.token_ids]
     late = LateTokens(torch.tensor(tokens), Downloads())
@@ -223,25 +141,24 @@ def test_chains_known_only_to_the_device(rule: Verification) -> None:
     kernels.download = downloads = Downloads()
     assert told(verify(rule, batch.sequences, batch.logits, kernels)) == expected
     assert (downloads.count, late._download.count) == (1, 0)  # type: ignore[attr-defined]
-    assert len(chains) == 4 and sum(len(accepted) for _, accepted, _, _ in expected) > 3
+    assert len(chains) == 4 and sum(len(each[1]) for each in expected) > 3
     assert [token for draft in chains for token in draft.token_ids] == tokens
 
 
-@pytest.mark.parametrize("rule", ["coupled", *RULES])
+@pytest.mark.parametrize("rule", RULES)
 def test_trees_known_only_to_the_device(rule: Verification) -> None:
     """They lie in the places of a larger tree. Places beyond their nodes are never accepted."""
     found, expected = Batch(4), Batch(4)
     for batch in (found, expected):
-        batch.sequences, batch._logits = [], []
         for options in ({"temperature": 0.0}, *[{"temperature": 1.5}] * 8, {}, {"top_k": 50}):
             batch.add(options, len(TREE), parents=TREE, probes=[0b100000001, 0b1000000001])
             batch.add(options, 2)
     trees = [each.draft for each in found.sequences if each.draft and each.draft.parents]
     tokens, size = [tree.token_ids for tree in trees], len(TREE) + 2
-    for of_tree, logits in zip(tokens, found._logits[::2], strict=True):
+    for of_tree, logits in zip(tokens, found.rows[::2], strict=True):
         of_tree[-1] = int(logits[0].argmax())
-    told = [[*tokens[i], *(parent + 1 for parent in TREE), -1, -1] for i in range(len(trees))]
-    nodes = torch.tensor(told).unflatten(1, (2, size)).movedim(1, 0).flatten(1)
+    places = [[*tokens[i], *(parent + 1 for parent in TREE), -1, -1] for i in range(len(trees))]
+    nodes = torch.tensor(places).unflatten(1, (2, size)).movedim(1, 0).flatten(1)
     deeper = torch.tensor([*(depth - 1 for depth in Draft(TREE, TREE).depths()), 0, 0] * len(trees))
     late = LateTrees(torch.stack([*nodes, torch.zeros_like(deeper), deeper]), Downloads())
     for number, tree in enumerate(trees):
@@ -270,7 +187,7 @@ class Downloads(Downloader):
 
 
 def test_cases_left_to_torch() -> None:
-    (sequence,) = Batch(0).sequences[1:2]
+    (sequence,) = Batch.of_each_kind(0).sequences[1:2]
     assert on_device.can_verify(sequence) and sequence.draft is not None
     sequence.draft.parents = [-1, -1, 0, 0]
     assert not on_device.can_verify(sequence)
