@@ -1,13 +1,17 @@
-"""Whole steps of an engine on a CUDA device: the waits of the host and its copies to the device.
+"""Whole steps of an engine on a CUDA device: the host's waits, its work, and its copies to the device.
 
-Uses `absent_gpu`, on which all tokens are 0, so drafts of zeros are accepted.
+Uses `absent_gpu`, on which all tokens are 0, so drafts of zeros are accepted. The host's work is counted in
+calls, because times differ between machines.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +29,7 @@ from engine.engine import Engine
 from engine.kv.layout import TARGET, Group, Segment
 from engine.lora.files import AdapterFiles, RawAdapter
 from engine.lora.table import Adapters, adaptable
+from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
@@ -34,8 +39,10 @@ from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig, 
 from speculation import draft_model
 from speculation.drafter import Drafter
 from speculation.speculator import BatchSpeculator
-from tests.engine.absent_gpu import DEVICE_MS, GPU, AbsentGpu, absent_gpu
-from tests.engine.step.test_host_waits import CountedGraphs, qwen3
+from speculation.verification.verify import prepare, verify
+from tests.engine.absent_gpu import DEVICE_MS, GPU, ROOT, AbsentGpu, absent_gpu
+from tests.engine.devices.test_recurrent import needs_hooks
+from tests.engine.step.test_host_waits import CountedGraphs, hybrid, qwen3
 from tests.speculation import eagle_files, medusa_files
 
 LAYERS = 8
@@ -92,23 +99,25 @@ class Steps:
         gpu: AbsentGpu,
         patch: pytest.MonkeyPatch,
         speculative: SpeculativeConfig | None,
-        with_adapters: bool = False,
+        loaded: LoadedModel,
+        max_num_seqs: int,
     ) -> None:
         self.gpu = gpu
         patch.setattr(cuda_attention, "triton_fault", lambda device: None)
         patch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
-        patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS, (), with_adapters))
+        patch.setattr(engine_module, "load_served", lambda *_, **__: loaded)
         patch.setattr(draft_model, "load_model", lambda _: absent_model(2, layer_windows=(0, 0)))
-        config = ServeConfig(
-            model="absent", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, speculative_config=speculative
-        )
+        room = {"max_num_seqs": max_num_seqs, "kv_cache_memory_bytes": 16 << 20}
+        config = ServeConfig(model="absent", speculative_config=speculative, **room)
         self.engine = Engine(config, speculate=BatchSpeculator)
 
-    def ask(self, names: str, fields: dict[str, Any] | None = None, **sampling: Any) -> Steps:
-        """Add requests with one-letter names."""
-        params = SamplingParams(max_tokens=200, ignore_eos=True, **sampling)
+    def ask(
+        self, names: str, fields: dict[str, Any] | None = None, length: int = 45, **sampling: Any
+    ) -> Steps:
+        """Add requests with one-letter names and prompts of this length."""
+        params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True} | sampling)
         for name in names:
-            prompt = [1, 2, 3] * 15
+            prompt = [1 + place % 3 for place in range(length)]
             self.engine.add(
                 EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, **(fields or {}))
             )
@@ -137,9 +146,15 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Steps]]:
     """Return a function that makes an engine with these options of the `SpeculativeConfig`, if any."""
     with absent_gpu() as gpu:
 
-        def make(with_adapters: bool = False, **options: Any) -> Steps:
+        def make(
+            with_adapters: bool = False,
+            loaded: LoadedModel | None = None,
+            max_num_seqs: int = 4,
+            **options: Any,
+        ) -> Steps:
             speculative = SpeculativeConfig(**options) if options else None
-            return Steps(gpu, monkeypatch, speculative, with_adapters)
+            loaded = loaded or absent_model(LAYERS, (), with_adapters)
+            return Steps(gpu, monkeypatch, speculative, loaded, max_num_seqs)
 
         yield make
 
@@ -162,6 +177,63 @@ def test_a_step_without_drafts(steps: MakeSteps, sampling: dict[str, Any], draft
         assert made.waits == 1
         assert made.gpu.launches["graph"] == 1
         assert made.gpu.uploads == 2  # the rows, and the sampler's inputs
+
+
+@needs_hooks
+def test_a_step_of_a_model_with_recurrent_layers(steps: MakeSteps) -> None:
+    """Across a grid point, with copies of kept states."""
+    made = steps(loaded=hybrid(), max_num_seqs=2).ask("ab", length=20, max_tokens=29, temperature=0.0)
+    made.steady()
+    for _ in range(8):
+        made.gpu.clear()
+        assert len(made.engine.step().outputs) == 2
+        assert made.engine._launcher.is_ahead and made.gpu.num_done < made.gpu.num_queued
+        assert (made.waits, made.gpu.launches["graph"]) == (1, 1)
+    states = made.engine.blocks.states
+    assert states is not None and states.entries
+
+
+def test_a_step_launches_and_copies_as_much_for_any_number_of_rows(steps: MakeSteps) -> None:
+    found = []
+    for names in ("ab", "abcdefghijklmnop"):
+        made = steps(max_num_seqs=16).ask(names, **TOP_P)
+        assert made.steady() == len(names)
+        found.append((dict(made.gpu.launches), made.gpu.uploads))
+    assert found[0] == found[1]
+
+
+MOST_CALLS = 60
+"""Limit on calls of our Python functions for each row."""
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[str]]:
+    """Yield the list of names of our Python functions called so far."""
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = frame.f_code.co_filename.removeprefix(ROOT)  # a virtual environment may lie in the root
+        if event == "call" and path.startswith(("/engine/", "/speculation/")):
+            calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def test_a_row_takes_as_many_calls_after_any_context(steps: MakeSteps) -> None:
+    counts = {}
+    for names, length in (("abcd", 20), ("abcd", 400), ("abcdefghijklmnop", 20)):
+        made = steps(max_num_seqs=16).ask(names, length=length, **GREEDY)
+        made.steady()
+        with counted_calls() as calls:
+            made.engine.step()
+        counts[len(names), length] = len(calls)
+    assert abs(counts[4, 400] - counts[4, 20]) < 4, "not one more for each row"
+    assert counts[16, 20] - counts[4, 20] <= 12 * MOST_CALLS
 
 
 @pytest.mark.parametrize(("sampling", "drafted"), [(TOP_P, None), (GREEDY, 3)], ids=["rows", "drafts"])
@@ -287,3 +359,95 @@ def test_trees_beside_a_request_that_looks_at_them(steps: MakeSteps, tmp_path: P
     made = steps(method="eagle", model=heads_of("eagle", tmp_path), **TREE, max_speculative_tokens=3)
     made.ask("a", **GREEDY).ask("b", **GREEDY, repetition_penalty=1.2).steady()
     assert made.waits == 1 + 1
+
+
+# --- choices and verdicts alone -----------------------------------------------------------------------
+
+CHAIN, TREE_DRAFT = Draft([5, 6, 7]), Draft([5, 6, 7, 8], [-1, -1, 1, 1])
+SAMPLED = ["scan", "sift"]
+EDITS = {
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": [*range(99)],
+    "banned_token_sequences": [[4], [1, 2]],
+    "min_tokens": 5,
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbsentGpu]:
+    monkeypatch.setattr(cuda_attention, "triton_fault", lambda device: None)
+    with absent_gpu() as gpu:
+        yield gpu
+
+
+def sequence_with(draft: Draft | None, **sampling: Any) -> SequenceState:
+    params = SamplingParams(max_tokens=50, **sampling)
+    request = EngineRequest(request_id=str(id(draft)), prompt_token_ids=[1, 2, 3], sampling=params)
+    sequence = SequenceState(request, 0)
+    sequence.append(4)
+    sequence.draft = draft
+    return sequence
+
+
+def kernels_of(
+    gpu: AbsentGpu, sequences: list[SequenceState], rule: Verification = "coupled", copies: int = 1
+) -> list[str]:
+    """Return the kernels of a second verification, for whose results the host waits in these copies."""
+    rows = sum(1 + (len(each.draft.token_ids) if each.draft else 0) for each in sequences)
+    logits, sampler = torch.empty(rows, 512, dtype=torch.bfloat16, device=GPU), Sampler(512, GPU, [2])
+    for _ in range(2):
+        gpu.clear()
+        assert len(verify(rule, sequences, logits, sampler)) == len(sequences)
+    ((line, times),) = gpu.waits.items()
+    assert times == copies and line.startswith("/engine/copies.py") and line.endswith("an event")
+    assert set(gpu.launches.values()) == {1}
+    return [name for name in gpu.launches if name != "cat"]  # the tokens after probes
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kernels"),
+    [
+        (GREEDY, ["scan"]),
+        ({"temperature": 0.8}, SAMPLED),
+        ({"top_k": 20, "top_p": 0.95, "min_p": 0.01}, SAMPLED),
+        (EDITS, SAMPLED),
+    ],
+    ids=["greedy", "temperature", "all filters", "edits"],
+)
+def test_the_kernels_of_a_choice(gpu: AbsentGpu, sampling: dict[str, Any], kernels: list[str]) -> None:
+    drafts = (None, CHAIN, TREE_DRAFT)
+    assert kernels_of(gpu, [sequence_with(draft, **sampling) for draft in drafts]) == kernels
+
+
+def test_log_probabilities_come_in_a_second_copy(gpu: AbsentGpu) -> None:
+    sampler, logits = Sampler(512, GPU, [2]), torch.empty(9, 512, dtype=torch.bfloat16, device=GPU)
+    for _ in range(2):
+        gpu.clear()
+        verify("coupled", [sequence_with(TREE_DRAFT, logprobs=3), sequence_with(CHAIN)], logits, sampler)
+    ((line, times),) = gpu.waits.items()
+    assert times == 2 and line.startswith("/engine/copies.py")
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_rejection_sampling_waits_once(gpu: AbsentGpu, rule: Verification) -> None:
+    drawn = Draft(CHAIN.token_ids, distributions=torch.empty(3, 512, device=GPU))
+    drafts = (CHAIN, TREE_DRAFT, drawn, None, Draft([5, 6], probes=[0b101]))
+    sequences = [sequence_with(draft, temperature=0.8) for draft in drafts]
+    assert kernels_of(gpu, [*sequences, sequence_with(Draft([5, 6, 7]), **GREEDY)], rule) == [
+        *SAMPLED,
+        "recover",
+    ]
+
+
+def test_every_kernel_is_compiled_at_the_start(gpu: AbsentGpu) -> None:
+    sampler = Sampler(512, GPU, [2])
+    sampler.warm_up(torch.bfloat16)
+    assert [gpu.launches[name] for name in SAMPLED] == [5, 4]
+    gpu.clear()
+    prepare("block", sampler, torch.bfloat16)
+    assert [gpu.launches[name] for name in (*SAMPLED, "recover")] == [2, 2, 2], "plain, edited"
+    gpu.clear()
+    prepare("coupled", sampler, torch.bfloat16)
+    assert not gpu.launches

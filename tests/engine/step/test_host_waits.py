@@ -27,7 +27,6 @@ from engine.devices.loaded_model import LoadedModel, RecurrentLayers
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.recurrent_hooks import hook
 from engine.devices.torch.runner import Modules, TorchRunner
-from engine.kv.block_manager import BlockManager
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import RecurrentLayer, StateLayout
@@ -35,17 +34,8 @@ from engine.load import select as select_forward
 from engine.load.select import modules_runner
 from engine.lora.table import Adapters, Weights, adaptable
 from engine.model.describe import describe
-from engine.sampler import Sampler
-from engine.sampler.triton_kernel.chooser import TritonSampler
 from engine.step.draft import LateTokens
-from engine.step.launch import StepLauncher
-from engine.step.scheduler import Scheduler
-from engine.step.sequence import SequenceState
-from engine.step.slot_allocator import StateSlotAllocator
-from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
@@ -312,65 +302,6 @@ def test_a_step_with_adapters_is_one_launch(
     runner.run(Step(decode, [0, 1]), late_tokens().fill)
     assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
     assert not gpu.waits, "\n".join(gpu.waits)
-
-
-def test_the_next_step_is_launched_before_anyone_waits_for_the_last(gpu: AbsentGpu) -> None:
-    pool = pool_of()
-    backend = TritonBackend(pool.layers(TARGET))
-    runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
-    assert launches_ahead(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
-
-
-@needs_hooks
-def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_early_too(gpu: AbsentGpu) -> None:
-    """Across a grid point, with copies of kept states."""
-    loaded = hybrid()
-    pool = hybrid_pool(loaded)
-    assert pool.state_slots is not None
-    runner = warm_runner(loaded, pool)
-    blocks = BlockManager(pool)
-    slot_allocator = StateSlotAllocator(pool.state_slots, blocks, pool)
-    assert launches_ahead(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18
-    assert blocks.states is not None and len(blocks.states.entries) == 2
-
-
-def launches_ahead(
-    gpu: AbsentGpu,
-    runner: Runner,
-    vocab_size: int,
-    blocks: BlockManager,
-    num_steps: int,
-    slot_allocator: StateSlotAllocator | None = None,
-) -> list[dict[str, int]]:
-    """Return the forward's launches of these kinds for each step that is launched behind another."""
-    sampler = Sampler(vocab_size, GPU, [], row_sampler=TritonSampler(GPU))
-    greedy = SamplingParams(max_tokens=29, temperature=0.0)
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-    scheduler = Scheduler(blocks, model="", kv_format="", slot_allocator=slot_allocator, **limits)
-    launcher = StepLauncher(runner, sampler, scheduler, Speculator(), runs_ahead=True)
-    for order in range(2):
-        asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 20, sampling=greedy)
-        scheduler.add_waiting(SequenceState(asked, order))
-    launches = []
-    for _ in range(num_steps):  # the first run makes what is made once
-        launched = launcher.take_ahead() or launcher.launch(scheduler.schedule())
-        gpu.clear()
-        launcher.launch_ahead(launched)
-        assert launcher.is_ahead
-        launches.append({name: gpu.launches[name] for name in ("attend", "graph") if gpu.launches[name]})
-        assert not gpu.waits, "\n".join(gpu.waits)
-        assert launched.choice is not None
-        tokens, _ = launched.choice.wait()
-        assert len(tokens) == 2 and sum(gpu.waits.values()) == 1
-        assert gpu.num_done < gpu.num_queued  # the next step's
-        for sequence, count in zip(launched.step.sequences, launched.step.num_tokens, strict=True):
-            sequence.append(0)
-            sequence.num_computed += count
-            if slot_allocator is not None:
-                sequence.held.commit(sequence.num_computed, [], sequence.token_ids)
-                slot_allocator.stepped(sequence, sequence.num_computed, [])
-        assert sum(gpu.waits.values()) == 1
-    return launches
 
 
 def test_pinned_memory_is_left_alone_while_it_is_copied(gpu: AbsentGpu) -> None:
