@@ -155,25 +155,6 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
             assert not torch.equal(plain, found)
 
 
-@needs_kernel
-def test_the_native_decoder_adds_the_same_as_the_modules(folders: dict[str, Path]) -> None:
-    native, modules = (
-        make_engine(folders["llama"], dtype="bfloat16", compile=compile) for compile in ("auto", "off")
-    )
-    batches = []
-    for engine in (native, modules):
-        one, other = (adapters_of(engine).acquire(named(engine, adapter)) for adapter in SCALES)
-        batches.append(
-            [
-                SequenceRows(prompt_of(20), 0, [[0, 1]], adapter=other),
-                SequenceRows(prompt_of(9), 0, [[2]]),
-                SequenceRows(prompt_of(9), 0, [[3]], adapter=one),
-            ]
-        )
-    for ours, theirs in zip(logits_of(native, batches[0]), logits_of(modules, batches[1]), strict=True):
-        assert (ours.float() - theirs.float()).abs().mean() < 0.02 * theirs.float().abs().mean()
-
-
 def test_a_second_runner_of_a_model_adds_adapters_once(folders: dict[str, Path]) -> None:
     """On a GPU a trial's runner is made before the engine's."""
     engine = make_engine(folders["llama"])

@@ -25,37 +25,12 @@ from engine.load.select import build_runner
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.docs.tiny_shapes import tiny_config
-from tests.e2e.architectures import write_model
+from tests.engine import program_models
 from tests.engine.kernels import CPU, needs_kernel
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import greedy, load
 
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "deepseek_v3-whole_queries": {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": None,
-        "rope_interleave": False,
-        "first_k_dense_replace": 9,
-        "rms_norm_eps": 4.0,  # the norm of latents has its own
-    },
-}
-"""By name: the model type, unless it is the name, and differences from the type's small model."""
-LATENT = 16 + 8
+TOKEN_VALUES = 16 + 8
 """Values per token and layer. Expanded, they would be four heads' keys of 24 and values of 16."""
 
 
@@ -99,7 +74,7 @@ def logits_of(folder: Path, batches: list[list[SequenceRows]], **options: Any) -
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_tokens_equal_generate(folder: Path, backend: str) -> None:
     engine = make_engine(folder, attention_backend=backend)
-    assert engine.pool.token_bytes == 4 * LATENT * 4  # layers, values, bytes
+    assert engine.pool.token_bytes == 4 * TOKEN_VALUES * 4  # layers, values, bytes
     assert "latents" not in engine.start_up["kv_pool"]
     reference = load(folder)
     prompts = [prompt_of(length, length) for length in (1, 40, 150)]
@@ -150,11 +125,11 @@ def test_a_row_is_the_same_alone_and_in_a_batch(folder: Path) -> None:
 @needs_kernel
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "bfloat16") for name in MODELS), ("deepseek_v3-whole_queries", "float32")],
+    [*((name, "bfloat16") for name in program_models.LATENT), ("deepseek_v3-whole_queries", "float32")],
 )
 def test_the_native_decoder_computes_what_the_modules_do(name: str, dtype: str, tmp_path: Path) -> None:
     """Rounding changes few rows' experts."""
-    write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS[name])
+    program_models.write(name, tmp_path)
     text = [(7 * place) % 290 + 3 for place in range(60)]
     batches = [[SequenceRows(text[:40], 0, [[0, 1, 2, 3]])], [SequenceRows(text[40:], 40, [[0, 1, 2, 3]])]]
     alone = [[SequenceRows([token], place, [[0, 1, 2, 3]])] for place, token in enumerate(text)]

@@ -1,23 +1,18 @@
-"""The CUDA decoder with kernels in Triton's interpreter, compared with Transformers' modules over the same
-attention.
+"""Small models in the CUDA decoder, with kernels in Triton's interpreter: products in several ways, padding.
 
-`test_interpreted_kernels.py` runs this module in another process.
+`families.py` compares whole models.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
-    GraniteConfig,
     LlamaConfig,
-    MistralConfig,
     PreTrainedModel,
-    Qwen2Config,
     Qwen3Config,
 )
 
@@ -26,16 +21,13 @@ from engine.batch.step_inputs import BlockTable, SequenceRows, StepShape, step_i
 from engine.copies import upload_to
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
-from engine.devices.cuda.decoder import CudaDecoder, unfit
+from engine.devices.cuda.decoder import CudaDecoder
 from engine.devices.cuda.products import tile_linears
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
-from engine.devices.torch.runner import Modules, TorchRunner
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
-from engine.load.rounding import round_linears
 from engine.model.describe import describe
-from engine.quantization.weight import CodeFormat
 from tests.engine.reference import reference
 
 CPU = torch.device("cpu")
@@ -53,10 +45,7 @@ SHAPE = {
 }
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
-    "mistral": MistralConfig(**SHAPE, sliding_window=4),
-    "qwen2": Qwen2Config(**SHAPE | {"head_dim": 12}),
     "qwen3": Qwen3Config(**SHAPE),
-    "granite": GraniteConfig(**SHAPE, residual_multiplier=0.5, logits_scaling=4.0, embedding_multiplier=3.0),
     "gemma3": Gemma3TextConfig(
         **SHAPE,
         sliding_window=4,
@@ -79,58 +68,14 @@ def made(config: Any) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def pool_of(head_dim: int, quantization: str) -> KVPool:
-    group = Group.uniform(TARGET, Segment(2, 1, head_dim, torch.float32))
-    if quantization != "none":
-        group = group.stored_as(quantization)
+def new_pool() -> KVPool:
+    group = Group.uniform(TARGET, Segment(2, 1, 16, torch.float32))
     return KVPool(PoolLayout((group,), 16), 8, CPU, None)
-
-
-CASES = [*((name, "none") for name in CONFIGS), ("qwen3", "int8_row_scales")]
-
-
-@pytest.mark.parametrize(("name", "quantization"), CASES)
-def test_it_equals_transformers(name: str, quantization: str) -> None:
-    model = made(CONFIGS[name])
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms and biases
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    outputs: list[list[Any]] = []
-    pools = [pool_of(model.model.layers[0].self_attn.head_dim, quantization) for _ in range(2)]
-    backends = [TritonBackend(p.layers(TARGET), rows=p.groups[TARGET].rows) for p in pools]
-    modules = TorchRunner(Modules(model, backends[0], HIDDEN_LAYERS), backends[0], CPU, "off", products="")
-    outputs.append([modules.run(Step(step, [1, 3])) for step in STEPS])
-    decoder = CudaDecoder(describe(model), backends[1], 128, HIDDEN_LAYERS)
-    ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
-    outputs.append([ours.run(Step(step, [1, 3])) for step in STEPS])
-    tolerance = 1e-5 if quantization == "none" else 2e-2  # a last bit may round to another code
-    for expected, found in zip(*outputs, strict=True):
-        for theirs, mine in zip(expected, found, strict=True):
-            scale = float(theirs.abs().max())
-            torch.testing.assert_close(mine / scale, theirs / scale, atol=tolerance, rtol=0)
-    again = modules.run(Step(STEPS[1], [1, 3]))
-    torch.testing.assert_close(again.logits, outputs[0][1].logits)
-
-
-@pytest.mark.parametrize("format", [None, CodeFormat.INT4], ids=str)
-def test_products_in_tiles(format: CodeFormat | None) -> None:
-    model = made(Qwen3Config(**SHAPE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}))
-    if format is not None:
-        round_linears(model, format)
-    backends = [TritonBackend(pool_of(32, "none").layers(TARGET)) for _ in range(2)]
-    modules = TorchRunner(Modules(model, backends[0]), backends[0], CPU, "off", products="")
-    expected = [modules.run(Step(step, [1, 3])).logits for step in STEPS]
-    tile_linears(model, torch.float32, plain=format is None)
-    assert unfit(describe(model)) is None
-    decoder = CudaDecoder(describe(model), backends[1], 128)
-    ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
-    for step, logits in zip(STEPS, expected, strict=True):
-        torch.testing.assert_close(ours.run(Step(step, [1, 3])).logits, logits, atol=1e-5, rtol=1e-5)
 
 
 def test_products_of_one_input_in_several_ways() -> None:
     model = made(CONFIGS["qwen3"])
-    backends = [TritonBackend(pool_of(16, "none").layers(TARGET)) for _ in range(2)]
+    backends = [TritonBackend(new_pool().layers(TARGET)) for _ in range(2)]
     expected = reference(model, backends[0]).run(Step(STEPS[0], [1, 3])).logits
     plain = model.model.layers[1].mlp.gate_proj
     tile_linears(model, torch.float32, plain=True)
@@ -143,7 +88,7 @@ def test_products_of_one_input_in_several_ways() -> None:
 def test_padding_rows_write_nothing() -> None:
     model, results = made(CONFIGS["qwen3"]), []
     for least in (StepShape(), StepShape(rows=8, logits=4, sequences=6, rows_each=4, blocks=4)):
-        pool = pool_of(16, "none")
+        pool = new_pool()
         backend = TritonBackend(pool.layers(TARGET))
         decoder = CudaDecoder(describe(model), backend, 128)
         inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), BlockTable(backend.block_size), least)

@@ -25,7 +25,7 @@ from engine.load.select import build_runner, pack_model
 from protocol.config import ServeConfig
 from protocol.errors import UnsupportedModelError
 from tests.e2e.architectures import config_of
-from tests.engine.devices.test_decoder import assert_same
+from tests.engine.devices.test_decoder import are_same
 from tests.engine.kernels import CPU, needs_kernel
 from tests.engine.quantization.quantized_model import check_experts
 
@@ -81,7 +81,7 @@ def test_the_native_decoder_multiplies_by_experts_as_stored(tmp_path: Path) -> N
         rows = SequenceRows(TOKENS[0].tolist(), 0, [[1, 2]])
         step = Step([rows], range(len(TOKENS[0])))
         outputs.append(build_runner(packed, backend, compile).run(step).logits)
-    assert_same(*outputs)
+    assert are_same(*outputs)
 
 
 def test_weights_equal_transformers(tmp_path: Path) -> None:
