@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +19,8 @@ from tests.engine.attention_packs import (
     BACKENDS,
     CHAINS_AND_TREES,
     Masks,
-    Pack,
-    decoded,
-    describe,
     make_pack,
-    mixed_masks,
+    part_of,
     reference,
     run,
     tree_masks,
@@ -45,20 +41,16 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(
     backend: str,
-    pack: Pack,
+    pack: Step,
     window: int | None = None,
     softcap: float | None = None,
-    *,
     sinks: Tensor | None = None,
-    masks: list[Masks | None] | None = None,
-    first_keys: list[int] | None = None,
 ) -> None:
-    """Compare a backend with the reference. Quantized rows count as their decoded values."""
+    """Compare a backend with the reference."""
     tolerance = (CODED_TOLERANCE if pack.rows.coded else TOLERANCE)[pack.rows.dtype]
-    scale = 0.125 if pack.rows.coded else pack.query.shape[-1] ** -0.5 * 2
+    scale = 0.125 if pack.rows.coded else pack.case.shape.key_dim**-0.5 * 2
     out = run(backend, pack, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    known = decoded(pack) if pack.rows.coded else pack
-    expected = reference(known, scale, window, softcap, sinks=sinks, masks=masks, first_keys=first_keys)
+    expected = reference(pack, scale, window, softcap, sinks)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -69,12 +61,9 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 trees_too = pytest.mark.parametrize("trees", [False, True])
 
 
-def packed(trees: bool, **options: Any) -> tuple[Pack, list[Masks | None] | None]:
-    """Make a pack of `MIXED`, or of chains and trees with their masks."""
-    if not trees:
-        return make_pack(MIXED, **options), None
-    masks = mixed_masks(CHAINS_AND_TREES)
-    return with_masks(make_pack(CHAINS_AND_TREES, **options), masks), masks
+def packed(trees: bool, **options: Any) -> Step:
+    """Make a pack of `MIXED`, or of chains and trees."""
+    return make_pack(CHAINS_AND_TREES if trees else MIXED, trees=trees, **options)
 
 
 @dtypes
@@ -82,16 +71,14 @@ def packed(trees: bool, **options: Any) -> tuple[Pack, list[Masks | None] | None
 def test_matches_the_reference(backend: str, dtype: torch.dtype) -> None:
     check(backend, make_pack(DECODE, dtype=dtype))
     for trees in (False, True):
-        pack, masks = packed(trees, dtype=dtype)
-        check(backend, pack, masks=masks)
+        check(backend, packed(trees, dtype=dtype))
 
 
 @trees_too
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (6, 2), (7, 1), (12, 1), (20, 1)])
 @backends
 def test_any_ratio_of_heads(backend: str, heads: int, kv_heads: int, trees: bool) -> None:
-    pack, masks = packed(trees, heads=heads, kv_heads=kv_heads)
-    check(backend, pack, masks=masks)
+    check(backend, packed(trees, heads=heads, kv_heads=kv_heads))
 
 
 @dtypes
@@ -105,8 +92,7 @@ def test_any_head_dim(backend: str, head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32, 64])
 @backends
 def test_any_block_size(backend: str, block_size: int, trees: bool) -> None:
-    pack, masks = packed(trees, block_size=block_size, head_dim=40)
-    check(backend, pack, masks=masks)
+    check(backend, packed(trees, block_size=block_size, head_dim=40))
 
 
 @trees_too
@@ -115,8 +101,7 @@ def test_any_block_size(backend: str, block_size: int, trees: bool) -> None:
 @backends
 def test_window_and_soft_cap(backend: str, window: int | None, softcap: float | None, trees: bool) -> None:
     """In a tree, windows count depths."""
-    pack, masks = packed(trees)
-    check(backend, pack, window, softcap, masks=masks)
+    check(backend, packed(trees), window, softcap)
 
 
 @dtypes
@@ -125,7 +110,7 @@ def test_window_and_soft_cap(backend: str, window: int | None, softcap: float | 
 def test_sinks(backend: str, softcap: float | None, window: int | None, dtype: torch.dtype) -> None:
     """The weights of sinks range from none to nearly all, which would overflow as an exponential."""
     sinks = torch.tensor([-torch.inf, -1.0, 3.0, 200.0]).to(dtype)
-    check(backend, make_pack([*MIXED, (3, 1100)], dtype=dtype), window, softcap, sinks=sinks)
+    check(backend, make_pack([*MIXED, (3, 1100)], dtype=dtype), window, softcap, sinks)
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), CODED, ids=str)
@@ -137,15 +122,14 @@ def test_quantized_rows(backend: str, head_dim: int, dtype: torch.dtype, quantiz
     check(backend, pack)
     check(backend, pack, 50, 5.0)
     if head_dim == 64:
-        pack, masks = packed(trees=True, **coded)
-        check(backend, pack, masks=masks)
+        check(backend, packed(trees=True, **coded))
 
 
 @backends
 def test_masks_that_are_no_trees(backend: str) -> None:
     rng = random.Random(0)
     masks: list[Masks | None] = [[rng.getrandbits(row) | 1 << row for row in range(64)]]
-    check(backend, with_masks(make_pack([(64, 200)]), masks), masks=masks)
+    check(backend, with_masks(make_pack([(64, 200)]), masks))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (9, 4.0)])
@@ -157,18 +141,9 @@ def test_a_tree_that_grows_by_a_few_rows_or_one_at_a_time(
     masks = tree_masks(40, 1)
     pack = with_masks(make_pack([(40, 530)]), [masks])
     whole = run(backend, pack, window=window, softcap=softcap)
-    slots = pack.metadata.slot_mapping
     for first in (33, 39):
-        lengths = [(40 - first, 530)]
-        last = replace(
-            pack,
-            lengths=lengths,
-            metadata=describe(lengths, pack.metadata.block_table, slots[first:]),
-            query=pack.query[first:],
-            key=pack.key[first:],
-            value=pack.value[first:],
-        )
-        found = run(backend, with_masks(last, [masks[first:]], first), window=window, softcap=softcap)
+        last = with_masks(part_of(pack, slice(first, 40), 530), [masks[first:]], first)
+        found = run(backend, last, window=window, softcap=softcap)
         torch.testing.assert_close(found, whole[first:])
 
 
@@ -183,7 +158,7 @@ def test_no_row_sees_keys_before_the_first(
     masks = [tree_masks(q, q) if trees and q < 64 else None for q, _ in lengths]
     pack = with_first_keys(make_pack(lengths), first_keys)
     pack = with_masks(pack, masks) if trees else pack
-    check(backend, pack, window, softcap, masks=masks, first_keys=first_keys)
+    check(backend, pack, window, softcap)
 
 
 @backends
@@ -196,7 +171,7 @@ def test_long_context(backend: str) -> None:
 def test_scores_of_any_size(backend: str) -> None:
     """The exponentials of some scores overflow float32 unless the maximum is subtracted."""
     pack = make_pack(MIXED)
-    pack.query *= 100
+    pack.new[0].mul_(100)
     out = run(backend, pack, scale=1.0)
     torch.testing.assert_close(out.double(), reference(pack, 1.0), atol=1e-3, rtol=1e-3)
 
@@ -204,17 +179,15 @@ def test_scores_of_any_size(backend: str) -> None:
 @trees_too
 @backends
 def test_padding_rows_write_nothing_and_give_zeros(backend: str, trees: bool) -> None:
-    (plain, _), (padded, _) = packed(trees), packed(trees, padding=9)
-    before = padded.pool.nan_to_num(9.0)
+    plain, padded = packed(trees), packed(trees, padding=9)
+    before = padded.layer.keys.nan_to_num(9.0)
     out = run(backend, padded)
     assert torch.equal(out[:-9], run(backend, plain))
     assert not out[-9:].any()
-    changed = (padded.pool.nan_to_num(9.0) != before).flatten(4).any(-1)
-    assert not changed[:, [0, 2]].any()
-    block, token = changed[:, 1, 0].nonzero().unbind(1)
-    assert set((block * padded.block_size + token).tolist()) == set(padded.metadata.slot_mapping.tolist()) - {
-        -1
-    }
+    changed = (padded.layer.keys.nan_to_num(9.0) != before).flatten(2).any(-1)
+    block, token = changed.nonzero().unbind(1)
+    written = set((block * padded.case.shape.block_size + token).tolist())
+    assert written == set(padded.metadata.slot_mapping.tolist()) - {-1}
 
 
 @dtypes
@@ -226,19 +199,20 @@ def test_layers_with_different_shapes(backend: str, dtype: torch.dtype) -> None:
         make_pack(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
         for heads, kv_heads, head_dim in shapes
     ]
-    parts = [pack.pool[:, 1] for pack in packs]
-    blocks = torch.cat([part.flatten(1) for part in parts], dim=1)
-    places = blocks.split([part[0].numel() for part in parts], dim=1)
-    layers = [place.unflatten(1, part.shape[1:]) for place, part in zip(places, parts, strict=True)]
+    sides = [side for pack in packs for side in (pack.layer.keys, pack.layer.values)]
+    blocks = torch.cat([side.flatten(1) for side in sides], dim=1)
+    places = blocks.split([side[0].numel() for side in sides], dim=1)
+    placed = [place.unflatten(1, side.shape[1:]) for place, side in zip(places, sides, strict=True)]
+    layers = [LayerKv(*each) for each in zip(placed[::2], placed[1::2], strict=True)]
     cls, _ = select_backend(blocks.device, dtype, backend)
-    attention = cls([LayerKv.of(layer) for layer in layers])
+    attention = cls(layers)
     attention.plan(packs[0].metadata)
     attention.begin_step(packs[0].metadata)
     for layer, pack in enumerate(packs):
         alone = run(backend, pack)
-        out = attention.forward(layer, pack.query, pack.key, pack.value, AttentionOptions(0.125))
-        assert torch.equal(out, alone)
-        assert torch.equal(layers[layer].nan_to_num(9.0), pack.pool[:, 1].nan_to_num(9.0))
+        assert torch.equal(attention.forward(layer, *pack.new, AttentionOptions(0.125)), alone)
+    for side, alone in zip(placed, sides, strict=True):
+        assert torch.equal(side.nan_to_num(9.0), alone.nan_to_num(9.0))
 
 
 @dtypes
@@ -254,17 +228,12 @@ def test_values_of_another_size_than_keys(
     shape = Shape(dtype, "none", 1, 5, key_dim, value_dim, values_in_keys=values_in_keys)
     sequences = tuple(Sequence(*lengths, seed) for seed, lengths in enumerate(MIXED))
     step = Step.of(Case(shape, Options(1.0, 50, sinks=not values_in_keys), sequences, padding=2))
+    expected = reference(step, key_dim**-0.5, 50, sinks=step.sinks)
     if values_in_keys:
         query, key, value = step.new
         step = replace(step, new=(query, key, torch.full_like(value, torch.nan)))
-    query, keys, values = zip(*(each.numbers(shape) for each in sequences), strict=True)
-    rows = torch.cat([each[-count:] for each, (count, _) in zip(query, MIXED, strict=True)])
-    first = {"key": keys[0], "value": values[0]}
-    pack: Any = SimpleNamespace(lengths=MIXED, keys=keys, values=values, query=rows, **first)
-    expected = reference(pack, key_dim**-0.5, 50, sinks=step.sinks)
     out = step.run(select_backend(torch.device("cpu"), dtype, backend)[0])
-    torch.testing.assert_close(out[:-2].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert not out[-2:].any()
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), CODED, ids=str)
@@ -297,31 +266,31 @@ def test_every_code_is_read_as_its_value(backend: str, dtype: torch.dtype, quant
     values = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[quantization]).float()
     values = values.nan_to_num(0.0).clamp(min=-127 if quantization == "int8_row_scales" else -448).to(dtype)
     pack = make_pack([(1, 1)], kv_heads=1, head_dim=256, dtype=dtype, quantization=quantization)
-    pack.value[0, 0] = values
+    pack.new[2][0, 0] = values
     torch.testing.assert_close(run(backend, pack)[0], values.expand(4, -1), atol=0, rtol=1e-6)
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernel needs a C++ compiler")
 def test_rows_that_the_kernel_cannot_read_are_refused() -> None:
-    layers = make_pack([(1, 1)], quantization="int8_row_scales").layers
+    layer = make_pack([(1, 1)], quantization="int8_row_scales").layer
     for rows in (None, KvRows(torch.float32), KvRows(torch.float16, "int8_row_scales")):
         with pytest.raises(ValueError, match=r"layers of torch.uint8 are not rows of"):
-            CpuBackend(layers, rows=rows)
+            CpuBackend([layer], rows=rows)
 
 
 @backends
 def test_strided_inputs(backend: str) -> None:
     """Fused projections and transposed rotary embeddings produce such rows."""
-    plain, strided = make_pack(MIXED), make_pack(MIXED)
-    heads, kv_heads = plain.query.shape[1], plain.key.shape[1]
-    fused = torch.cat([strided.query, strided.key, strided.value], dim=1)
-    strided.query = fused[:, :heads]
-    strided.key = fused[:, heads : heads + kv_heads].transpose(0, 1).contiguous().transpose(0, 1)
-    strided.value = fused[:, heads + kv_heads :]
-    assert torch.equal(run(backend, strided), run(backend, plain))
-    strided.query = plain.query.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    strided.value = plain.value.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    torch.testing.assert_close(run(backend, strided), run(backend, plain))
+    plain = make_pack(MIXED)
+    query, key, value = plain.new
+    heads, kv_heads = query.shape[1], key.shape[1]
+    fused = torch.cat(plain.new, dim=1)
+    rotated = fused[:, heads : heads + kv_heads].transpose(0, 1).contiguous().transpose(0, 1)
+    strided = replace(plain, new=(fused[:, :heads], rotated, fused[:, heads + kv_heads :]))
+    expected = run(backend, plain)
+    assert torch.equal(run(backend, strided), expected)
+    apart = [each.permute(2, 0, 1).contiguous().permute(1, 2, 0) for each in (query, value)]
+    torch.testing.assert_close(run(backend, replace(plain, new=(apart[0], rotated, apart[1]))), expected)
 
 
 def test_a_coded_row_is_within_half_a_step_of_its_values() -> None:

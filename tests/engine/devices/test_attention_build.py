@@ -225,13 +225,13 @@ def test_metadata_that_point_outside_the_pool_are_refused(field: str, wrong: int
     pack = make_pack([(1, 20), (3, 30)])
     getattr(pack.metadata, field).view(-1)[0] = wrong
     with pytest.raises(ValueError, match=field):
-        CpuBackend(pack.layers).begin_step(pack.metadata)
+        CpuBackend([pack.layer]).begin_step(pack.metadata)
 
 
 @has_compiler
 def test_tensors_that_do_not_fit_are_refused() -> None:
     pack = make_pack([(3, 30)])
-    backend, (query, key, value) = CpuBackend(pack.layers), (pack.query, pack.key, pack.value)
+    backend, (query, key, value) = CpuBackend([pack.layer]), pack.new
     with pytest.raises(RuntimeError, match="begin_step"):
         backend.forward(0, query, key, value, PLAIN)
     backend.begin_step(pack.metadata)
@@ -239,7 +239,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         (0, (query, key[:2]), "key"),
         (0, (query[:, :3], key), "query"),
         (0, (query.bfloat16(), key), "float32"),
-        (3, (query, key), "layer 3"),
+        (1, (query, key), "layer 1"),
     ):
         with pytest.raises(ValueError, match=message):
             backend.forward(layer, *given, value, PLAIN)

@@ -14,16 +14,15 @@ from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.attention_packs import (
     CHAINS_AND_TREES,
     Masks,
-    Pack,
     chain_masks,
-    describe,
     make_pack,
-    mixed_masks,
+    part_of,
     run,
     tree_masks,
     with_first_keys,
     with_masks,
 )
+from tests.engine.interpreted.cases import Step, put_rows
 
 pytestmark = pytest.mark.skipif(
     backend_fault("cpu", torch.device("cpu")) is not None, reason="the CPU kernel needs a C++ compiler"
@@ -63,11 +62,10 @@ def test_rows_are_the_same_alone_in_a_batch_and_on_any_number_of_threads(
     trees: bool, options: dict[str, Any], attention: dict[str, Any], threads_restored: None
 ) -> None:
     lengths = CHAINS_AND_TREES if trees else CROWD
-    masks = mixed_masks(lengths) if trees else [None] * len(lengths)
 
     def out(sequences: slice) -> Tensor:
-        pack = make_pack(lengths[sequences], first_seed=sequences.start, **options)
-        return run("cpu", with_masks(pack, masks[sequences]) if trees else pack, **attention)
+        pack = make_pack(lengths[sequences], first_seed=sequences.start, trees=trees, **options)
+        return run("cpu", pack, **attention)
 
     together = []
     for count in (1, 2, 5):
@@ -96,8 +94,8 @@ def test_prefill_is_the_same_whole_in_chunks_or_row_by_row(
             run("cpu", rows_of(chunked, at, min(at + size, 600)), **attention) for at in range(0, 600, size)
         ]
         assert torch.equal(torch.cat(parts), expected)
-        assert torch.equal(chunked.pool.nan_to_num(9.0), whole.pool.nan_to_num(9.0))
-        torch.testing.assert_close(chunked.scales, whole.scales, atol=0, rtol=0, equal_nan=True)
+        for own, expected_side in zip(chunked.layer, whole.layer, strict=True):
+            torch.testing.assert_close(own, expected_side, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("variant", ["bfloat16 in a window", "float32 in a window"])
@@ -110,13 +108,10 @@ def test_a_long_prompt_is_the_same_whole_or_in_chunks(variant: str, threads_rest
     assert torch.equal(run("cpu", whole, **attention), torch.cat(parts))
 
 
-def rows_of(pack: Pack, first: int, last: int) -> Pack:
+def rows_of(pack: Step, first: int, last: int) -> Step:
     """Return these query rows of a pack of one sequence, as a chain after the keys before them."""
-    (query_len, context_len), rows = pack.lengths[0], slice(first, last)
-    lengths = [(last - first, context_len - query_len + last)]
-    metadata = describe(lengths, pack.metadata.block_table, pack.metadata.slot_mapping[rows])
-    new = {"query": pack.query[rows], "key": pack.key[rows], "value": pack.value[rows]}
-    return replace(pack, lengths=lengths, metadata=metadata, **new)
+    before = int(pack.metadata.context_len) - int(pack.metadata.query_start[-1])
+    return part_of(pack, slice(first, last), before + last)
 
 
 @variants
@@ -144,15 +139,15 @@ def test_a_path_has_the_bits_of_a_chain(base: int, variant: str) -> None:
         assert torch.equal(run("cpu", chain, **attention)[-1], out[row]), row
 
 
-def chain_of(pack: Pack, places: list[int], query_len: int, options: dict[str, Any]) -> Pack:
+def chain_of(pack: Step, places: list[int], query_len: int, options: dict[str, Any]) -> Step:
     """Return a chain of these keys of a pack of one sequence, the last ones with their queries."""
-    (full_query_len, context_len), key, value = pack.lengths[0], pack.keys[0][places], pack.values[0][places]
+    (whole,), size = pack.case.sequences, pack.case.shape.block_size
     chain = make_pack([(query_len, len(places))], **options)
+    query, key, value = (each[places] for each in whole.numbers(pack.case.shape))
     slots = torch.arange(len(places) - query_len)
-    blocks = chain.metadata.block_table[0, slots // chain.block_size].long()
-    chain.put(blocks * chain.block_size + slots % chain.block_size, key[:-query_len], value[:-query_len])
-    rows = [place - (context_len - full_query_len) for place in places[-query_len:]]
-    return replace(chain, query=pack.query[rows], key=key[-query_len:], value=value[-query_len:])
+    slots = chain.metadata.block_table[0, slots // size].long() * size + slots % size
+    put_rows(chain.layer, chain.rows, slots, key[:-query_len], value[:-query_len])
+    return replace(chain, new=tuple(each[-query_len:] for each in (query, key, value)))
 
 
 @pytest.mark.parametrize(

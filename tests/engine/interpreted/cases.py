@@ -1,4 +1,4 @@
-"""Random steps for attention kernels, small enough for Triton's interpreter."""
+"""Steps for attention kernels: sequences over scattered blocks; random ones suit Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
+from engine.kv.layout import Segment
 from engine.kv.row_codes import KvRows
-from tests.engine.attention_packs import empty_layer, put_rows
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,36 @@ class Step:
             new[1:] = [exact.decode(exact.encode(tensor)).double() for tensor in new[1:]]
         shape = replace(self.case.shape, dtype=torch.float64, quantization="none")
         return Step(replace(self.case, shape=shape), decoded, self.metadata, tuple(new), self.sinks)
+
+
+def empty_layer(
+    rows: KvRows, kv_heads: int, dims: tuple[int, int], num_blocks: int, block_size: int
+) -> LayerKv:
+    """Return a layer of a pool of two, with a block's values behind its keys. It is filled with NaN, which
+    must not be read.
+    """
+    segments = [
+        Segment(1, kv_heads, dim, rows.dtype, num_planes=1, quantization=rows.quantization) for dim in dims
+    ]
+    sizes = [segment.block_bytes(block_size) for segment in segments]
+    memory = torch.zeros(num_blocks, 2 * sum(sizes), dtype=torch.uint8)
+    sides = []
+    for segment, part in zip(segments, memory[:, sum(sizes) :].split(sizes, dim=1), strict=True):
+        side = segment.views(part, block_size)
+        (side.values if side.scales is None else side.scales).fill_(torch.nan)
+        sides.append(side.part(slice(None), 0, 0))
+    return LayerKv.of_sides(*sides)
+
+
+def put_rows(layer: LayerKv, rows: KvRows, slots: Tensor, *new: Tensor) -> None:
+    """Put keys and values [slots, kv_heads, dim] into a layer."""
+    block_size = layer.keys.shape[1]
+    blocks, places = slots // block_size, slots % block_size
+    for pool, side in zip(layer.sides, new, strict=True):
+        stored = rows.encode(side)
+        pool.values[blocks, places] = stored.values
+        if pool.scales is not None and stored.scales is not None:
+            pool.scales[blocks, places] = stored.scales
 
 
 def _of_shape(shape: Shape, keys: Tensor, values: Tensor, *scales: Tensor | None) -> LayerKv:
