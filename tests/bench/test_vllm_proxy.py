@@ -6,7 +6,7 @@ import json
 import pytest
 
 from bench.peers.vllm_proxy import LAST_CHUNK, Proxy, chunk, head, prefill_fields
-from bench.serve.client import Client, ServerTarget
+from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.http import Endpoint, exchange
 from bench.serve.workload import LoadRequest
 
@@ -62,11 +62,13 @@ def join(start_server):
         server.close()
 
 
+async def sent(url: str, **options) -> Record:
+    return await Client(ServerTarget(url, "m", **options)).send(LoadRequest([7, 8], 3))
+
+
 async def test_prefill_then_decode_with_the_handed_parameters(join):
     prefill, decode = Upstream(prefill_reply), Upstream(decode_reply)
-    url = await join(prefill, decode)
-    target = ServerTarget(url, "m", ignore_eos=True, api_key="k")
-    record = await Client(target).send(LoadRequest([7, 8], 3))
+    record = await sent(await join(prefill, decode), ignore_eos=True, api_key="k")
     assert (record.error, record.output_tokens, len(record.token_times)) == ("", 3, 3)
 
     ((first, asked_prefill),) = prefill.requests
@@ -92,7 +94,7 @@ async def test_refusal_of_the_prefill_reaches_the_client_and_not_the_decode(join
         answer(writer, {"error": {"message": "prompt too long"}}, status=400)
 
     decode = Upstream(decode_reply)
-    record = await Client(ServerTarget(await join(Upstream(refuse), decode), "m")).send(LoadRequest([7], 3))
+    record = await sent(await join(Upstream(refuse), decode))
     assert record.error == "HTTP 400" and "prompt too long" in record.detail
     assert decode.requests == []
 
@@ -101,9 +103,7 @@ async def test_prefill_without_parameters_is_an_error(join):
     async def forget(writer):
         answer(writer, {"choices": []})
 
-    record = await Client(ServerTarget(await join(Upstream(forget), Upstream(decode_reply)), "m")).send(
-        LoadRequest([7], 3)
-    )
+    record = await sent(await join(Upstream(forget), Upstream(decode_reply)))
     assert record.error == "HTTP 502" and "kv_transfer_params" in record.detail
 
 
@@ -112,9 +112,7 @@ async def test_a_decode_that_dies_shows_as_a_broken_stream(join):
         writer.write(head(200, None, "text/event-stream") + chunk(b'data: {"choices": [{"text": "a"}]}\n\n'))
         await writer.drain()
 
-    record = await Client(ServerTarget(await join(Upstream(prefill_reply), Upstream(die)), "m")).send(
-        LoadRequest([7], 3)
-    )
+    record = await sent(await join(Upstream(prefill_reply), Upstream(die)))
     assert record.error == "broken stream" and "closed early" in record.detail
     assert len(record.token_times) == 1
 
@@ -133,7 +131,7 @@ async def test_hanging_up_cancels_the_decode(join):
             gone.set()
 
     url = await join(Upstream(prefill_reply), Upstream(endless))
-    record = await Client(ServerTarget(url, "m", timeout=1.5)).send(LoadRequest([7], 3))
+    record = await sent(url, timeout=1.5)
     assert record.error == "timeout" and record.token_times
     await asyncio.wait_for(gone.wait(), 20)
 

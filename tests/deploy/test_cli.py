@@ -96,14 +96,6 @@ def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
     assert (done.exit_code, done.stderr) == (2, f"tandem: {said}\n")
 
 
-def test_environment_and_file_are_read(tmp_path: Path) -> None:
-    (tmp_path / "options.yaml").write_text("block-size: zero\n")
-    options = ("--config", str(tmp_path / "options.yaml"))
-    assert "TANDEM_BLOCK_SIZE: " in invoke("serve", TANDEM_BLOCK_SIZE="0").stderr
-    assert "options.yaml: block-size: " in invoke("serve", *options).stderr
-    assert "--block-size: " in invoke("serve", "--block-size", "0", TANDEM_BLOCK_SIZE="7").stderr
-
-
 @pytest.mark.parametrize("arguments", [["status", "--once"], ["complete", "abc"]])
 def test_commands_without_a_server_fail_clearly(arguments: list[str]) -> None:
     done = invoke(*arguments, "--url", "http://127.0.0.1:9")

@@ -194,14 +194,6 @@ def test_stop_token_ids_have_no_text(make_router):
     assert shown["choices"][0]["text"] == tokenizer.decode([10, 11, 12])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo(complete, tokenizer, stream):
-    answer = complete(max_tokens=3, echo=True, stream=stream)
-    parts = list(answer) if stream else [answer]
-    text = "".join(part.choices[0].text for part in parts)
-    assert text == PROMPT + tokenizer.decode(repeated(tokenizer, PROMPT, 3))
-
-
 def test_logprobs(complete, tokenizer):
     answer = complete(max_tokens=5, logprobs=2)
     logprobs = answer.choices[0].logprobs

@@ -275,18 +275,6 @@ def test_impossible_grammars_are_refused(hermes, options, field):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_truncated_call_is_accepted_back(hermes, stream):
-    for room in range(4, len(hermes.tokenizer.encode(WEATHER)) + 1, 5):
-        message, _ = hermes.message(WEATHER, stream, tools=TOOLS, max_tokens=room)
-        if message.get("tool_calls"):
-            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "not run"}
-            answer, _ = hermes.message("Yes.", False, tools=TOOLS, messages=[*ASK, message, result])
-        else:
-            answer, _ = hermes.message("Yes.", False, tools=TOOLS, messages=[*ASK, message])
-        assert answer["content"] == "Yes."
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_no_part_of_a_mark_is_content(hermes, stream):
     """The limit cuts before the call, in it, and in the mark that ends it."""
     says = f"<think>Hm.</think>{WEATHER}"

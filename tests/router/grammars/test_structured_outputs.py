@@ -159,16 +159,6 @@ def test_unsupported_options_are_named(router: Any, case: tuple[dict[str, Any], 
     assert named in error["message"]
 
 
-def test_workers_get_the_grammar(router: Any) -> None:
-    worker = next(worker for worker in router.workers if worker.role == "prefill")
-    worker.generated.clear()
-    fields = {"prompt": "x", "max_tokens": 2, "n": 2, **structured(regex="[ab]+")}
-    assert router.http.post("/v1/completions", json=fields).status_code == 200
-    wanted = grammar_of(structured(regex="[ab]+"))
-    assert wanted is not None
-    assert [request.sampling.grammar for request in worker.generated] == [wanted.text] * 2
-
-
 EXPLOSIVE = {
     "nested repetition": structured(regex="((a{1,500}b?){1,500}c?){1,500}"),
     "many optional fields": structured(
