@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -137,74 +136,40 @@ class DraftSide:
 
 
 class Network:
-    """Carries encoded messages in order, or as `rng` has them: late or twice."""
+    """Carries encoded messages in order."""
 
-    def __init__(
-        self,
-        decodes: Sequence[DecodeSide],
-        drafts: Sequence[DraftSide],
-        rng: random.Random | None = None,
-        delay: int = 0,
-    ) -> None:
+    def __init__(self, decodes: Sequence[DecodeSide], drafts: Sequence[DraftSide]) -> None:
         self.decodes, self.drafts = decodes, list(drafts)
-        self._rng, self._delay = rng, delay
-        self._queue: list[tuple[int, Any, bytes]] = []
-        self._now = 0
         self.frozen: set[str] = set()
 
-    def _post(self, to: Any, raw: bytes) -> None:
-        copies = 1
-        wait = self._delay
-        if self._rng is not None:
-            copies += self._rng.random() < 0.2
-            wait = self._rng.randrange(2 * self._delay + 1)
-        self._queue += [(self._now + wait, to, raw)] * copies
+    def _running(self) -> list[DraftSide]:
+        return [draft for draft in self.drafts if draft.at.incarnation not in self.frozen]
 
-    def _collect(self) -> None:
-        by_incarnation = {draft.at.incarnation: draft for draft in self.drafts}
-        for decode in self.decodes:
-            for peer, message in decode.light.peers.sent:
-                if (draft := by_incarnation.get(peer.incarnation)) is not None:
-                    self._post((draft, decode), encode(message))
-            decode.light.peers.sent.clear()
+    def carry(self) -> None:
+        """Deliver all that was sent. Frozen workers get nothing."""
         for draft in self.drafts:
             for identity, reply in draft.light.inbox.replies:
                 decode = next(each for each in self.decodes if each.identity == identity)
-                self._post((decode, draft), encode(reply))
+                decode.loop.on_peer_reply(draft.at, peer_reply.decode(encode(reply)))
             draft.light.inbox.replies.clear()
-
-    def _deliver(self) -> None:
-        due = [entry for entry in self._queue if entry[0] <= self._now]
-        self._queue = [entry for entry in self._queue if entry[0] > self._now]
-        if self._rng is not None:
-            self._rng.shuffle(due)
-        for _, (to, source), raw in due:
-            if isinstance(to, DraftSide):
-                if to.at.incarnation not in self.frozen:
-                    to.loop.on_peer_request(source.identity, peer_request.decode(raw))
-            else:
-                to.loop.on_peer_reply(source.at, peer_reply.decode(raw))
-        for draft in self.drafts:
-            if draft.at.incarnation not in self.frozen:
-                draft.loop.handle({})
-
-    def drop_all(self) -> None:
-        """Drop all messages in flight."""
-        self._queue.clear()
+        running = {draft.at.incarnation: draft for draft in self._running()}
+        for decode in self.decodes:
+            for peer, message in decode.light.peers.sent:
+                if (draft := running.get(peer.incarnation)) is not None:
+                    draft.loop.on_peer_request(decode.identity, peer_request.decode(encode(message)))
+            decode.light.peers.sent.clear()
+        for draft in self._running():
+            draft.loop.handle({})
 
     def turn(self, drafts_per_step: int = 2) -> None:
         """Run a step of each decode worker and, meanwhile, a few of each draft worker."""
-        self._now += 1
         for decode in self.decodes:
             decode.step()
         for _ in range(drafts_per_step):
-            self._collect()
-            self._deliver()
-            for draft in self.drafts:
-                if draft.at.incarnation not in self.frozen:
-                    draft.step()
-        self._collect()
-        self._deliver()
+            self.carry()
+            for draft in self._running():
+                draft.step()
+        self.carry()
 
     def run(self) -> None:
         """Run until all requests have their tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,39 +79,16 @@ class Drafted:
 
 @pytest.fixture
 def begin(pair: Pair, decodes: list[DecodeSide], drafter: DraftSide) -> Callable[..., Drafted]:
-    def begin(num_tokens: int, **network: Any) -> Drafted:
+    def begin(num_tokens: int) -> Drafted:
         request = ask("a", prompt_of(25), num_tokens, ignore_eos=True)
         decodes[0].generate(request, remote_plan())
-        return Drafted(request, decodes[0], drafter, Network(decodes[:1], [drafter], **network), pair[0])
+        return Drafted(request, decodes[0], drafter, Network(decodes[:1], [drafter]), pair[0])
 
     return begin
 
 
 def is_empty(side: DecodeSide | DraftSide) -> bool:
     return side.engine.blocks.available == side.engine.blocks.num_blocks
-
-
-def test_decode_workers_share_a_draft_worker(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
-) -> None:
-    network = Network(decodes, [drafter], random.Random(1), delay=2)
-    asked = [
-        [ask(f"{side}{i}", prompt_of(20 + 7 * i, i), 40, temperature=0.8 * (i % 2), seed=i) for i in range(3)]
-        for side in range(2)
-    ]
-    for decode, requests in zip(decodes, asked, strict=True):
-        for request in requests:
-            decode.generate(request, remote_plan())
-    network.run()
-    for decode, requests in zip(decodes, asked, strict=True):
-        assert decode.tokens() == plain_tokens(pair[0], requests)
-        assert decode.accepted("remote") > 0
-        assert decode.accepted("draft_model") == 0
-        assert decode.counter("remote_drafts_stale_total") > 0
-    network.settle()
-    assert len(drafter.loop.requests) == 0
-    assert drafter.counter("draft_requests_open") == 0
-    assert is_empty(drafter)
 
 
 def test_the_plan_of_a_running_request_changes(
@@ -165,7 +141,6 @@ def test_a_frozen_draft_worker_costs_only_its_drafts_and_is_used_again(begin: Ca
     now = time.monotonic()
     decode.loop.expire(now + 5)
     assert decode.counter("draft_workers_lost_total") == 1
-    network.drop_all()
     network.frozen.clear()
     drafter.restart()  # it has lost its state, and sends nothing by itself
     before = decode.drafted("remote")
@@ -224,8 +199,7 @@ def test_a_leaving_decode_worker_reports_its_last_ends(begin: Callable[..., Draf
     one.turn(5)
     one.decode.loop.abort("a")
     one.decode.loop.close()
-    one.network._collect()
-    one.network._deliver()
+    one.network.carry()
     assert len(one.drafter.loop.requests) == 0
 
 

@@ -106,16 +106,6 @@ def test_the_longest_common_prefix_of_each_worker_is_found(router: Router) -> No
     assert router.found(asked, "tenant") == {"a": 400}
 
 
-def test_a_gap_ends_a_workers_prefix(router: Router) -> None:
-    """The head was evicted, so the tail is useless."""
-    router.start("a", "b")
-    router.tell("a", blocks("stored", tokens(320)))
-    router.tell("b", blocks("stored", tokens(320)), blocks("removed", tokens(320), 15))
-    assert router.found(tokens(320)) == {"a": 320, "b": 240}
-    router.tell("a", blocks("removed", tokens(160)))
-    assert router.found(tokens(320)) == {"b": 240}
-
-
 def test_generated_tokens_count_when_a_request_is_placed_again(router: Router) -> None:
     router.start("a")
     conversation = tokens(100)
