@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.arena import Arena
 from tests.faults.network import Network, why_not
+from tests.faults.points import CONVERTING
 from tests.faults.processes import Stock
 
 
@@ -23,8 +24,15 @@ def transport() -> str:
 
 
 @pytest.fixture
-def arena(stock: Stock, transport: str) -> Iterator[Arena]:
+def point() -> str:
+    """Name the point at which a fault strikes. The tests' parameters override this."""
+    return ""
+
+
+@pytest.fixture
+def arena(stock: Stock, transport: str, point: str) -> Iterator[Arena]:
     arena = Arena(stock, (transport,))
+    arena.converting = point in CONVERTING
     yield arena
     arena.close()
 

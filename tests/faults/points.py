@@ -98,7 +98,7 @@ CONNECTING = {
 }  # fmt: skip
 """The points that a pair passes only while it connects."""
 CONVERTING = ("converting", "converted")
-"""The points that only pieces of an unlike pool pass."""
+"""The points that only pieces of an unlike pool pass: blocks of another dtype, through a staging area."""
 ONLY_OVER = {
     "mid payload": "tcp",
     "mid copy": "shm",

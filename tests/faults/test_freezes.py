@@ -114,7 +114,12 @@ def test_the_sender_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "transport"), cases(only(RECEIVER_POINTS, RECEIVER_FROZEN), ucx=["reader ready", "mid read"])
+    ("point", "transport"),
+    [
+        *cases(only(RECEIVER_POINTS, RECEIVER_FROZEN), ucx=["reader ready", "mid read"]),
+        ("converting", "shm"),
+        ("converted", "tcp"),
+    ],
 )
 def test_the_receiver_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
     """By then the sender has reused its blocks, and the receiver must not believe their bytes."""

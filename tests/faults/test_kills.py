@@ -25,7 +25,10 @@ def test_the_sender_is_killed(arena: Arena, point: str) -> None:
     arena.check(receiver)
 
 
-@pytest.mark.parametrize(("point", "transport"), cases(RECEIVER_POINTS, ucx=RECEIVER_OVER_UCX))
+@pytest.mark.parametrize(
+    ("point", "transport"),
+    [*cases(RECEIVER_POINTS, ucx=RECEIVER_OVER_UCX), ("converting", "tcp"), ("converted", "shm")],
+)
 def test_the_receiver_is_killed(arena: Arena, point: str) -> None:
     sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, "KILL")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-
 import msgspec
 import pytest
 
@@ -29,8 +26,8 @@ def test_a_senders_death_frees_a_full_pool(arena: Arena) -> None:
 
 
 EXPIRES_AT = {
-    "tcp": ["piece announced", "mid receive", "ack due"],
-    "shm": ["piece admitted", "mid copy", "in place"],
+    "tcp": ["piece announced", "mid receive", "ack due", "converting"],
+    "shm": ["piece admitted", "mid copy", "in place", "converted"],
     "ucx": ["mid read"],
 }
 ABORTED_AT = {
@@ -65,17 +62,6 @@ def test_a_lease_expires_at(arena: Arena, point: str) -> None:
 
 
 @OVER_ALL
-def test_a_lease_expires_before_the_first_piece(arena: Arena) -> None:
-    sender, receiver = arena.sender(), arena.receiver()
-    request = arena.reserve(sender, receiver)
-    receiver.ask("expire", request.lease_id)
-    arena.push(request)
-    arena.finish(request)
-    assert request.sent == "failed" and "unknown lease" in request.reasons
-    arena.check(sender, receiver)
-
-
-@OVER_ALL
 def test_a_lease_expires_as_its_sender_pauses(arena: Arena) -> None:
     """The blocks already belong to another request when the remaining pieces come."""
     sender, receiver = arena.sender(), arena.receiver()
@@ -102,23 +88,6 @@ def test_a_request_is_aborted_at(arena: Arena, point: str) -> None:
     receiver.ask("arm", [])
     arena.finish(request, deadline_s=0.6)
     assert request.received in ("expired", "failed") or arena.transports == ("tcp",)
-    arena.check(sender, receiver)
-
-
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_many_requests_share_one_link(arena: Arena) -> None:
-    """One request is aborted, one expires and one is refused. The others complete."""
-    sender, receiver = arena.sender(), arena.receiver()
-    requests = [arena.begin(sender, receiver, 12, chunk=2) for _ in range(7)]
-    sender.ask("abort", requests[1].lease_id)
-    receiver.ask("expire", requests[1].lease_id)
-    late = arena.reserve(sender, receiver, 4)
-    receiver.ask("expire", late.lease_id)
-    arena.push(late)
-    assert arena.begin(sender, receiver, ROOM).received == "failed"
-    arena.finish(*requests, late)
-    good = [request for request in requests if request is not requests[1]]
-    assert {(request.sent, request.received) for request in good} == {("completed", "completed")}
     arena.check(sender, receiver)
 
 
@@ -218,31 +187,6 @@ def test_a_frozen_senders_successor_takes_over(arena: Arena) -> None:
     arena.finish(request)
     assert request.sent == "failed"
     arena.check(old, new, receiver)
-
-
-@pytest.mark.parametrize("restarted", [False, True], ids=["to itself", "to its successor"])
-def test_a_recorded_connection_cannot_be_replayed(arena: Arena, restarted: bool) -> None:
-    """Each handshake has a new nonce."""
-    sender, receiver = arena.sender(), first(arena)
-    proxy, peer = arena.proxy(receiver)
-    original = arena.serve(sender, receiver, peer=peer)
-    listener = receiver
-    if restarted:
-        receiver.kill()
-        listener = successor_of(arena, receiver)
-    request = arena.reserve(sender, listener, lease_id="lease-replayed" if restarted else "")
-    host, _, port = listener.peer.offers[0].address.rpartition(":")
-    with socket.create_connection((host, int(port)), 5) as replay:
-        replay.sendall(bytes(proxy.spoken[True]))
-        replay.settimeout(5)
-        with contextlib.suppress(ConnectionResetError):
-            while replay.recv(4096):
-                pass
-    assert listener.ask("counters")["handshakes_refused"] >= 1
-    arena.finish(request, of="receiver", deadline_s=0.0)
-    assert original.received == "completed"
-    arena.drop(proxy)
-    arena.check(sender, listener)
 
 
 def test_a_link_that_broke_comes_back_to_another_incarnation(arena: Arena) -> None:

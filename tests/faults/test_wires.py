@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.arena import DEADLINE_S, ORPHAN_S, Arena, Request, needs_nixl
 from tests.faults.places import downstream_places, upstream_places
+from tests.faults.points import CONVERTING
 from tests.faults.processes import LARGE, SMALL, Child, Stock
 from tests.faults.proxy import Damage, Kind
 
@@ -185,13 +186,14 @@ def test_the_wire_of_messages_beside_ucx_breaks(arena: Arena, kind: Kind) -> Non
     [
         ("tcp", "piece sent", 2),
         ("shm", "ack arrives", 1),
+        ("tcp", "converting", 2),
         pytest.param("ucx", "ack arrives", 1, marks=needs_nixl),
     ],
 )
 def test_every_connection_breaks_at_once(arena: Arena, point: str, nth: int) -> None:
     """The same wire is connected again without anyone being told."""
     sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
-    sender.arm(point, "CUT", nth)
+    (receiver if point in CONVERTING else sender).arm(point, "CUT", nth)
     request = arena.begin(sender, receiver)
     arena.finish(request)
     assert (request.sent, request.received) == ("completed", "completed")
