@@ -366,15 +366,20 @@ def start(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "compile", "size"),
+    ("kind", "dtype", "compile", "size"),
     [
-        ("float32", "off", 2),
-        pytest.param("bfloat16", "off", 2, marks=needs_kernel),
-        pytest.param("bfloat16", "auto", 4, marks=needs_kernel),
+        ("shared memory", "float32", "off", 2),
+        pytest.param("shared memory", "bfloat16", "off", 2, marks=needs_kernel),
+        pytest.param("shared memory", "bfloat16", "auto", 4, marks=needs_kernel),
+        ("gloo", "float32", "off", 2),
+        pytest.param("gloo", "bfloat16", "off", 4, marks=needs_kernel),
     ],
 )
-def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile: str, size: int) -> None:
-    pipes = [start(folder, each, dtype=dtype, compile=compile) for each in (1, size)]
+def test_ranks_give_the_tokens_of_one_process(
+    folder: Path, kind: str, dtype: str, compile: str, size: int
+) -> None:
+    """With one pool or, by gloo, with pools of their own."""
+    pipes = [start(folder, each, kind, dtype=dtype, compile=compile) for each in (1, size)]
     (one, expected, _), (several, results, _) = map(answer, pipes)
     assert several == f"{one}, on {size} ranks"
     tokens, expected_tokens = [{k: r[::2] for k, r in each.items()} for each in (results, expected)]
@@ -384,18 +389,6 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile:
     if dtype == "bfloat16":  # some of torch's float32 products have other bits for parts of the outputs
         assert results == expected, "the log-probabilities have the same bits"
         assert results["alone"] == results["3"], "with any batch"
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 2), pytest.param("bfloat16", 4, marks=needs_kernel)])
-def test_ranks_with_pools_of_their_own_give_the_tokens_of_one_process(
-    folder: Path, dtype: str, size: int
-) -> None:
-    pipes = [start(folder, each, "gloo", dtype=dtype) for each in (1, size)]
-    (_, expected, _), (forward, results, _) = map(answer, pipes)
-    assert forward == f"eager (--compile off), on {size} ranks"
-    assert {k: r[::2] for k, r in results.items()} == {k: r[::2] for k, r in expected.items()}
-    if dtype == "bfloat16":
-        assert results == expected, "the log-probabilities have the same bits"
 
 
 def twice() -> list[EngineRequest]:
