@@ -24,7 +24,7 @@ GPU = torch.device("meta")
 ROOT = str(Path(__file__).parents[2])
 DEVICE_MS = 1234.0
 """The time between any two events."""
-_LAUNCHERS: dict[Any, Callable[..., Any]] = {
+LAUNCHERS: dict[Any, Callable[..., Any]] = {
     transformers_hook.paged_attention: transformers_hook._run,
     layers.add_adapters: layers._run,
 }
@@ -120,9 +120,9 @@ class _Operators(TorchDispatchMode):
         if name == "_local_scalar_dense" and _on_gpu(args[0]):
             self._gpu.wait("its value")
             return 1
-        if func in _LAUNCHERS:  # it has a substitute for such tensors
+        if func in LAUNCHERS:  # it has a substitute for such tensors
             with self:
-                return _LAUNCHERS[func](*args, **kwargs)
+                return LAUNCHERS[func](*args, **kwargs)
         if name in ("index", "index_put_") and any(_on_gpu(i) and i.dtype is torch.bool for i in args[1]):
             self._gpu.wait("a shape that depends on values")
             return args[0]

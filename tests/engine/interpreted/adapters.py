@@ -1,6 +1,6 @@
 """The runner of a server with adapters on a GPU.
 
-Graphs come from `recorder.py`. `test_interpreted_kernels.py` runs this module in another process.
+Graphs come from `recorder.py`.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""`test_interpreted_kernels.py` runs the modules of this folder in a process of their own."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

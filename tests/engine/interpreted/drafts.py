@@ -1,7 +1,4 @@
-"""Chains drafted on the device by replayed steps, compared with chains that the host draws by launched steps.
-
-`test_interpreted_kernels.py` runs this module in another process.
-"""
+"""Chains drafted on the device by replayed steps equal chains that the host draws by launched steps."""
 
 from __future__ import annotations
 

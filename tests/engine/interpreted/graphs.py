@@ -1,6 +1,6 @@
 """A CUDA decoder with replayed steps, compared with the same decoder launching them.
 
-Graphs come from `recorder.py`. `test_interpreted_kernels.py` runs this module in another process.
+Graphs come from `recorder.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The CUDA decoder on tensor-parallel ranks, in Triton's interpreter: its bits are those of one rank.
-
-`test_interpreted_kernels.py` runs this module in another process.
-"""
+"""The CUDA decoder on tensor-parallel ranks, in Triton's interpreter: its bits are those of one rank."""
 
 from __future__ import annotations
 

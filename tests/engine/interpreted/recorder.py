@@ -16,15 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine.devices.torch import transformers_hook
-from engine.lora import layers
+from tests.engine.absent_gpu import LAUNCHERS
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
-_LAUNCHERS: dict[Any, Callable[..., Any]] = {
-    transformers_hook.paged_attention: transformers_hook._run,
-    layers.add_adapters: layers._run,
-}
-"""Our operators that launch others."""
 
 
 @contextmanager
@@ -96,9 +90,9 @@ class _Operators(TorchDispatchMode):
         self._graph = graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LAUNCHERS:
+        if func in LAUNCHERS:
             with self:  # its own launches are recorded
-                return _LAUNCHERS[func](*args, **(kwargs or {}))
+                return LAUNCHERS[func](*args, **(kwargs or {}))
         return self._graph.operator(func, args, kwargs or {})
 
 

@@ -1,7 +1,4 @@
-"""The Triton kernels of recurrent layers in Triton's interpreter.
-
-`test_interpreted_kernels.py` runs this module in another process.
-"""
+"""The Triton kernels of recurrent layers in Triton's interpreter."""
 
 from __future__ import annotations
 

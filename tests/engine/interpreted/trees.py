@@ -1,7 +1,4 @@
-"""Trees grown on the device equal trees grown on the host, node for node and row for row.
-
-`test_interpreted_kernels.py` runs this module in another process.
-"""
+"""Trees grown on the device equal trees grown on the host, node for node and row for row."""
 
 from __future__ import annotations
 
