@@ -22,10 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from native.ownership import cache_dir, check_own, open_own, own_folder
+from native.structs import prototypes
 
 logger = logging.getLogger("tandem.native")
 
@@ -189,23 +191,21 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         raise
 
 
-def load_library(source: Path, *structs: type[ctypes.Structure], keep_gil: bool = False) -> ctypes.CDLL:
-    """Load the library built from `source`. Raises BuildError.
+def load_library(source: Path, *, keep_gil: bool = False) -> ctypes.CDLL:
+    """Load the library built from `source`, whose functions have the types that the source gives them.
+    Raises BuildError.
 
-    `structs` are the structures that Python fills for the library; their sizes must equal the library's array
-    `tandem_sizes`. `keep_gil` is for calls that take microseconds: getting the GIL back from a busy thread
-    can take milliseconds.
+    `keep_gil` is for calls that take microseconds: getting the GIL back from a busy thread can take
+    milliseconds.
     """
     path = build(source)
     try:
         library = ctypes.PyDLL(str(path)) if keep_gil else ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
-    if structs:
-        sizes = list((ctypes.c_int64 * len(structs)).in_dll(library, "tandem_sizes"))
-        if sizes != [ctypes.sizeof(struct) for struct in structs]:
-            names = ", ".join(struct.__name__ for struct in structs)
-            raise BuildError(f"{source.name}: Python's {names} are not the {sizes} bytes of the sources")
+    for name, result, arguments in chain.from_iterable(map(prototypes, _with_headers(source))):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -227,13 +227,6 @@ def optional(log: logging.Logger, fallback: str) -> Callable[[Callable[[], T]], 
         return loaded
 
     return decorate
-
-
-def declare(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return a function of the library with its result and argument types declared."""
-    function = getattr(library, name)
-    function.restype, function.argtypes = result, arguments
-    return function  # type: ignore[no-any-return]
 
 
 def address_of(function: Any) -> int:

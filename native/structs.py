@@ -1,4 +1,4 @@
-"""Python's mirrors of C++ structs, with the fields that the sources give them."""
+"""Python's mirrors of C++ structs and functions, with the fields and types that the sources give them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 _KINDS: dict[str, Any] = {
+    "bool": ctypes.c_bool,
+    "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
     "uint32_t": ctypes.c_uint32,
+    "unsigned": ctypes.c_uint,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
 }
+_RESULTS = _KINDS | {"void": None, "const char*": ctypes.c_char_p}
+_FUNCTION = re.compile(r'^(?:extern "C" )?((?:const )?\w+\*?) (tandem_\w+)\(([^)]*)\) {', re.M)
 
 
 def fields(source: Path, name: str, *inner: type[ctypes.Structure]) -> list[tuple[str, Any]]:
@@ -43,3 +48,13 @@ def declared(source: Path, name: str) -> Iterator[tuple[str, str]]:
         for declarator in " ".join(words[1:]).split(","):
             is_pointer = words[0].endswith("*") or "*" in declarator
             yield declarator.split("=")[0].strip(" *"), words[0].rstrip("*") + "*" * is_pointer
+
+
+def prototypes(source: Path) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield the name of each function `tandem_...` of a C++ file, its result's type and its arguments' types.
+    A `const char*` that it returns is text; other pointers are void pointers.
+    """
+    for result, name, arguments in _FUNCTION.findall(re.sub(r"//.*", "", source.read_text())):
+        words = [argument.split()[0] for argument in arguments.split(",") if argument.strip()]
+        kinds = [_KINDS.get(word, ctypes.c_void_p) for word in words]
+        yield name, _RESULTS.get(result, ctypes.c_void_p), kinds

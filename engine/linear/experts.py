@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -18,22 +17,7 @@ from torch import Tensor, nn
 
 from engine.linear.packed import QuantizedArgs, RoutedArgs, library, linear_of, pack
 from engine.linear.packed_quantized import FORMATS, PackedQuantizedLinear, packed_args
-from native.build import declare
 from native.threads import gomp_parallel
-
-
-@functools.cache
-def kernel() -> Callable[..., None]:
-    """Return `tandem_routed_linear`. Raises BuildError."""
-    pointers = [ctypes.c_void_p] * 3
-    return declare(library(), "tandem_routed_linear", None, *pointers, ctypes.c_int64, ctypes.c_void_p)
-
-
-@functools.cache
-def quantized_kernel() -> Callable[..., None]:
-    """Return `tandem_routed_quantized_linear`. Raises BuildError."""
-    pointers, numbers = [ctypes.c_void_p] * 2, [ctypes.c_int64] * 3
-    return declare(library(), "tandem_routed_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def _routed(
@@ -62,7 +46,7 @@ def _routed(
 def _run(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     x, experts = x.contiguous(), experts.contiguous()
     args, out = _routed(x, experts, 2 * weight.shape[2], out_features, len(weight))
-    kernel()(
+    library().tandem_routed_linear(
         ctypes.addressof(args),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -84,7 +68,7 @@ def _run_quantized(
     (words, scales, *_), first = parts, _first(parts, numbers)
     assert words is not None and scales is not None
     args, out = _routed(x, experts, first.in_features, first.out_features, len(words))
-    quantized_kernel()(
+    library().tandem_routed_quantized_linear(
         ctypes.addressof(args),
         ctypes.addressof(first),
         words[0, 0].numel(),

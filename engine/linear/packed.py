@@ -12,7 +12,7 @@ import ctypes
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import Structure
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from native.build import BuildError, declare, load_library
+from native.build import BuildError, load_library
 from native.structs import fields
 from native.threads import gomp_parallel
 
@@ -39,17 +39,10 @@ PANEL = 64
 """Number of outputs that are stored and computed together."""
 
 
-def library() -> ctypes.CDLL:
-    """Return the compiled library. Raises BuildError."""
-    return load_library(_FOLDER / "product.cpp")
-
-
 @functools.cache
-def kernel(dtype: torch.dtype = torch.bfloat16) -> Callable[..., None]:
-    """Return the product of weights and inputs in bfloat16 or float32. Raises BuildError."""
-    name = "tandem_linear" if dtype is torch.bfloat16 else "tandem_linear_of_float32"
-    pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 4
-    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
+def library() -> ctypes.CDLL:
+    """Return the compiled library of products. Raises BuildError."""
+    return load_library(_FOLDER / "product.cpp")
 
 
 def kernel_fault(
@@ -64,7 +57,7 @@ def kernel_fault(
     if not cpuinfo.exists() or "avx2" not in cpuinfo.read_text():
         return "torch's, on a CPU without AVX2"
     try:
-        kernel()
+        library()
     except BuildError as error:
         return f"torch's ({error})"
     return None
@@ -79,7 +72,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> T
             f"not a bfloat16 input of {2 * weight.shape[1]} features: {x.dtype} {tuple(x.shape)}"
         )
     out = torch.empty((*batch, out_features), dtype=torch.bfloat16)
-    kernel()(
+    library().tandem_linear(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),

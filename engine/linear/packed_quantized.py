@@ -28,7 +28,6 @@ from engine.linear.packed import (
 )
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight, same_order
-from native.build import declare
 from native.threads import gomp_parallel
 
 FORMATS = (CodeFormat.INT8, CodeFormat.INT4, CodeFormat.FP8, CodeFormat.MXFP4)
@@ -37,20 +36,6 @@ FORMATS = (CodeFormat.INT8, CodeFormat.INT4, CodeFormat.FP8, CodeFormat.MXFP4)
 _BITS = {CodeFormat.INT8: 8, CodeFormat.INT4: 4, CodeFormat.FP8: 8, CodeFormat.MXFP4: 4}
 _DEPTH, _SLICE = 32, 128
 """The kernel sums a multiple of `_DEPTH` inputs, and at most `_SLICE`, before it scales the sum."""
-
-
-@functools.cache
-def kernel() -> Callable[..., None]:
-    """Return `tandem_quantized_linear`. Raises BuildError."""
-    pointers, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
-    return declare(library(), "tandem_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
-
-
-@functools.cache
-def rows_kernel() -> Callable[..., None]:
-    """Return `tandem_quantized_rows`. Raises BuildError."""
-    pointer = ctypes.c_void_p
-    return declare(library(), "tandem_quantized_rows", None, pointer, pointer, ctypes.c_int64, pointer)
 
 
 def fits(weight: QuantizedWeight) -> bool:
@@ -139,7 +124,8 @@ class PackedWeight:
         outputs = torch.arange(first, end)
         out = torch.empty((end - first, self.in_features), dtype=torch.bfloat16)
         args = self.args(None)
-        rows_kernel()(ctypes.addressof(args), outputs.data_ptr(), len(outputs), out.data_ptr())
+        read = library().tandem_quantized_rows
+        read(ctypes.addressof(args), outputs.data_ptr(), len(outputs), out.data_ptr())
         return out
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
@@ -219,7 +205,7 @@ def _run(x: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]) -> T
     if in_features != args.in_features or x.dtype is not torch.bfloat16:
         raise ValueError(f"not a bfloat16 input of {args.in_features} features: {x.dtype} {tuple(x.shape)}")
     out = torch.empty((*batch, args.out_features), dtype=torch.bfloat16)
-    kernel()(
+    library().tandem_quantized_linear(
         x.data_ptr(),
         ctypes.addressof(args),
         out.data_ptr(),
@@ -292,7 +278,7 @@ def packed(weight: QuantizedWeight) -> PackedWeight:
 
 @functools.cache
 def _rounded_inputs_pay() -> bool:
-    return bool(declare(library(), "tandem_rounded_inputs_pay", ctypes.c_bool)())
+    return bool(library().tandem_rounded_inputs_pay())
 
 
 def dequantize_linears(model: nn.Module, dtype: torch.dtype) -> None:

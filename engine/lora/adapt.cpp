@@ -139,8 +139,6 @@ int64_t num_weights(const Adapted& a) {
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Part), sizeof(Adapted)};
-
 void tandem_adapt(const uint16_t* x, int64_t in, uint16_t* out, int64_t stride, const Adapted* adapted,
                   int64_t num_adapted, int64_t threads, Parallel parallel) {
     struct Tile {

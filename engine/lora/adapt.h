@@ -1,4 +1,4 @@
-// An adapter's products, and the rows they apply to. packed.py has the same structs, with `Args` after their names.
+// An adapter's products, and the rows they apply to.
 
 #pragma once
 

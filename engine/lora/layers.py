@@ -15,18 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch.step_inputs import SequenceRows
-from engine.lora.table import NOTHING, AdaptedArgs, Adapters, PackedProduct, PartArgs, Weights
-from native.build import declare, load_library
+from engine.lora.table import NOTHING, AdaptedArgs, Adapters, PackedProduct, Weights
+from native.build import load_library
 from native.threads import gomp_parallel
 
 
 @functools.cache
 def kernel() -> Callable[..., None]:
     """Return the compiled `tandem_adapt`. Raises BuildError."""
-    library = load_library(Path(__file__).parent / "adapt.cpp", PartArgs, AdaptedArgs)
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kinds = pointer, number, pointer, number, pointer, number, number, pointer
-    return declare(library, "tandem_adapt", None, *kinds)
+    return load_library(Path(__file__).parent / "adapt.cpp").tandem_adapt
 
 
 class Addition(Protocol):

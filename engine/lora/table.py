@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import Structure, c_int64, c_void_p
+from ctypes import Structure
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,18 +33,18 @@ from engine.lora.files import (
     parse_adapter,
     read_adapter,
 )
+from native.structs import fields
 from protocol.requests import MAX_ADAPTERS, Adapter
+
+_HEADER = Path(__file__).parent / "adapt.h"
 
 
 class PartArgs(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("down", "up")),
-        *((name, c_int64) for name in ("rank", "inputs", "begin", "end", "first")),
-    )
+    _fields_ = fields(_HEADER, "Part")
 
 
 class AdaptedArgs(Structure):
-    _fields_ = (("parts", c_void_p), ("num_parts", c_int64), ("rows", c_void_p), ("count", c_int64))
+    _fields_ = fields(_HEADER, "Adapted")
 
 
 RANKS, INPUTS, OUTPUTS = 4, 32, 64

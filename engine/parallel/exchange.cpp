@@ -28,7 +28,7 @@ struct Shared {
     std::atomic<uint32_t> is_lost;  // a rank has ended or does not answer, so all further gathers fail
 };
 
-// One rank's view; `ExchangeArgs` in shared_ranks.py has the same fields.
+// One rank's view.
 struct Exchange {
     Shared* shared;
     char* rooms;
@@ -75,8 +75,6 @@ bool meet(Exchange& e) {
 }  // namespace
 
 extern "C" {
-
-extern const int64_t tandem_sizes[] = {sizeof(Exchange)};
 
 // Fills `whole` with `rows` rows of `width` bytes, once all ranks have called this for the same rows. This rank has
 // `own` bytes of each row from byte `first` on, contiguous in `part`. Returns false if a rank is lost.

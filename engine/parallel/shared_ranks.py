@@ -14,36 +14,27 @@ from torch import Tensor
 
 from engine.parallel import group
 from engine.parallel.group import Columns, LostRankError, Ranks
-from native.build import BuildError, address_of, declare, load_library
+from native.build import BuildError, address_of, load_library
+from native.structs import fields
 from protocol.errors import ConfigError
 
+_SOURCE = Path(__file__).parent / "exchange.cpp"
 _HEADER_BYTES = mmap.PAGESIZE
 _ROOM_BYTES = 16 << 20
 """Bytes of each of the two rooms, more than any row takes. Only touched pages use memory: about 256 KiB."""
 
 
 class ExchangeArgs(ctypes.Structure):
-    """The struct `Exchange` of `exchange.cpp`, which explains the fields."""
-
-    _fields_ = (
-        ("shared", ctypes.c_void_p),
-        ("rooms", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("room_bytes", "ranks", "timeout_ns", "gathers")),
-    )
+    _fields_ = fields(_SOURCE, "Exchange")
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Load the library of `exchange.cpp`. Raises ConfigError if it cannot be built."""
     try:
-        library = load_library(Path(__file__).parent / "exchange.cpp", ExchangeArgs)
+        return load_library(_SOURCE)
     except BuildError as error:
         raise ConfigError(f"a tensor-parallel size above 1 needs a C++ compiler: {error}") from error
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    declare(library, "tandem_gather", ctypes.c_bool, *[pointer] * 3, *[number] * 4)
-    declare(library, "tandem_is_lost", ctypes.c_bool, pointer)
-    declare(library, "tandem_give_up", None, pointer)
-    return library
 
 
 class SharedRanks(Ranks):

@@ -59,8 +59,6 @@ template <class T> int64_t draw_drafts(const Drafted& drafted, int64_t threads, 
 // tandem_choose_* return how many rows failed, tandem_draw_* return 0.
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Sampling), sizeof(Logits), sizeof(Drafted)};
-
 int64_t tandem_choose_bf16(const Logits* rows, int64_t threads, Parallel parallel) {
     return choose<bf16>(*rows, threads, parallel);
 }

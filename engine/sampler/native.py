@@ -13,21 +13,20 @@ from torch import Tensor
 
 from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import EditLists
-from engine.sampler.rows import SamplingArgs
-from native.build import declare, load_library, optional
+from native.build import load_library, optional
+from native.structs import fields
 from native.threads import parallel
 
 logger = logging.getLogger("tandem.engine")
 
+_SOURCE = Path(__file__).parent / "choose.cpp"
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 _GIL_FREE_LOGITS = 2**19
 """Logits below which a call keeps the GIL: taking it back from a busy thread would cost more."""
 
 
 class EditsArgs(ctypes.Structure):
-    """`Edits` of `chooser.h`, which explains the fields."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("bounds", "tokens", "amounts", "factors"))
+    _fields_ = fields(_SOURCE.with_name("chooser.h"), "Edits")
 
     @classmethod
     def of(cls, edits: EditLists | None) -> EditsArgs:
@@ -35,20 +34,11 @@ class EditsArgs(ctypes.Structure):
 
 
 class LogitsArgs(ctypes.Structure):
-    """`Logits` of `choose.cpp`, which explains the fields."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("stride", "size", "count")),
-        *((name, ctypes.c_void_p) for name in ("requests", "numbers", "positions", "chosen", "masks")),
-        ("edits", EditsArgs),
-    )
+    _fields_ = fields(_SOURCE, "Logits", EditsArgs)
 
 
 class DraftedArgs(ctypes.Structure):
-    """`Drafted` of `choose.cpp`."""
-
-    _fields_ = (("rows", LogitsArgs), ("starts", ctypes.c_void_p), ("distributions", ctypes.c_void_p))
+    _fields_ = fields(_SOURCE, "Drafted", LogitsArgs)
 
 
 @optional(logger, "tokens are sampled by torch's operators")
@@ -62,10 +52,8 @@ class NativeSampler:
     on_device = False
 
     def __init__(self) -> None:
-        source = Path(__file__).parent / "choose.cpp"
-        structs = SamplingArgs, LogitsArgs, DraftedArgs
-        self._choose = RowsFunction(source, "tandem_choose", *structs)
-        self._draw = RowsFunction(source, "tandem_draw", *structs)
+        self._choose = RowsFunction(_SOURCE, "tandem_choose")
+        self._draw = RowsFunction(_SOURCE, "tandem_draw")
 
     def begin(self, batch: Batch) -> TokenChoice:
         chosen = torch.empty(len(batch.index), dtype=torch.int64)
@@ -114,17 +102,15 @@ class RowsFunction:
     of threads and the function that runs them. The constructor raises BuildError.
     """
 
-    def __init__(self, source: Path, name: str, *structs: type[ctypes.Structure]) -> None:
-        short, long = load_library(source, *structs, keep_gil=True), load_library(source, *structs)
-        types = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+    def __init__(self, source: Path, name: str) -> None:
         self._short, self._long = (
-            {dtype: declare(library, f"{name}_{suffix}", *types) for dtype, suffix in _SUFFIXES.items()}
-            for library in (short, long)
+            {dtype: getattr(library, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
+            for library in (load_library(source, keep_gil=True), load_library(source))
         )
 
-    def __call__(self, fields: ctypes.Structure, logits: Tensor) -> int:
+    def __call__(self, args: ctypes.Structure, logits: Tensor) -> int:
         functions = self._short if logits.numel() < _GIL_FREE_LOGITS else self._long
-        result: int = functions[logits.dtype](ctypes.byref(fields), torch.get_num_threads(), parallel())
+        result: int = functions[logits.dtype](ctypes.byref(args), torch.get_num_threads(), parallel())
         return result
 
 

@@ -6,11 +6,13 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from ctypes import Structure, c_double, c_float, c_int64
+from ctypes import Structure
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from native.structs import fields
 from protocol.sampling import SamplingParams
 
 
@@ -93,15 +95,7 @@ _MIN_TEMPERATURE = 1e-30
 
 
 class SamplingArgs(Structure):
-    """`Sampling` of `chooser.h`, which explains the fields."""
-
-    _fields_ = (
-        ("seed", c_int64),
-        ("top_k", c_int64),
-        ("top_p", c_double),
-        ("temperature", c_float),
-        ("min_p_floor", c_float),
-    )
+    _fields_ = fields(Path(__file__).parent / "chooser.h", "Sampling")
 
 
 class RequestParams:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtransfer.blocks.extents import BlockIndices, address
-from native.build import declare, load_library, optional
+from native.build import load_library, optional
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
@@ -35,12 +35,7 @@ class UndecodableError(TandemError):
 
 @optional(logger, "KV is sent without lossless coding")
 def _library() -> ctypes.CDLL:
-    library = load_library(Path(__file__).parent / "codec.cpp")
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    where = (pointer, pointer, *[integer] * 3)
-    declare(library, "tandem_encode", integer, pointer, *where)
-    declare(library, "tandem_decode", ctypes.c_int32, *where, pointer, integer)
-    return library
+    return load_library(Path(__file__).parent / "codec.cpp")
 
 
 def is_available() -> bool:

@@ -12,32 +12,16 @@ from torch import Tensor
 
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.blocks.layout import SegmentLayout
-from native.build import declare, load_library, optional
+from native.build import load_library, optional
 
 logger = logging.getLogger("tandem.kvtransfer")
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 @optional(logger, "KV is converted to and from int8 by torch, which is slower")
 def _library() -> ctypes.CDLL:
-    library = load_library(Path(__file__).parent / "codes.cpp")
-    declare(
-        library,
-        "tandem_pack",
-        _INT,
-        *(ctypes.c_int32, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER),
-        *(*[_INT] * 5, _FLOAT, _FLOAT),
-    )
-    declare(
-        library,
-        "tandem_unpack",
-        None,
-        *(ctypes.c_int32, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER),
-        *[_INT] * 7,
-    )
-    return library
+    return load_library(Path(__file__).parent / "codes.cpp")
 
 
 def compiled(pool: SegmentLayout, wire: SegmentLayout, device: torch.device) -> bool:

@@ -10,7 +10,6 @@ connection, so a copy of reused blocks never counts.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
@@ -27,7 +26,7 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import Channel, Hello
 from kvtransfer.transports.transport import LocalTransport, PieceReader, PieceWriter
-from native.build import declare, load_library, optional
+from native.build import load_library, optional
 from protocol.errors import ProtocolError
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -40,9 +39,7 @@ PAST_CACHES_BYTES = 2 * 1024 * 1024
 
 @optional(logger, "blocks are copied one by one")
 def compiled() -> Callable[..., None]:
-    library = load_library(Path(__file__).parent / "gather.cpp")
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    return declare(library, "tandem_gather", None, *[pointer] * 4, *[integer] * 4, ctypes.c_int32)
+    return load_library(Path(__file__).parent / "gather.cpp").tandem_gather
 
 
 class Gather:

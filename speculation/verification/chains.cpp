@@ -93,8 +93,6 @@ template <class T> void verify(const Chains& chains, int64_t threads, Parallel p
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Sampling), sizeof(Chains)};
-
 int64_t tandem_verify_bf16(const Chains* chains, int64_t threads, Parallel parallel) {
     verify<bf16>(*chains, threads, parallel);
     return 0;

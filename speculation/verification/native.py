@@ -17,31 +17,25 @@ from torch import Tensor
 
 from engine.sampler import Sampler
 from engine.sampler.native import RowsFunction, readable
-from engine.sampler.rows import SamplingArgs, edits_logits
+from engine.sampler.rows import edits_logits
 from engine.step.draft import Verdict
 from engine.step.sequence import SequenceState
 from native.build import optional
+from native.structs import fields
 from protocol.speculation import Verification
 from speculation.verification.rows import distributions_of
 
 logger = logging.getLogger("tandem.speculation")
+_SOURCE = Path(__file__).parent / "chains.cpp"
 
 
 class Chains(ctypes.Structure):
-    """`Chains` of `chains.cpp`, which describes the fields."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("stride", "size", "count")),
-        *((name, ctypes.c_void_p) for name in ("requests", "positions", "lengths", "distributions")),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "accepted", "last_tokens", "masks")),
-        ("coupled", ctypes.c_int64),
-    )
+    _fields_ = fields(_SOURCE, "Chains")
 
 
 @optional(logger, "drafts are verified by torch's operators")
 def compiled() -> RowsFunction:
-    return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", SamplingArgs, Chains)
+    return RowsFunction(_SOURCE, "tandem_verify")
 
 
 def can_verify(sequence: SequenceState) -> bool:
@@ -72,7 +66,7 @@ def verify(
     if any(sequence.params.grammar is not None for sequence in sequences):
         masks = sampler.masks([row for sequence in sequences for row in sequence.step_rows()])
     inputs_at, outcomes_at, column = inputs.ctypes.data, outcomes.ctypes.data, inputs.itemsize * count
-    fields = Chains(
+    chains = Chains(
         logits.data_ptr(),
         logits.stride(0),
         vocab_size,
@@ -87,7 +81,7 @@ def verify(
         None if masks is None else masks.addresses.ctypes.data,
         is_coupled,
     )
-    function(fields, logits)
+    function(chains, logits)
     accepted, last_tokens = outcomes.tolist()
     return [
         Verdict(

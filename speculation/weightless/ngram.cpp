@@ -12,8 +12,6 @@ static int64_t find(const int32_t* text, int64_t length, int64_t shortest, int64
     return found;
 }
 
-extern "C" const int64_t tandem_sizes[] = {sizeof(Batch)};
-
 // Drafts the tokens after the match; none without a match.
 extern "C" void tandem_ngram(const Batch* batch, int64_t shortest, int64_t longest) {
     for (int64_t i = 0; i < batch->size; i++) {

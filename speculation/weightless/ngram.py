@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from native.build import declare, load_library, optional
+from native.build import load_library, optional
+from native.structs import fields
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Drafter
 
@@ -58,13 +59,9 @@ class Text:
 
 
 class TextBatch(ctypes.Structure):
-    """Texts to draft for, with room for the drafts: `Batch` of `repeats.h`."""
+    """Texts to draft for, with room for the drafts."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("texts", "lengths", "counts", "drafts", "found")),
-        ("size", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-    )
+    _fields_ = fields(Path(__file__).parent / "repeats.h", "Batch")
 
     def __init__(self, texts: Sequence[Text], counts: Sequence[int]) -> None:
         size, stride = len(texts), max(counts, default=0)
@@ -116,8 +113,7 @@ logger = logging.getLogger("tandem.speculation")
 
 @optional(logger, "n-grams draft nothing, since their search needs a C++ compiler")
 def compiled() -> Callable[..., None]:
-    library = load_library(Path(__file__).parent / "ngram.cpp", TextBatch, keep_gil=True)
-    return declare(library, "tandem_ngram", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    return load_library(Path(__file__).parent / "ngram.cpp", keep_gil=True).tandem_ngram
 
 
 class NgramDrafter(TextDrafter):

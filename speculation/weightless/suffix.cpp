@@ -169,8 +169,6 @@ void search_corpus(const Corpus& corpus, const Text& text, int64_t tenant, int64
 
 }  // namespace
 
-extern "C" const int64_t tandem_sizes[] = {sizeof(Batch), sizeof(Settings), sizeof(Corpus)};
-
 // Adds an output, `count` symbols from `start` on, to the chains.
 extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_t count) {
     for (int64_t i = 0; i < count; i++) {

@@ -22,7 +22,8 @@ import numpy as np
 
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from native.build import declare, load_library, optional
+from native.build import load_library, optional
+from native.structs import fields
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.ngram import NOTHING, Text, TextBatch, TextDrafter
 
@@ -30,26 +31,16 @@ logger = logging.getLogger("tandem.speculation")
 
 CAPACITY = 2**20
 """Symbols of earlier outputs: 40 MiB."""
+_SOURCE = Path(__file__).parent / "suffix.cpp"
 
 
 class SuffixArgs(ctypes.Structure):
-    """`Settings` of `suffix.cpp`."""
-
-    _fields_ = (
-        ("depth", ctypes.c_int64),
-        ("max_spec_factor", ctypes.c_double),
-        ("min_token_prob", ctypes.c_double),
-    )
+    _fields_ = fields(_SOURCE, "Settings")
 
 
 @optional(logger, "suffixes draft nothing, since their search needs a C++ compiler")
 def compiled() -> ctypes.CDLL:
-    source = Path(__file__).parent / "suffix.cpp"
-    library = load_library(source, TextBatch, SuffixArgs, Ring, keep_gil=True)
-    pointer = ctypes.c_void_p
-    declare(library, "tandem_suffix_enter", None, pointer, ctypes.c_uint32, ctypes.c_int64)
-    declare(library, "tandem_suffix_search", None, *[pointer] * 5)
-    return library
+    return load_library(_SOURCE, keep_gil=True)
 
 
 class SuffixDrafter(TextDrafter):
@@ -102,16 +93,7 @@ _MODULUS = 2**32
 
 
 class Ring(ctypes.Structure):
-    """`Corpus` of `suffix.cpp`."""
-
-    _fields_ = (
-        ("symbols", ctypes.c_void_p),
-        ("previous", ctypes.c_void_p),
-        ("heads", ctypes.c_void_p),
-        ("mask", ctypes.c_uint32),
-        ("oldest", ctypes.c_uint32),
-        ("end", ctypes.c_uint32),
-    )
+    _fields_ = fields(_SOURCE, "Corpus")
 
 
 @dataclass(slots=True)

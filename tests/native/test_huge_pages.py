@@ -3,7 +3,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from native.build import declare, load_library
+from native.build import load_library
 from tests.engine.kernels import needs_kernel
 
 MIB = 1 << 20
@@ -25,9 +25,8 @@ def flags_of(address: int) -> list[str]:
 @needs_kernel
 def test_large_buffers_get_huge_pages_and_return_them_in_any_order() -> None:
     """The heap keeps freed memory below memory in use, and takes large blocks once one was freed."""
-    library, size = load_library(Path(__file__).parent / "large_buffers.cpp"), ctypes.c_int64
-    make = declare(library, "make_buffer", ctypes.c_void_p, size)
-    free = declare(library, "free_buffer", None, ctypes.c_void_p, size)
+    library = load_library(Path(__file__).parent / "large_buffers.cpp")
+    make, free = library.tandem_make_buffer, library.tandem_free_buffer
     free(make(5 * MIB), 5 * MIB)
     buffers = [make(3 * MIB) for _ in range(8)]
     assert all(buffer % (2 * MIB) == 0 and "hg" in flags_of(buffer) for buffer in buffers)

@@ -1,39 +1,21 @@
-"""Python's mirrors of C++ structs and enums have the same fields and values in the same order."""
+"""Python knows the types of all C++ functions, and its enums have the values of C++'s in the same order."""
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import re
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from engine.devices.cpu.attention import backend as attention
 from engine.linear.packed_quantized import FORMATS
-from engine.lora import table as lora_structs
 from engine.model.program import Activation, MixerKind, NormKind, Score
-from engine.parallel import shared_ranks
-from engine.sampler import native, noise, rows
-from native.structs import fields
-from speculation.verification import native as verification
-from speculation.weightless import ngram, suffix
+from engine.sampler import noise
+from native.structs import prototypes
 
 ROOT = Path(__file__).parents[2]
-MIRRORS: list[tuple[str, ModuleType, dict[str, str]]] = [
-    ("engine/lora/adapt.h", lora_structs, {}),
-    ("engine/parallel/exchange.cpp", shared_ranks, {}),
-    ("engine/sampler/chooser.h", rows, {}),
-    ("engine/sampler/chooser.h", native, {"EditsArgs": "Edits"}),
-    ("engine/sampler/choose.cpp", native, {"LogitsArgs": "Logits", "DraftedArgs": "Drafted"}),
-    ("speculation/verification/chains.cpp", verification, {}),
-    ("speculation/weightless/repeats.h", ngram, {"TextBatch": "Batch"}),
-    ("speculation/weightless/suffix.cpp", suffix, {"SuffixArgs": "Settings", "Ring": "Corpus"}),
-]
-"""C++ files, the modules that mirror their structs, and these by Python's name: by default all of the module,
-without `Args`."""
-
+FOLDERS = "engine", "kvtransfer", "native", "speculation"
 STORED = [each.partition("_")[0].upper() for each in attention._STORED[1:]]
 ENUMS: list[tuple[str, str, list[str]]] = [
     ("engine/devices/cpu/decoder/row_math.h", "Norm", [*NormKind.__members__]),
@@ -50,26 +32,11 @@ def source(path: str) -> str:
     return re.sub(r"//.*", "", (ROOT / path).read_text())
 
 
-def structs_of(module: ModuleType) -> dict[str, str]:
-    return {
-        name: name.removesuffix("Args")
-        for name, each in vars(module).items()
-        if getattr(each, "__module__", "") == module.__name__ and hasattr(each, "_fields_")
-    }
-
-
-@pytest.mark.parametrize(
-    ("path", "module", "name", "cpp"),
-    [
-        (path, module, name, cpp)
-        for path, module, names in MIRRORS
-        for name, cpp in (names or structs_of(module)).items()
-    ],
-)
-def test_structs_have_the_same_fields(path: str, module: ModuleType, name: str, cpp: str) -> None:
-    mirror: Any = getattr(module, name)
-    inner = [kind for _, kind in mirror._fields_ if issubclass(kind, ctypes.Structure)]
-    assert list(mirror._fields_) == fields(ROOT / path, cpp, *inner)
+def test_all_functions_get_types() -> None:
+    for path in itertools.chain.from_iterable((ROOT / each).rglob("*.[ch]*") for each in FOLDERS):
+        if path.suffix in (".cpp", ".h"):
+            defined = re.findall(r"^\S[^/\n]*\b(tandem_\w+)\(", path.read_text(), re.M)
+            assert [name for name, *_ in prototypes(path)] == defined, path
 
 
 @pytest.mark.parametrize(("path", "name", "values"), ENUMS)

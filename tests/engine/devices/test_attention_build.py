@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import shutil
 import subprocess
@@ -160,16 +159,6 @@ def test_libraries_that_others_can_write_are_not_loaded(
     (library if spoilt == "library" else forgetful).chmod(0o777)
     with pytest.raises(build.BuildError, match="written by others"):
         build.build(SOURCE)
-
-
-@has_compiler
-def test_structs_that_differ_from_the_sources_are_refused() -> None:
-    class CallArgs(ctypes.Structure):
-        _fields_ = cpu_backend.CallArgs._fields_[:-1]
-
-    others = cpu_backend.KvLayerArgs, cpu_backend.PoolArgs, cpu_backend.StepArgs
-    with pytest.raises(build.BuildError, match="KvLayerArgs, PoolArgs, StepArgs, CallArgs are not the"):
-        build.load_library(SOURCE, *others, CallArgs)
 
 
 @has_compiler

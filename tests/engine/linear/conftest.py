@@ -40,6 +40,3 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip(f"this CPU has no {needed}")
     monkeypatch.setattr(packed, "library", lambda: library(request.param))
     monkeypatch.setattr(packed_quantized, "library", lambda: library(request.param))
-    for module in (packed, packed_quantized):
-        function = module.kernel.__wrapped__()
-        monkeypatch.setattr(module, "kernel", lambda function=function: function)

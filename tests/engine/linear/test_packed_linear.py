@@ -74,7 +74,7 @@ def test_a_float32_product_is_exact_and_its_rows_have_the_same_bits_in_every_bat
         torch.randn(out_features),
         torch.randn(200, in_features),
     )
-    kernel, values = packed.kernel(torch.float32), packed.pack(weight, together=1)
+    kernel, values = packed.library().tandem_linear_of_float32, packed.pack(weight, together=1)
 
     def multiply(rows: torch.Tensor, bias: torch.Tensor | None, threads: int = 1) -> torch.Tensor:
         out = torch.empty(len(rows), out_features)
@@ -115,8 +115,8 @@ def test_the_replacement_is_logged(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "cuda" in (kernel_fault(torch.device("cuda"), torch.bfloat16) or "")
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
-    packed.kernel.cache_clear()
+    packed.library.cache_clear()
     try:
         assert "false" in (kernel_fault(CPU, torch.bfloat16) or "")
     finally:
-        packed.kernel.cache_clear()
+        packed.library.cache_clear()

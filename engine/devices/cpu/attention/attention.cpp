@@ -487,8 +487,6 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(KvLayer), sizeof(Pool), sizeof(Step), sizeof(Call)};
-
 void* tandem_attention_create(const Pool* pool) { return new Attention(*pool); }
 
 void tandem_attention_destroy(void* attention) { delete static_cast<Attention*>(attention); }

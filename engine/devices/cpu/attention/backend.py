@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv, NativeBackend, check_rows
 from engine.kv.row_codes import KvRows
-from native.build import BuildError, address_of, declare, load_library
+from native.build import BuildError, address_of, load_library
 from native.structs import fields
 from native.threads import gomp_parallel
 from protocol.handoff import ROW_QUANTIZATIONS
@@ -51,13 +51,7 @@ _STORED = ("none", ROW_QUANTIZATIONS["int8"], ROW_QUANTIZATIONS["fp8"])
 @functools.cache
 def load() -> ctypes.CDLL:
     """Load the compiled kernel. Raises BuildError."""
-    library = load_library(Path(__file__).parent / "attention.cpp", KvLayerArgs, PoolArgs, StepArgs, CallArgs)
-    pointer = ctypes.c_void_p
-    declare(library, "tandem_attention_create", pointer, pointer)
-    declare(library, "tandem_attention_destroy", None, pointer)
-    declare(library, "tandem_attention_begin", ctypes.c_char_p, pointer, pointer)
-    declare(library, "tandem_attention_forward", None, pointer, pointer)
-    return library
+    return load_library(Path(__file__).parent / "attention.cpp")
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from engine.devices.cpu.decoder.native_model import (
 from engine.devices.cpu.recurrent.native import CpuSpans, kernels, layer_state_slots
 from engine.kv.attention import AttentionBackend, NativeBackend
 from engine.kv.state_slots import StateSlots
-from engine.linear import experts, packed, packed_quantized
+from engine.linear import packed
 from engine.lora.layers import kernel as adapt_kernel
 from engine.lora.table import Adapters, PackedProduct, PartArgs, Weights
 from native.build import address_of
@@ -74,12 +74,15 @@ class NativeDecoder:
         self.vocab_size = model.vocab
         self.block_table = BlockTable(backend.block_size, backend.num_tables)
         self._hidden_size = model.hidden
-        model.linear, model.parallel = address_of(packed.kernel(self._dtype)), parallel()
+        products = packed.library()
+        is_wide = self._dtype is torch.float32
+        linear = products.tandem_linear_of_float32 if is_wide else products.tandem_linear
+        model.linear, model.parallel = address_of(linear), parallel()
         self._tables = self._take_tables(backend, model)
-        model.quantized_linear = address_of(packed_quantized.kernel())
-        model.quantized_rows = address_of(packed_quantized.rows_kernel())
-        model.routed_linear = address_of(experts.kernel())
-        model.routed_quantized_linear = address_of(experts.quantized_kernel())
+        model.quantized_linear = address_of(products.tandem_quantized_linear)
+        model.quantized_rows = address_of(products.tandem_quantized_rows)
+        model.routed_linear = address_of(products.tandem_routed_linear)
+        model.routed_quantized_linear = address_of(products.tandem_routed_quantized_linear)
         self._adapters: NativeAdapters | None = None
         if adapters is not None:
             self._adapters = NativeAdapters(adapters, description.paths, description.columns)

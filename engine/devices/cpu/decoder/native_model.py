@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engine.copies import HugePages
 from engine.linear.packed import QuantizedArgs, pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
-from native.build import declare, load_library
+from native.build import load_library
 from native.structs import fields
 
 _STRUCTS = Path(__file__).parent / "structs.h"
@@ -73,14 +73,7 @@ _SOURCES = {torch.bfloat16: "decoder.cpp", torch.float32: "decoder_float32.cc"}
 @functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """Return the compiled decoder for `dtype`. Raises BuildError."""
-    library = load_library(Path(__file__).parent / _SOURCES[dtype])
-    pointer = ctypes.c_void_p
-    declare(library, "tandem_decoder_create", pointer, pointer)
-    declare(library, "tandem_decoder_destroy", None, pointer)
-    declare(library, "tandem_decoder_forward", None, pointer, pointer, ctypes.c_int64)
-    declare(library, "tandem_decoder_run", ctypes.c_char_p, pointer, pointer, pointer, ctypes.c_int64)
-    declare(library, "tandem_decoder_draft", ctypes.c_char_p, pointer, pointer, ctypes.c_int64)
-    return library
+    return load_library(Path(__file__).parent / _SOURCES[dtype])
 
 
 LayerPaths = tuple[tuple[str, ...], ...]

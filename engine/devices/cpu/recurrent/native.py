@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.batch.runner import StepOperators
 from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
-from native.build import declare, load_library
+from native.build import load_library
 from native.structs import fields
 from native.threads import gomp_parallel
 
@@ -53,9 +53,7 @@ class LinearAttentionArgs(Structure):
 def kernels() -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the convolution and linear attention. Raises BuildError."""
     library = load_library(Path(__file__).parent / "recurrent.cpp")
-    arguments = ctypes.c_void_p, ctypes.c_void_p
-    conv = declare(library, "tandem_causal_conv", None, *arguments)
-    return conv, declare(library, "tandem_linear_attention", None, *arguments)
+    return library.tandem_causal_conv, library.tandem_linear_attention
 
 
 def layer_state_slots(state_slots: StateSlots) -> ctypes.Array[LayerStateSlotsArgs]:
