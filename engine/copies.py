@@ -66,7 +66,6 @@ class Uploader:
         return [*self._tensors]
 
     def _lay_out(self, layout: list[tuple[np.dtype, tuple[int, ...]]], arrays: Sequence[np.ndarray]) -> None:
-        """Make a tensor for each array."""
         starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
         if starts[-1] > len(self._bytes):
             self._bytes = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)

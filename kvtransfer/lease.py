@@ -106,7 +106,6 @@ class ArrivalRecord:
     _final_push_s: float = 0.0
 
     def add(self, piece: Piece, arrival: PieceArrival) -> None:
-        """Record that a piece is in place."""
         self.transport = arrival.transport
         self.nbytes += arrival.nbytes
         self.wait_s += piece.waited_s

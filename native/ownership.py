@@ -100,7 +100,6 @@ def _is_users_own_group(group_id: int) -> bool:
 
 
 def cache_dir() -> Path:
-    """Return TANDEM_CACHE_DIR, or ~/.cache/tandem."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tandem")
 
 

@@ -83,7 +83,6 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """Return the layers to quantize, by name."""
     return {
         name: module
         for name, module in block.named_modules()
@@ -227,7 +226,6 @@ def _has_weight_per_channel(module: nn.Module, output: Tensor) -> bool:
 
 
 def _record(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) -> list[_Call]:
-    """Run the whole model and return the call of each block."""
     calls: list[tuple[dict[str, Any], Tensor]] = []
     outputs: list[Tensor] = []
 

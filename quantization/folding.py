@@ -37,7 +37,6 @@ class ScaleFold:
 
     @property
     def channels(self) -> int:
-        """The number of scales."""
         return int(self.index.max()) + 1
 
     def pooled(self, inputs: Tensor) -> Tensor:

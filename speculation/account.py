@@ -103,7 +103,6 @@ class Account:
             self._verify_seconds += seconds
 
     def drafted(self, method: Drafted, seconds: float) -> None:
-        """Record that drafting for a batch took `seconds`."""
         self._methods[method].draft_seconds += seconds
 
     def verified(self, method: Drafted, num_drafted: int, num_accepted: int) -> None:

@@ -67,7 +67,6 @@ class Checkpoint:
         return ConfigError(f"{_FLAG}: {self._files.get(name, self.folder / 'config.json')}: {name} {reason}")
 
     def _find(self, candidates: Sequence[str]) -> dict[str, Path]:
-        """Return the file of each tensor."""
         for path in (self.folder / candidate for candidate in candidates):
             if not path.exists():
                 continue
@@ -211,7 +210,6 @@ def draft_ids_of(checkpoint: Checkpoint, size: int | None, target: LoadedModel) 
 
 
 def number(checkpoint: Checkpoint, fields: Mapping[str, Any], name: str, least: int = 1) -> int:
-    """Return a field that must be a whole number."""
     value = fields.get(name)
     if not isinstance(value, int) or value < least:
         kind = "a positive whole number" if least == 1 else f"a whole number of at least {least}"

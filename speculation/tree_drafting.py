@@ -151,7 +151,6 @@ def drafting_of(
     block_size: int,
     recurs: bool,
 ) -> ChainDrafting | TreeDrafting:
-    """Return the drafting of trees or of chains, as the options say."""
     made = runner, options, rows_of, sampler, draft_ids
     if options.tree:
         return TreeDrafting(*made, block_size=block_size, recurs=recurs)
@@ -159,7 +158,6 @@ def drafting_of(
 
 
 def drafts_of(nodes: Tensor) -> list[Draft | None]:
-    """Convert the nodes of `TreeGrowth.end`, on the host, to drafts."""
     drafts: list[Draft | None] = []
     for token_ids, rows_before in nodes[:2].transpose(0, 1).tolist():
         parents = [row - 1 for row in rows_before if row >= 0]

@@ -77,7 +77,6 @@ class GrowthState(NamedTuple):
         )
 
     def begin(self) -> None:
-        """Reset to trees that have only their roots."""
         self.leaves.zero_()
         self.leaf_scores.fill_(-torch.inf)
         self.paths.zero_()

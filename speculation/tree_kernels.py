@@ -61,7 +61,6 @@ def _candidates(
 
 @triton.jit
 def _place(nodes, facts, places, chosen, most):
-    """Make nodes of the chosen candidates."""
     tokens, rows_before, masks, deeper = facts
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     node = nodes + tree * most + places

@@ -93,7 +93,6 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
 
 
 def tokenizer_settings(file: GgufFile) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`."""
     tokens = file.need("tokenizer.ggml.tokens", list)
     ids = {role: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in _ROLES.items()}
     template = file.metadata.get("tokenizer.chat_template")

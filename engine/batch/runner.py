@@ -40,8 +40,6 @@ Fill = Callable[[StepInputs], None]
 
 
 class ChainDrafter(Protocol):
-    """A model that drafts whole chains in one call."""
-
     vocab_size: int
     block_table: BlockTable
 

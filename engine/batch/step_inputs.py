@@ -129,7 +129,6 @@ class StepShape:
     """Whether a sequence's only row may be a draft token, which changes no recurrent state."""
 
     def takes(self, other: StepShape) -> bool:
-        """Return whether the steps of `other` fit this shape."""
         sizes = zip(vars(self).values(), vars(other).values(), strict=True)
         return all(own >= least for own, least in sizes)
 
@@ -149,7 +148,6 @@ class StepInputs(NamedTuple):
 
 
 def are_chains(batch: Sequence[SequenceRows]) -> bool:
-    """Return whether no rows belong to trees."""
     return all(rows.masks is None for rows in batch)
 
 

@@ -76,7 +76,6 @@ def select_backend(
 def backend_for(
     config: ServeConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[type[AttentionBackend], str]:
-    """Select the backend of a server's model."""
     return select_backend(device, dtype, config.attention_backend, deterministic=config.deterministic)
 
 

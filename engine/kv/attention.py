@@ -67,11 +67,9 @@ class LayerKv(NamedTuple):
 
     @classmethod
     def of_sides(cls, keys: StoredRows, values: StoredRows) -> LayerKv:
-        """Make the part from its `sides`."""
         return cls(keys.values, values.values, keys.scales, values.scales)
 
     def fits(self, rows: KvRows) -> bool:
-        """Return whether the layer's rows have this format."""
         has_scales = self.key_scales is not None and self.value_scales is not None
         return self.keys.dtype is rows.stored_dtype and has_scales is rows.coded
 
@@ -81,7 +79,6 @@ class LayerKv(NamedTuple):
         return StoredRows(self.keys, self.key_scales), StoredRows(self.values, self.value_scales)
 
     def of_heads(self, heads: slice) -> LayerKv:
-        """Return the part of these KV heads."""
         return LayerKv.of_sides(*(side.part(slice(None), slice(None), heads) for side in self.sides))
 
     @property

@@ -213,7 +213,6 @@ class Group:
         return {window: [place for place in window_of if window_of[place] == window] for window in order}
 
     def layer_shape(self, layer: int) -> LayerShape:
-        """Return the shape of a layer's keys and values."""
         place = self.layers[layer]
         return place.shape or self._shape(place)
 
@@ -285,7 +284,6 @@ class Group:
 
     @property
     def num_values(self) -> int:
-        """Number of values of a token in all tables."""
         per_table = (
             math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments
         )
@@ -341,7 +339,6 @@ class PoolLayout:
 
     @property
     def state_slot_bytes(self) -> int:
-        """Bytes of one sequence's state slots."""
         return sum(state.state_slot_bytes for state in (self.state, self.draft_state) if state is not None)
 
     @property
@@ -378,7 +375,6 @@ class PoolLayout:
         return {name: segment.views(part, self.block_size) for (name, segment), part in pairs}
 
     def describe(self) -> list[SegmentInfo]:
-        """Return the segments in the form that other workers read."""
         size = self.block_size
         return [
             SegmentInfo(

@@ -66,7 +66,6 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
-        """Number of bytes of a block, on all ranks."""
         return self.memory.shape[1]
 
     @property
@@ -82,7 +81,6 @@ class KVPool:
         return self._segments[name].values
 
     def layers(self, group: str) -> list[LayerKv]:
-        """Return views of the keys and values of each of the group's layers."""
         of = self.groups[group]
 
         def view(segment: int, index: int) -> StoredRows:

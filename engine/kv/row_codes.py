@@ -39,7 +39,6 @@ class StoredRows(NamedTuple):
     scales: Tensor | None
 
     def heads(self, own: slice) -> StoredRows:
-        """Return the rows of some KV heads."""
         return StoredRows(self.values[..., own, :], None if self.scales is None else self.scales[..., own])
 
     def part(self, *index: int | slice) -> StoredRows:
@@ -94,7 +93,6 @@ class KvRows:
         return StoredRows(codes.view(torch.uint8), scale.squeeze(-1))
 
     def decode(self, stored: StoredRows) -> Tensor:
-        """Return the values of encoded rows, rounded to `dtype`."""
         if stored.scales is None:
             return stored.values
         codes = stored.values.view(CODE_DTYPES[self.quantization])

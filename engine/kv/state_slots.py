@@ -59,14 +59,12 @@ class StateLayout:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's state at a grid point."""
         states = sum(math.prod(layer.state_shape) for layer in self.layers)
         tails = sum(math.prod(layer.tail_shape) for layer in self.layers)
         return _aligned(4 * states + self.dtype.itemsize * tails)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of the inputs after the grid point."""
         heads = sum(
             layer.num_key_heads * layer.key_dim + layer.num_heads * (layer.value_dim + layer.decay_dim)
             for layer in self.layers
@@ -76,7 +74,6 @@ class StateLayout:
 
     @property
     def state_slot_bytes(self) -> int:
-        """Bytes of a state slot."""
         return self.state_bytes + self.window_bytes
 
     def position(self, num_tokens: int) -> int:
@@ -217,7 +214,6 @@ class StateSlots:
         return state_slot
 
     def position(self, state_slot: int) -> int:
-        """Return the position of the slot's state."""
         return self._bases[state_slot]
 
     def give_back(self, state_slot: int) -> None:
@@ -270,8 +266,6 @@ class StateSlots:
 
 
 class _Views:
-    """Views of consecutive parts of each row of bytes."""
-
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
         self._end = 0

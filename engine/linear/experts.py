@@ -137,8 +137,6 @@ class RoutedLinear(Routed):
 
 
 class RoutedQuantizedLinear(Routed):
-    """A `RoutedLinear` with quantized weights."""
-
     words: Tensor
     scales: Tensor
     minima: Tensor | None
@@ -217,7 +215,6 @@ class ExpertsModule(nn.Module):
         return count
 
     def part(self, own: range) -> ExpertsModule:
-        """Return only the experts `own`, numbered from 0."""
         return type(self)(self.first.part(own), self.second.part(own), self.rest)
 
 
@@ -251,7 +248,6 @@ def join_experts(model: nn.Module, pack: Pack | None = None) -> None:
 
 
 def pack_experts(model: nn.Module) -> None:
-    """Pack fused experts, freeing their tensors."""
     for path, experts in fused_experts(model).items():
         parts, rest = fused_parts(experts)
         first, second = (RoutedLinear([*weights], biases) for weights, biases in parts)

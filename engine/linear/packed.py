@@ -108,7 +108,6 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def rows(self, rows: Sequence[range]) -> PackedLinear:
-        """Return a layer with only these outputs."""
         part = PackedLinear.__new__(PackedLinear)
         nn.Module.__init__(part)
         part.in_features, part.out_features = self.in_features, sum(map(len, rows))

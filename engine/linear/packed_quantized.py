@@ -39,7 +39,6 @@ _DEPTH, _SLICE = 32, 128
 
 
 def fits(weight: QuantizedWeight) -> bool:
-    """Return whether the kernel can multiply by the weight."""
     inputs, group = weight.codes.shape[1], weight.group_size
     whole_runs = group == inputs or group <= _SLICE or group % _SLICE == 0
     return inputs % _DEPTH == 0 and group % _DEPTH == 0 and whole_runs
@@ -96,7 +95,6 @@ class PackedWeight:
         )
 
     def rows(self, rows: Sequence[range]) -> PackedWeight:
-        """Return a weight with only the outputs in these ranges."""
         return replace(
             self,
             words=packed_rows(self.words, rows),
@@ -116,7 +114,6 @@ class PackedWeight:
         )
 
     def is_table(self) -> bool:
-        """Return whether `bfloat16_rows` can read it."""
         return self.format is CodeFormat.INT8 and self.minima is None and self.inputs is None
 
     def bfloat16_rows(self, first: int, end: int) -> Tensor:
@@ -129,7 +126,6 @@ class PackedWeight:
         return out
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """Return a weight with copies of its words, scales and minima."""
         minima = None if self.minima is None else copy(self.minima)
         return replace(self, words=copy(self.words), scales=copy(self.scales), minima=minima)
 
@@ -145,7 +141,6 @@ def _are_halves(values: Tensor) -> bool:
 
 
 def join(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Join similar weights into one with all their outputs."""
     first, outputs = weights[0], [weight.out_features for weight in weights]
     if len(weights) == 1:
         return first
@@ -192,7 +187,6 @@ def _words(weight: QuantizedWeight) -> Tensor:
 
 
 def _even_codes(eight: Tensor) -> Tensor:
-    """Return the codes in the even bytes of each int64, packed in one int16."""
     gathered = (eight & 0x000F000F000F000F).mul_(_TO_THE_TOP)
     return gathered.view(torch.int16)[:, 3::4]
 
@@ -228,8 +222,6 @@ _quantized_linear = torch.ops.tandem.quantized_linear.default
 
 
 class PackedQuantizedLinear(nn.Module):
-    """A quantized layer with packed weights, for bfloat16 inputs."""
-
     words: Tensor
     scales: Tensor
     minima: Tensor | None
@@ -250,7 +242,6 @@ class PackedQuantizedLinear(nn.Module):
         return PackedWeight(self.format, *parts, self.out_features, self.input_group)
 
     def rows(self, rows: Sequence[range]) -> PackedQuantizedLinear:
-        """Return a layer with only these outputs."""
         bias = None if self.bias is None else rows_of(self.bias, rows)
         return PackedQuantizedLinear(self.packed.rows(rows), bias)
 

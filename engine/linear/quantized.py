@@ -39,7 +39,6 @@ class QuantizedLinear(nn.Module):
         return nn.functional.linear(x, self.quantized.dequantized().to(x.dtype), self.bias)
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
-        """Return a plain layer with the dequantized weight."""
         return linear_of(self.quantized.dequantized().to(dtype), self.bias)
 
     def extra_repr(self) -> str:

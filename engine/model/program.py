@@ -60,8 +60,6 @@ class Score(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A root mean square norm."""
-
     weight: Tensor
     epsilon: float
     kind: NormKind = NormKind.PLAIN
@@ -156,7 +154,6 @@ class Attention(Mixer):
 
     @property
     def kv_heads(self) -> int:
-        """The number of KV heads that the inputs make."""
         made = self.inputs.outputs - self.query_size
         return made // self.head_dim // self.sides if self.sides else 0
 
@@ -249,8 +246,6 @@ class ExpertNorms:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Experts:
-    """A mixture of experts with its router."""
-
     holder: Any
     """The module whose `experts` are Transformers' fused experts or `ExpertsModule`."""
     router: Tensor

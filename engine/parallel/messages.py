@@ -35,8 +35,6 @@ class BuildRunners(msgspec.Struct, frozen=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The arguments of `Runner.run`."""
-
     batch: list[SequenceRows]
     logit_rows: list[int]
     wants_hidden: bool
@@ -85,7 +83,6 @@ def send(link: socket.socket, message: bytes) -> None:
 
 
 def receive(link: socket.socket, decoder: Decoder[_Message]) -> _Message | None:
-    """Return the next message, or None if the other side is gone."""
     head = _read(link, _LENGTH.size)
     body = _read(link, *_LENGTH.unpack(head)) if head else b""
     return decoder.decode(body) if body else None
@@ -112,7 +109,6 @@ def _plain(value: Any) -> Any:
 
 
 def _read(link: socket.socket, count: int) -> bytes:
-    """Return `count` bytes, or b"" at the end of the stream."""
     data = bytearray()
     while len(data) < count:
         part = link.recv(count - len(data))

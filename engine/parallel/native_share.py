@@ -54,7 +54,6 @@ class DescriptionShare(NativeModel):
         return self._ranks.columns(outputs, PANEL).parts[self._ranks.rank]
 
     def _rows(self, whole: WeightsArgs, *rows: range) -> WeightsArgs:
-        """Return the weights with only these outputs."""
         if whole.quantized is not None:
             return self._quantized_rows(whole.quantized, *rows)
         weight = packed_rows(self._whole.kept(whole.values), rows)

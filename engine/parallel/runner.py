@@ -71,7 +71,6 @@ class ShareRunner:
         ranks: Ranks,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """Build the runner of the model that `share_of` returned."""
         self._ranks = ranks
         backend_class, _ = backend_for(config, loaded.device, loaded.dtype)
         if isinstance(ranks, SharedRanks):

@@ -28,7 +28,6 @@ def unpack_pairs(octets: Tensor) -> Tensor:
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """Invert `unpack_pairs`."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 

@@ -28,7 +28,6 @@ class Batch:
 
     @property
     def seeds(self) -> np.ndarray:
-        """Each row's seed, int64."""
         return self.requests.table["seed"][np.array(self.index)]
 
     @property

@@ -66,7 +66,6 @@ class TokenCounts:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of equal leading tokens."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
@@ -74,8 +73,6 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Penalties:
-    """The token counts of all requests that have penalties."""
-
     def __init__(self) -> None:
         self._counts: dict[str, TokenCounts] = {}
 

@@ -276,7 +276,6 @@ def _key(row: SamplingRow) -> tuple[int, ...]:
 
 
 def _allow(words: np.ndarray, token: int) -> None:
-    """Allow this token only."""
     words.fill(0)
     words.view(np.uint32)[token >> 5] = 1 << (token & 31)
 

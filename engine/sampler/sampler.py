@@ -71,7 +71,6 @@ class Sampler:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels choose on the device."""
         return self._row_sampler.on_device
 
     @property
@@ -80,7 +79,6 @@ class Sampler:
 
     @property
     def is_native(self) -> bool:
-        """Whether the compiled sampler chooses."""
         return isinstance(self._row_sampler, NativeSampler)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -141,7 +139,6 @@ class Sampler:
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Draw draft tokens: see `RowSampler.draw_drafts`."""
         return self._row_sampler.draw_drafts(self._batch(logits, rows), starts)
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:

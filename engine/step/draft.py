@@ -69,7 +69,6 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Number of nodes on the longest path."""
         return self.num_nodes if self.parents is None else max(self.depths(), default=0)
 
     def depths(self) -> list[int]:
@@ -93,7 +92,6 @@ class Draft:
         return tokens[::-1]
 
     def paths(self) -> list[list[int]]:
-        """Return the path to each node."""
         found: list[list[int]] = []
         for node in range(self.num_nodes):
             parent = self.parent(node)

@@ -47,12 +47,10 @@ class Launched:
 
     @property
     def sampled(self) -> Tensor:
-        """The logits of the rows to sample from."""
         count = self.packed.num_sampled_rows
         return self.logits if len(self.logits) == count else self.logits[:count]
 
     def free_kept(self) -> None:
-        """Free the kept blocks once the step is over."""
         for sequence_blocks in self.kept:
             sequence_blocks.free()
 

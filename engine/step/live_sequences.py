@@ -126,7 +126,6 @@ class KeptTokens:
 
 
 def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collection[int]) -> KeptTokens:
-    """Append the tokens to the sequence, up to the token that ends it."""
     kept = KeptTokens()
     for token_id in token_ids:
         sequence.append(token_id)
@@ -149,7 +148,6 @@ def failure(sequence: SequenceState, problem: str) -> tuple[ErrorKind, str]:
 
 
 def token_output(sequence: SequenceState, kept: KeptTokens, outcome: Outcome) -> TokenOutput:
-    """Return the message for a sequence that got tokens."""
     assert outcome.verdict is not None
     is_first = sequence.first_token_time is None
     draft = outcome.draft

@@ -97,5 +97,4 @@ class Speculator:
         return {}
 
     def report(self) -> SpeculationState:
-        """Return the current methods and costs of speculation."""
         return SpeculationState()

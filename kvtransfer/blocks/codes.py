@@ -25,7 +25,6 @@ def _library() -> ctypes.CDLL:
 
 
 def compiled(pool: SegmentLayout, wire: SegmentLayout, device: torch.device) -> bool:
-    """Return whether these functions support such values."""
     known = pool.dtype in _DTYPES and wire.quantized and wire.code_dtype == torch.int8
     return known and device.type == "cpu" and _library() is not None
 

@@ -54,7 +54,6 @@ class Copies:
             target.copy_(source(), non_blocking=True)
 
     def mark(self) -> StreamMark:
-        """Return a mark after the copies started so far."""
         return StreamMark(*self._streams[:1])
 
     @property

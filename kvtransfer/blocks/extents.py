@@ -69,7 +69,6 @@ def runs(blocks: Blocks) -> BlockIndices:
 
 
 def to_wire(blocks: Blocks) -> bytes:
-    """Encode as runs."""
     return runs(blocks).astype(_WIRE_TYPE).tobytes()
 
 
@@ -152,14 +151,12 @@ class ScatterList:
         return self._ends[-1] - self.done if self._ends else 0
 
     def batch(self) -> list[memoryview]:
-        """Return the buffers for the next system call."""
         first = bisect_right(self._ends, self.done)
         batch = self._slice(first, first + self._batch_buffers)
         batch[0] = batch[0][len(batch[0]) - (self._ends[first] - self.done) :]
         return batch
 
     def advance(self, nbytes: int) -> None:
-        """Mark the next `nbytes` bytes as done."""
         self.done += nbytes
 
     def _slice(self, first: int, last: int) -> list[memoryview]:

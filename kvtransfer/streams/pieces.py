@@ -43,7 +43,6 @@ class QueuedPiece:
 
     @cached_property
     def runs(self) -> bytes:
-        """Return the blocks as runs for the wire."""
         return to_wire(self.blocks)
 
     @property

@@ -67,7 +67,6 @@ class _Transmission:
         self.rest = ScatterList([self._header, *payload])
 
     def next_slice(self) -> bool:
-        """Encode the next slice, if there is one."""
         payload = next(self._coded, None)
         if payload is not None:
             self.rest = ScatterList(payload)
@@ -123,7 +122,6 @@ class Stream(threading.Thread):
 
     @property
     def wire_block_bytes(self) -> int:
-        """Return the bytes of a block on the wire."""
         assert self._writer is not None
         return self._writer.block_bytes
 
@@ -224,7 +222,6 @@ class Stream(threading.Thread):
                 self._read_acks(channel)
 
     def _take(self, writer: PieceWriter) -> _Transmission | None:
-        """Take the next piece of the lease whose turn it is."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
         with self._reading:  # an abort waits until the blocks of a piece in flight are read

@@ -68,8 +68,6 @@ class Inbox:
 
 
 class Inboxes:
-    """The inboxes of one worker."""
-
     def __init__(self) -> None:
         self._open: dict[str, Inbox] = {}
 

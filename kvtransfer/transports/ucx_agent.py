@@ -126,7 +126,6 @@ class Memory:
 
     @classmethod
     def of(cls, pool: RegisteredPool) -> Memory:
-        """Return a pool's memory."""
         if pool.device is None:
             address = int(np.frombuffer(pool.buffer, np.uint8).ctypes.data)
             return cls(address, pool.block_bytes, pool.num_blocks)

@@ -28,7 +28,6 @@ class DraftController:
     """The planner of drafts, for the engine's thread only. It is deterministic, given the clock."""
 
     def __init__(self, max_sequences: int, max_tokens: int, trial_share: float = TRIAL_SHARE) -> None:
-        """Plan for drafts of at most `max_tokens` tokens."""
         self.estimator = Estimator(max_sequences, max_tokens)
         self._explorer = Explorer(trial_share)
         self._load = 0, 0
@@ -67,7 +66,6 @@ class DraftController:
         return False
 
     def _is_due(self, load: tuple[int, int]) -> bool:
-        """Return whether a step with this load needs a new plan."""
         has_come = load[0] > self._load[0] or load[1] != self._load[1]
         return self._steps_left <= 0 or (has_come and (self._fixed_to_come or self._may_pay(load)))
 

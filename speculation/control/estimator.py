@@ -203,7 +203,6 @@ class Estimator:
     # --- what is known ------------------------------------------------------------------------------
 
     def read_seconds(self, method: Source, num_tokens: int) -> float:
-        """Return the seconds to read `num_tokens` tokens for drafting."""
         per_read = self.methods[method].time.per_read
         if per_read is None:
             per_read = READ_SHARE * self.target.per_prompt_token

@@ -47,7 +47,6 @@ def can_verify(sequence: SequenceState) -> bool:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
-    """Verify like `coupled.verify`, for sequences that `can_verify`."""
     function, is_coupled = compiled(), rule == "coupled"
     assert function is not None
     count = len(sequences)

@@ -40,7 +40,6 @@ def can_verify(sequence: SequenceState) -> bool:
 
 
 def warm_up(sampler: Sampler, dtype: torch.dtype, rule: Verification) -> None:
-    """Compile the kernels that verify logits of this dtype."""
     logits = torch.zeros((2, sampler.vocab_size), dtype=dtype, device=sampler.device)
     biases: list[dict[int, float]] = [{}, {0: 1.0}]
     for bias in biases:  # edited logits are float32
@@ -54,7 +53,6 @@ def warm_up(sampler: Sampler, dtype: torch.dtype, rule: Verification) -> None:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
-    """Verify like `coupled.verify`, for sequences that `can_verify`."""
     rows, as_blocks = DraftedRows(sequences, takes_late=True), rule == "block"
     chosen = sampler.chosen(logits, rows.sampling, rows.position_offsets(sampler.upload))
     drawn = [distributions_of(sequence.draft, chosen.logits) for sequence in sequences]

@@ -56,7 +56,6 @@ class Stop:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
-    """Verify like `coupled.verify`, for sequences that all have a draft."""
     rows = DraftedRows(sequences)
     target = sampler.probabilities(logits, rows.sampling)
     failed = target.amax(dim=1) == 0
@@ -74,7 +73,6 @@ def verify(
 
 
 def _walk(odds: DraftProbabilities) -> Stop:
-    """Return the stop by the standard rule."""
     draft, stop = odds.draft, Stop()
     last, mass = -1, 1.0
     for node, (p, q, u) in enumerate(odds.nodes):  # a node's children come after it

@@ -123,7 +123,6 @@ class Corpus:
         self._oldest = self._end = 0
 
     def tenant(self, salt: str) -> int | None:
-        """Return the number of a tenant that has outputs here."""
         tenant = self._tenants.get(salt)
         return None if tenant is None else tenant.number
 

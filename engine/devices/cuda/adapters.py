@@ -44,7 +44,6 @@ class AdaptedProduct:
 
     @classmethod
     def of(cls, paths: Sequence[str], adapters: Adapters) -> AdaptedProduct:
-        """Describe the product of these linear layers."""
         numbers, shapes = [*adapters.linears], [adapters.own_shape(path) for path in paths]
         parts, first = [], 0
         for path, shape in zip(paths, shapes, strict=True):

@@ -27,7 +27,6 @@ class CudaGraphs:
         return CudaGraph(self._pool)
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 

@@ -61,7 +61,6 @@ class LibraryProduct(ABC):
 
     @classmethod
     def joined(cls, products: Sequence[LibraryProduct]) -> Self:
-        """Join products that are alike."""
         parts: dict[str, Any] = {}
         for name, dim in cls.output_dims.items():
             own = [getattr(each, name) for each in products]

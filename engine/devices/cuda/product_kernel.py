@@ -62,7 +62,6 @@ def _inputs(x, others, order, first, is_row, COUNT: tl.constexpr, INPUTS: tl.con
 
 @triton.jit
 def _scales(scales, place, is_output, KIND: tl.constexpr):
-    """Load the outputs' scales of one group of inputs."""
     values = tl.load(scales + place, mask=is_output, other=0)
     if KIND == MXFP4:
         exponents = values.to(tl.int32)

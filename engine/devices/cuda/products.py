@@ -92,7 +92,6 @@ class Tiled(nn.Module):
 
     @classmethod
     def quantized(cls, weight: QuantizedWeight, bias: Tensor | None) -> Self:
-        """Pack a weight that `fits`."""
         depth = _depth(weight.group_size)
         assert depth is not None
         codes = weight.codes.view(torch.uint8)
@@ -202,8 +201,6 @@ class Tiled(nn.Module):
 
 
 class TiledLinear(Tiled):
-    """A linear layer that multiplies by our kernel."""
-
     def forward(self, x: Tensor) -> Tensor:
         """Multiply `x` [..., inputs]; return [..., outputs]."""
         rows = x.reshape(-1, x.shape[-1])
@@ -233,7 +230,6 @@ class TiledLinear(Tiled):
 
 
 def fits(weight: QuantizedWeight) -> bool:
-    """Return whether the kernel can multiply by the weight."""
     return _depth(weight.group_size) is not None
 
 
@@ -253,7 +249,6 @@ def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
 
 
 def tiled(module: nn.Module, dtype: torch.dtype, *, plain: bool) -> nn.Module:
-    """Return what `tile_linears` makes of one module."""
     if isinstance(module, QuantizedLinear):
         made = None if plain else by_library(LIBRARIES, module.quantized, module.bias, dtype)
         if made is not None:

@@ -165,7 +165,6 @@ def _modules(loaded: LoadedModel) -> Iterator[nn.Module]:
 def runner_of_head(
     config: ServeConfig, program: TorchProgram, target: LoadedModel, backend: AttentionBackend, products: str
 ) -> CudaRunner:
-    """Return a runner for a draft head of `target`."""
     forward, buckets = ProgramForward(program, backend), Buckets.of_heads(config, target.max_model_len)
     graphs = graphs_for(config, target.device)
     return CudaRunner(forward, backend, target.device, products, buckets, graphs)

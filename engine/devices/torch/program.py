@@ -222,8 +222,6 @@ def _placed(rows: Tensor, norm: Norm | None, turns: _Turns) -> Tensor:
 
 
 class ProgramForward(TorchForward):
-    """The forward of a program, which may be a draft head."""
-
     def __init__(self, program: TorchProgram, backend: AttentionBackend) -> None:
         super().__init__(backend, program.adapters, program.operators)
         self._program = program

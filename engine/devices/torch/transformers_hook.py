@@ -49,7 +49,6 @@ _current = _Current()
 
 
 def set_current_backend(backend: AttentionBackend | None) -> None:
-    """Set the backend for this thread's attention layers."""
     _current.backend = backend
 
 

@@ -56,11 +56,9 @@ class HostMemory:
         self._queued: dict[int, torch.cuda.Event] = {}
 
     def save(self, block: int, slot: int) -> None:
-        """Copy a block from the device to a slot."""
         self._copy(self._slot(slot), self._blocks[block], slot)
 
     def load(self, slot: int, block: int) -> None:
-        """Copy a slot to a block of the device."""
         self._copy(self._blocks[block], self._slot(slot), slot)
 
     def buffer(self, slot: int) -> memoryview:
@@ -161,7 +159,6 @@ class HostTier:
             self._disk.log = log
 
     def contents(self) -> Iterator[tuple[Medium, BlockIdentity]]:
-        """Yield all blocks, here and on the disk."""
         for identity in self._slot_of:
             yield Medium.CPU, identity
         for identity in self._disk.stored() if self._disk is not None else ():

@@ -153,7 +153,6 @@ class SlotFile:
         os.posix_fadvise(self._blocks, slot * self.block_bytes, self.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def erase(self, slot: int) -> None:
-        """Mark the slot as empty."""
         _write_all(self._index, memoryview(_NO_ENTRY), _entry_offset(slot))
 
     def close(self) -> None:

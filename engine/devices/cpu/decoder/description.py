@@ -164,7 +164,6 @@ class Description(NativeModel):
             self.layers[number - count].beside = number
 
     def _attention_fields(self, program: ModelProgram) -> dict[str, Any]:
-        """Return the fields common to all of the program's attention layers."""
         mixers = itertools.chain.from_iterable(layer.mixers for layer in program.layers)
         first = next(mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
         return {
@@ -218,7 +217,6 @@ class Description(NativeModel):
         return args
 
     def _rotation(self, rotation: Rotation | None) -> tuple[int | None, int | None]:
-        """Return the addresses of the rotation's cosines and sines."""
         if rotation is None:
             return None, None
         if rotation not in self._rotations:

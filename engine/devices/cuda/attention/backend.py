@@ -41,8 +41,6 @@ _MOST_MEMBERS = 16
 
 
 class _Plan(NamedTuple):
-    """The tiles and full splits that `plan` lists."""
-
     sequence: Tensor
     first_row: Tensor
     full_start: Tensor
@@ -64,7 +62,6 @@ class PoolLayer:
         self.pool = kv.keys, kv.key_scales, kv.values, kv.value_scales
 
     def constants(self, heads: int) -> tiles.LayerConstants:
-        """Return the kernels' constants for a number of query heads."""
         return tiles.LayerConstants(heads, heads // self.kv_heads, *self._constants)
 
 

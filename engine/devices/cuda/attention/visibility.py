@@ -8,7 +8,6 @@ import triton.language as tl
 
 @triton.jit
 def popcount(bits):
-    """Count the set bits of uint64."""
     bits = bits - ((bits >> 1) & 0x5555555555555555)
     bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
