@@ -16,8 +16,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from checkpoints.drafts import draft_method
-from checkpoints.source import use_download_dir
+from checkpoints.source import draft_method, use_download_dir
 from deploy.resources import check_ranks
 from deploy.spellings import add_options, nearest
 from messaging.files import http_tls, read_private, read_trusted, tls_files

@@ -19,9 +19,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.drafts import ASSISTANTS
 from checkpoints.mtp_layouts import find_layouts
-from checkpoints.source import hf_source, is_gguf, split_hub_file
+from checkpoints.source import ASSISTANTS, hf_source, is_gguf, split_hub_file
 from deploy.resources import check_heads, plan_workers
 from engine.limits import check_draft, check_quantization, choose_max_model_len, cpu_pool_budget
 from engine.lora.config import AdapterError, check_files

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.blocks.device import HOST, Queue
-from kvtransfer.blocks.joined import JoinedBlocks
+from kvtransfer.blocks.layout import JoinedBlocks
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 

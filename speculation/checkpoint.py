@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoints.drafts import refusal
+from checkpoints.source import refusal
 from engine.devices.cuda.tiles import tile_on_gpu
 from engine.devices.loaded_model import LoadedModel
 from engine.linear.packed import kernel_fault, linear_of

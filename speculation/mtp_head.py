@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.drafts import ASSISTANTS
 from checkpoints.mtp_layouts import NUMBER, HeadLayout, find_layouts
+from checkpoints.source import ASSISTANTS
 from engine.batch.runner import Runner
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.attention import AttentionBackend, LayerKv

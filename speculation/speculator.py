@@ -31,9 +31,8 @@ from speculation.control.estimator import (
     most_drafted,
 )
 from speculation.drafter import MOST_STEPS, ComputedRows, Drafter, UnreadSteps
-from speculation.methods import problem
 from speculation.remote import RemoteDrafter
-from speculation.sources import DraftSources, GrammarDrafts
+from speculation.sources import DraftSources, GrammarDrafts, problem
 from speculation.verification.verify import prepare, verify
 
 

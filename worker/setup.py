@@ -26,7 +26,7 @@ from engine.parallel.follower import follow
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader, join_by
 from kvtransfer.blocks.device import queue_of
-from kvtransfer.blocks.joined import JoinedBlocks
+from kvtransfer.blocks.layout import JoinedBlocks
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs

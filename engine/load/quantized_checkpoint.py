@@ -27,7 +27,7 @@ from engine.linear.experts import Pack, fused_experts, split_experts
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
 from engine.model.text_half import as_causal, make_model, named_as_in
-from engine.quantization import mxfp4
+from engine.quantization.formats import MXFP4_METHOD, split_mxfp4
 from engine.quantization.layout import Layout, parse_layout
 from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
 from engine.quantization.weight import QuantizedWeight, same_order
@@ -84,8 +84,8 @@ def load_quantized(
 
         paths = fused_experts(empty, by_kernel=False)
         stored = gguf.read_weights(read_gguf(Path(method["file"])), empty, paths, dtype, device)
-    elif method.get("quant_method") == mxfp4.METHOD:
-        plain, stacked = mxfp4.split(named_as_in(empty, read_tensors(model, revision)))
+    elif method.get("quant_method") == MXFP4_METHOD:
+        plain, stacked = split_mxfp4(named_as_in(empty, read_tensors(model, revision)))
         unknown = sorted(name for name in stacked if name.rpartition(".")[0] not in known)
         if unknown:
             raise UnsupportedModelError(f"{unknown[0]}: no experts of the model have such a tensor")

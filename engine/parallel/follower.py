@@ -28,9 +28,8 @@ from engine.parallel.messages import (
     RunStep,
     receive,
 )
-from engine.parallel.pools import lend_pool, rank_layout
+from engine.parallel.pools import lend_pool, rank_layout, share_state
 from engine.parallel.runner import ShareRunner, share_of
-from engine.parallel.states import share_state
 from protocol.config import ServeConfig
 from protocol.handoff import WINDOWED
 

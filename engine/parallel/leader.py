@@ -25,7 +25,7 @@ from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
-from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
+from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks, SharedRanks
 from engine.parallel.messages import (
     READY,
     BuildRunners,
@@ -36,10 +36,17 @@ from engine.parallel.messages import (
     receive,
     send,
 )
-from engine.parallel.pools import HeldPool, LeadingMemory, LeadingPool, borrow_pool, held_pool, rank_layout
+from engine.parallel.pools import (
+    HeldPool,
+    LeadingMemory,
+    LeadingPool,
+    WholeBlocks,
+    borrow_pool,
+    held_pool,
+    rank_layout,
+    share_state,
+)
 from engine.parallel.runner import ShareRunner
-from engine.parallel.shared_ranks import SharedRanks
-from engine.parallel.states import WholeBlocks, share_state
 from protocol.config import ServeConfig
 
 log = logging.getLogger(__name__)

@@ -2,12 +2,14 @@
 
 Queries, keys and values are not gathered, since a rank attends with its own heads; nor are gates and values
 of an MLP. So a layer gathers four times: before and after the attention's output product, and before and
-after the MLP's down product. Every rank runs other mixers on whole rows.
+after the MLP's down product. Every rank runs other mixers on whole rows. The native decoder's model is
+divided alike.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -17,14 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.devices.cpu.decoder.native_model import LayerArgs, ModelArgs, NativeModel, WeightsArgs
 from engine.devices.torch.operations import side_by_side
 from engine.linear.experts import are_experts
-from engine.linear.packed import PANEL
+from engine.linear.packed import PANEL, packed_rows, rows_of
 from engine.lora.table import Adapters
 from engine.model.program import Attention, Experts, Mlp, ModelProgram, Product, Rotation
-from engine.parallel.division import LINEARS, heads_of, moved, part_of, query_columns
-from engine.parallel.group import Columns, Ranks
-from engine.parallel.layers import ExpertsShare
+from engine.parallel.division import (
+    LINEARS,
+    ExpertsShare,
+    Heads,
+    heads_of,
+    moved,
+    part_of,
+    query_columns,
+    times,
+)
+from engine.parallel.group import Columns, Ranks, SharedRanks
 
 Prepare = Callable[[nn.Module], nn.Module]
 """A function that brings a linear layer into the form that the device's kernels read."""
@@ -162,3 +173,60 @@ class _Divider:
 
     def _placed(self, part: nn.Module) -> nn.Module:
         return self._prepare(part.to(self._device))
+
+
+class DescriptionShare(NativeModel):
+    """A rank's share of a native model. It uses the whole model's memory, except for copies of packed weights
+    whose outputs for this rank are not contiguous there in whole panels: QKV, and gate with up.
+    """
+
+    def __init__(self, whole: NativeModel, heads: Heads, ranks: SharedRanks) -> None:
+        super().__init__(whole.dtype)
+        self._whole = whole  # owns most of the memory
+        self._ranks = ranks
+        args = whole.model
+        queries, keys = (times(own, args.head_dim) for own in heads)
+        gated, hidden = self._own(whole.layers[0].down.inputs), self._own(args.hidden)
+        own = (queries, keys, keys), (), (hidden,), (gated, gated), (hidden,), ()
+        self.columns = {
+            path: columns
+            for paths in whole.paths
+            for names, ranges in zip(paths, own, strict=True)
+            for path, columns in zip(names, ranges, strict=False)
+        }
+        self.paths = whole.paths
+        self._heads = heads
+        self.layers = (LayerArgs * args.num_layers)(
+            *(self._layer(each, args, hidden, gated) for each in whole.layers)
+        )
+        self.model = ModelArgs.from_buffer_copy(args)
+        self.model.layers = ctypes.addressof(self.layers)
+        self.model.num_heads = len(heads.queries)
+        self.model.products = args.products // ranks.size
+        self.model.head = self._rows(args.head, self._own(args.vocab))
+        self.model.ranks, self.model.gather = ranks.addresses
+
+    def _layer(self, whole: LayerArgs, model: ModelArgs, hidden: range, gated: range) -> LayerArgs:
+        layer = LayerArgs.from_buffer_copy(whole)
+        own = self._heads.rows(model.head_dim, model.head_dim, model.num_heads, whole.qkv.outputs)
+        layer.qkv = self._rows(whole.qkv, *own)
+        layer.output = self._rows(whole.output, hidden)
+        layer.gate_up = self._rows(whole.gate_up, gated, moved(gated, whole.down.inputs))
+        layer.down = self._rows(whole.down, hidden)
+        return layer
+
+    def _own(self, outputs: int) -> range:
+        return self._ranks.columns(outputs, PANEL).parts[self._ranks.rank]
+
+    def _rows(self, whole: WeightsArgs, *rows: range) -> WeightsArgs:
+        if whole.quantized is not None:
+            return self._quantized_rows(whole.quantized, *rows)
+        weight = packed_rows(self._whole.kept(whole.values), rows)
+        bias = None if whole.bias is None else rows_of(self._whole.kept(whole.bias), rows)
+        count = sum(map(len, rows))
+        return WeightsArgs(self.keep(weight), self.keep(bias), None, whole.inputs, count, rows[0].start)
+
+    def _quantized_rows(self, whole: int, *rows: range) -> WeightsArgs:
+        weight, bias = self._whole.kept_quantized(whole)
+        own = None if bias is None else rows_of(bias, rows)
+        return self.keep_quantized(weight.rows(rows), own, rows[0].start)

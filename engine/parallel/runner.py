@@ -21,12 +21,9 @@ from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.load.select import build_runner, runner_of
 from engine.parallel.distributed_ranks import DistributedRanks
-from engine.parallel.division import Heads, heads_of, query_columns
-from engine.parallel.group import Columns, Ranks
-from engine.parallel.layers import model_share
-from engine.parallel.native_share import DescriptionShare
-from engine.parallel.program_share import program_share
-from engine.parallel.shared_ranks import SharedRanks
+from engine.parallel.division import Heads, heads_of, model_share, query_columns
+from engine.parallel.group import Columns, Ranks, SharedRanks
+from engine.parallel.program_share import DescriptionShare, program_share
 from protocol.config import ServeConfig
 from protocol.errors import UnsupportedModelError
 from protocol.speculation import WEIGHTLESS

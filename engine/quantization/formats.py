@@ -2,19 +2,20 @@
 
 AWQ (Lin et al. 2023) packs eight outputs in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7. GPTQ (Frantar et al.
 2022) packs inputs, and its `g_idx` has each input's group. Version 1 of GPTQ's files stores zero points minus
-one. compressed-tensors, which llm-compressor writes, has the other formats.
+one. compressed-tensors, which llm-compressor writes, has the other formats. All pack codes in int32 words,
+the first code in the lowest bits. gpt-oss's own MXFP4 checkpoints have one tensor with the weights of all
+experts: E2M1 codes, with one power of two (E8M0) for each 32 inputs (OCP Microscaling Formats, 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.quantization import words
 from engine.quantization.stored import (
     StoredLayer,
     block_scales,
@@ -23,6 +24,55 @@ from engine.quantization.stored import (
     row_scales,
 )
 from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
+from protocol.errors import UnsupportedModelError
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Return uint8 [rows, codes] from int32 [rows, words]."""
+    octets = _compact(words).view(torch.uint8)
+    if bits == 8:
+        return octets
+    return unpack_pairs(octets)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return int32 [rows, words] from uint8 [rows, codes]; zeros fill the last word."""
+    missing = -codes.shape[1] % (32 // bits)
+    codes = torch.nn.functional.pad(codes, (0, missing))
+    octets = codes if bits == 8 else pack_pairs(codes)
+    return _compact(octets).view(torch.int32)
+
+
+def unpack_pairs(octets: Tensor) -> Tensor:
+    """Return each uint8's lower and upper four bits as two columns."""
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+INT8_ZERO = 128
+"""The zero point of 8-bit codes stored without a sign."""
+
+
+def move_zero(codes: Tensor) -> Tensor:
+    """Convert uint8 codes with zero point 128 to int8, and vice versa."""
+    flipped = _compact(codes).view(torch.uint8) ^ INT8_ZERO
+    return flipped if codes.dtype is torch.int8 else flipped.view(torch.int8)
+
+
+E8M0_NAN = 255
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """Return the float32 powers of two of E8M0 exponents with bias 127 (OCP Microscaling Formats, 2023)."""
+    return torch.exp2(exponents.to(torch.float32) - 127)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a copy with the strides of its shape; `contiguous` keeps other strides where a size is 1."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -67,13 +117,13 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def _unpack_awq(stored: Tensor) -> Tensor:
     """Return uint8 [out_features, columns] from int32 [columns, out_features / 8]."""
-    codes = words.unpack(stored, 4).view(len(stored), -1, 8)
+    codes = unpack(stored, 4).view(len(stored), -1, 8)
     return codes[:, :, _PLACES].flatten(1).T.contiguous()
 
 
 def _pack_awq(codes: Tensor) -> Tensor:
     ordered = codes.T.reshape(codes.shape[1], -1, 8)[:, :, _ORDER]
-    return words.pack(ordered.flatten(1), 4)
+    return pack(ordered.flatten(1), 4)
 
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -87,13 +137,11 @@ def _read_gptq(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
     stored_zeros = layer.take("qzeros", (torch.int32,), (groups, width))
     if scheme.version == 1:
         stored_zeros = stored_zeros + _ONES[scheme.bits]
-    codes = words.unpack(stored.T, scheme.bits)[:, : layer.in_features]
-    zeros = words.unpack(stored_zeros, scheme.bits)[:, : layer.out_features].T
+    codes = unpack(stored.T, scheme.bits)[:, : layer.in_features]
+    zeros = unpack(stored_zeros, scheme.bits)[:, : layer.out_features].T
     scales = layer.scales("scales", (groups, layer.out_features)).T.contiguous()
-    if scheme.bits == 8 and (zeros != words.INT8_ZERO).any():
-        raise layer.wrong(
-            "qzeros", f"has zero points of 8 bits other than {words.INT8_ZERO}: sym must be true"
-        )
+    if scheme.bits == 8 and (zeros != INT8_ZERO).any():
+        raise layer.wrong("qzeros", f"has zero points of 8 bits other than {INT8_ZERO}: sym must be true")
     order = order_by_group(layer, "g_idx", groups, is_needed=scheme.desc_act)
     return _integers(scheme.bits, codes, scales, zeros, order)
 
@@ -102,14 +150,14 @@ def _write_gptq(weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
     """Return tensors of version 1 with float16 scales. Some of its readers read the zero point 0 as 16."""
     codes = weight.codes
     if weight.format is CodeFormat.INT8:
-        codes = words.move_zero(codes)
+        codes = move_zero(codes)
     group_of = torch.arange(codes.shape[1], dtype=torch.int32) // weight.group_size
     if weight.permutation is not None:
         order = weight.permutation.argsort()
         codes, group_of = codes[:, order], group_of[order]
     return {
-        "qweight": words.pack(codes, scheme.bits).T.contiguous(),
-        "qzeros": words.pack(_zeros_of(weight).T, scheme.bits) - _ONES[scheme.bits],
+        "qweight": pack(codes, scheme.bits).T.contiguous(),
+        "qzeros": pack(_zeros_of(weight).T, scheme.bits) - _ONES[scheme.bits],
         "scales": weight.scales.T.to(torch.float16).contiguous(),
         "g_idx": group_of,
     }
@@ -122,7 +170,7 @@ def _read_packed(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
     if shape is not None and shape.tolist() != [rows, columns]:
         raise layer.wrong("weight_shape", f"is {shape.tolist()}, not {[rows, columns]}")
     packed = layer.take("weight_packed", (torch.int32,), (rows, -(-columns // per_word)))
-    codes = words.unpack(packed, scheme.bits)[:, :columns]
+    codes = unpack(packed, scheme.bits)[:, :columns]
     scales = layer.scales("weight_scale", (rows, groups)).contiguous()
     zeros = None if scheme.symmetric else _packed_zeros(layer, groups)
     return _integers(scheme.bits, codes, scales, zeros, order_by_group(layer, "weight_g_idx", groups))
@@ -134,7 +182,7 @@ def _packed_zeros(layer: StoredLayer, groups: int) -> Tensor:
     if suffix in layer.tensors and layer.tensors[suffix].dtype is torch.int8:
         return layer.take(suffix, (torch.int8,), (rows, groups)) + INT4_ZERO
     packed = layer.take(suffix, (torch.int32,), (-(-rows // 8), groups))
-    return words.unpack(packed.T, 4)[:, :rows].T
+    return unpack(packed.T, 4)[:, :rows].T
 
 
 def _read_ints(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
@@ -169,9 +217,9 @@ def _read_mxfp4(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
     rows, columns = layer.out_features, layer.in_features
     packed = layer.take("weight_packed", (torch.uint8,), (rows, columns // 2))
     exponents = layer.take("weight_scale", (torch.uint8,), (rows, _groups(layer, scheme)))
-    if (exponents == words.E8M0_NAN).any():
+    if (exponents == E8M0_NAN).any():
         raise layer.wrong("weight_scale", "has scales that are NaN")
-    return QuantizedWeight(CodeFormat.MXFP4, words.unpack_pairs(packed), words.powers(exponents))
+    return QuantizedWeight(CodeFormat.MXFP4, unpack_pairs(packed), powers(exponents))
 
 
 def _groups(layer: StoredLayer, scheme: Scheme) -> int:
@@ -185,7 +233,7 @@ def _integers(
     if order is not None:
         codes = codes[:, order]
     if bits == 8:
-        return QuantizedWeight(CodeFormat.INT8, words.move_zero(codes), scales, None, order)
+        return QuantizedWeight(CodeFormat.INT8, move_zero(codes), scales, None, order)
     if zeros is not None:
         zeros = None if (zeros == INT4_ZERO).all() else zeros.to(torch.float32).contiguous()
     return QuantizedWeight(CodeFormat.INT4, codes.contiguous(), scales, zeros, order)
@@ -193,7 +241,7 @@ def _integers(
 
 def _zeros_of(weight: QuantizedWeight) -> Tensor:
     """Return the zero points of unsigned codes, uint8 [out, groups]."""
-    usual = INT4_ZERO if weight.format is CodeFormat.INT4 else words.INT8_ZERO
+    usual = INT4_ZERO if weight.format is CodeFormat.INT4 else INT8_ZERO
     zeros = torch.full_like(weight.scales, usual) if weight.zeros is None else weight.zeros
     return zeros.to(torch.uint8)
 
@@ -214,3 +262,59 @@ FORMATS = {
     "float-quantized": Format((8,), ("tensor", "channel", "block"), _read_floats, _write_plain),
     "mxfp4-pack-quantized": Format((4,), ("group",), _read_mxfp4),
 }
+
+
+MXFP4_METHOD = "mxfp4"
+"""The checkpoints' `quant_method` in `quantization_config`."""
+
+BLOCKS, SCALES = "_blocks", "_scales"
+_GROUP_BYTES = 16
+"""Number of bytes of 32 codes; a byte's lower four bits come first."""
+
+
+@dataclass(frozen=True)
+class StackedWeights:
+    """The weights of all experts: uint8 [experts, outputs, groups, 16] and [experts, outputs, groups]."""
+
+    blocks: Tensor
+    scales: Tensor
+    device: torch.device | None = None
+    """The device to which each expert's weights move when they are asked for."""
+
+    def __iter__(self) -> Iterator[QuantizedWeight]:
+        for blocks, scales in zip(self.blocks, self.scales, strict=True):
+            codes = unpack_pairs(blocks.to(self.device).flatten(1))
+            yield QuantizedWeight(CodeFormat.MXFP4, codes, powers(scales.to(self.device)))
+
+    def to(self, device: torch.device) -> StackedWeights:
+        return replace(self, device=device)
+
+
+def split_mxfp4(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, StackedWeights]]:
+    """Return the checkpoint without NAME_blocks and NAME_scales, and the weights made of these, by NAME."""
+    rest = {name: tensor for name, tensor in tensors.items() if not name.endswith((BLOCKS, SCALES))}
+    weights = {}
+    for name, blocks in tensors.items():
+        if name.endswith(BLOCKS):
+            weight = name.removesuffix(BLOCKS)
+            if weight + SCALES not in tensors:
+                raise UnsupportedModelError(f"{weight}{SCALES}: is missing next to {name}")
+            weights[weight] = StackedWeights(blocks, tensors[weight + SCALES])
+            _check(weight, blocks, tensors[weight + SCALES])
+    return rest, weights
+
+
+def _check(name: str, blocks: Tensor, scales: Tensor) -> None:
+    for suffix, tensor in ((BLOCKS, blocks), (SCALES, scales)):
+        if tensor.dtype is not torch.uint8:
+            raise UnsupportedModelError(f"{name}{suffix}: is {tensor.dtype}, not torch.uint8")
+    if blocks.ndim != 4 or blocks.shape[-1] != _GROUP_BYTES:
+        raise UnsupportedModelError(
+            f"{name}{BLOCKS}: has shape {list(blocks.shape)}, not [experts, outputs, groups, {_GROUP_BYTES}]"
+        )
+    if scales.shape != blocks.shape[:-1]:
+        raise UnsupportedModelError(
+            f"{name}{SCALES}: has shape {list(scales.shape)}, not {list(blocks.shape[:-1])}"
+        )
+    if (scales == E8M0_NAN).any():
+        raise UnsupportedModelError(f"{name}{SCALES}: has scales that are NaN")

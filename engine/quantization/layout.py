@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.quantization import mxfp4
-from engine.quantization.formats import FORMATS, Scheme
+from engine.quantization.formats import FORMATS, MXFP4_METHOD, Scheme
 from engine.quantization.stored import GROUP_SIZES, StoredLayer, block_shape, choice
 from engine.quantization.weight import QuantizedWeight
 from protocol.errors import UnsupportedModelError
@@ -139,7 +138,7 @@ def parse_layout(config: Mapping[str, Any]) -> Layout:
     """Return the layout of a `quantization_config`. Raises UnsupportedModelError, naming the field."""
     method = config.get("quant_method")
     if method not in _PARSE:
-        known = ", ".join((*_PARSE, mxfp4.METHOD))
+        known = ", ".join((*_PARSE, MXFP4_METHOD))
         raise UnsupportedModelError(f"quantization_config: quant_method is {method!r}, not one of {known}")
     return _PARSE[method](config)
 

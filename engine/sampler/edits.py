@@ -6,13 +6,13 @@ Penalties come from counts that follow each request's output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler.rows import RequestParams, SamplingRow, TokenMasks
+from engine.sampler.rows import EditLists, RequestParams, SamplingRow, TokenMasks
 
 _FIRST_CAPACITY = 64
 
@@ -88,25 +88,6 @@ class Penalties:
         counts.follow(row.history)
         token_ids, output_counts = counts.entries()
         return token_ids.copy(), output_counts.copy()
-
-
-class EditLists(NamedTuple):
-    """Edits of a batch's rows, as arrays or as tensors on a device. Each row has four consecutive lists of
-    tokens: allowed (empty: all are allowed), biased, forbidden and penalized.
-    """
-
-    bounds: Any
-    """int32 [rows, 5]: the beginnings of the four lists, and the end of the last one."""
-    tokens: Any
-    """int32: the lists of all rows."""
-    amounts: Any
-    """float32 for each of `tokens`: its bias, or its count in the output."""
-    factors: Any
-    """float32 [rows, 3]: the repetition, presence and frequency penalties."""
-    masked: Any
-    """int32 [rows]: the number of the row's mask in `masks`; -1 for none."""
-    masks: Any
-    """int32 [masks, words]: bits of the tokens that grammars allow."""
 
 
 def edit_lists(

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler.batch import Batch, TokenChoice
-from engine.sampler.edits import EditLists
+from engine.sampler.rows import Batch, EditLists, TokenChoice
 from native.build import load_library, optional
 from native.structs import fields
 from native.threads import parallel

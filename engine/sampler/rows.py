@@ -1,16 +1,20 @@
-"""The rows that the sampler reads, the parameters of their requests, and the masks of grammars."""
+"""The rows that the sampler reads, the parameters of their requests, the masks of grammars, and the interface
+of a sampler for one kind of device.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from native.structs import fields
 from protocol.sampling import SamplingParams
@@ -144,3 +148,76 @@ def _fields(params: SamplingParams, vocab_size: int) -> tuple[int, int, float, f
     temperature = 0.0 if is_greedy else max(params.temperature, _MIN_TEMPERATURE)
     floor = math.log(params.min_p) if params.min_p > 0 else -math.inf
     return params.seed, top_k, params.top_p, temperature, floor
+
+
+class EditLists(NamedTuple):
+    """Edits of a batch's rows, as arrays or as tensors on a device. Each row has four consecutive lists of
+    tokens: allowed (empty: all are allowed), biased, forbidden and penalized.
+    """
+
+    bounds: Any
+    """int32 [rows, 5]: the beginnings of the four lists, and the end of the last one."""
+    tokens: Any
+    """int32: the lists of all rows."""
+    amounts: Any
+    """float32 for each of `tokens`: its bias, or its count in the output."""
+    factors: Any
+    """float32 [rows, 3]: the repetition, presence and frequency penalties."""
+    masked: Any
+    """int32 [rows]: the number of the row's mask in `masks`; -1 for none."""
+    masks: Any
+    """int32 [masks, words]: bits of the tokens that grammars allow."""
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Rows of logits [n, vocab], of any float dtype, which sampling does not change; n is at least 1."""
+
+    logits: Tensor
+    rows: Sequence[SamplingRow]
+    requests: RequestParams
+    index: list[int]
+    """Number of each row's request in `requests`."""
+    edits: EditLists | None
+    """Edits of the rows' logits, if there are any."""
+    masks: TokenMasks | None
+
+    @property
+    def seeds(self) -> np.ndarray:
+        return self.requests.table["seed"][np.array(self.index)]
+
+    @property
+    def positions(self) -> list[int]:
+        return [row.position for row in self.rows]
+
+
+class TokenChoice(NamedTuple):
+    """The tokens of a batch. `token_ids`, int64 [rows], are on the logits' device; entries of failed rows are
+    undefined and may be negative. `wait` returns the tokens on the host, where failed rows have some valid
+    id, and the failed rows."""
+
+    token_ids: Tensor
+    wait: Callable[[], tuple[Tensor, list[int]]]
+
+    @classmethod
+    def made(cls, token_ids: Tensor, failed_rows: list[int]) -> TokenChoice:
+        """Make a choice that needs no waiting."""
+        return cls(token_ids, lambda: (token_ids, failed_rows))
+
+
+class RowSampler(Protocol):
+    """A sampler for one kind of device. All samplers choose the same tokens."""
+
+    on_device: bool
+    """Whether kernels choose on the device, so that the host need not wait."""
+
+    def begin(self, batch: Batch) -> TokenChoice:
+        """Choose a token for each row. If kernels choose, do not wait for the device."""
+
+    def probabilities(self, batch: Batch) -> Tensor:
+        """Return the rows' distributions, float32 [n, vocab]; zeros in rows that fail."""
+
+    def draw_drafts(self, batch: Batch, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Draw draft tokens with noise of `Purpose.DRAFT`, in rounds that began at positions `starts`. Return
+        the tokens, int64 [n], and their distributions, float32 [n, vocab].
+        """

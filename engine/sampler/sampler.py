@@ -22,12 +22,11 @@ from torch import Tensor
 
 from engine.copies import Downloader, upload_to
 from engine.devices.attention import backend_fault
-from engine.sampler.batch import Batch, RowSampler, TokenChoice
 from engine.sampler.edits import Penalties, edit_lists
 from engine.sampler.grammars import Grammars
 from engine.sampler.logprobs import token_logprobs
 from engine.sampler.native import NativeSampler, compiled
-from engine.sampler.rows import RequestParams, SamplingRow, TokenMasks
+from engine.sampler.rows import Batch, RequestParams, RowSampler, SamplingRow, TokenChoice, TokenMasks
 from engine.sampler.torch_sampler import TorchSampler
 from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler.batch import Batch, TokenChoice
 from engine.sampler.edits import apply_edits
 from engine.sampler.noise import NOISE_SPAN, Purpose, gumbel_noise, round_keys, stream_keys
+from engine.sampler.rows import Batch, TokenChoice
 
 _SLACK = 1e-3
 _NO_CHANCE = 1e-30

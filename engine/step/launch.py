@@ -21,8 +21,7 @@ from torch import Tensor
 from engine.batch.runner import ForwardOutput, Runner
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.sampler import Sampler
-from engine.sampler.batch import TokenChoice
-from engine.sampler.rows import SamplingRow
+from engine.sampler.rows import SamplingRow, TokenChoice
 from engine.step.draft import LateTokens, Verdict
 from engine.step.packing import PackedStep, pack, pack_ahead
 from engine.step.scheduler import ScheduledStep, Scheduler

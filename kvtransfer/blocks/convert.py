@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kvtransfer.blocks import codes
 from kvtransfer.blocks.extents import BlockIndices
-from kvtransfer.blocks.joined import JoinedBlocks
 from kvtransfer.blocks.layout import (
     SCALE_DTYPE,
     BlockLayout,
+    JoinedBlocks,
     LayoutError,
     SegmentLayout,
     conversion_problem,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.blocks.extents import BufferViews
-from kvtransfer.blocks.joined import JoinedBlocks
+from kvtransfer.blocks.layout import JoinedBlocks
 
 SLICE_BYTES = 2 * 1024 * 1024
 """Bytes of a slice of a copy to the host: a slice is sent while the next one is copied."""

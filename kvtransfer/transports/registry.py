@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.blocks.extents import Mode
-from kvtransfer.blocks.joined import JoinedBlocks
-from kvtransfer.blocks.layout import wire_segments
+from kvtransfer.blocks.layout import JoinedBlocks, wire_segments
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.pairs import Pairs
 from kvtransfer.transports.object_store import Carrier, ObjectStoreTransport

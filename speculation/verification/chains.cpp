@@ -1,5 +1,5 @@
-// Verifies draft chains in one call, row by row up to the first rejection: by the rule of coupled.py, or by the
-// standard rule of rejection.py.
+// Verifies draft chains in one call, row by row up to the first rejection: by the coupled rule of verify.py,
+// or by the standard rule of rejection.py.
 
 #include <vector>
 

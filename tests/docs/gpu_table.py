@@ -49,7 +49,7 @@ from engine.model.program import (
     TokenVectors,
 )
 from engine.quantization.weight import CodeFormat, QuantizedWeight
-from engine.sampler.edits import EditLists
+from engine.sampler.rows import EditLists
 from engine.sampler.triton_kernel.chooser import Chosen, TritonSampler, choose
 from speculation.tree_growth import TREE_WIDTH, TreeGrowth
 from speculation.verification.on_device import stops_of

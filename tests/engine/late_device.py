@@ -19,8 +19,7 @@ from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import SequenceRows, span_of
 from engine.engine import Engine
 from engine.kv.state_slots import RowSpan
-from engine.sampler.batch import TokenChoice
-from engine.sampler.rows import SamplingRow
+from engine.sampler.rows import SamplingRow, TokenChoice
 from engine.step.launch import StepLauncher
 
 

@@ -36,14 +36,13 @@ from engine.lora.table import adaptable
 from engine.model.describe import describe
 from engine.parallel import follower, group, messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
-from engine.parallel.group import LostRankError, Ranks
-from engine.parallel.layers import model_share
+from engine.parallel.division import model_share
+from engine.parallel.group import LostRankError, Ranks, SharedRanks
 from engine.parallel.messages import BuildRunners, Call, RunStep, encode
 from engine.parallel.pools import LeadingMemory, LeadingPool, held_pool, rank_layout
 from engine.parallel.program_share import program_share
 from engine.parallel.runner import ShareRunner, share_of
-from engine.parallel.shared_ranks import SharedRanks
-from kvtransfer.blocks.joined import JoinedBlocks
+from kvtransfer.blocks.layout import JoinedBlocks
 from protocol.config import ServeConfig
 from protocol.requests import Adapter, EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, GEMMA4_EXPERTS, VOCAB_SIZE, config_of, write_model

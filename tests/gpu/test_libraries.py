@@ -10,8 +10,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 from engine.devices.cuda.attention import flash
 from engine.devices.cuda.attention.flash import FlashBackend
 from engine.devices.cuda.fp8_products import Fp8Product
-from engine.devices.cuda.libraries import library_fault
-from engine.devices.cuda.library_products import by_library
+from engine.devices.cuda.library_products import by_library, library_fault
 from engine.devices.cuda.marlin import MarlinProduct
 from engine.devices.torch.attention import TorchBackend
 from engine.linear.quantized import round_to_nearest

@@ -17,8 +17,7 @@ from engine.parallel.pools import HeldPool
 from kvtransfer.blocks import device
 from kvtransfer.blocks.convert import Converter
 from kvtransfer.blocks.device import BlockGatherer, Queue, queue_of
-from kvtransfer.blocks.joined import JoinedBlocks
-from kvtransfer.blocks.layout import DTYPES, block_bytes, wire_segments
+from kvtransfer.blocks.layout import DTYPES, JoinedBlocks, block_bytes, wire_segments
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Completed, Progress, RegisteredPool
 from kvtransfer.transports.registry import TransportOptions

@@ -15,7 +15,7 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.errors import ConfigError
 from speculation.drafter import Drafter
-from speculation.methods import problem
+from speculation.sources import problem
 from tests.speculation.small_engine import VOCAB_SIZE, ask, drafting, native_config, prompt_of, run, tokens
 
 HERE = "tests.speculation.test_custom"

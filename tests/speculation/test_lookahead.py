@@ -16,7 +16,7 @@ from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import MAX_TREE_NODES, SpeculativeConfig
 from speculation.drafter import ComputedRows
-from speculation.verification.coupled import agreeing_path
+from speculation.verification.verify import agreeing_path
 from speculation.weightless import lookahead
 from speculation.weightless.lookahead import (
     LookaheadDrafter,

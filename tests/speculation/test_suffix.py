@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.config import ServeConfig
 from protocol.speculation import Method, SpeculativeConfig
-from speculation.methods import build_drafter
+from speculation.sources import build_drafter
 from speculation.weightless import ngram, suffix
 from speculation.weightless.suffix import Corpus, SuffixDrafter
 from tests.speculation import suffix_reference

@@ -11,8 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from engine.devices.cuda.libraries import FP8_BLOCKS, FP8_ROWS, Library
-from engine.devices.cuda.library_products import LibraryProduct
+from engine.devices.cuda.library_products import FP8_BLOCKS, FP8_ROWS, Library, LibraryProduct
 from engine.devices.cuda.product_kernel import round_rows
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.triton_support import ceil_div, power_of_two

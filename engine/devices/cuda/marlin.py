@@ -13,10 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.devices.cuda.libraries import MARLIN, Library
-from engine.devices.cuda.library_products import LibraryProduct
+from engine.devices.cuda.library_products import MARLIN, Library, LibraryProduct
+from engine.quantization.formats import pack
 from engine.quantization.weight import CodeFormat, QuantizedWeight
-from engine.quantization.words import pack
 
 _GROUPS = (32, 64, 128)
 _INPUTS, _OUTPUTS = 128, 64

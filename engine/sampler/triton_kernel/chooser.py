@@ -13,12 +13,10 @@ import triton
 from torch import Tensor
 
 from engine.copies import ALIGNMENT, Downloader, upload_to
-from engine.sampler.batch import Batch, TokenChoice
-from engine.sampler.edits import EditLists
 from engine.sampler.noise import Purpose, round_seeds
+from engine.sampler.rows import Batch, EditLists, TokenChoice
 from engine.sampler.triton_kernel.scan import scan
-from engine.sampler.triton_kernel.settle import weigh
-from engine.sampler.triton_kernel.sift import sift
+from engine.sampler.triton_kernel.settle import sift, weigh
 from engine.triton_support import ceil_div
 
 TILE = 4096

@@ -13,7 +13,7 @@ from engine.devices.cuda.experts import RoutedTiles, tile_experts
 from engine.linear.experts import fused_experts, split_experts
 from engine.load.quantized_checkpoint import set_experts
 from engine.load.rounding import round_layers
-from engine.quantization.mxfp4 import StackedWeights
+from engine.quantization.formats import StackedWeights
 from engine.quantization.weight import CodeFormat
 
 GPT_OSS: dict[str, Any] = {

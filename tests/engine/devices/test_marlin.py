@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.devices.cuda import libraries, library_products, marlin
+from engine.devices.cuda import library_products, marlin
 from engine.devices.cuda.joined_products import joined
 from engine.devices.cuda.library_products import LibraryLinear
 from engine.devices.cuda.marlin import MarlinProduct
@@ -122,7 +122,7 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setitem(sys.modules, name, module)
     types = SimpleNamespace(uint4=SimpleNamespace(id=UINT4), uint4b8=SimpleNamespace(id=UINT4B8))
     sys.modules["vllm.scalar_type"].scalar_types = types  # type: ignore[attr-defined]
-    monkeypatch.setattr(libraries, "capability_of", lambda device: (8, 0))
+    monkeypatch.setattr(library_products, "capability_of", lambda device: (8, 0))
     library_products._passes.cache_clear()
     with torch.library._scoped_library("_C", "FRAGMENT") as library:
         for schema in (of_gemm, of_repack):

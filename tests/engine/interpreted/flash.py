@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.devices import attention
 from engine.devices.attention import select_backend
-from engine.devices.cuda import libraries
+from engine.devices.cuda import library_products
 from engine.devices.cuda.attention import backend, flash, tiles
 from engine.devices.cuda.attention.flash import FlashBackend
 from engine.devices.torch.attention import TorchBackend
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let CPU tensors lie on a device of capability 9.0."""
-    monkeypatch.setattr(libraries, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(library_products, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(backend, "MULTIPLIED", dict.fromkeys(backend.MULTIPLIED, tl.float32))
     monkeypatch.setattr(tiles, "CHUNK", 7)
     yield
@@ -94,7 +94,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(q))
         return flash_attn_with_kvcache(q, *args, **options)
 
-    module = ModuleType(libraries.FLASH.package)
+    module = ModuleType(library_products.FLASH.package)
     module.__spec__ = ModuleSpec(module.__name__, None)
     module.flash_attn_with_kvcache = counted  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -146,7 +146,7 @@ def test_our_kernels_attend_for_all_others(
 
 
 def test_a_flash_that_fails_its_trial_is_not_used(attended: list[int]) -> None:
-    sys.modules[libraries.FLASH.package].flash_attn_with_kvcache = lambda q, *_, **__: q  # type: ignore[attr-defined]
+    sys.modules[library_products.FLASH.package].flash_attn_with_kvcache = lambda q, *_, **__: q  # type: ignore[attr-defined]
     step = Step.of(Case(Shape(key_dim=64, value_dim=64), Options(), SEQUENCES[:1]))
     assert torch.equal(step.run(FlashBackend), step.run(backend.TritonBackend))
 
@@ -162,9 +162,9 @@ def test_auto_takes_flash_unless_it_must_be_deterministic(
     assert select_backend(cpu, BF16, "auto", deterministic=True)[0] is not FlashBackend
     assert select_backend(cpu, torch.float32, "auto", deterministic=False)[0] is not FlashBackend
     assert select_backend(cpu, BF16, "flash")[0] is FlashBackend
-    monkeypatch.delitem(sys.modules, libraries.FLASH.package)
+    monkeypatch.delitem(sys.modules, library_products.FLASH.package)
     with pytest.raises(ValueError, match="FlashAttention-3 needs the package flash_attn_interface"):
         select_backend(cpu, BF16, "flash")
-    monkeypatch.setattr(libraries, "capability_of", lambda device: (10, 0))
+    monkeypatch.setattr(library_products, "capability_of", lambda device: (10, 0))
     with pytest.raises(ValueError, match=r"FlashAttention-3 does not run on compute capability 10\.0"):
         select_backend(cpu, BF16, "flash")

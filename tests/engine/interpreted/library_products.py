@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from engine.batch.runner import Step
-from engine.devices.cuda import libraries, library_products
+from engine.devices.cuda import library_products
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
@@ -41,7 +41,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let CPU tensors lie on a device of capability 9.0."""
-    monkeypatch.setattr(libraries, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(library_products, "capability_of", lambda device: (9, 0))
     yield
     library_products._passes.cache_clear()
 
@@ -125,7 +125,7 @@ def test_the_rule_chooses_by_device_format_and_determinism(monkeypatch: pytest.M
     assert type(tiled(layer, torch.float16)) is TiledLinear
     assert type(tiled(quantized(40, 256, 256))) is TiledLinear
     for capability in ((8, 0), None):
-        monkeypatch.setattr(libraries, "capability_of", lambda device, found=capability: found)
+        monkeypatch.setattr(library_products, "capability_of", lambda device, found=capability: found)
         assert type(tiled(layer)) is TiledLinear
 
 

@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.linear.experts import RoutedQuantizedLinear
 from engine.linear.quantized import round_to_nearest
-from engine.quantization import words
-from engine.quantization.formats import Scheme
+from engine.quantization.formats import Scheme, pack, pack_pairs
 from engine.quantization.layout import Layout
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from tests.engine.quantization.stored_reference import load_reference
@@ -55,11 +54,11 @@ def stored(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         return Layout.of(scheme).write(weight)
     if name == "packed_int4":
         shape = torch.tensor(codes.shape)
-        packed = words.pack(codes, 4)
+        packed = pack(codes, 4)
         return {"weight_packed": packed, "weight_scale": weight.scales, "weight_shape": shape}
     if name == "mxfp4":
         exponents = (weight.scales.log2() + 127).to(torch.uint8)
-        return {"weight_packed": words.pack_pairs(codes), "weight_scale": exponents}
+        return {"weight_packed": pack_pairs(codes), "weight_scale": exponents}
     return {"weight": codes, "weight_scale_inv": weight.scales}
 
 

@@ -19,10 +19,9 @@ from transformers import (
 )
 
 from engine.sampler import Purpose, Sampler, draw, gumbel_noise, noise, round_keys, stream_keys, uniform_noise
-from engine.sampler.batch import Batch
 from engine.sampler.edits import Penalties, TokenCounts, apply_edits, edit_lists
 from engine.sampler.noise import MAX_NOISE, MIN_NOISE, NOISE_SPAN
-from engine.sampler.rows import RequestParams
+from engine.sampler.rows import Batch, RequestParams
 from engine.sampler.torch_sampler import apply_filters
 from tests.engine.sampler.test_sampler import EOS, crowd
 from tests.engine.sampler_reference import distribution, make_row

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.attend import attend
-from engine.devices.cuda.attention.merge import merge
 from engine.devices.cuda.attention.plan import plan
+from engine.devices.cuda.attention.softmax import merge
 from engine.devices.cuda.attention.write import write
 from engine.kv.attention import AttentionMetadata, AttentionOptions, CapturableBackend, LayerKv, check_rows
 from engine.kv.row_codes import KvRows

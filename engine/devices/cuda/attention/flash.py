@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import PoolLayer, TritonBackend
-from engine.devices.cuda.libraries import FLASH, library_fault, passes
+from engine.devices.cuda.library_products import FLASH, library_fault, passes
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv
 from engine.kv.row_codes import KvRows
 

@@ -14,10 +14,9 @@ from engine.batch.recurrent_plan import Room, Tables, padded, tables_of, tile_ro
 from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepShape
 from engine.copies import ALIGNMENT, upload_to
-from engine.devices.cuda.recurrent.attend import HeadConstants, attend
+from engine.devices.cuda.recurrent.attend import HeadConstants, attend, scan
 from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import KeptConstants, keep
-from engine.devices.cuda.recurrent.scan import scan
 from engine.kv.state_slots import RowSpan, StateSlots
 from engine.triton_support import ceil_div, power_of_two
 
