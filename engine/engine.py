@@ -15,13 +15,12 @@ import msgspec
 import torch
 
 from costs.steps import ChunkBound, StepTimes, work_of
-from engine.assembly import Assembly, load_served
-from engine.check import check_adapter, check_request
+from engine.assembly import Assembly, check_adapter, check_request, load_served
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.block_manager import BlockManager
-from engine.kv.handoff import HandoffLayout
 from engine.kv.pool import Allocate
 from engine.kv.prefix_cache import PrefixRoom, find_room, reserve_blocks
+from engine.kv.sequence_blocks import HandoffLayout
 from engine.parallel.leader import Leader
 from engine.phases import phase
 from engine.start_up import describe_start

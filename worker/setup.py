@@ -19,8 +19,7 @@ from engine.devices.attention import backend_for
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.kv.pool import Allocate
-from engine.load.loader import load_model, model_shape
-from engine.load.preloaded import is_preloaded, keep_preloaded
+from engine.load.loader import is_preloaded, keep_preloaded, load_model, model_shape
 from engine.load.select import pack_model
 from engine.parallel.follower import follow
 from engine.parallel.group import Ranks

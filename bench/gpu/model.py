@@ -17,7 +17,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
-from engine.load.preloaded import keep_preloaded
+from engine.load.loader import keep_preloaded
 from engine.load.probe import probe
 from engine.load.select import pack_model, runner_of_one_process
 from protocol.config import ServeConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bench.turns import in_round
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
-from engine.load.preloaded import keep_preloaded
+from engine.load.loader import keep_preloaded
 from engine.load.select import load_packed
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest

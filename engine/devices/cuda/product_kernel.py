@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.devices.cuda.attention.codes import decode, encode
+from engine.devices.cuda.attention.write import decode, encode
 from engine.devices.cuda.expert_kernels import TILE_FIELDS
 from engine.devices.cuda.kernels import activated, clamped_swiglu
 from engine.model.program import Activation

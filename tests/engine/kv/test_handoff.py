@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv.handoff import HandoffLayout
+from engine.kv.sequence_blocks import HandoffLayout
 
 
 @pytest.mark.parametrize(("state_blocks", "places"), [(None, 33), (3, (3 + 3) * 16)])

@@ -19,8 +19,7 @@ from engine.engine import Engine
 from engine.kv.layout import Group, Segment
 from engine.linear.experts import join_experts
 from engine.load import loader
-from engine.load.loader import load_model
-from engine.load.preloaded import is_preloaded, keep_preloaded
+from engine.load.loader import is_preloaded, keep_preloaded, load_model
 from engine.load.select import load_packed
 from engine.model.families import FAMILIES
 from engine.quantization.weight import CodeFormat

@@ -9,10 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.devices.cuda.attention.codes import decode
 from engine.devices.cuda.attention.plan import keys_of, owner_of
 from engine.devices.cuda.attention.softmax import fade, join, mean, share, tanh
-from engine.devices.cuda.attention.write import scale_at
+from engine.devices.cuda.attention.write import decode, scale_at
 
 
 @triton.jit
