@@ -42,6 +42,42 @@ def hf_source(model: str, revision: str | None = None) -> str:
     return str(gguf_folder(path if path.exists() else _from_hub(model, revision)))
 
 
+def read_object(path: Path, flag: str) -> dict[str, Any]:
+    """Read a JSON object. Raises ConfigError that names `flag` and the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag}: {path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{flag}: {path}: must be a JSON object")
+    return content
+
+
+def open_tensors(path: Path, flag: str) -> Any:
+    """Open a safetensors file for torch. Raises ConfigError that names `flag` and the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{flag}: {path}: cannot be read: {error}") from error
+
+
+def folder_of(model: str, flag: str, patterns: list[str], revision: str | None = None) -> Path:
+    """Return the local folder, or that of the hub id's files that match. Raises ConfigError."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{flag}: {model!r} is neither a folder nor an accessible repository: {reason}"
+        ) from error
+
+
 def split_hub_file(model: str) -> tuple[str, str]:
     """Return the repository and the file of `owner/repository/file.gguf`. Raises ConfigError."""
     owner, _, rest = model.partition("/")
@@ -87,18 +123,11 @@ def draft_method(model: str, flag: str) -> Method:
     """Return the method for a folder or a hub id. Raises ConfigError that names `flag` if config.json names
     no method, or one that is not served.
     """
-    path = Path(model).expanduser() / "config.json"
-    try:
-        if not path.parent.is_dir():
-            from huggingface_hub import hf_hub_download
-
-            path = Path(hf_hub_download(model, path.name))
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag}: model: cannot read config.json of {model}: {error}") from error
-    fault = refusal(config) if isinstance(config, dict) else "must be a JSON object"
-    if fault:
-        raise ConfigError(f"{flag}: model: {path}: {fault}")
+    of_model = f"{flag}: model"
+    path = folder_of(str(Path(model).expanduser()), of_model, ["config.json"]) / "config.json"
+    config = read_object(path, of_model)
+    if fault := refusal(config):
+        raise ConfigError(f"{of_model}: {path}: {fault}")
     method = _method(config)
     if method is None:
         raise ConfigError(f"{flag}: method: must be given, since {path} tells none")

@@ -12,12 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints.source import folder_of, open_tensors, read_object
 from engine.load.quantized_checkpoint import weight_files
 from engine.quantization.layout import Layout
 from engine.quantization.weight import CodeFormat, QuantizedWeight
@@ -79,12 +78,9 @@ class Unfinished:
 
     def load(self, index: int) -> FinishedBlock:
         """Read a finished block. Raises `ConfigError` if its file is damaged."""
-        try:
-            with safe_open(self._path(index), "pt") as file:
-                formats = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"--output: {self._path(index)} cannot be read: {error}") from error
+        with open_tensors(self._path(index), "--output") as file:
+            formats = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         changed = {
             name.removeprefix("changed/"): tensor
             for name, tensor in tensors.items()
@@ -178,8 +174,8 @@ class Source:
     @classmethod
     def open(cls, model: str) -> Source:
         """Open a local folder, or download a hub id. Raises `ConfigError`."""
-        folder = Path(model) if Path(model).is_dir() else _download(model)
-        config = _read_json(folder / "config.json")
+        folder = folder_of(model, "--model", ["*.safetensors", *_COPIED])
+        config = read_object(folder / "config.json", "--model")
         if "quantization_config" in config:
             method = config["quantization_config"].get("quant_method")
             raise ConfigError(f"--model: {model} is quantized already ({method}); give the original model")
@@ -200,25 +196,6 @@ class Source:
                     shutil.copyfile(path, folder / path.name)
 
 
-def _download(model: str) -> Path:
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", *_COPIED]))
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--model: cannot load {model!r}: {reason}") from error
-
-
 def _names(path: Path) -> tuple[str, ...]:
-    try:
-        with safe_open(path, "pt") as file:
-            return tuple(sorted(file.keys()))
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--model: {path} cannot be read: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: {path} cannot be read: {error}") from error
-    return content
+    with open_tensors(path, "--model") as file:
+        return tuple(sorted(file.keys()))

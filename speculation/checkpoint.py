@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoints.source import refusal
+from checkpoints.source import folder_of, open_tensors, read_object, refusal
 from engine.devices.cuda.tiles import tile_on_gpu
 from engine.devices.loaded_model import LoadedModel
 from engine.linear.packed import kernel_fault, linear_of
@@ -41,8 +38,9 @@ class Checkpoint:
 
     def __init__(self, model: str, files: Sequence[str] = (), revision: str | None = None) -> None:
         """Find the files: `files` before those of a whole model. Raise `ConfigError` that names the file."""
-        self.folder = _folder(model, files, revision)
-        self.config = _read_json(self.folder / "config.json")
+        patterns = ["config.json", *files, *_WHOLE_MODEL, "model-*.safetensors", "pytorch_model-*.bin"]
+        self.folder = folder_of(model, _FLAG, patterns, revision)
+        self.config = read_object(self.folder / "config.json", _FLAG)
         if fault := refusal(self.config):
             raise ConfigError(f"{_FLAG}: {self.folder / 'config.json'}: {fault}")
         self._unpickled: dict[Path, dict[str, Tensor]] = {}
@@ -59,7 +57,7 @@ class Checkpoint:
         path = self._files[name]
         if path.suffix != ".safetensors":
             return self._unpickle(path)[name]
-        with _open_safetensors(path) as file:
+        with open_tensors(path, _FLAG) as file:
             return file.get_tensor(name)
 
     def error(self, name: str, reason: str) -> ConfigError:
@@ -71,10 +69,10 @@ class Checkpoint:
             if not path.exists():
                 continue
             if path.suffix == ".json":
-                weight_map = _read_json(path).get("weight_map", {})
+                weight_map = read_object(path, _FLAG).get("weight_map", {})
                 return {name: self.folder / file for name, file in weight_map.items()}
             if path.suffix == ".safetensors":
-                with _open_safetensors(path) as file:
+                with open_tensors(path, _FLAG) as file:
                     return dict.fromkeys(file.keys(), path)
             return dict.fromkeys(self._unpickle(path), path)
         raise ConfigError(f"{_FLAG}: {self.folder} has none of {', '.join(candidates)}")
@@ -86,35 +84,6 @@ class Checkpoint:
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ConfigError(f"{_FLAG}: {path}: not a file of only tensors: {error}") from error
         return self._unpickled[path]
-
-
-def _folder(model: str, files: Sequence[str], revision: str | None) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    patterns = ["config.json", *files, *_WHOLE_MODEL, "model-*.safetensors", "pytorch_model-*.bin"]
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{_FLAG}: {model!r} is neither a folder nor an accessible repository: {error}"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{_FLAG}: {path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{_FLAG}: {path}: must be a JSON object")
-    return content
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{_FLAG}: {path}: cannot be read: {error}") from error
 
 
 FIELD = "--speculative-config: quantization"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
+from checkpoints.source import open_tensors
 from protocol.errors import ConfigError
 
 CLIP_NORM = 1.0
@@ -128,14 +128,10 @@ class Trainer:
         partial.replace(self._checkpoint)
 
     def _resume(self) -> int:
-        path = self._checkpoint
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"--output: the checkpoint {path} cannot be read: {error}") from error
-        check_same_run(path, json.loads(metadata["settings"]), self._settings)
+        with open_tensors(self._checkpoint, "--output") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        check_same_run(self._checkpoint, json.loads(metadata["settings"]), self._settings)
         module = {n.removeprefix("module/"): t for n, t in tensors.items() if n.startswith("module/")}
         self._learner.module.load_state_dict(module)
         for kind, optimizer in self._learner.optimizers.items():

@@ -8,7 +8,6 @@ stay quantized one by one or are dequantized into this tensor.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
+from checkpoints.source import open_tensors, read_object
 from engine.linear.experts import Pack, fused_experts, split_experts
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
@@ -299,11 +298,8 @@ def read_tensors(model: str, revision: str | None) -> dict[str, Tensor]:
     """Return the tensors of a folder or a hub id by name, mapped from its files. Raises ConfigError."""
     tensors = {}
     for path in weight_files(model, revision):
-        try:
-            with safe_open(path, "pt") as file:
-                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise ConfigError(f"--model: cannot read {path}: {error}") from error
+        with open_tensors(path, "--model") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return tensors
 
 
@@ -316,8 +312,8 @@ def weight_files(model: str, revision: str | None) -> list[Path]:
             raise ConfigError(f"--model: {model} has neither {_SINGLE} nor {_INDEX}")
         return [single]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        names = sorted(set(read_object(index, "--model")["weight_map"].values()))
+    except (KeyError, AttributeError) as error:
         raise ConfigError(f"--model: cannot read {index}: {error!r}") from error
     paths = [_find(model, name, revision) for name in names]
     if None in paths:
